@@ -4,8 +4,8 @@ A container stores every file of a checkpoint, a member, as its tensors and its 
 A member is in one of four states:
 
     whole      written as it was
-    damaged    written, with NaN for lost elements (zero for integers). The file keeps checksums of its tensors; those
-               of damaged ones are wrong on purpose, so that no program takes the file for intact
+    damaged    written, with NaN for lost elements (zero for integers). The checksums in the file are those of what was
+               written, so that every program reads it
     tensors    the skeleton is lost. A safetensors file, beside the place of the member, holds the intact tensors
     lost       not written: the skeleton is lost and no tensor is intact, or it is damaged and no checkpoint
 """
@@ -13,18 +13,21 @@ A member is in one of four states:
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckpt8.checkpoint.replacing import checkpoint_file
+from ckpt8.checkpoint.sources.opening import open_source, storage_crc
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.member_file import MemberFile
+from ckpt8.container.member_layout import CRC_BYTES
 from ckpt8.container.target_names import SAFETENSORS, default_path
-from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import AtomicFile, Check, refuse_source
+from ckpt8.core.errors import Ckpt8Error, InputError
+from ckpt8.core.files.atomic import AtomicFile, Check, Guard, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.text import counted
 from ckpt8.core.workers import Progress, Workers
@@ -141,28 +144,13 @@ def salvage(
         return result
 
 
-class _Member(MemberFile):
-    """A member as a file in which damaged tensors have checksums that are wrong."""
-
-    def __init__(self, reader: DamagedContainer, member: int) -> None:
-        super().__init__(reader, member)
-        self._lost = reader.lost
-
-    def patch_crc(self, storage: int, crc32: int) -> list[tuple[int, bytes]]:
-        """As MemberFile, but with the complement of the checksum for a damaged storage.
-
-        A reader must find that it does not match. Zero would not do: some writers store it for "no checksum".
-        """
-        return super().patch_crc(storage, crc32 ^ 0xFFFFFFFF if storage in self._lost else crc32)
-
-
 class _Salvaging:
     """Writes the members of one damaged container by their states."""
 
     def __init__(self, reader: DamagedContainer, workers: Workers, progress: Progress) -> None:
         self._reader = reader
         self._manifest = reader.manifest
-        self._writer = MemberWriter(reader, workers, progress, partial(_Member, reader))
+        self._writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))
         self._states = [self._state(member) for member in self._manifest.members]
         # Names of intact tensors that a safetensors file cannot hold; _open_tensor_file adds them.
         self._unwritten: set[str] = set()
@@ -191,6 +179,7 @@ class _Salvaging:
                 tensors.write(output.file.fileno(), output.guard)
             else:
                 self._writer.write(0, output.file.fileno(), output.guard)
+                self._mend_checksums(output.path, output.guard)
             output.publish()
         result.replaced = output.replaced
         result.members.append(SalvagedMember(member.path, self._states[0], str(result.path)))
@@ -214,6 +203,31 @@ class _Salvaging:
             elif state != LOST:
                 self._writer.add(index, output)
             result.members.append(SalvagedMember(member.path, state, None if state == LOST else written))
+        self._mend_checksums(output.path, output.guard)
+
+    def _mend_checksums(self, path: Path, guard: Guard) -> None:
+        """Give damaged storages the checksums of what was written. Raises OutputError.
+
+        ``restore`` does so for storages that come back changed. The others kept those of the source in the skeleton.
+        """
+        lost = {
+            (member.path if self._manifest.directory else "", offset)
+            for member in self._manifest.members
+            for offset, storage in member.segments
+            if storage in self._reader.lost
+        }
+        if not lost:
+            return
+        # What cannot be opened as a checkpoint, as its structure is lost, has no checksums that anybody compares.
+        with suppress(Ckpt8Error), open_source(path, containers=False, decode=False) as bundle:
+            for member in bundle.found:
+                name = member.path if self._manifest.directory else ""
+                for storage in member.checkpoint.storages:
+                    if (name, storage.offset) in lost and storage.crc_fields:
+                        crc = storage_crc(member.checkpoint, storage).to_bytes(CRC_BYTES, "little")
+                        with guard(), (path / name).open("r+b") as file:
+                            for place in storage.crc_fields:
+                                os.pwrite(file.fileno(), crc, place)
 
     def _open_tensor_file(self, index: int, prefix: str) -> TensorFile:
         """The safetensors file for the intact tensors of a member, whose names lose ``prefix``."""

@@ -19,7 +19,7 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.distributed import tree_of
 from ckpt8.checkpoint.sources.sharded import open_sharded, sharded_bundle
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
-from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint
+from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo
 from ckpt8.container.decoding import check_frames
 from ckpt8.container.header import is_container
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
@@ -95,17 +95,19 @@ def stored_bundle(reader: ContainerReader, workers: Workers, *, decode: bool = T
 
 def check_storages(checkpoint: Checkpoint, where: str) -> None:
     """Read every storage that has a checksum. Raises InputError for the first that does not match."""
-    buffer = bytearray(min(_BLOCK, max((s.nbytes for s in checkpoint.storages if s.crc32 is not None), default=0)))
     for storage in checkpoint.storages:
-        if storage.crc32 is None:
-            continue
-        crc = 0
-        for start in range(0, storage.nbytes, _BLOCK):
-            view = memoryview(buffer)[: min(_BLOCK, storage.nbytes - start)]
-            checkpoint.read_into(storage.offset + start, view)
-            crc = crc32(view, crc)
-        if crc != storage.crc32:
+        if storage.crc32 is not None and storage_crc(checkpoint, storage) != storage.crc32:
             raise InputError(f"{where}: storage {storage.key!r} is damaged: its CRC does not match")
+
+
+def storage_crc(checkpoint: Checkpoint, storage: StorageInfo) -> int:
+    """The CRC-32 of the bytes of a storage. Raises InputError."""
+    crc, buffer = 0, memoryview(bytearray(min(_BLOCK, storage.nbytes)))
+    for start in range(0, storage.nbytes, _BLOCK):
+        view = buffer[: min(_BLOCK, storage.nbytes - start)]
+        checkpoint.read_into(storage.offset + start, view)
+        crc = crc32(view, crc)
+    return crc
 
 
 @dataclass(frozen=True, slots=True)
