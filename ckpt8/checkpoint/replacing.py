@@ -7,6 +7,7 @@ directory without any file may be removed too.
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import stat
@@ -16,10 +17,12 @@ from pathlib import Path
 
 from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.shards import is_named_shard
-from ckpt8.container.header import is_container
+from ckpt8.container.header import HEAD_BYTES, is_container
 from ckpt8.container.needed import unneeded_file
 from ckpt8.container.sharded import INDEX, PART
+from ckpt8.container.target_names import CONTAINER, SUFFIXES
 from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.atomic import any_file
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
@@ -55,6 +58,28 @@ def checkpoint_file(path: Path) -> str:
     if not _is_checkpoint(path):
         raise OutputError(f"{path}: exists and is no checkpoint; to replace it all the same, give its name with -o")
     return unneeded_file(path)
+
+
+def no_checkpoint(path: Path) -> str:
+    """A description of the file at ``path``, which a report may replace.
+
+    Raises OutputError where it may be a checkpoint or a part of one: it has such a name, or is no text. Raises OSError.
+    """
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    names_one = is_part(path.name) or is_named_shard(path.name) or path.suffix.lower() in (*SUFFIXES, CONTAINER)
+    if head and (names_one or b"\0" in head or not _is_utf8(head)):
+        raise OutputError(f"{path}: may be a checkpoint, which no report replaces; give another name")
+    return any_file(path)
+
+
+def _is_utf8(head: bytes) -> bool:
+    """Whether these first bytes of a file are text, of which the last character may be cut."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]:

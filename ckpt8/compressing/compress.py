@@ -30,12 +30,13 @@ from ckpt8.compressing.open_base import OpenBase
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.bases import looked_for_in
+from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.arguments import checked
 from ckpt8.core.collection import without_collection
-from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import refuse_source
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.files.atomic import as_private_as, refuse_source
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress
 
@@ -103,8 +104,11 @@ def compress(
         checkpoint_file(target)
     with (
         looked_for_in(map(Path, base_dirs)),
+        as_private_as(source),
         open_source(source, containers=False, decode=not policy.keeps_compressed) as bundle,
     ):
+        if not is_unicode(bundle.directory or source.name):
+            raise InputError(f"{source}: its name is not valid UTF-8, and a container states it; rename it")
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
         run = partial(Compressor.run, target=target, policy=policy, force=force)
@@ -182,7 +186,8 @@ def save(
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error)
     member = target.with_suffix(".pt").name
-
+    if not is_unicode(member):
+        raise UsageError(f"{target}: is not valid UTF-8, and a container states its name; give another name")
     asked = wanted(base)
 
     def compress_live(run_or_pack: Callable[..., R]) -> R:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckpt8.container.base_record import BaseRecord, read_base
 from ckpt8.container.head import holds_seal, read_head, stated_seal
-from ckpt8.container.header import SEAL_BYTES
+from ckpt8.container.header import SEAL_BYTES, is_container
 from ckpt8.container.json_fields import Fields
 from ckpt8.container.stored_manifest import manifest_text, parse_manifest
 from ckpt8.core.errors import InputError
@@ -65,7 +65,7 @@ class Stated(NamedTuple):
 
 
 def stated_base(container: Path, only: str | None = None) -> Stated:
-    """Seal and base of a container by its head; no base where its manifest does not name the seal ``only``.
+    """Seal and base of a container by its head; no base where its manifest does not hold the text ``only``.
 
     Raises InputError.
     """
@@ -75,6 +75,15 @@ def stated_base(container: Path, only: str | None = None) -> Stated:
         is_wanted = only is None or only.encode() in text
         record = read_base(Fields(parse_manifest(text, size, where), where)) if is_wanted else None
         return Stated(file.read(size - SEAL_BYTES, SEAL_BYTES).hex(), record)
+
+
+def files_of(source: Path) -> list[Path]:
+    """A source and, of a container, the files below it, as far as they are found."""
+    found = [source]
+    with suppress(InputError):
+        while is_container(found[-1]) and (record := stated_base(found[-1], only='"base"').base) is not None:
+            found.append(find_base(found[-1], record, directories()))
+    return found
 
 
 def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container import frames, layout
+from ckpt8.container.bases import files_of
 from ckpt8.container.manifest import FrameTable, Manifest, Pack
 from ckpt8.container.needed import refuse_needed
 from ckpt8.container.reader import ContainerReader
@@ -19,7 +20,7 @@ from ckpt8.container.symbols import pack_parts
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import refuse_source
+from ckpt8.core.files.atomic import as_private_as, refuse_source
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Progress, Workers
 
@@ -69,7 +70,7 @@ def rebase(
         for each in (reader, *reader.links()):
             if target is not None:
                 refuse_source(final, each.path)
-        with Workers(threads) as workers:
+        with as_private_as(*files_of(source)), Workers(threads) as workers:
             write_whole(reader, final, workers, force=force or target is None, progress=progress)
     return final
 

@@ -12,8 +12,10 @@ from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.manifest_json import manifest_json
 from ckpt8.container.needed import unneeded_file
+from ckpt8.container.reader import ContainerReader
 from ckpt8.container.stored_manifest import pack_manifest
 from ckpt8.core.closing import Closing
+from ckpt8.core.errors import Ckpt8Error, OutputError
 from ckpt8.core.files.atomic import AtomicFile
 from ckpt8.core.files.write_at import PIECE, start_writeback, write_all_at
 
@@ -77,7 +79,10 @@ class ContainerWriter(Closing):
             os.ftruncate(self._descriptor, self._data_start + self._position)
 
     def finish(self, manifest: Manifest, last_look: Callable[[Path], object] = lambda _: None) -> bytes:
-        """Write manifest, header and seal, and publish the file, see ``AtomicFile.publish``. Returns the seal."""
+        """Write manifest, header and seal, and publish the file, see ``AtomicFile.publish``. Returns the seal.
+
+        Raises OutputError where it cannot be written, or where the reader would refuse what it states.
+        """
         stored = pack_manifest(manifest_json(manifest), self._data_start + self._position + header.SEAL_BYTES)
         self.append(header.MANIFEST, [stored])
         self._write()
@@ -92,8 +97,17 @@ class ContainerWriter(Closing):
         with self._output.guard():
             write_all_at(self._descriptor, [seal], self._data_start + start)
             write_all_at(self._descriptor, [head], 0)
+        self._check_readable()
         self._output.publish(last_look)
         return seal
+
+    def _check_readable(self) -> None:
+        """Read header and manifest, not the data, as any reader will. Raises OutputError where it refuses them."""
+        try:
+            ContainerReader(self._output.path).close()
+        except Ckpt8Error as exc:
+            why = str(exc).removeprefix(f"{self._output.path}: ")
+            raise OutputError(f"{self._output.target}: would not be readable: {why}; nothing was written") from exc
 
     def _move(self, by: int) -> None:
         """Make the header longer: move all data, the last piece first."""

@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
+from ckpt8.container.bases import files_of
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.reading import find_sharded, refuse_directory
 from ckpt8.core.arguments import checked
-from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.core.files.atomic import AtomicFile, as_private_as
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
 from ckpt8.restoring.salvage import Salvage
@@ -74,9 +75,10 @@ def restore(
     'back.pt'
     """
     if salvage:
-        if (directory := find_sharded(Path(source))) is not None:
-            return salvage_directory(directory, target, force=force, threads=threads, progress=progress)
-        return run(source, target, force=force, threads=threads, progress=progress)
+        with as_private_as(*files_of(Path(source))):
+            if (directory := find_sharded(Path(source))) is not None:
+                return salvage_directory(directory, target, force=force, threads=threads, progress=progress)
+            return run(source, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
 
 
@@ -91,12 +93,17 @@ def restore_original(
     """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
     source = Path(source)
     if (packed := find_sharded(source)) is not None:
-        result = restore_directory(packed, target, force=force, threads=threads, progress=progress)
+        with as_private_as(source, packed):
+            result = restore_directory(packed, target, force=force, threads=threads, progress=progress)
         if packed != source:
             result.left = sorted(each.name for each in source.iterdir() if each.name != packed.name)
         return result
     refuse_directory(source)
-    with ContainerReader(source, kernels=True) as reader, Workers(threads) as workers:
+    with (
+        as_private_as(*files_of(source)),
+        ContainerReader(source, kernels=True) as reader,
+        Workers(threads) as workers,
+    ):
         result = Restored.at(source, target, reader)
         writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))
         if reader.manifest.directory is not None:

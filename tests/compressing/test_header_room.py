@@ -1,4 +1,4 @@
-"""The header has room for the codecs that are tried first; where they refuse, the data is moved."""
+"""The header has room for the codecs that are tried first; where they refuse, the data is moved. It is read again."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt8
-from ckpt8.container import header
+from ckpt8.container import header, writer
 from ckpt8.container.header import LENGTH_BYTES
+from ckpt8.container.manifest_json import manifest_json
+from ckpt8.core.errors import OutputError
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 
 SHAPE = (70, 64)
 
@@ -82,3 +87,37 @@ def test_a_disk_that_is_full_while_data_is_moved(tmp_path, monkeypatch):
     with pytest.raises(ckpt8.OutputError, match="No space left"):
         ckpt8.save(tree_of(12, range(12)), tmp_path / "a.ckpt8", preset="flash")
     assert list(tmp_path.iterdir()) == []
+
+
+# What no reader would take
+
+
+def _delta(folder):
+    tree = {"w": torch.randn(96, 96, generator=torch.Generator().manual_seed(0))}
+    ckpt8.save(tree, folder / "a.ckpt8")
+    tree["w"][0] = 2
+    ckpt8.save(tree, folder / "b.ckpt8", base=folder / "a.ckpt8")
+    ckpt8.save(tree, folder / "c.ckpt8")
+    torch.save(tree, folder / "c.pt")
+
+
+WRITE = {
+    "save": lambda folder: ckpt8.save({"w": torch.ones(96, 96)}, folder / "c.ckpt8"),
+    "background": lambda folder: ckpt8.save({"w": torch.ones(96, 96)}, folder / "c.ckpt8", background=True).result(),
+    "compress": lambda folder: ckpt8.compress(folder / "c.pt", force=True),
+    "convert": lambda folder: ckpt8.convert(folder / "c.pt", folder / "new.ckpt8"),
+    "rebase": lambda folder: ckpt8.rebase(folder / "b.ckpt8"),
+    "ranks": lambda folder: dcp.save({"w": torch.ones(96, 96)}, storage_writer=Ckpt8StorageWriter(folder / "ranks")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("write", WRITE)
+def test_a_container_that_the_reader_refuses_never_gets_its_name(write, tmp_path, monkeypatch):
+    """Whatever a writer states by mistake: the file that is there stays, and no temporary does."""
+    _delta(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(writer, "manifest_json", lambda manifest: {**manifest_json(manifest), "preset": 7})
+    with pytest.raises((OutputError, CheckpointException), match=r"would not be readable: .*malformed at 'preset'"):
+        WRITE[write](tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

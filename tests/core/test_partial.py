@@ -10,7 +10,7 @@ import os, resource, sys
 from pathlib import Path
 from ckpt8.core.files.partial import Partial
 
-partial = Partial(Path(sys.argv[1]) / "run", directory=True, mode=0o700)
+partial = Partial(Path(sys.argv[1]) / "run", directory=True)
 (partial.path / "inner" / "most").mkdir(parents=True)
 for name in ("a", "inner/b", "inner/most/c"):
     (partial.path / name).write_bytes(b"content")

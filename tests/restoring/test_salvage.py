@@ -168,7 +168,8 @@ def test_a_salvaged_directory_of_ranks_has_right_checksums(tmp_path):
     assert [(each.name.rpartition(":")[2], each.count) for each in found.lost] == [("a", 3000)]
     ckpt8.compress(tmp_path / "back")
     with ckpt8.open(tmp_path / "back.ckpt8") as file:
-        assert [file.get_tensor(each).isnan().all().item() for each in file.keys()] == [True, False]
+        names = file.keys()
+        assert [file.get_tensor(name).isnan().all().item() for name in names] == [True, False]
 
 
 def test_without_the_structure_whole_tensors_are_kept_by_name(sample, tmp_path):

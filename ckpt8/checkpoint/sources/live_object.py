@@ -125,7 +125,7 @@ def _wait_for(storages: Iterable[torch.UntypedStorage]) -> None:
 def _temporary_directory(name: str) -> Iterator[Path]:
     """A directory for temporary files. The next one of that ``name`` removes the remains of a killed process."""
     try:
-        partial = Partial(Path(tempfile.gettempdir()) / name, directory=True, mode=0o700)
+        partial = Partial(Path(tempfile.gettempdir()) / name, directory=True)
     except OSError as exc:
         raise OutputError(f"{tempfile.gettempdir()}: cannot be written: {exc.strerror or exc}") from exc
     with closing(partial):

@@ -6,7 +6,11 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
+import stat
+import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,9 +27,60 @@ _NOREPLACE, _EXCHANGE = 1, 2
 _AT_FDCWD = -100
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
+_sources: ContextVar[tuple[os.stat_result, ...]] = ContextVar("_sources", default=())
+
+_STATUS = Path("/proc/self/status")
+_UMASK = re.compile(rb"^Umask:\s*([0-7]+)$", re.MULTILINE)
+_changing_umask = threading.Lock()
+
+
+@contextlib.contextmanager
+def as_private_as(*sources: Path) -> Iterator[None]:
+    """Have no output of the block more open to other users than any of ``sources``. Those that are missing say nothing.
+
+    Of a directory the mode of its top counts.
+    """
+    known = []
+    for source in sources:
+        with contextlib.suppress(OSError):
+            known.append(source.stat())
+    token = _sources.set((*_sources.get(), *known))
+    try:
+        yield
+    finally:
+        _sources.reset(token)
+
+
+def mode_of_output(*, directory: bool, group: int | None = None, replaced: os.stat_result | None = None) -> int:
+    """The permissions of an output that belongs to ``group``, by default that of the process.
+
+    Those that the umask leaves, as far as all sources and the file that is ``replaced`` grant them. Members of a group
+    that is not that of a source get what it grants to everybody. The owner may read a file, and do all in a directory.
+    """
+    mode = (0o777 if directory else 0o666) & ~_umask()
+    for status in (*_sources.get(), *([] if replaced is None else [replaced])):
+        granted = status.st_mode & 0o666
+        if status.st_gid != (os.getegid() if group is None else group):
+            granted &= ~0o070 | (granted & 0o007) << 3
+        mode &= granted | (granted & 0o444) >> 2 if directory else granted
+    return mode | (0o700 if directory else 0o400)
+
+
+def _umask() -> int:
+    with contextlib.suppress(OSError):
+        if found := _UMASK.search(_STATUS.read_bytes()):
+            return int(found[1], 8)
+    # The system tells it only to those who change it, for all threads.
+    with _changing_umask:
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask
+
 
 class AtomicOutput(Closing):
     """A temporary next to ``target`` that takes its name on ``publish``, or is removed. A context manager.
+
+    It is open to its user alone until then, see ``mode_of_output``.
 
     A subclass names ``what`` it makes; ``is_kind`` tells whether a path leads to such a thing. With ``force`` it
     replaces an existing target if ``check`` accepts that, now and again on ``publish``; ``replaced`` then describes the
@@ -71,6 +126,17 @@ class AtomicOutput(Closing):
             yield
         except OSError as exc:
             raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+
+    def _open_up(self, file: Path | int) -> None:
+        """Give a file or directory of the output, which is open to nobody so far, its permissions. Raises OSError."""
+        replaced = None
+        with contextlib.suppress(FileNotFoundError):
+            replaced = self._final.stat()
+        status = os.stat(file)  # noqa: PTH116 - of a path or a descriptor
+        mode = mode_of_output(directory=stat.S_ISDIR(status.st_mode), group=status.st_gid, replaced=replaced)
+        # Some file systems have no permissions.
+        with contextlib.suppress(PermissionError, NotImplementedError):
+            os.chmod(file, mode)  # noqa: PTH101
 
     def _take_name(self, replace: Callable[[Path, Path], object]) -> None:
         """Rename to the target, with ``force`` by ``replace``, and flush the name to the disk."""
@@ -175,17 +241,18 @@ class AtomicFile(AtomicOutput):
     def __init__(self, target: Path, *, force: bool, check: Check = any_file, tidy: bool = True) -> None:
         super().__init__(target, force=force, check=check)
         with self.guard():
-            self._partial = Partial(self._final, mode=0o666, tidy=tidy)
+            self._partial = Partial(self._final, tidy=tidy)
             # The descriptor stays with the temporary: it holds the lock until the file has its name.
             self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
 
     def publish(self, last_look: Callable[[Path], object] = lambda _: None) -> None:
-        """Flush to the disk, rename to the target, flush the directory.
+        """Set the permissions, flush to the disk, rename to the target, flush the directory.
 
         Before the rename ``last_look`` gets the path that the file is about to have; what it raises keeps the old file.
         """
         with self.guard():
             self.file.flush()
+            self._open_up(self._partial.descriptor)
             os.fsync(self._partial.descriptor)
             last_look(self._final)
             self._take_name(Path.replace)

@@ -28,7 +28,7 @@ class AtomicDirectory(AtomicOutput):
         self._made = {Path()}
         self._links: list[tuple[str, str]] = []
         with self.guard():
-            self._partial = Partial(self._final, directory=True, mode=0o777)
+            self._partial = Partial(self._final, directory=True)
 
     def _check_place(self, final: Path, keep: Path, check: Check) -> str:
         """Describe the directory ``final``. Raises OutputError for one that must never be replaced."""
@@ -75,11 +75,20 @@ class AtomicDirectory(AtomicOutput):
             os.close(descriptor)
 
     def publish(self) -> None:
-        """Make the links, flush to the disk, rename to the target."""
+        """Make the links, set the modes, flush to the disk, rename to the target."""
         with self.guard():
             for path, target in self._links:
                 self._make(Path(path).parent)
                 (self.path / path).symlink_to(target)
+            self._set_modes()
             for directory in self._made:
                 sync_directory(self.path / directory)
             self._take_name(replace_directory)
+
+    def _set_modes(self) -> None:
+        """Open the directory and what is in it to others, as far as they may read the sources. Raises OSError."""
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                if not (path := Path(folder, name)).is_symlink():
+                    self._open_up(path)
+            self._open_up(Path(folder))

@@ -58,13 +58,13 @@ def _remove_tree(path: Path) -> None:
 
 
 class Partial:
-    """A new file or directory with ``mode`` next to ``final``; ``descriptor`` is open and holds its lock.
+    """A new file or directory, for this user alone, next to ``final``; ``descriptor`` is open and holds its lock.
 
     Its owner calls ``close`` in the end, which removes whatever still has its name. Without ``tidy`` the remains of
     killed processes stay, and the directory is not listed. Raises OSError.
     """
 
-    def __init__(self, final: Path, *, directory: bool = False, mode: int, tidy: bool = True) -> None:
+    def __init__(self, final: Path, *, directory: bool = False, tidy: bool = True) -> None:
         if tidy:
             remove_abandoned(final)
         for attempt in range(1, _ATTEMPTS + 1):
@@ -73,9 +73,9 @@ class Partial:
             self.descriptor = -1
             try:
                 if directory:
-                    self.descriptor = _make_directory(self.path, mode)
+                    self.descriptor = _make_directory(self.path)
                 else:
-                    self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, mode)
+                    self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
                 # Another run may have taken it for abandoned before it was locked.
                 if _hold(self.descriptor, self.path) or attempt == _ATTEMPTS:
                     return
@@ -109,8 +109,8 @@ def _machine() -> str:
     return f"{zlib.crc32(name):08x}"
 
 
-def _make_directory(path: Path, mode: int) -> int:
-    path.mkdir(mode)
+def _make_directory(path: Path) -> int:
+    path.mkdir(0o700)
     try:
         return os.open(path, os.O_RDONLY | _NO_LINK)
     except FileNotFoundError:

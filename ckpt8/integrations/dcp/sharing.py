@@ -29,6 +29,7 @@ from ckpt8.checkpoint.readers.dcp.metadata import Slice
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.container.sharded.reading import read_index
 from ckpt8.core.errors import Ckpt8Error, UsageError
+from ckpt8.core.files.atomic import as_private_as
 from ckpt8.integrations.dcp.copied_statistics import with_copies
 from ckpt8.integrations.dcp.plain_directory import PlainDirectory, Share, needed, share_of
 from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
@@ -146,7 +147,7 @@ def compress_share(
     writer = _Writer(target, **options, overwrite=overwrite)
     before = _files(target)
     try:
-        with closing(SharingPlanner(source, rank, world)) as planner:
+        with as_private_as(source), closing(SharingPlanner(source, rank, world)) as planner:
             save({}, storage_writer=writer, no_dist=world == 1, planner=planner)
             return planner
     except BaseException as exc:

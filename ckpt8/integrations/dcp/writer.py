@@ -30,6 +30,7 @@ from ckpt8.container.sharded.index import Part, ShardedIndex
 from ckpt8.container.sharded.reading import has_other_parts, is_sharded, read_index
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
+from ckpt8.core.files.atomic import mode_of_output
 from ckpt8.core.files.partial import remove_abandoned_of
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import listed, shown
@@ -98,7 +99,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             if item.tensor_data is not None:
                 _check(item.index.fqn, len(item.tensor_data.size))
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode_of_output(directory=True), parents=True, exist_ok=True)
         except OSError as exc:
             raise OutputError(f"{self.path}: cannot be written: {exc.strerror}") from exc
         return plan

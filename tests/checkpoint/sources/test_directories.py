@@ -325,6 +325,22 @@ def test_what_a_directory_may_not_hold(tmp_path):
         ckpt8.compress(root)
 
 
+def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path):
+    """A container states the name of its original, and no reader takes one that is no text."""
+    name, tree = os.fsdecode(b"run\xff"), {"w": torch.ones(70, 70)}
+    (tmp_path / name).mkdir()
+    torch.save(tree, tmp_path / name / "model.pt")
+    torch.save(tree, tmp_path / f"{name}.pt")
+    before = sorted(tmp_path.rglob("*"))
+    for source in (name, f"{name}.pt"):
+        with pytest.raises(InputError, match="its name is not valid UTF-8"):
+            ckpt8.compress(tmp_path / source, tmp_path / "out.ckpt8")
+    for background in (False, True):
+        with pytest.raises(UsageError, match="is not valid UTF-8"):
+            ckpt8.save(tree, tmp_path / f"{name}.ckpt8", background=background)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_output_may_not_lie_in_the_directory(run_directory):
     before = tree(run_directory)
     with pytest.raises(OutputError, match="lies in the directory"):

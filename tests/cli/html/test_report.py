@@ -147,6 +147,30 @@ def test_the_report_is_written_as_every_output_is(run_command, packed, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt.ckpt8", "r.html"]
 
 
+def test_no_report_replaces_a_checkpoint(run_command, packed, tmp_path):
+    """By its name or its content: whole, damaged, of a format that ckpt8 does not know, or a part of a directory."""
+    raw, container = packed
+    named = {
+        "victim.pt": raw.read_bytes(),
+        "renamed": raw.read_bytes(),
+        "other.ckpt8": container.read_bytes(),
+        "html.html": container.read_bytes(),
+        "cut.safetensors": b"{}",
+        "model.gguf": b"GGUF\3\0\0\0" + bytes(40),
+        "old.pkl": b"\x80\x02}q.",
+        "trainer_state.json": b"{}",
+        "ckpt8-dcp.json": b"{}",
+    }
+    for name, content in named.items():
+        (tmp_path / name).write_bytes(content)
+        for command in (("inspect", container), ("runs", container.parent)):
+            code, out, err = run_command(*command, "--html", tmp_path / name, "--force")
+            assert (code, out) == (4, "")
+            assert "no report replaces" in err
+        assert (tmp_path / name).read_bytes() == content
+    assert {path.name for path in tmp_path.iterdir()} == {*named, container.name}
+
+
 def test_a_report_in_the_checkpoint_itself_is_refused(run_command, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ckpt8.checkpoint.replacing import no_checkpoint
 from ckpt8.cli.show.html.style import STYLE
 from ckpt8.cli.show.html.text import text
-from ckpt8.container.needed import unneeded_file
-from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.core.files.atomic import AtomicFile, as_private_as
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Even if a name got through as markup, the browser would neither run nor load anything."""
@@ -41,17 +41,17 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise OutputError if a page cannot be written there, or something exists without ``force``."""
+    """Raise OutputError if a page cannot be written there, or what is there must stay: see ``no_checkpoint``."""
     _output(target, force).close()
 
 
-def write_page(target: Path, content: str, *, force: bool) -> None:
-    """Write a page. Raises as ``check_target``."""
-    with _output(target, force) as output:
+def write_page(target: Path, content: str, sources: Iterable[Path], *, force: bool) -> None:
+    """Write a page of what ``sources`` hold, which is not more open to others than they are. Raises as above."""
+    with as_private_as(*sources), _output(target, force) as output:
         with output.guard():
             output.file.write(content.encode())
         output.publish()
 
 
 def _output(target: Path, force: bool) -> AtomicFile:
-    return AtomicFile(target, force=force, check=unneeded_file)
+    return AtomicFile(target, force=force, check=no_checkpoint)

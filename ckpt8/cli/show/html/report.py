@@ -18,6 +18,7 @@ from ckpt8.cli.show.html.sizes import size_section
 from ckpt8.cli.show.html.text import text
 from ckpt8.cli.show.overview import base_line, flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import number
+from ckpt8.container.bases import files_of
 from ckpt8.container.opening import Stored
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.text import percent, size
@@ -65,7 +66,8 @@ class Report:
         if distributions is None:
             distributions = checkpoint_distributions(self._path, full=self._full)
         replay = None if self._replay is None else read_replay(self._replay, facts.get("stored_bytes"))
-        write_page(self._target, page(facts, distributions, replay), force=self._force)
+        sources = [*files_of(self._path), *filter(None, (self._original, self._replay))]
+        write_page(self._target, page(facts, distributions, replay), sources, force=self._force)
 
 
 def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str, Any] | None) -> str:

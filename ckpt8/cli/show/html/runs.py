@@ -42,7 +42,7 @@ class RunPage:
         name = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"]
         rows = facts["checkpoints"]
         sections = [_heading(name, facts["totals"]), _charts(rows), _list(rows), _footer()]
-        write_page(self._target, document(name, sections, {"facts": facts}), force=self._force)
+        write_page(self._target, document(name, sections, {"facts": facts}), [Path(facts["path"])], force=self._force)
 
 
 def _heading(name: str, totals: Mapping[str, Any]) -> str:
