@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ckpt8.chaining.jobs import Job, Outcome, Settings
+from ckpt8.chaining.jobs import Job, Outcome, Settings, finishing
 from ckpt8.chaining.order import RunOrder
 from ckpt8.chaining.placing import placed
-from ckpt8.chaining.removal import finish_removals
 from ckpt8.chaining.rest import Look, Rest
 from ckpt8.checkpoint.run_folder import packed_in
 from ckpt8.compressing.base_choice import AUTO
@@ -59,8 +58,8 @@ class ChainRun:
         folder = self._order.folder
         if is_sharded(folder):
             raise InputError(f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run")
-        if self._settings.remove:
-            finish_removals(folder, folder)
+        if self._settings.remove and (left := finishing(folder, (), self._settings)):
+            yield left
         if not (self._watch or self._order.checkpoints() or any(map(is_container, folder.iterdir())) or self.packed()):
             raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
         while True:
@@ -115,11 +114,12 @@ def chain(
     """Compress every checkpoint of a run: each beside itself, oldest first, as a delta where that is smaller.
 
     Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there,
-    made with the same preset or budget and rules, is skipped, so a run that was killed goes on where it ended. A directory that ranks have packed stays as it is, too.
-    ``remove`` removes a checkpoint once its container was verified against it. The ``keep_raw`` newest stay as they
-    are. A checkpoint is left alone while it is being written: until it has not changed for ``rest`` seconds, 10 by
-    default, and has the file that its framework writes last. The other arguments are those of ``compress``; ``force``
-    replaces containers that were made from something else or with other settings.
+    made with the same preset or budget and rules, is skipped, so a run that was killed goes on where it ended. A
+    directory that ranks have packed stays as it is, too. ``remove`` removes a checkpoint once its container was
+    verified against it, also one whose removal was interrupted. The ``keep_raw`` newest stay as they are. A checkpoint
+    is left alone while it is being written: until it has not changed for ``rest`` seconds, 10 by default, and has the
+    file that its framework writes last. The other arguments are those of ``compress``; ``force`` replaces containers
+    that were made from something else or with other settings.
 
     Returns what became of each. The ``error`` of an ``Outcome`` is what failed; others go on. Raises InputError for a
     directory without checkpoints, UsageError for the arguments.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt8.chaining.removal import refuse_removal, remove_verified
+from ckpt8.chaining.removal import finish_removal, interrupted, refuse_removal, remove_verified
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
@@ -88,7 +88,7 @@ class Job:
     """A checkpoint to compress into ``target``, with as much ``work`` as it has bytes to read.
 
     ``present``: the target is its container already, though ``doubted`` where the source may have changed since.
-    ``problem``: why it cannot be compressed.
+    ``problem``: why it cannot be compressed. ``aside``: where a killed process left it, for its removal to be finished.
     """
 
     source: Path
@@ -98,13 +98,14 @@ class Job:
     present: bool = False
     doubted: bool = False
     problem: Exception | None = None
+    aside: Path | None = None
 
     @property
     def work(self) -> int:
         """Bytes that will be read; 0 for a source that cannot be read."""
         try:
             times = (not self.present) + _VERIFIED * (self.doubted + self.settings.remove)
-            return 0 if self.problem else size_of(self.source) * times
+            return 0 if self.problem else size_of(self.aside or self.source) * times
         except Ckpt8Error:
             return 0
 
@@ -121,6 +122,9 @@ class Job:
     def _run(self, found: dict[str, Any], progress: Progress) -> None:
         if self.problem is not None:
             raise self.problem
+        if self.aside is not None:
+            self._finish(self.aside, found, progress)
+            return
         if self.settings.remove:
             refuse_removal(self.source)
         found["present"] = self.present and self._is_done(progress)
@@ -128,13 +132,25 @@ class Job:
             options = {**self.settings.options, "force": self.force, "progress": progress}
             # Unnamed, a target is replaced only if it is a checkpoint.
             compress(self.source, None if self.target == default_target(self.source) else self.target, **options)
-        with ContainerReader(self.target) as reader:
-            found["base"] = reader.manifest.base and reader.manifest.base.path
-        found["bytes"] = size_of(self.source)
-        found["stored"] = self.target.stat().st_size
+        self._read(found)
         if self.settings.remove:
             remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
             found["removed"] = True
+
+    def _finish(self, aside: Path, found: dict[str, Any], progress: Progress) -> None:
+        """Finish a removal that was interrupted."""
+        container = self.target if self.present else None
+        finish_removal(aside, self.source, container, threads=self.settings.options.get("threads"), progress=progress)
+        self._read(found)
+        found["present"] = found["removed"] = True
+
+    def _read(self, found: dict[str, Any]) -> None:
+        """Add what the target says of itself."""
+        with ContainerReader(self.target) as reader:
+            manifest = reader.manifest
+            found["base"] = manifest.base and manifest.base.path
+            found["bytes"] = sum(member.size for member in manifest.members)
+            found["stored"] = reader.size
 
     def _is_done(self, progress: Progress) -> bool:
         """Whether the target is what was asked for; False where it is to be replaced.
@@ -164,3 +180,11 @@ class Job:
         except CheckFailedError:
             return False
         return not result.failures and not result.unmeasured
+
+
+def finishing(folder: Path, homes: Iterable[Path], settings: Settings) -> list[Job]:
+    """Jobs that finish the removals which killed processes left in ``folder``; the containers may be in ``homes``."""
+    return [
+        Job(source, container or default_target(source), settings, present=container is not None, aside=aside)
+        for aside, source, container in interrupted(folder, homes)
+    ]

@@ -1,7 +1,8 @@
 """Removes a checkpoint once its container was verified against it, and never otherwise.
 
-The checkpoint first gets another name in one step, so that it never looks like one with files missing. A process that
-is killed after that leaves ``.NAME.SEAL.ckpt8-removed``; ``finish_removals`` removes what has such a name.
+The checkpoint first gets another name in one step, ``.NAME.SEAL.ckpt8-removed``, so that it never looks like one with
+files missing; a directory then becomes ``.NAME.SEAL.ckpt8-removing`` before the first of its files goes. A process that
+is killed leaves one of them. ``interrupted`` finds these, and ``finish_removal`` verifies again before it removes one.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ckpt8.chaining.rest import Look, look_at
-from ckpt8.container.header import SEAL_BYTES, is_container
+from ckpt8.container.head import stated_seal
+from ckpt8.container.member_paths import is_plain_name
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import CheckFailedError, InputError, OutputError, UsageError
+from ckpt8.container.target_names import original_name
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import rename_new, sync_directory
 from ckpt8.core.files.partial import remove
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.verify import verify
 
-_SUFFIX = ".ckpt8-removed"
-_NAME_KEPT, _SEAL_KEPT = 160, 16
-_ASIDE = re.compile(rf"\.(.+)\.([0-9a-f]{{{_SEAL_KEPT}}}){re.escape(_SUFFIX)}", re.DOTALL)
+_WHOLE, _PARTIAL = ".ckpt8-removed", ".ckpt8-removing"
+_NAME_KEPT, _SEAL_KEPT = 222, 16
+"""Bytes of a name, so that it has no more than the 255 of a file system with the rest, and digits of a seal."""
+_LONGEST_CHARACTER, _CUT = 4, "…"
+_ASIDE = re.compile(rf"\.(.+)\.([0-9a-f]{{{_SEAL_KEPT}}})\.ckpt8-(?:removed|removing)", re.DOTALL)
 
 
 def refuse_removal(source: Path) -> None:
@@ -58,19 +63,29 @@ def remove_verified(
     It is then still there.
     """
     refuse_removal(source)
+    _discard(source, container, *_verified(source, source, container, threads, progress))
+
+
+def _verified(
+    original: Path, source: Path, container: Path, threads: int | None, progress: Progress
+) -> tuple[list[Path], list[Look]]:
+    """Verify ``container`` against ``original``, which is or was ``source``.
+
+    Returns the files that it is read from, and how original and files looked before. Raises as ``remove_verified``.
+    """
     kept = _needed(container)
     for path in kept:
-        if source.resolve() in (path, *path.parents):
+        if original.resolve() in (path, *path.parents):
             raise UsageError(f"{source}: is kept: {path} in it is what {container} is read from")
-    before = [_look(path) for path in (source, *kept)]
-    result = verify(container, source, threads=threads, progress=progress)
+    before = [_look(path) for path in (original, *kept)]
+    result = verify(container, original, threads=threads, progress=progress)
     if result.failures:
         raise CheckFailedError(f"{source}: is kept: {container}: {result.failures[0]}")
     if result.unmeasured:
         raise CheckFailedError(
             f"{source}: is kept: {container} carries no statistics, so its tensors cannot be checked"
         )
-    _discard(source, container, kept, before)
+    return kept, before
 
 
 def _needed(container: Path) -> list[Path]:
@@ -86,61 +101,130 @@ def _look(path: Path) -> Look:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
 
+def _check(source: Path, container: Path, paths: Sequence[Path], verified: Sequence[Look]) -> None:
+    """Raise InputError unless all paths look as they did when ``container`` was ``verified`` against the first."""
+    for path, known in zip(paths, verified, strict=True):
+        if _look(path) != known:
+            name = "it" if path == paths[0] else str(path)
+            raise InputError(f"{source}: is kept: {name} changed after {container} was verified against it")
+
+
 def _discard(source: Path, container: Path, kept: Sequence[Path], verified: Sequence[Look]) -> None:
     """Remove ``source`` if it and ``kept`` still look as they did when ``verified``. Raises InputError, OutputError."""
-    aside = source.with_name(f".{source.name[:_NAME_KEPT]}.{_seal(container)}{_SUFFIX}")
-
-    def check(path: Path) -> None:
-        for each, known in zip((path, *kept), verified, strict=True):
-            if _look(each) != known:
-                name = "it" if each == path else str(each)
-                raise InputError(f"{source}: is kept: {name} changed after {container} was verified against it")
-
+    seal = (stated_seal(container) or "")[:_SEAL_KEPT]
+    aside = source.with_name(f".{_shortened(source.name)}.{seal}{_WHOLE}")
     try:
-        check(source)
+        _check(source, container, (source, *kept), verified)
         rename_new(source, aside)
         try:
-            check(aside)
+            _check(source, container, (aside, *kept), verified)
             sync_directory(aside.parent)
+            going = _going(aside)
         except BaseException:
             with suppress(OSError):
                 rename_new(aside, source)
             raise
     except OSError as exc:
         raise OutputError(f"{source}: cannot be removed: {exc.strerror}") from exc
-    _remove_aside(aside)
+    _remove(going)
 
 
-def _remove_aside(aside: Path) -> None:
-    remove(aside)
-    if os.path.lexists(aside):
-        raise OutputError(f"{aside}: was verified and cannot be removed; remove it yourself")
+def _shortened(name: str) -> str:
+    """The beginning of a name, at most _NAME_KEPT bytes."""
+    while len(os.fsencode(name)) > _NAME_KEPT:
+        name = name[:-1]
+    return name
 
 
-def _seal(container: Path) -> str:
-    """The first digits of the seal of a container."""
-    with container.open("rb") as file:
-        file.seek(-SEAL_BYTES, os.SEEK_END)
-        return file.read().hex()[:_SEAL_KEPT]
+def _going(aside: Path) -> Path:
+    """The name of what is set aside once its removal begins: a directory gets another one. Raises OSError."""
+    if not aside.is_dir():
+        return aside
+    going = aside.with_name(aside.name.removesuffix(_WHOLE) + _PARTIAL)
+    rename_new(aside, going)
+    return going
 
 
-def _is_sound(container: Path) -> bool:
-    """Whether a container and the files below it are there, by their heads."""
-    try:
-        return bool(_needed(container))
-    except InputError:
-        return False
+def _remove(path: Path) -> None:
+    remove(path)
+    if os.path.lexists(path):
+        raise OutputError(f"{path}: was verified and cannot be removed; remove it yourself")
 
 
-def finish_removals(folder: Path, home: Path) -> None:
-    """Remove what killed processes left in ``folder``, where ``home`` has the container that it was verified against.
+def interrupted(folder: Path, homes: Iterable[Path]) -> list[tuple[Path, Path, Path | None]]:
+    """What killed processes left in ``folder``: where it is, where it was, and its container, there or in ``homes``.
 
-    What cannot be read is left alone. Raises OutputError for what cannot be removed.
+    The container is None where there is none with its seal. Then a long name ends with ``…``, since it may have been
+    cut. Empty where a folder cannot be read.
     """
     with suppress(OSError):
-        found = [(path, match) for path in folder.iterdir() if (match := _ASIDE.fullmatch(path.name)) is not None]
-        containers = [path for path in home.iterdir() if is_container(path)] if found else []
-        seals = {_seal(path) for path in containers if _is_sound(path)}
-        for path, match in found:
-            if match[2] in seals and stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR):
-                _remove_aside(path)
+        found = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.fullmatch(path.name))]
+        homes = dict.fromkeys((*homes, folder)) if found else ()
+        seals = {(stated_seal(path) or "")[:_SEAL_KEPT]: path for each in homes for path in sorted(each.iterdir())}
+        return [
+            (path, folder / _name_of(match[1], seals.get(match[2])), seals.get(match[2]))
+            for path, match in found
+            if stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR)
+        ]
+    return []
+
+
+def _name_of(start: str, container: Path | None) -> str:
+    """The name of a checkpoint that begins so, by its container where it may have been cut."""
+    if len(os.fsencode(start)) <= _NAME_KEPT - _LONGEST_CHARACTER:
+        return start
+    with suppress(Ckpt8Error):
+        if container is not None:
+            with ContainerReader(container) as reader:
+                name = original_name(reader.manifest)
+            if is_plain_name(name) and _shortened(name) == start:
+                return name
+    return start + _CUT
+
+
+def finish_removal(
+    aside: Path,
+    source: Path,
+    container: Path | None,
+    *,
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
+) -> None:
+    """Verify what ``interrupted`` found: ``container`` against it, and every byte of the files below; then remove it.
+
+    Otherwise it becomes ``source`` again, unless that name is taken or files of it are gone. Raises a Ckpt8Error that
+    says why, and where it is.
+    """
+    is_partial = aside.name.endswith(_PARTIAL)
+    try:
+        if container is None:
+            raise InputError("the container that it was verified against is not here")
+        if is_partial:
+            for path in _needed(container):
+                verify(path, threads=threads, progress=progress)
+        else:
+            kept, before = _verified(aside, source, container, threads, progress)
+            for path in kept[1:]:
+                verify(path, threads=threads)
+            _check(source, container, (aside, *kept), before)
+            aside = _going(aside)
+    except (Ckpt8Error, OSError) as exc:
+        reason = str(exc).removeprefix(f"{source}: is kept: ")
+        where = f"what is left of it is {aside}, with files missing" if is_partial else _brought_back(aside, source)
+        error = type(exc) if isinstance(exc, Ckpt8Error) else OutputError
+        raise error(f"{source}: its removal was interrupted, and is not finished: {reason}; {where}") from exc
+    _remove(aside)
+
+
+def _brought_back(aside: Path, source: Path) -> str:
+    """Give what was set aside its name again; say where it is."""
+    if source.name.endswith(_CUT):
+        return f"it stays at {aside}, since its whole name is not known"
+    try:
+        rename_new(aside, source)
+        sync_directory(source.parent)
+    except FileExistsError:
+        return f"another {source.name} is there, so that it stays at {aside}"
+    except OSError as exc:
+        return f"it stays at {aside}, which cannot be renamed: {exc.strerror}"
+    return "it is back"

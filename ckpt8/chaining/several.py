@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt8.chaining.jobs import Job, Settings
+from ckpt8.chaining.jobs import Job, Settings, finishing
 from ckpt8.chaining.placing import source_name
-from ckpt8.chaining.removal import finish_removals
 from ckpt8.compressing.compress import default_target
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
@@ -24,8 +23,12 @@ def target_in(folder: Path, source: Path) -> Path:
 
 
 @contextmanager
-def collected(sources: Sequence[Path], folder: Path | None, settings: Settings, *, force: bool) -> Iterator[list[Job]]:
-    """The jobs for ``sources``. A ``folder`` that is missing is made, and goes again if nothing was written into it.
+def collected(
+    sources: Sequence[Path], folder: Path | None, settings: Settings, *, force: bool
+) -> Iterator[Iterator[list[Job]]]:
+    """The jobs for ``sources``, in lists to run one after the other: see ``_batches``.
+
+    A ``folder`` that is missing is made, and goes again if nothing was written into it.
 
     Raises UsageError for arguments that no source can have and for two sources with the same target, OutputError for
     the folder.
@@ -35,14 +38,22 @@ def collected(sources: Sequence[Path], folder: Path | None, settings: Settings, 
     _refuse_twice(sources, targets)
     is_new = folder is not None and _make(folder)
     try:
-        if settings.remove:
-            for home in {(source.parent, targets[source].parent) for source in sources}:
-                finish_removals(*home)
-        yield [_job(source, target, settings, force=force) for source, target in targets.items()]
+        yield _batches(targets, settings, force=force)
     finally:
         if folder is not None and is_new:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _batches(targets: dict[Path, Path], settings: Settings, *, force: bool) -> Iterator[list[Job]]:
+    """First the removals that killed processes left; then the sources, but for those that went so."""
+    folders = dict.fromkeys(source.parent for source in targets) if settings.remove else ()
+    left = [
+        job for folder in folders for job in finishing(folder, [target.parent for target in targets.values()], settings)
+    ]
+    yield left
+    finished = {job.source for job in left if not os.path.lexists(job.source)}
+    yield [_job(*each, settings, force=force) for each in targets.items() if each[0] not in finished]
 
 
 def _job(source: Path, target: Path, settings: Settings, *, force: bool) -> Job:

@@ -58,5 +58,7 @@ def chain(
     tally = run_jobs(run.jobs(), "compress", quiet=as_json)
     if as_json:
         print_json({"directory": str(directory), **tally.to_json(), "packed": packed, "seconds": elapsed()})
+    else:
+        tally.show_total()
     if tally.exit_code:
         raise typer.Exit(tally.exit_code)

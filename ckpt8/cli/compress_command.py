@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,9 @@ from ckpt8.cli.compress_ranks import compress_share, ranks
 from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
 from ckpt8.cli.output import console, print_json, print_lines, progress_bar
 from ckpt8.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt8.cli.jobs import Tally
 
 
 @finding_bases
@@ -83,43 +87,65 @@ def compress(
 def _compress_one(
     src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
 ) -> None:
-    from ckpt8.cli.show.inspect import summary
-    from ckpt8.compressing import compress as api
+    from ckpt8.compressing.compress import default_target
     from ckpt8.inspecting.container import inspect_container
 
-    target = api.default_target(src)
+    target = default_target(src)
     if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
         output = output / target.name
     target = output or target
+    finished = _finish_removals(src, target, options, as_json=as_json) if remove else None
+    rows = finished.to_json()["checkpoints"] if finished else []
+    container = next((Path(row["target"]) for row in rows if row["removed"] and row["source"] == str(src)), None)
+    if container is None:
+        options = {**options, "force": force}
+        try:
+            seconds, facts = _compress_now(src, output, target, options, remove=remove, as_json=as_json)
+        except Exception:
+            if finished and as_json:
+                finished.show(sys.stderr)
+            raise
+    else:
+        target, seconds, facts = container, 0.0, inspect_container(container)
+    if as_json:
+        print_json({"target": str(target), "seconds": seconds, "removed": remove, "finished": rows, **facts})
+    if finished and finished.exit_code:
+        raise typer.Exit(finished.exit_code)
+
+
+def _compress_now(
+    src: Path, output: Path | None, target: Path, options: dict[str, Any], *, remove: bool, as_json: bool
+) -> tuple[float, dict[str, Any]]:
+    """Compress ``src``, show the result and remove ``src`` if asked to; return seconds and facts."""
+    from ckpt8.cli.show.inspect import summary
+    from ckpt8.compressing.compress import compress as run
+    from ckpt8.inspecting.container import inspect_container
+
     if remove:
-        _prepare_removal(src, target)
+        from ckpt8.chaining.removal import refuse_removal, remove_verified
+
+        refuse_removal(src)
     elapsed = stopwatch()
     with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:
-        api.compress(src, output, **options, force=force, progress=progress)
+        run(src, output, **options, progress=progress)
     seconds = elapsed()
     facts = inspect_container(target)
     if not as_json:
         summary(console(), facts, str(target), seconds)
     if remove:
-        _remove(src, target, options["threads"], as_json=as_json)
-    if as_json:
-        print_json({"target": str(target), "seconds": seconds, "removed": remove, **facts})
+        with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
+            remove_verified(src, target, threads=options["threads"], progress=progress)
+        if not as_json:
+            print_lines(console(), [f"{src}: removed, after the container was verified against it"])
+    return seconds, facts
 
 
-def _prepare_removal(src: Path, target: Path) -> None:
-    from ckpt8.chaining.removal import finish_removals, refuse_removal
+def _finish_removals(src: Path, target: Path, options: dict[str, Any], *, as_json: bool) -> Tally:
+    """Finish the removals that killed processes left beside ``src``, and say so."""
+    from ckpt8.chaining.jobs import Settings, finishing
+    from ckpt8.cli.jobs import run_jobs
 
-    finish_removals(src.parent, target.parent)
-    refuse_removal(src)
-
-
-def _remove(src: Path, target: Path, threads: int | None, *, as_json: bool) -> None:
-    from ckpt8.chaining.removal import remove_verified
-
-    with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
-        remove_verified(src, target, threads=threads, progress=progress)
-    if not as_json:
-        print_lines(console(), [f"{src}: removed, after the container was verified against it"])
+    return run_jobs([finishing(src.parent, [target.parent], Settings(options, remove=True))], "finish", quiet=as_json)
 
 
 def _compress_many(
@@ -131,8 +157,10 @@ def _compress_many(
 
     elapsed = stopwatch()
     with collected(sources, output, Settings(options, remove), force=force) as jobs:
-        tally = run_jobs([jobs], "compress", quiet=as_json)
+        tally = run_jobs(jobs, "compress", quiet=as_json)
     if as_json:
         print_json({**tally.to_json(), "seconds": elapsed()})
+    else:
+        tally.show_total()
     if tally.exit_code:
         raise typer.Exit(tally.exit_code)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from ckpt8.chaining.jobs import Job, Outcome
 from ckpt8.cli.guard import reported
 from ckpt8.cli.output import console, print_lines, progress_bar
 from ckpt8.cli.show.outcomes import outcome_facts, outcome_line, total_line, totals
+from ckpt8.core.text import printable
 
 
 class Tally:
@@ -27,6 +28,14 @@ class Tally:
             self.exit_code = max(self.exit_code, failure[1])
         self.outcomes.append(outcome)
 
+    def show(self, screen: TextIO) -> None:
+        """Print the lines that were not printed while ``quiet``."""
+        screen.writelines(f"{printable(outcome_line(each))}\n" for each in self.outcomes if each.stored is not None)
+
+    def show_total(self) -> None:
+        """Print a line for all."""
+        print_lines(console(), [total_line(self.outcomes)])
+
     def to_json(self) -> dict[str, Any]:
         """Totals, and the facts of every checkpoint."""
         rows = [outcome_facts(outcome, self._failures.get(at)) for at, outcome in enumerate(self.outcomes)]
@@ -34,7 +43,7 @@ class Tally:
 
 
 def run_jobs(batches: Iterable[Sequence[Job]], verb: str, *, quiet: bool) -> Tally:
-    """Run all jobs, one after the other. Unless ``quiet`` print a line for each, and one for all at the end."""
+    """Run all jobs, one after the other. Unless ``quiet`` print a line for each."""
     tally, done = Tally(), 0
     screen = console()
     for jobs in batches:
@@ -49,6 +58,4 @@ def run_jobs(batches: Iterable[Sequence[Job]], verb: str, *, quiet: bool) -> Tal
             if not quiet and outcome.stored is not None:
                 print_lines(screen, [outcome_line(outcome)])
                 sys.stdout.flush()
-    if not quiet:
-        print_lines(screen, [total_line(tally.outcomes)])
     return tally

@@ -14,9 +14,8 @@ from faults_kit import digest
 
 import ckpt8
 from ckpt8.chaining import removal
-from ckpt8.chaining.jobs import Job, Settings
-from ckpt8.chaining.removal import finish_removals, remove_verified
-from ckpt8.container.header import is_container
+from ckpt8.chaining.jobs import Job, Settings, finishing
+from ckpt8.chaining.removal import remove_verified
 
 
 @pytest.fixture
@@ -165,22 +164,119 @@ def test_a_source_that_holds_the_base_of_its_container_stays(tmp_path):
     assert digest(source) == before
 
 
-def test_what_a_kill_left_stays_where_its_container_needs_a_base_that_is_gone(tmp_path, monkeypatch):
-    first, source = make_run(tmp_path / "run", 2)
-    key, container = (path.with_suffix(".ckpt8") for path in (first, source))
-    ckpt8.compress(first, preset="archive")
-    ckpt8.compress(source, preset="archive", base=key)
+def set_aside(source, container, monkeypatch):
+    """What a kill between the rename and the removal leaves."""
     with monkeypatch.context() as patch:
-        patch.setattr(removal, "remove", lambda _: None)
-        with pytest.raises(ckpt8.OutputError, match="remove it yourself"):
-            remove_verified(source, container)
+        patch.setattr(removal, "_remove", lambda _: None)
+        patch.setattr(removal, "_going", lambda aside: aside)
+        remove_verified(source, container)
     (aside,) = (path for path in source.parent.iterdir() if path.name.startswith("."))
-    hidden = key.rename(tmp_path / "elsewhere")
-    finish_removals(source.parent, source.parent)
-    assert aside.is_file()
-    hidden.rename(key)
-    finish_removals(source.parent, source.parent)
-    assert not aside.exists()
+    return aside
+
+
+def finish(folder, *homes):
+    """The outcomes of finishing what is in a folder."""
+    return [job.run() for job in finishing(folder, homes, Settings(remove=True))]
+
+
+@pytest.fixture(params=["file", "directory", "long name", "delta"])
+def aside(request, run, directory, tmp_path, monkeypatch):
+    """A source that a kill left, its container, the files to damage, and where the original was."""
+    if request.param == "directory":
+        source, container, _ = directory
+    elif request.param == "delta":
+        source = make_run(tmp_path / "chain", 2)[1]
+        key, container = (source.with_name(f"step-{step}.ckpt8") for step in (5, 10))
+        ckpt8.compress(source.with_name("step-5.pt"), preset="archive")
+        ckpt8.compress(source, preset="archive", base=key)
+    else:
+        source, container = run
+    if request.param == "long name":
+        source, container = (path.rename(path.with_name("é" * 110 + path.suffix)) for path in run)
+        ckpt8.compress(source, container, force=True)
+    whole = digest(source)
+    return source, whole, container, set_aside(source, container, monkeypatch)
+
+
+def damage(path, at):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_next_run_finishes_what_a_killed_one_began(aside):
+    source, _, container, left = aside
+    assert not source.exists()
+    (outcome,) = finish(source.parent)
+    assert (outcome.source, outcome.target, outcome.present, outcome.removed) == (source, container, True, True)
+    assert not left.exists()
+    assert not ckpt8.verify(container).failures
+
+
+@pytest.mark.parametrize(
+    ("aside", "what"),
+    [
+        *(("file", what) for what in ("a frame", "the seal", "gone", "another one is there", "the original")),
+        ("directory", "a frame"),
+        ("long name", "a frame"),
+        ("long name", "gone"),
+        ("delta", "the base"),
+    ],
+    indirect=["aside"],
+)
+def test_what_does_not_hold_any_more_comes_back(what, aside, tmp_path):
+    source, whole, container, left = aside
+    if what == "the base":
+        damage(container.with_name("step-5.ckpt8"), 0.5)
+    elif what == "gone":
+        container.rename(tmp_path / "elsewhere")
+    elif what == "the original":
+        damage(next(left.rglob("step-5.pt")) if left.is_dir() else left, 0.5)
+        whole = digest(left)
+    else:
+        damage(container, 0.999999 if what == "the seal" else 0.5)
+    if what == "another one is there":
+        source.write_text("new")
+    (outcome,) = finish(source.parent)
+    assert isinstance(outcome.error, (ckpt8.InputError, ckpt8.CheckFailedError))
+    assert not outcome.removed
+    assert ": its removal was interrupted, and is not finished: " in str(outcome.error)
+    if what == "another one is there":
+        assert digest(left) == whole
+        assert source.read_text() == "new"
+        assert str(outcome.error).endswith(f"it stays at {left}")
+    elif source.name.startswith("é") and what == "gone":
+        assert digest(left) == whole
+        assert str(outcome.error).endswith(f"it stays at {left}, since its whole name is not known")
+    else:
+        assert digest(source) == whole
+        assert not left.exists()
+        assert str(outcome.error).endswith("; it is back")
+
+
+def test_of_a_directory_half_gone_the_rest_goes_or_is_named(directory, monkeypatch):
+    """It never gets its name back."""
+    source, container, _ = directory
+
+    def remove_some(path):
+        (path / "model.pt").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(removal, "remove", remove_some)
+        with pytest.raises(KeyboardInterrupt):
+            remove_verified(source, container)
+    (left,) = (path for path in source.parent.iterdir() if path.name.startswith("."))
+    content = container.read_bytes()
+    damage(container, 0.5)
+    (outcome,) = finish(source.parent)
+    assert str(outcome.error).endswith(f"what is left of it is {left}, with files missing")
+    assert left.is_dir()
+    assert not source.exists()
+    container.write_bytes(content)
+    (outcome,) = finish(source.parent)
+    assert (outcome.removed, outcome.error) == (True, None)
+    assert list(source.parent.iterdir()) == [container]
 
 
 def test_links_homes_and_mount_points_stay(run, monkeypatch):
@@ -227,18 +323,6 @@ def test_a_rename_that_fails(run, monkeypatch):
     with pytest.raises(ckpt8.OutputError, match="cannot be removed: Operation not permitted"):
         remove_verified(source, container)
     assert source.is_file()
-
-
-def test_the_next_run_finishes_what_a_killed_one_began(run):
-    source, container = run
-    seal = container.read_bytes()[-32:].hex()[:16]
-    aside = source.with_name(f".{source.name}.{seal}.ckpt8-removed")
-    source.rename(aside)
-    other = source.with_name(f".other.pt.{'0' * 16}.ckpt8-removed")
-    other.write_text("its container is not here")
-    finish_removals(source.parent, source.parent)
-    assert sorted(source.parent.iterdir()) == sorted([container, other])
-    assert is_container(container)
 
 
 def test_every_call_of_the_system_fails_once(tmp_path, monkeypatch):

@@ -157,15 +157,48 @@ def test_a_source_that_is_kept_is_told_after_its_container(run, run_command, mon
     assert all(path.is_file() and path.with_suffix(".ckpt8").is_file() for path in run)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_remove_cleans_up_after_a_kill(count, run, run_command):
-    ckpt8.compress(run[0])
-    seal = run[0].with_suffix(".ckpt8").read_bytes()[-32:].hex()[:16]
-    run[0].rename(run[0].with_name(f".{run[0].name}.{seal}.ckpt8-removed"))
-    code, _, err = run_command("compress", *run[:count], "--remove")
-    assert code == 3
-    assert f"{run[0]}: " in err
-    assert not [name for name in names(run[0].parent) if name.startswith(".")]
+@pytest.mark.parametrize(
+    ("command", "damaged", "as_json"),
+    [
+        *((command, False, as_json) for command in ("compress A", "compress B", "chain") for as_json in (False, True)),
+        ("compress A B", False, False),
+        *((command, True, False) for command in ("compress A", "compress B", "chain")),
+    ],
+)
+def test_what_a_kill_left_is_finished_and_named(command, damaged, as_json, run, run_command):
+    """A was set aside; its container is looked at again before it goes."""
+    first, second, third = run
+    third.unlink()
+    if command == "chain":
+        second.unlink()  # a delta would warn of a damaged base
+    container = first.with_suffix(".ckpt8")
+    ckpt8.compress(first)
+    whole = digest(first)
+    seal = container.read_bytes()[-32:].hex()[:16]
+    first.rename(first.with_name(f".{first.name}.{seal}.ckpt8-removed"))
+    if damaged:
+        content = bytearray(container.read_bytes())
+        content[len(content) // 2] ^= 1
+        container.write_bytes(content)
+    sources = {"A": first, "B": second}
+    words = ["chain", first.parent] if command == "chain" else [sources.get(word, word) for word in command.split()]
+    code, out, err = run_command(*words, "--remove", *(["--json"] if as_json else []))
+    assert not [name for name in names(first.parent) if name.startswith(".")]
+    if damaged:
+        assert code in (3, 4)
+        assert digest(first) == whole
+        assert f"ckpt8: {first}: its removal was interrupted, and is not finished: {container}: " in err
+        assert "; it is back\n" in err
+        return
+    assert (code, err) == (0, "")
+    assert not first.exists()
+    assert second.exists() == (command == "compress A")
+    if as_json:
+        facts = json.loads(out)
+        row = facts["finished" if len(words) == 2 and command != "chain" else "checkpoints"][0]
+        assert (row["source"], row["target"], row["removed"]) == (str(first), str(container), True)
+    else:
+        assert re.match(rf"{re.escape(str(container))}: .*; {first.name} removed\n", out)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -15,7 +15,7 @@ from faults_kit import INPUTS, LEFTOVER, Outcome, Server, digest
 
 import ckpt8
 
-ASIDE = re.compile(r"\..+\.[0-9a-f]{16}\.ckpt8-removed")
+ASIDE = re.compile(r"\..+\.[0-9a-f]{16}\.ckpt8-remov(?:ed|ing)")
 MOMENTS = ("before the rename", "after the rename", "within the removal")
 
 
