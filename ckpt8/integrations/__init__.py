@@ -11,10 +11,12 @@ dcp             ``Ckpt8StorageWriter`` and ``Ckpt8StorageReader`` for torch.dist
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import OutputError, UsageError
 
 
 def missing(module: str, package: str) -> ImportError:
@@ -32,3 +34,17 @@ def local_path(path: str | os.PathLike[str], advice: str) -> Path:
     if not is_local(path):
         raise UsageError(f"{path}: is not a path of the file system; {advice}")
     return Path(path)
+
+
+@contextlib.contextmanager
+def removing(path: Path) -> Iterator[None]:
+    """For a block that removes ``path``: what is gone, since the framework removed it first, is removed.
+
+    Raises OutputError where it cannot be removed.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as exc:
+        raise OutputError(f"{path}: cannot be removed: {exc.strerror}") from exc

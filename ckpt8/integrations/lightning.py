@@ -36,7 +36,7 @@ from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.lazy import lazy_names
 from ckpt8.core.workers import Workers
-from ckpt8.integrations import local_path, missing
+from ckpt8.integrations import local_path, missing, removing
 from ckpt8.integrations.chains import Chains
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         """
         target = local_path(path, _ADVICE)
         wait_for(target)
-        try:
+        with removing(target):
             is_link = target.is_symlink()
             if target.exists() and not is_link and (problem := problem_of(target)):
                 raise OutputError(f"{target}: is not removed: {problem}")
@@ -172,8 +172,6 @@ class Ckpt8CheckpointIO(CheckpointIO):
                 shutil.rmtree(target)
             else:
                 remove_container(target)
-        except OSError as exc:
-            raise OutputError(f"{target}: cannot be removed: {exc.strerror}") from exc
 
     def teardown(self) -> None:
         """Wait for a save in the background. Raises its error."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.target_names import CONTAINER
+from ckpt8.integrations import removing
 
 STATE = "trainer_state.json"
 """The file that Trainer writes last: a directory without it is not complete."""
@@ -37,7 +38,7 @@ def rotate(written: Path, limit: int | None, best: Path | None) -> None:
     """Remove the oldest containers above ``limit`` beside the one that was just written.
 
     As Trainer does with directories this keeps the newest and the best, and also what was ``written``: a run that
-    begins again has lower steps than what is left of the one before.
+    begins again has lower steps than what is left of the one before. Raises OutputError.
     """
     if limit is None or limit <= 0:
         return
@@ -45,15 +46,20 @@ def rotate(written: Path, limit: int | None, best: Path | None) -> None:
     kept = {found[-1], written, *(path for path in found if best is not None and path.stem == best.name)}
     surplus = len(found) - max(limit, len(kept))
     for path in [path for path in found if path not in kept][: max(surplus, 0)]:
-        remove_container(path)
+        with removing(path):
+            remove_container(path)
 
 
 def discard(source: Path) -> None:
-    """Remove a directory, and first rename it: it never looks like a checkpoint with files missing."""
+    """Remove a directory, and first rename it: it never looks like a checkpoint with files missing.
+
+    The framework may have removed it already. Raises OutputError.
+    """
     aside = source.with_name(f".{source.name}.ckpt8-discarded")
     shutil.rmtree(aside, ignore_errors=True)
-    source.rename(aside)
-    shutil.rmtree(aside)
+    with removing(source):
+        source.rename(aside)
+        shutil.rmtree(aside)
 
 
 def remove_discarded(folder: Path) -> None:

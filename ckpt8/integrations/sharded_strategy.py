@@ -14,6 +14,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.integrations import removing
 from ckpt8.integrations.sharded_state import PacksSlices, load_model, load_optimizers, save_packed
 from ckpt8.restoring.restore import restore
 
@@ -98,8 +99,9 @@ def _optimizer(number: int) -> str:
 
 
 def _make_room(path: Path) -> None:
-    """Remove a checkpoint of another kind of this name, as Lightning does."""
-    if path.is_file():
-        path.unlink()
-    elif (path / _REST).is_file():
-        shutil.rmtree(path)
+    """Remove a checkpoint of another kind of this name, as Lightning does. Raises OutputError."""
+    with removing(path):
+        if path.is_file():
+            path.unlink()
+        elif (path / _REST).is_file():
+            shutil.rmtree(path)

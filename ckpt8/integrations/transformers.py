@@ -86,13 +86,26 @@ class Ckpt8Callback(TrainerCallback):
         self._keep = keep_original
         self._background = background
         self._strict = strict
-        self._job: tuple[Path, Future[None]] | None = None
+        self._job: tuple[Path, int | None, Future[None]] | None = None
         self._verified: list[Path] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Remove the directories that a killed run did not finish removing."""
-        if state.is_world_process_zero and not self._keep:
-            run_folder.remove_discarded(Path(args.output_dir))
+        """Remove what a killed run did not finish removing. Warns of a newer container, which Trainer does not see."""
+        if not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir)
+        if not self._keep:
+            run_folder.remove_discarded(folder)
+        containers = run_folder.containers(folder)
+        newest = max(containers, default=0)
+        if newest > state.global_step and newest not in run_folder.directories(folder):
+            warnings.warn(
+                f"{containers[newest]}: is of step {newest}, and training begins at step {state.global_step}, since "
+                "Trainer finds directories alone; to go on from the container call "
+                f"trainer.train(resume_from_checkpoint=restored_checkpoint({str(folder)!r}))",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compress the checkpoint of this step."""
@@ -106,11 +119,11 @@ class Ckpt8Callback(TrainerCallback):
             self._fail(OutputError(f"{source}: is not where Trainer saves; checkpoints of this run are not compressed"))
             return
         job: Future[None] = Future()
-        self._job = source, job
+        self._job = source, args.save_total_limit, job
 
         def work() -> None:
             try:
-                self._compress(source, args.save_total_limit, _best(state))
+                self._compress(source)
                 job.set_result(None)
             except BaseException as exc:
                 job.set_exception(exc)
@@ -125,7 +138,7 @@ class Ckpt8Callback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the running compression before Trainer rotates its checkpoint away, between this and ``on_save``."""
         # With the strategy "best", Trainer decides after the evaluation whether it saves.
-        if self._job and (self._job[1].done() or control.should_save or args.save_strategy == "best"):
+        if self._job and (self._job[-1].done() or control.should_save or args.save_strategy == "best"):
             self._harvest(state)
 
     on_epoch_end = on_evaluate = on_step_end
@@ -134,7 +147,7 @@ class Ckpt8Callback(TrainerCallback):
         """Wait for the last checkpoint."""
         self._harvest(state)
 
-    def _compress(self, source: Path, limit: int | None, best: Path | None) -> None:
+    def _compress(self, source: Path) -> None:
         target = run_folder.container_of(source)
         with self._chains.saving(target) as chained:
             compress(source, target, force=True, **self._options, **chained)
@@ -142,24 +155,28 @@ class Ckpt8Callback(TrainerCallback):
                 failures = verify(target, source, threads=self._options["threads"]).failures
                 if failures:
                     raise CheckFailedError(f"{target}: {failures[0]}")
-        run_folder.rotate(target, limit, best)
 
     def _harvest(self, state: Any) -> None:
-        """Wait for the running job. Removes directories here, in Trainer's own thread, between its steps."""
+        """Wait for the running job. Removes checkpoints here, in Trainer's own thread, between its steps."""
         if self._job is None:
             return
-        (compressed, job), self._job = self._job, None
+        (compressed, limit, job), self._job = self._job, None
+        best = _best(state)
         if (error := job.exception()) is not None:
             self._fail(error, compressed)
-        elif not self._keep:
-            self._verified.append(compressed)
-        best = _best(state)
+        else:
+            self._remove(run_folder.rotate, run_folder.container_of(compressed), limit, best)
+            if not self._keep:
+                self._verified.append(compressed)
         for source in [path for path in self._verified if path != best]:
             self._verified.remove(source)
-            try:
-                run_folder.discard(source)
-            except OSError as exc:
-                self._fail(OutputError(f"{source}: cannot be removed: {exc.strerror}"))
+            self._remove(run_folder.discard, source)
+
+    def _remove(self, remove: Callable[..., None], *arguments: Any) -> None:
+        try:
+            remove(*arguments)
+        except OutputError as exc:
+            self._fail(exc)
 
     def _fail(self, error: BaseException, source: Path | None = None) -> None:
         if self._strict or not isinstance(error, Exception):

@@ -95,7 +95,9 @@ def test_a_run_that_begins_again_beside_later_containers_keeps_what_it_saves(tmp
     for step in (100, 102):
         ckpt8.compress(tmp_path / "x.pt", tmp_path / f"checkpoint-{step}.ckpt8")
     (tmp_path / "x.pt").unlink()
-    trainer(tmp_path, [Ckpt8Callback(keep_original=False)], save_steps=6, save_total_limit=2).train()
+    run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], save_steps=6, save_total_limit=2)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-102.ckpt8: is of step 102, and training begins at step 0"):
+        run.train()
     assert names_in(tmp_path) == ["checkpoint-102.ckpt8", "checkpoint-12.ckpt8"]
     assert not ckpt8.verify(tmp_path / "checkpoint-12.ckpt8").failures
 
@@ -150,21 +152,34 @@ def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit,
     assert all(first[name].equal(tensor) for name, tensor in run.model.state_dict().items())
 
 
-def test_a_checkpoint_that_is_no_longer_the_best_is_removed(tmp_path):
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_checkpoint_that_is_no_longer_the_best_is_removed(limit, tmp_path):
+    """With a limit of 1 Trainer removes it before the callback does."""
     run = trainer(
         tmp_path,
-        [Ckpt8Callback(keep_original=False)],
+        [Ckpt8Callback(keep_original=False, strict=True)],
         save_steps=2,
         eval_strategy="steps",
         eval_steps=2,
         load_best_model_at_end=True,
-        save_total_limit=2,
+        save_total_limit=limit,
     )
     run.train()
     best = run.state.best_model_checkpoint
     assert best is not None
     directories = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert [str(path) for path in directories] == [best]
+
+
+def test_an_old_container_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
+    def denied(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(run_folder, "remove_container", denied)
+    run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], max_steps=8, save_total_limit=1)
+    with pytest.warns(RuntimeWarning, match=r"^\S*checkpoint-4\.ckpt8: cannot be removed: Permission denied$"):
+        run.train()
+    assert names_in(tmp_path) == ["checkpoint-4.ckpt8", "checkpoint-8.ckpt8"]
 
 
 def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
@@ -241,6 +256,12 @@ def test_where_a_run_resumes_from(tmp_path):
         assert path == str(tmp_path / "checkpoint-8")
     assert (tmp_path / "checkpoint-8").is_dir()
     (tmp_path / "checkpoint-8").rename(tmp_path / "kept")
+    (tmp_path / "checkpoint-9").rmdir()
+    later = trainer(tmp_path, [Ckpt8Callback()], max_steps=5, save_strategy="no")
+    newer = rf"checkpoint-8\.ckpt8: is of step 8, .* step 4, .*restored_checkpoint\('{tmp_path}'\)"
+    with pytest.warns(RuntimeWarning, match=newer):
+        later.train(resume_from_checkpoint=True)
+    later.train(resume_from_checkpoint=str(tmp_path / "kept"))  # as far as that
     other = restored_checkpoint(tmp_path, tmp_path / "elsewhere")
     assert other == str(tmp_path / "elsewhere")
     for path in (tmp_path / "kept").iterdir():
