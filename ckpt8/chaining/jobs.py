@@ -21,6 +21,7 @@ from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.manifest_facts import asked_words
+from ckpt8.inspecting.step_facts import step_facts
 from ckpt8.inspecting.verify import verify
 
 _VERIFIED = 2
@@ -68,8 +69,9 @@ def _rules(texts: Sequence[str]) -> str:
 class Outcome:
     """What became of a checkpoint: ``bytes`` of ``source`` and ``stored`` bytes of ``target``, None while it has none.
 
-    ``present``: the container was there already. ``removed``: the source is gone. ``error``: what failed, after which
-    the source is as it was.
+    ``steps`` is the error in steps that it states, and what is under no budget: see ``step_facts``; None without a
+    budget. ``present``: the container was there already. ``removed``: the source is gone. ``error``: what failed, after
+    which the source is as it was.
     """
 
     source: Path
@@ -78,6 +80,7 @@ class Outcome:
     stored: int | None = None
     seconds: float = 0.0
     base: str | None = None
+    steps: dict[str, Any] | None = None
     present: bool = False
     removed: bool = False
     error: Exception | None = None
@@ -149,6 +152,7 @@ class Job:
         with ContainerReader(self.target) as reader:
             manifest = reader.manifest
             found["base"] = manifest.base and manifest.base.path
+            found["steps"] = step_facts(manifest, count_whole)
             found["bytes"] = sum(member.size for member in manifest.members)
             found["stored"] = reader.size
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 
 import pytest
+import torch
 from chain_command_kit import command, make_run, until
 from disk_kit import longest_file
 from faults_kit import digest
@@ -247,3 +248,32 @@ def test_what_is_there_counts_where_it_was_made_from_the_source_as_asked(run, ru
     assert (code, err, text.count("was there already")) == (0, "", 2)
     assert names(run[0].parent) == []
     assert names(other[0].parent) == ["step-10.pt", "step-15.pt", "step-5.pt"]
+
+
+@pytest.mark.parametrize("command", ["compress", "chain", "one"])
+def test_lines_and_json_name_the_error_in_steps_and_what_is_under_no_budget(command, run, run_command):
+    """As the container states them."""
+    tree = torch.load(run[1])
+    tree["optimizer"]["param_groups"] = [
+        {**tree["optimizer"]["param_groups"][0], "params": [0, 1]},
+        {**tree["optimizer"]["param_groups"][0], "params": [2, 3], "lr": 0.0},
+    ]
+    torch.save(tree, run[1])
+    given = [run[0].parent] if command == "chain" else run[1:2] if command == "one" else run
+    words = ["compress" if command == "one" else command, *given, "--budget", 2]
+    _, out, err = run_command(*words, *(["--rest", 0] if command == "chain" else []))
+    assert err == ""
+    facts = json.loads(run_command("inspect", run[1].with_suffix(".ckpt8"), "--json")[1])["steps"]
+    assert facts["fallbacks"]
+    reason = facts["fallbacks"][0]["reason"]
+    if command == "one":
+        assert f"steps         {facts['steps']:.3g} (budget 2): " in out
+        assert reason in out
+        return
+    line = next(line for line in out.splitlines() if line.startswith(str(run[1].with_suffix(".ckpt8"))))
+    assert f", error {facts['steps']:.3g} steps (budget 2) in " in line
+    assert f"; under no budget: {facts['fallbacks'][0]['count']} storages, {reason}" in line
+    _, out, _ = run_command(*words, "--json", *(["--rest", 0] if command == "chain" else []))
+    rows = {row["source"]: row["steps"] for row in json.loads(out)["checkpoints"]}
+    assert rows[str(run[1])] == facts
+    assert rows[str(run[0])]["fallbacks"] == []

@@ -6,16 +6,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt8.chaining.jobs import Outcome
+from ckpt8.cli.show.steps import fallback_phrase, steps_phrase
 from ckpt8.core.text import counted, size
 
 
 def outcome_line(outcome: Outcome) -> str:
-    """Sizes, seconds, base, and whether the source is gone; of an outcome that has a container."""
+    """Sizes, base, error in steps, seconds, what is under no budget, and whether the source is gone.
+
+    Of an outcome that has a container.
+    """
     sizes = _sizes(outcome.bytes, outcome.stored or 0)
     kind = "" if outcome.base is None else f", delta to {outcome.base}"
     how = ", was there already" if outcome.present else f" in {outcome.seconds:.2f} s"
+    steps = f", {steps_phrase(outcome.steps)}" if outcome.steps else ""
+    fallback = f"; {phrase}" if outcome.steps and (phrase := fallback_phrase(outcome.steps)) else ""
     gone = f"; {outcome.source.name} removed" if outcome.removed else ""
-    return f"{outcome.target}: {sizes}{kind}{how}{gone}"
+    return f"{outcome.target}: {sizes}{kind}{steps}{how}{fallback}{gone}"
 
 
 def total_line(outcomes: Sequence[Outcome]) -> str:
@@ -50,6 +56,7 @@ def outcome_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str
         "ratio": None if outcome.stored is None else _ratio(outcome.bytes, outcome.stored),
         "seconds": outcome.seconds,
         "base": outcome.base,
+        "steps": outcome.steps,
         "present": outcome.present,
         "removed": outcome.removed,
         "error": failure and failure[0],

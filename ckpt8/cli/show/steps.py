@@ -35,6 +35,22 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def steps_phrase(steps: Mapping[str, Any]) -> str:
+    """The error in steps beside its budget, for a line about more than that."""
+    known = "in steps unknown" if steps["steps"] is None else f"{number(steps['steps'])} steps"
+    return f"error {known} (budget {number(steps['budget'])})"
+
+
+def fallback_phrase(steps: Mapping[str, Any]) -> str | None:
+    """What is not stored under the budget, and why; None where all is."""
+    rows = steps["fallbacks"]
+    return (
+        "under no budget: " + "; ".join(f"{counted(row['count'], 'storage')}, {row['reason']}" for row in rows)
+        if rows
+        else None
+    )
+
+
 def measured_lines(steps: Mapping[str, Any]) -> list[str]:
     """The same lines, behind those about weights and updates that ``inspect`` has among others."""
     if steps["steps"] is None:
