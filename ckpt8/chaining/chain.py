@@ -49,6 +49,10 @@ class ChainRun:
         self._rest = Rest(rest, watched=watch)
         self._done: dict[Path, Look | None] = {}
 
+    def skipped(self) -> dict[Path, str]:
+        """What looks like a checkpoint and is left alone, and why."""
+        return self._order.listing().skipped if self._is_there() else {}
+
     def packed(self) -> list[str]:
         """The names of the directories that ranks have packed: they are compressed, and stay as they are."""
         return packed_in(self._order.folder)
@@ -56,12 +60,14 @@ class ChainRun:
     def jobs(self) -> Iterator[list[Job]]:
         """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
         folder = self._order.folder
+        while self._watch and not self._is_there():
+            time.sleep(_LONGEST_NAP)
         if is_sharded(folder):
             raise InputError(f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run")
         if self._settings.remove and (left := finishing(folder, (), self._settings)):
             yield left
-        if not (self._watch or self._order.checkpoints() or any(map(is_container, folder.iterdir())) or self.packed()):
-            raise InputError(f"{folder}: holds no checkpoints of a run; ckpt8 compress takes a single one")
+        if not self._watch:
+            self._refuse_nothing()
         while True:
             started = time.monotonic()
             ready, waiting = self._sorted_out()
@@ -73,11 +79,22 @@ class ChainRun:
                 took = time.monotonic() - started
                 time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, _IDLE * took))
 
+    def _is_there(self) -> bool:
+        return os.path.lexists(self._order.folder)
+
+    def _refuse_nothing(self) -> None:
+        folder, found = self._order.folder, self._order.listing()
+        if not (found.steps or any(map(is_container, folder.iterdir())) or self.packed()):
+            first = next((f"; {path.name} is left alone: {why}" for path, why in found.skipped.items()), "")
+            raise InputError(f"{folder}: holds no checkpoints of a run{first}; ckpt8 compress takes a single one")
+
     def _sorted_out(self) -> tuple[list[Job], bool]:
         """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
-        problems = {path: self._rest.problem(path) for path in self._order.checkpoints()}
-        complete = [path for path, problem in problems.items() if problem is None]
-        left = set(complete[max(len(complete) - self._keep_raw, 0) :])
+        if self._watch and not self._is_there():
+            return [], False
+        found = self._order.listing()
+        problems = {path: self._rest.problem(path) for path in found.steps}
+        left = found.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
         taken: set[Path] = set()
         jobs, is_waiting = [], False
         for path, problem in problems.items():

@@ -7,27 +7,53 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.shards import is_named_shard
 from ckpt8.checkpoint.replacing import is_part
 from ckpt8.checkpoint.vocabulary import words
+from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container import sharded
 from ckpt8.container.header import is_container
+from ckpt8.container.overview import Overview
 from ckpt8.container.target_names import CONTAINER, SUFFIXES
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.partial import SUFFIX as PARTIAL
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
-_NUMBER = r"[-_=.]?(\d{1,18})(?!\d)"
-_STEPS = tuple(
-    re.compile(rf"(?<![a-z])(?:{words})s?{_NUMBER}", re.IGNORECASE)
-    for words in ("(?:global_?)?step|iter|iteration|update", "checkpoint|ckpt|batch", "epoch")
+_NUMBER = r"[-_=.]?(\d{1,18})(?![a-z\d]|\.\d|-of-)"
+"""A number after a word: none of ``7b``, ``0.5`` and ``00001-of-00002``."""
+
+
+def _after(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![a-z])(?:{words}){_NUMBER}", re.IGNORECASE)
+
+
+_STEPS = (
+    _after(r"(?:global[-_]?)?steps?|iters?|iterations?|itr|updates?"),
+    re.compile(r"(?<![a-z\d.])(\d{1,18})[-_]?(?:steps?|iters?|iterations?)(?![a-z])", re.IGNORECASE),
+    re.compile(r"(?<![a-z])checkpoint_\d+_(\d{1,18})$"),  # fairseq: epoch and updates
+    _after(r"checkpoint|ckpt(?!8(?!\d))|chkpt|batch|ba"),
+)
+"""The number of a step behind or before a word for it; the first that matches counts."""
+
+_NUMBERED = (
+    _after(r"snapshot|model|net|network|weights?|optim|optimizer|saved?|ema_0\.\d+|[gd](?=_)"),
+    re.compile(r"(?:^|(?<![a-z])run[-_.])(\d{3,18})$|^(\d{1,18})$", re.IGNORECASE),
+)
+"""The number of a step in names that writers give to files: ``model_2500``, ``2500``."""
+
+_EPOCH = re.compile(
+    r"(?<![a-z])(?:epochs?|ep)[-_=.]?(\d{1,9})(?![a-z\d])|(?<![a-z\d.])(\d{1,9})[-_]?epochs?(?![a-z])"
+    r"|(?<![a-z])checkpoint_(\d{1,9})_\d+$",
+    re.IGNORECASE,
 )
 _LONE = re.compile(r"(?<![a-z\d])(\d{1,18})(?![a-z\d])", re.IGNORECASE)
 """A number that is no part of a word."""
@@ -39,13 +65,26 @@ _SILENT = (".bin",)
 """Suffixes that other files have, too."""
 
 _NUMBERED_PART = re.compile(r"(?:model|optimizer)[._-]?\d+\.\w+")
-_OF_ONE = re.compile(rf"{re.escape(METADATA)}|random_states_\d+\.pkl|.*_optim_states\.pt")
+_OF_ONE = re.compile(
+    rf"{re.escape(METADATA)}|{re.escape(sharded.INDEX)}|{sharded.PART}|random_states_\d+\.pkl|.*_optim_states\.pt"
+)
 """Files that stand in the folder of one checkpoint only."""
+
+_PART = re.compile(
+    r"(?:.*[._-])?(model|adapter|optim|optimizer|scheduler|lr_scheduler|rng|scaler|ema|training_args|recipe_state"
+    r"|random_states|zero_pp_rank|consolidated|model_states|optim_states)(?:[._-].*)?"
+)
+"""Names of the parts of a checkpoint, without the suffix, and what such a part is."""
+
+_SHARD = re.compile(r"-of-\d+|rank_?\d+|random_states_\d+|rng_state_\d+")
+_MAY_BE = frozenset({CONTAINER, *SUFFIXES, ".tar", ".model", ""})
 
 _DEEPEST = 3
 """Folders inside a checkpoint: DeepSpeed, Megatron and FSDP have one for a rank or a model."""
 
-_TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
+"""The file in which Trainer keeps step and losses."""
+
 _TRAINER_FIRST = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth"})
 """Files of Trainer that no other program writes; ``trainer_state.json`` comes after them."""
 
@@ -56,46 +95,130 @@ _POINTED = re.compile(r"global_step\d+|iter_\d{7}")
 
 
 class RunEntry(NamedTuple):
-    """A checkpoint of a run and the step that its name says. One that is ``doubtful`` has no telling name."""
+    """A checkpoint in the folder of a run.
+
+    One that ``is_doubtful`` has the name of a part, or one that says nothing. ``skipped``: why it is none.
+    """
 
     path: Path
-    step: int | None
-    doubtful: bool
+    is_doubtful: bool = False
+    skipped: str | None = None
+
+
+def bare_name(name: str) -> str:
+    """A name without the suffixes of checkpoints and containers."""
+    while (path := Path(name)).suffix.lower() in (CONTAINER, *SUFFIXES, ".tar"):
+        name = path.stem
+    return name
 
 
 def step_in_name(name: str) -> int | None:
-    """The step in the name of a file or directory: after a word for it, or the last number that stands alone."""
-    path = Path(name)
-    text = path.stem if path.suffix.lower() in (*SUFFIXES, CONTAINER) else name
-    for pattern in _STEPS:
-        if found := pattern.findall(text):
-            return int(found[-1])
-    found = _LONE.findall(text)
-    return int(found[-1]) if found else None
+    """The step in the name of a file or directory, as training programs write it; an epoch is none."""
+    return _last_number(bare_name(name), (*_STEPS, *_NUMBERED))
+
+
+def step_in_path(path: str) -> int | None:
+    """The step in the name of a file, else in the names of the folders above it, the nearest first."""
+    *above, name = path.split("/")
+    steps = (_last_number(folder, _STEPS) for folder in reversed(above))
+    return next((step for step in (step_in_name(name), *steps) if step is not None), None)
+
+
+def epoch_in_name(name: str) -> int | None:
+    """The epoch in the name of a file or directory."""
+    return _last_number(bare_name(name), (_EPOCH,))
+
+
+def _last_number(text: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
+    for pattern in patterns:
+        if found := list(pattern.finditer(text)):
+            return int(next(filter(None, found[-1].groups())))
+    return None
+
+
+def is_numbered(name: str) -> bool:
+    """Whether a name has a number that stands alone, so that nothing writes under it again and again."""
+    text = bare_name(name)
+    return any(pattern.search(text) for pattern in (*_STEPS, *_NUMBERED, _EPOCH, _LONE))
 
 
 def written_once(paths: Iterable[Path]) -> list[Path]:
-    """Those that nothing writes again and again, by their names: with a step.
+    """Those that nothing writes again and again, by their names: with a number.
 
     Where no name has one, those without a word such as ``last``.
     """
     found = list(paths)
-    with_step = [path for path in found if step_in_name(path.name) is not None]
-    return with_step or [path for path in found if _NAMES.isdisjoint(words(path.stem))]
+    numbered = [path for path in found if is_numbered(path.name)]
+    return numbered or [path for path in found if not _has_word(path)]
+
+
+def _has_word(path: Path) -> bool:
+    return not _NAMES.isdisjoint(words(path.stem))
+
+
+def may_be_checkpoint(name: str) -> bool:
+    """Whether a file of this name may be a checkpoint, a container, or a part of one."""
+    suffix = os.path.splitext(name)[1]  # noqa: PTH122 - a name is no path
+    return suffix in _MAY_BE or suffix[1:].isdigit()
+
+
+def is_one_checkpoint(names: Iterable[str]) -> bool:
+    """Whether one of the files in a folder shows that the folder is one checkpoint."""
+    return any(map(_OF_ONE.fullmatch, names))
+
+
+def parts_in(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of the files in a folder that are one checkpoint together; none if each is one of its own.
+
+    They are parts by their names, such as ``model.safetensors`` and ``optimizer.pt``. Where several are a model, or
+    several an optimizer, each is a file of its own, unless it is a shard. So is one from which alone training goes on.
+    """
+    names = list(names)
+    roles: dict[str, str] = {}
+    variants = defaultdict[str, set[str]](set)
+    for name in names:
+        stem = os.path.splitext(name)[0]  # noqa: PTH122 - a name is no path
+        if may_be_checkpoint(name) and (match := _PART.fullmatch(stem)) is not None:
+            roles[name] = match[1]
+            if not _SHARD.search(name):
+                variants[match[1]].add(stem)
+    parts = [name for name, role in roles.items() if len(variants[role]) < 2]
+    if TRAINER_STATE in names:
+        return parts
+    if len(set(map(bare_name, parts))) > 1:
+        parts = [name for name in parts if roles[name] != "model" or not _is_whole(folder / name)]
+    return parts if len(set(map(bare_name, parts))) > 1 else []
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file holds weights and the state of their optimizer."""
+    try:
+        with closing(SourceFile(ByteRange.of(path))) as file:
+            if not file.source.length:
+                return False
+            if is_container(path):
+                return bool(Overview(file).parameters)
+            reader = match_reader(file)
+            return reader is not None and any(
+                is_optimizer(node) for at, node in iter_nodes(reader.read(file).tree) if at
+            )
+    except InputError:
+        return False
 
 
 def checkpoints_in(folder: Path) -> list[RunEntry]:
-    """The raw checkpoints in a folder, by name. Raises InputError where it cannot be read.
+    """The raw checkpoints in a folder, by name, and what looks like one and is skipped. Raises InputError.
 
-    A link, a hidden entry, a container, what ranks have packed, and a file that belongs to a checkpoint of several
-    files are none. A folder that is one checkpoint itself has none.
+    A hidden entry, a container and what ranks have packed are neither. A folder that is one checkpoint has none.
     """
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda each: each.name)
-        if any(_OF_ONE.fullmatch(each.name) for each in found):
+        names = [each.name for each in found if each.is_file()]
+        if is_one_checkpoint(names):
             return []
-        return [run_entry for each in found if (run_entry := _run_entry(each)) is not None]
+        parts = set(parts_in(folder, filter(_is_visible, names)))
+        return [run_entry for each in found if (run_entry := _run_entry(each, parts)) is not None]
     except NotADirectoryError as exc:
         raise InputError(f"{folder}: is no folder; give that of a run, or ckpt8 compress a checkpoint") from exc
     except OSError as exc:
@@ -118,20 +241,22 @@ def _is_packed(path: Path) -> bool:
     return any(name == sharded.INDEX or sharded.is_part(name) for _, name in _files(path))
 
 
-def _run_entry(entry: os.DirEntry[str]) -> RunEntry | None:
-    if not _is_visible(entry.name) or entry.name.endswith(CONTAINER) or entry.is_symlink():
+def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | None:
+    path = Path(entry.path)
+    if not _is_visible(entry.name) or entry.name.endswith(CONTAINER):
         return None
-    path, step = Path(entry.path), step_in_name(entry.name)
     if entry.is_dir():
         is_checkpoint = _is_checkpoint_directory(path) and not _is_packed(path)
-        return RunEntry(path, step, doubtful=False) if is_checkpoint else None
-    if not entry.is_file() or _is_part(entry.name) or not _is_checkpoint_file(path):
+    else:
+        is_checkpoint = entry.is_file() and (is_named_shard(entry.name) or _is_checkpoint_file(path))
+    if not is_checkpoint:
         return None
-    return RunEntry(path, step, step is None and _NAMES.isdisjoint(words(path.stem)))
-
-
-def _is_part(name: str) -> bool:
-    return is_named_shard(name) or (is_part(name) and _NUMBERED_PART.fullmatch(name) is None)
+    if entry.is_symlink():
+        return RunEntry(path, skipped="it is a link")
+    if entry.name in parts or is_named_shard(entry.name):
+        return RunEntry(path, skipped="it is a part of a checkpoint of several files")
+    has_part_name = is_part(path.name) and _NUMBERED_PART.fullmatch(path.name) is None
+    return RunEntry(path, not entry.is_dir() and (has_part_name or not (is_numbered(path.name) or _has_word(path))))
 
 
 def _is_checkpoint_file(path: Path) -> bool:
@@ -152,11 +277,11 @@ def _is_known(path: Path) -> bool:
 
 def _is_checkpoint_directory(path: Path) -> bool:
     """Whether a directory holds the files of one checkpoint: by their names, or by its own name and their content."""
-    has_step = any(pattern.search(path.name) for pattern in _STEPS)
+    has_step = any(pattern.search(path.name) for pattern in (*_STEPS, _EPOCH))
     for folder, name in _files(path):
         if is_named_shard(name):
             return True
-        if (is_part(name) or (has_step and step_in_name(name) is None)) and _is_known(path / folder / name):
+        if (is_part(name) or (has_step and not is_numbered(name))) and _is_known(path / folder / name):
             return True
     return False
 
@@ -178,8 +303,8 @@ def incomplete(path: Path) -> str | None:
         return problem
     files = set(_files(path))
     at_top = {name for folder, name in files if folder == "."}
-    if not at_top.isdisjoint(_TRAINER_FIRST) and _TRAINER_STATE not in at_top:
-        return f"it has no {_TRAINER_STATE} yet"
+    if not at_top.isdisjoint(_TRAINER_FIRST) and TRAINER_STATE not in at_top:
+        return f"it has no {TRAINER_STATE} yet"
     described = {folder for folder, name in files if name == METADATA}
     for folder, name in files:
         if is_named_shard(name) and described.isdisjoint((folder, ".", *map(str, Path(folder).parents))):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -52,13 +55,26 @@ def chain(
 
     settings = Settings(chain_options(preset, budget, rule or (), device, threads), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
-    if (packed := run.packed()) and not as_json:
-        print_lines(console(), [f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"])
+    packed, skipped = run.packed(), run.skipped()
+    if not as_json:
+        print_lines(console(), _left_alone(packed, skipped))
+        if watch and not os.path.lexists(directory):
+            print_lines(console(), [f"{directory}: is not there yet; waiting for it"])
     elapsed = stopwatch()
     tally = run_jobs(run.jobs(), "compress", quiet=as_json)
     if as_json:
-        print_json({"directory": str(directory), **tally.to_json(), "packed": packed, "seconds": elapsed()})
+        left = [{"path": str(path), "reason": reason} for path, reason in skipped.items()]
+        print_json({"directory": str(directory), **tally.to_json(), "packed": packed, "skipped": left, "seconds": elapsed()})
     else:
         tally.show_total()
     if tally.exit_code:
         raise typer.Exit(tally.exit_code)
+
+
+def _left_alone(packed: Sequence[str], skipped: Mapping[Path, str]) -> list[str]:
+    """A line for each reason why something in the folder is left as it is."""
+    names = defaultdict[str, list[str]](list)
+    for path, reason in skipped.items():
+        names[reason].append(path.name)
+    lines = [f"{listed(found, _LISTED)}: left alone: {reason}" for reason, found in names.items()]
+    return lines + ([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else [])

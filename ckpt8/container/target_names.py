@@ -27,6 +27,11 @@ def original_name(manifest: Manifest) -> str:
     return manifest.members[0].path if manifest.directory is None else manifest.directory
 
 
+def container_names(name: str) -> tuple[str, str]:
+    """The names that the container of a file or directory may have without being told: short and long."""
+    return Path(name).with_suffix(CONTAINER).name, name + CONTAINER
+
+
 def restored_path(source: Path, manifest: Manifest) -> Path:
     """Where ``restore`` writes by default: next to the container ``source``, under its name.
 

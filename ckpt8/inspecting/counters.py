@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "iter", "global_steps", "num_updates", "steps")
+GLOBAL_KEYS = ("global_step", "iter_num", "iteration", "global_steps", "num_updates")
+"""Those that no scheduler or random generator uses for a count of its own."""
+
 EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
 
 LARGEST = 1 << 53

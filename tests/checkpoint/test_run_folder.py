@@ -21,8 +21,23 @@ TREE = {"weight": torch.zeros(4, 4)}
         ("step-100.pt", 100),
         ("epoch=3-step=1200.ckpt", 1200),
         ("epoch=3-step=1200-v1.ckpt", 1200),
-        ("epoch_7.pt", 7),
-        ("checkpoint_epoch_3.pt", 3),
+        ("epoch_7.pt", None),
+        ("checkpoint_epoch_3.pt", None),
+        ("checkpoint_3_5000.pt", 5000),
+        ("ep1-ba500-rank0.pt", 500),
+        ("iter-001000-ckpt.pth", 1000),
+        ("rl_model_1000_steps", 1000),
+        ("ema_0.9999_100000.pt", 100000),
+        ("megatron--val_loss=2.34-step=1000-consumed_samples=64.0.ckpt", 1000),
+        ("checkpoint-10.pth.tar", 10),
+        ("model-00001-of-00002.safetensors", None),
+        ("llama-7b_lr3e-4", None),
+        ("model-7b.pt", None),
+        ("model_0.5.pt", None),
+        ("run.ckpt8", None),
+        ("run.pt.ckpt8", None),
+        ("run-ckpt8", None),
+        ("step-8.ckpt8", 8),
         ("global_step1000", 1000),
         ("iter_0000300", 300),
         ("gpt2_124m_step_42.pt", 42),
@@ -59,7 +74,7 @@ def shards(root, *, done=True):
 
 
 def names(folder):
-    return [entry.path.name for entry in checkpoints_in(folder)]
+    return [entry.path.name for entry in checkpoints_in(folder) if not (entry.is_doubtful or entry.skipped)]
 
 
 def test_checkpoints_of_frameworks_and_nothing_else(tmp_path):
@@ -73,7 +88,7 @@ def test_checkpoints_of_frameworks_and_nothing_else(tmp_path):
         torch.save(TREE, tmp_path / name)
     save_file(TREE, tmp_path / "run-3.safetensors")
     (tmp_path / "step_8.pt").write_bytes(b"")
-    # Of these none is a checkpoint of the run.
+    # These are no checkpoints of the run, or only if an optimizer is in them.
     torch.save(TREE, tmp_path / "optimizer.pt")
     save_file(TREE, tmp_path / "model.safetensors")
     save_file(TREE, tmp_path / "model-00001-of-00002.safetensors")
@@ -89,8 +104,14 @@ def test_checkpoints_of_frameworks_and_nothing_else(tmp_path):
     torch.save(TREE, tmp_path / "data" / "cached.pt")
     directories = {"checkpoint-500", "step-100", "iter_0000100", "best"}
     files = {"step_7.pt", "step_8.pt", "model_2500.pt", "epoch=1-step=9.ckpt", "last.ckpt", "best_model.pth"}
-    assert set(names(tmp_path)) == {*directories, *files, "weights.pt", "run-3.safetensors"}
-    assert [entry.path.name for entry in checkpoints_in(tmp_path) if entry.doubtful] == ["weights.pt"]
+    assert set(names(tmp_path)) == {*directories, *files, "run-3.safetensors"}
+    others = {entry.path.name: entry.skipped or entry.is_doubtful for entry in checkpoints_in(tmp_path)}
+    models = ("model-00001-of-00002.safetensors", "model.safetensors")
+    assert {name: why for name, why in others.items() if why} == {
+        **dict.fromkeys(("optimizer.pt", "training_args.bin"), "it is a part of a checkpoint of several files"),
+        **dict.fromkeys((*models, "weights.pt"), True),
+        **dict.fromkeys(("latest", "newest.pt"), "it is a link"),
+    }
 
 
 def test_a_folder_that_is_a_checkpoint_holds_none(tmp_path):

@@ -13,13 +13,16 @@ from ckpt8.inspecting.runs.progress import Progress
 class Facts:
     """``bytes`` are those of the original, ``counted`` the step in the state of an optimizer.
 
-    ``asked``, ``seal``, ``base`` and ``error`` are those of a container.
+    ``trains``: a file that is not compressed holds the state of an optimizer and more. The rest is that of a container:
+    ``original`` is the name of what it was made from.
     """
 
     format: str
     bytes: int
     progress: Progress = field(default_factory=Progress)
     counted: int | None = None
+    trains: bool = False
+    original: str | None = None
     asked: str | None = None
     seal: str | None = None
     base: BaseRecord | None = None

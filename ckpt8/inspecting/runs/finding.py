@@ -1,45 +1,30 @@
 """Which files of a run are one checkpoint.
 
-A file is a checkpoint of its own, unless its name is one of those that frameworks give to the parts of one: then all
-parts in a folder are one. Everything below a folder belongs to it where a file says that the folder is one checkpoint,
-such as the ``.metadata`` of a distributed one.
+A file is a checkpoint of its own, unless it is one of several parts in its folder, see ``parts_in``. Everything below
+a folder belongs to it where a file says that the folder is one checkpoint, such as the ``.metadata`` of a distributed
+one.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.run_folder import TRAINER_STATE, is_one_checkpoint, may_be_checkpoint, parts_in
 from ckpt8.container.bases import KEPT, is_kept_name
-from ckpt8.container.sharded import INDEX, PART
 from ckpt8.core.errors import InputError
-
-STATE = "trainer_state.json"
-"""The file in which Trainer keeps step and losses."""
 
 SUFFIXES = frozenset({".ckpt8", ".pt", ".pth", ".ckpt", ".safetensors"})
 """A file of such a name that is no checkpoint is damaged."""
 
-_MAY_BE = SUFFIXES | {".bin", ".tar", ".model", ""}
 _DEEPEST = 3
 """Levels of folders below that of the run."""
 
-_PART = re.compile(
-    r"(?:.*[._-])?(?:model|adapter|optim|optimizer|scheduler|lr_scheduler|rng|scaler|ema|training_args|recipe_state"
-    r"|random_states|zero_pp_rank|consolidated)(?:[._-].*)?|model_states|optim_states",
-)
-"""Names of the parts of a checkpoint, without the suffix."""
-
-_SHARD = re.compile(r"-of-\d+|rank_?\d+|random_states_\d+|rng_state_\d+")
-_NUMBER = re.compile(r"\d+")
 _OF_A_RUN = re.compile(r"checkpoint[-_]\d+(?:\.ckpt8)?")
-_WHOLE = re.compile(rf"{re.escape(METADATA)}|{re.escape(INDEX)}|{PART}|random_states_\d+\.pkl|.*_optim_states\.pt")
-"""Files that only stand in the folder of one checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +67,11 @@ def _visit(root: Path, above: str, found: Found) -> None:
     if _is_whole(files, folders, is_top=not above):
         found.places.append(Place(root / above, above or ".", run, tuple(sorted(_below(root / above, found)))))
         return
-    parts = _parts(files)
+    parts = parts_in(root / above, files)
     if parts:
         found.places.append(Place(root / above, above or ".", run if above else "", tuple(parts)))
     for name in files:
-        if name not in parts and name != STATE and _may_be(name):
+        if name not in parts and name != TRAINER_STATE and may_be_checkpoint(name):
             path = f"{above}/{name}" if above else name
             found.places.append(Place(root / path, path, above))
     if level < _DEEPEST:
@@ -132,26 +117,6 @@ def _below(folder: Path, found: Found) -> Iterator[str]:
 
 def _is_whole(files: Iterable[str], folders: Iterable[str], *, is_top: bool) -> bool:
     """Whether all below a folder with these entries is one checkpoint. At the top Trainer leaves its last state."""
-    if any(map(_WHOLE.fullmatch, files)):
+    if is_one_checkpoint(files):
         return True
-    return not is_top and STATE in files and not any(map(_OF_A_RUN.fullmatch, (*files, *folders)))
-
-
-def _parts(files: Iterable[str]) -> list[str]:
-    """The files that are one checkpoint together; none if each is one of its own."""
-    parts = [name for name in files if _may_be(name) and _PART.fullmatch(_stem(name))]
-    series = defaultdict[str, set[str]](set)
-    for name in parts:
-        if not _SHARD.search(name):
-            series[_NUMBER.sub("#", _stem(name))].add(_stem(name))
-    together = [name for name in parts if len(series.get(_NUMBER.sub("#", _stem(name)), ())) < 2]
-    return together if STATE in files or len({_stem(name) for name in together}) > 1 else []
-
-
-def _stem(name: str) -> str:
-    return os.path.splitext(name)[0]  # noqa: PTH122 - a name is no path
-
-
-def _may_be(name: str) -> bool:
-    suffix = os.path.splitext(name)[1]  # noqa: PTH122
-    return suffix in _MAY_BE or suffix[1:].isdigit()
+    return not is_top and TRAINER_STATE in files and not any(map(_OF_A_RUN.fullmatch, (*files, *folders)))

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import Entry, kept
+from ckpt8.checkpoint.run_folder import TRAINER_STATE
 from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef
-from ckpt8.checkpoint.walk import Components
+from ckpt8.checkpoint.walk import Components, iter_nodes
 from ckpt8.container.manifest import FILE
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.inspecting.runs.facts import Facts
-from ckpt8.inspecting.runs.finding import STATE, SUFFIXES
+from ckpt8.inspecting.runs.finding import SUFFIXES
 from ckpt8.inspecting.runs.progress import Number, Progress, of_trainer_state, of_tree, optimizer_step
 from ckpt8.inspecting.survey.origin import origin_of, read_json
 
@@ -43,7 +45,8 @@ def read_file(path: Path) -> Facts | None:
         number = _number(checkpoint)
         found = of_tree(checkpoint.tree, number)
         counted = optimizer_step(checkpoint.tree, number) if found.step is None else None
-        return Facts(checkpoint.format, size, found, counted)
+        trains = any(is_optimizer(node) for at, node in iter_nodes(checkpoint.tree) if at)
+        return Facts(checkpoint.format, size, found, counted, trains)
 
 
 def _number(checkpoint: Checkpoint) -> Number:
@@ -62,10 +65,13 @@ def read_folder(path: Path, files: Sequence[str], *, needs_tensors: bool) -> Fac
         if needs_tensors and not bundle.holds_tensors:
             return None
         origin = origin_of(bundle)
-        progress = Progress(origin["step"], origin["epoch"])
+        is_stated = origin["step_from"] == "file"
+        progress = Progress(origin["step"] if is_stated else None, origin["epoch"])
         for member in found:
-            if member.path.rpartition("/")[2] == STATE and member.checkpoint.format == FILE:
+            if member.path.rpartition("/")[2] == TRAINER_STATE and member.checkpoint.format == FILE:
                 progress.complete(of_trainer_state(read_json(member.checkpoint)))
         steps = (optimizer_step(each.checkpoint.tree, _number(each.checkpoint)) for each in found)
-        counted = next((step for step in steps if step is not None), None) if progress.step is None else None
+        counted = None if is_stated else origin["step"]
+        if progress.step is None and counted is None:
+            counted = next((step for step in steps if step is not None), None)
         return Facts(origin["framework"] or "directory", bundle.size, progress, counted)

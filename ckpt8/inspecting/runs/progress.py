@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ckpt8.checkpoint.meaning.nodes import is_optimizer
+from ckpt8.checkpoint.run_folder import step_in_path
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import Components, iter_nodes
 from ckpt8.inspecting.counters import EPOCH_KEYS, LARGEST, STEP_KEYS, first_number
@@ -25,6 +26,8 @@ _SCORES = ("current_score", "best_model_score")
 """What Lightning's ModelCheckpoint keeps of the quantity that it monitors."""
 
 _TRAINED = "train"
+
+StepFrom = Literal["file", "name", "optimizer"]
 
 Number = Callable[[Components, TensorRef], float | None]
 """The value of a tensor of one element at a path; None where it cannot be read."""
@@ -46,12 +49,22 @@ class Progress:
                 setattr(self, name, getattr(other, name))
 
 
-def of_tree(tree: Any, number: Number) -> Progress:
-    """What stands at the top of a checkpoint, and in callbacks of Lightning."""
+def step_of(path: str, stated: int | None, counted: int | None) -> tuple[int | None, StepFrom | None]:
+    """The step of a checkpoint at ``path``, with slashes, and where it was found.
+
+    The step that a file ``stated`` under a name of its own comes first, then that in the path. What an optimizer
+    ``counted`` is last: it may count other steps than the run does.
+    """
+    steps: dict[StepFrom, int | None] = {"file": stated, "name": step_in_path(path), "optimizer": counted}
+    return next(((step, source) for source, step in steps.items() if step is not None), (None, None))
+
+
+def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Progress:
+    """What stands at the top of a checkpoint, its step under one of ``keys``, and in callbacks of Lightning."""
     if not isinstance(tree, dict):
         return Progress()
     found = Progress(
-        _step(first_number([tree], STEP_KEYS, whole=True)),
+        _whole(_first(tree, keys, number)),
         first_number([tree], EPOCH_KEYS, whole=False),
         _first(tree, _LOSS_KEYS, number),
         _first(tree, _VALIDATION_KEYS, number),
@@ -67,7 +80,7 @@ def of_trainer_state(tree: Any) -> Progress:
     """What Trainer's ``trainer_state.json`` says: the last losses of its log up to its step."""
     if not isinstance(tree, dict):
         return Progress()
-    found = Progress(_step(first_number([tree], STEP_KEYS, whole=True)), first_number([tree], EPOCH_KEYS, whole=False))
+    found = Progress(_whole(_first(tree, STEP_KEYS, no_tensor)), first_number([tree], EPOCH_KEYS, whole=False))
     log = tree.get("log_history")
     for entry in log if isinstance(log, list) else []:
         if isinstance(entry, dict):
@@ -76,8 +89,8 @@ def of_trainer_state(tree: Any) -> Progress:
     return found
 
 
-def _step(value: float | None) -> int | None:
-    return None if value is None else int(value)
+def _whole(value: float | None) -> int | None:
+    return int(value) if value is not None and value >= 0 and value.is_integer() else None
 
 
 def _finite(value: object, other: float | None = None) -> float | None:
@@ -86,7 +99,11 @@ def _finite(value: object, other: float | None = None) -> float | None:
     return float(value) if is_number and abs(value) < LARGEST else other  # type: ignore[arg-type]
 
 
-def _first(tree: Mapping[Any, Any], keys: tuple[str, ...], number: Number) -> float | None:
+def no_tensor(_: Components, __: TensorRef) -> None:
+    """The value of no tensor: nothing is read."""
+
+
+def _first(tree: Mapping[Any, Any], keys: Iterable[str], number: Number) -> float | None:
     values = (_value(tree.get(key), (key,), number) for key in keys)
     return next((value for value in values if value is not None), None)
 

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from ckpt8.checkpoint.run_folder import epoch_in_name
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.container.sharded.reading import read_index
-from ckpt8.container.target_names import CONTAINER
+from ckpt8.container.target_names import CONTAINER, container_names
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting.runs.containers import read_container
 from ckpt8.inspecting.runs.facts import Facts
 from ckpt8.inspecting.runs.finding import Place
-from ckpt8.inspecting.runs.progress import Progress
+from ckpt8.inspecting.runs.progress import Progress, step_of
 from ckpt8.inspecting.runs.record import RunRecord
 from ckpt8.inspecting.step_facts import step_figures
 
 _LATEST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
-_STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)s?[-_=.]?(\d{1,15})")
-_LAST = re.compile(r"(?<!epoch)(?<!epoch[-_=])(?<!\d)(\d{1,15})(?:\.\w*)?$")
-"""The number of a step in a name, with a word before it or at the end."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A record, its containers by seal, the bases that they name, and the device and inode of every file."""
+    """A record, its containers by seal, the bases that they name, and the device and inode of every file.
+
+    ``original`` is the name of what the container at ``path`` was made from.
+    """
 
     record: RunRecord
+    path: Path
+    original: str | None = None
     seals: list[str] = field(default_factory=list)
     bases: list[tuple[Path, BaseRecord]] = field(default_factory=list)
     inodes: set[tuple[int, int]] = field(default_factory=set)
@@ -40,7 +42,7 @@ class Row:
 
 def read(place: Place) -> Row | None:
     """What the files of a checkpoint say; None if they are none."""
-    row = Row(RunRecord(place.name, place.run))
+    row = Row(RunRecord(place.name, place.run), place.path)
     paths = [place.path / name for name in place.files] if place.files else [place.path]
     containers = [path for path in paths if path.suffix == CONTAINER or is_container(path)]
     found: list[Facts] = []
@@ -59,13 +61,17 @@ def read(place: Place) -> Row | None:
         attempt(lambda: seals.update(read_index(place.path).files))
         containers = [path for path in containers if not seals or path.name in seals]
         paths = [path for path in paths if path.suffix != CONTAINER or path in containers]
-    attempt(lambda: _measure(row, paths))
+    packed = {path.name for path in containers} if len(containers) < len(paths) else set()
+    copies = [path for path in paths if path not in containers and not packed.isdisjoint(container_names(path.name))]
+    paths = [path for path in paths if path not in copies]
+    attempt(lambda: _measure(row, paths, copies))
     if len(containers) < len(paths):
-        attempt(lambda: _read_originals(place, set(containers)))
+        attempt(lambda: _read_originals(place, {*containers, *copies}))
     for path in containers:
         facts = attempt(lambda path=path: read_container(path))  # type: ignore[misc]
         if facts is not None and facts.base is not None:
             row.bases.append((path, facts.base))
+        row.original = facts and facts.original
         if facts is not None and seals.pop(path.name, facts.seal) != facts.seal:
             row.record.damage = row.record.damage or f"{path}: belongs to another save than the {INDEX} beside it"
     if seals and row.record.damage is None:
@@ -77,16 +83,23 @@ def read(place: Place) -> Row | None:
     return row
 
 
-def _measure(row: Row, paths: Sequence[Path]) -> None:
-    """Add up the sizes of files, and take the newest time. Raises InputError for one that cannot be looked up."""
+def _measure(row: Row, paths: Sequence[Path], copies: Sequence[Path]) -> None:
+    """Add up the sizes of files, and take the newest time. Raises InputError for one that cannot be looked up.
+
+    ``copies`` are those whose containers are among ``paths``.
+    """
     newest = 0.0
-    for path in paths:
+    row.record.raw = ", ".join(path.name for path in copies) or None
+    for path in (*paths, *copies):
         try:
             status = path.stat()
         except OSError as exc:
             raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
         row.inodes.add((status.st_dev, status.st_ino))
-        row.record.stored_bytes += status.st_size
+        if path in copies:
+            row.record.raw_bytes += status.st_size
+        else:
+            row.record.stored_bytes += status.st_size
         newest = max(newest, status.st_mtime)
     row.record.time = datetime.fromtimestamp(min(newest, _LATEST), timezone.utc)
 
@@ -122,12 +135,6 @@ def _fill(row: Row, found: Sequence[Facts], *, is_raw: bool) -> None:
     record.steps = None if error is None else step_figures(error)["steps"]
     record.seal = row.seals[0] if len(row.seals) == 1 else None
     record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
-    steps = {"file": progress.step, "optimizer": counted, "name": _step_of_name(record.name)}
-    record.step_from = next((source for source, step in steps.items() if step is not None), None)
-    record.step = None if record.step_from is None else steps[record.step_from]
-
-
-def _step_of_name(name: str) -> int | None:
-    last = name.rpartition("/")[2]
-    match = _STEP.search(last) or _LAST.search(last) or _STEP.search(name)
-    return None if match is None else int(match[1])
+    record.step, record.step_from = step_of(record.name, progress.step, counted)
+    if record.epoch is None:
+        record.epoch = epoch_in_name(record.name.rpartition("/")[2])

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+from ckpt8.inspecting.runs.progress import StepFrom
+
 Kind = Literal["key", "delta", "raw"]
 
 
@@ -14,10 +16,13 @@ Kind = Literal["key", "delta", "raw"]
 class RunRecord:
     """One checkpoint of a run; ``name`` is its path below the directory, ``run`` the folder of the run in that.
 
+    A checkpoint that is there both compressed and as it was is one record, that of the container: ``raw`` names the
+    other one, which takes ``raw_bytes``.
+
     ``kind`` is ``key`` for a container that needs no other, ``delta`` for one that needs its ``base``, ``raw`` for any
     other checkpoint, and None where damage hides it. ``asked`` is what it was compressed with. ``bytes`` are those of
     the original, ``stored_bytes`` those of its files now. ``step_from`` says where the step was found: ``file``,
-    ``optimizer`` or ``name``. ``steps`` is the measured error in steps of the optimizer. ``base`` is the name of its
+    ``name`` or ``optimizer``. ``steps`` is the measured error in steps of the optimizer. ``base`` is the name of its
     base, ``missing`` where that is not to be found. ``damage`` says what does not hold: seal, length, or a head.
     """
 
@@ -27,13 +32,15 @@ class RunRecord:
     format: str | None = None
     asked: str | None = None
     step: int | None = None
-    step_from: str | None = None
+    step_from: StepFrom | None = None
     epoch: float | None = None
     loss: float | None = None
     val_loss: float | None = None
     time: datetime = field(default_factory=lambda: datetime.fromtimestamp(0, timezone.utc))
     bytes: int | None = None
     stored_bytes: int = 0
+    raw: str | None = None
+    raw_bytes: int = 0
     steps: float | None = None
     seal: str | None = None
     base: str | None = None
@@ -94,7 +101,8 @@ class Run:
             "damaged": sum(record.damage is not None for record in self.checkpoints),
             "base_missing": sum(record.base == MISSING for record in self.checkpoints),
             "bytes": sum(record.bytes or 0 for record in self.checkpoints),
-            "stored_bytes": sum(record.stored_bytes for record in self.checkpoints) + self.bases_bytes,
+            "stored_bytes": sum(each.stored_bytes + each.raw_bytes for each in self.checkpoints) + self.bases_bytes,
+            "packed_and_raw": sum(record.raw is not None for record in self.checkpoints),
             "bases_bytes": self.bases_bytes,
             "ratio": before / after if before and after else None,
         }

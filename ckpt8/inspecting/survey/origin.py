@@ -21,7 +21,7 @@ from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.container.manifest import DCP, FILE
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import parse_any_json
-from ckpt8.inspecting.counters import EPOCH_KEYS, LARGEST, STEP_KEYS, first_number
+from ckpt8.inspecting.counters import EPOCH_KEYS, GLOBAL_KEYS, LARGEST, STEP_KEYS, first_number
 from ckpt8.inspecting.manifest_facts import framework_of_files, frameworks_by_folder, is_below
 
 _COUNTERS = frozenset({*STEP_KEYS, *EPOCH_KEYS})
@@ -51,9 +51,11 @@ _WHOLE = ("DeepSpeed", "torch.distributed.checkpoint")
 def origin_of(source: Bundle) -> dict[str, Any]:
     """``framework``, its ``version``, ``step`` and ``epoch``, None if unknown, and ``hyperparameters``.
 
+    ``step_from`` says who counted the step: ``file``, where it has a name of its own, or else the ``optimizer``.
+
     ``hyperparameters`` is a list of {optimizer, parameters, options}, one for every group of an optimizer that differs
     from its others: the path of its state, the number of parameters, and the options with plain values. In a directory
-    with checkpoints of several programs the first four are None, and ``origins`` has them for each ``path``.
+    with checkpoints of several programs the first five are None, and ``origins`` has them for each ``path``.
     """
     origins = [] if source.directory is None else _origins(source)
     several = len({row["framework"] for row in origins} - {None}) > 1
@@ -93,7 +95,8 @@ def _origin(source: Bundle, members: Sequence[Member], framework: str | None, *,
     trees = [tree for member in members if isinstance(tree := member.checkpoint.tree, dict)]
     version = next((tree[key] for tree in trees for key in _VERSIONS if isinstance(tree.get(key), str)), None)
     # In a directory, the files of schedulers and random generators count steps of their own.
-    numbers = [] if in_directory else [*trees]
+    known = GLOBAL_KEYS if in_directory else _COUNTERS
+    numbers = [{key: tree[key] for key in known if key in tree} for tree in trees]
     for member in members:
         name = member.path.rpartition("/")[2]
         if name in ("trainer_state.json", "config.json") and member.checkpoint.format == FILE:
@@ -101,12 +104,18 @@ def _origin(source: Bundle, members: Sequence[Member], framework: str | None, *,
             found = tree if isinstance(tree, dict) else {}
             numbers += [found] if name == "trainer_state.json" else []
             version = version or _text(found.get("transformers_version"))
-    distributed = [_numbers(source, home) for home in _homes(source, members)]
+    homes = _homes(source, members)
+    numbers += [_numbers(source, home) for home in homes]
+    step = first_number(numbers, STEP_KEYS, whole=True)
+    counted = (
+        None if step is not None else next((each for each in (_counted(source, home) for home in homes) if each), None)
+    )
     return {
         "framework": framework or _by_keys(members),
         "version": _text(version),
-        "step": first_number([*numbers, *distributed], STEP_KEYS, whole=True),
-        "epoch": first_number([*numbers, *distributed], EPOCH_KEYS, whole=False),
+        "step": counted if step is None else step,
+        "step_from": "file" if step is not None else "optimizer" if counted is not None else None,
+        "epoch": first_number(numbers, EPOCH_KEYS, whole=False),
     }
 
 
@@ -149,10 +158,7 @@ def _homes(source: Bundle, members: Iterable[Member]) -> list[DcpCheckpoint]:
 
 
 def _numbers(source: Bundle, home: DcpCheckpoint) -> dict[str, Any]:
-    """The steps and epochs of a distributed checkpoint outside of its optimizers, those at the top first.
-
-    Where none counts steps, the step is that of the optimizers, if it is the same in all.
-    """
+    """The steps and epochs of a distributed checkpoint outside of its optimizers, those at the top first."""
     found: dict[str, Any] = {}
     names = sorted(home.metadata.names, key=lambda name: name.count("."))
     last = {name: name.rpartition(".")[2] for name in names}
@@ -161,11 +167,14 @@ def _numbers(source: Bundle, home: DcpCheckpoint) -> dict[str, Any]:
     for name, value in _values(source, home, outside):
         if depths.setdefault(last[name] in STEP_KEYS, name.count(".")) == name.count("."):
             found.setdefault(last[name], value)
-    if found.keys().isdisjoint(STEP_KEYS):
-        steps = [name for name in names if last[name] == "step" and home.roles.is_inside(name)]
-        counted = {value for _, value in _values(source, home, steps[:_MOST_STEPS])}
-        found |= {"step": counted.pop()} if len(counted) == 1 else {}
     return found
+
+
+def _counted(source: Bundle, home: DcpCheckpoint) -> int | None:
+    """The step of the optimizers of a distributed checkpoint, if it is the same in all."""
+    steps = [name for name in home.metadata.names if name.endswith(".step") and home.roles.is_inside(name)]
+    counted = {value for _, value in _values(source, home, sorted(steps)[:_MOST_STEPS])}
+    return first_number([{"step": counted.pop()}], ["step"], whole=True) if len(counted) == 1 else None
 
 
 def _values(source: Bundle, home: DcpCheckpoint, names: Iterable[str]) -> Iterator[tuple[str, int | float]]:

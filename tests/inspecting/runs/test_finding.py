@@ -15,7 +15,7 @@ KEPT = "0123456789abcdef.ckpt8"
         ("step-1.pt step-2.ckpt8 notes.txt log.jsonl", "step-1.pt step-2.ckpt8"),
         ("model_100.pt model_200.pt optimizer_100.pt", "model_100.pt model_200.pt optimizer_100.pt"),
         ("model.pt", "model.pt"),
-        ("model.pt model.ckpt8", "model.ckpt8 model.pt"),
+        ("model.pt model_b.pt model_b.ckpt8 best_model.pt", "best_model.pt model.pt model_b.ckpt8 model_b.pt"),
         ("model.safetensors optimizer.pt", ".[model.safetensors optimizer.pt]"),
         ("s/model.safetensors s/optimizer.ckpt8 s/config.json", "s[model.safetensors optimizer.ckpt8]"),
         ("s/model-00001-of-00002.safetensors s/model-00002-of-00002.safetensors s/optim.pt", "s[3]"),

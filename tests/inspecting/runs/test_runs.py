@@ -139,10 +139,12 @@ def test_the_score_of_lightning_is_a_tensor(dtype, apart, tmp_path):
     if apart:
         tree["callbacks"]["ModelCheckpoint{'monitor': 'val_loss'}"]["best_model_score"] = torch.tensor(0.25)
     torch.save(tree, tmp_path / "epoch=3.ckpt")
+    (raw,) = ckpt8.runs(tmp_path)
     ckpt8.compress(tmp_path / "epoch=3.ckpt")
-    assert [(record.step, record.epoch, record.val_loss, record.loss) for record in ckpt8.runs(tmp_path)] == [
-        (70, 3, -0.40625, None)
-    ] * 2
+    (tmp_path / "epoch=3.ckpt").unlink()
+    (packed,) = ckpt8.runs(tmp_path)
+    for record in (raw, packed):
+        assert (record.step, record.epoch, record.val_loss, record.loss) == (70, 3, -0.40625, None)
 
 
 def test_a_score_that_is_no_loss_is_not_shown_as_one(tmp_path):
@@ -166,12 +168,12 @@ def test_directories_of_trainer(inputs, tmp_path):
     state = json.loads((whole / "trainer_state.json").read_text())
     loss = [entry["loss"] for entry in state["log_history"] if "loss" in entry][-1]
     assert {name: (each.kind, each.step, each.loss, each.epoch) for name, each in found.items()} == {
-        "checkpoint-200": ("raw", 200, loss, state["epoch"]),
         "checkpoint-200.ckpt8": ("key", 200, loss, state["epoch"]),
         "checkpoint-300": ("key", 200, loss, state["epoch"]),
     }
     size = sum(path.stat().st_size for path in whole.iterdir())
     assert {each.bytes for each in found.values()} == {size}
+    assert (found["checkpoint-200.ckpt8"].raw, found["checkpoint-200.ckpt8"].raw_bytes) == ("checkpoint-200", size)
     assert found["checkpoint-300"].stored_bytes == sum(path.stat().st_size for path in mixed.iterdir()) < size
 
 
@@ -183,28 +185,88 @@ def test_a_distributed_checkpoint_is_one(inputs, tmp_path):
     assert (itself.name, itself.stored_bytes) == (".", record.stored_bytes)
 
 
-def test_the_step_of_the_optimizer_where_the_file_says_none(tmp_path):
+def test_the_step_in_the_file_then_in_the_name_then_that_of_the_optimizer(tmp_path):
+    """An optimizer counts its own steps: with gradients that are accumulated, or a second network, fewer or more."""
     train(tmp_path, (3,), every=1)
     tree = torch.load(tmp_path / "step-3.pt")
+    (tmp_path / "step-3.pt").unlink()
+    torch.save({**tree, "global_step": torch.tensor(12), "step": 2}, tmp_path / "checkpoint-9.pt")
     del tree["step"], tree["loss"]
-    for name in ("epoch_9.pt", "model-7.pt"):
+    for name in ("epoch_9.pt", "model-7.pt", "llama-7b_lr3e-4.pt", "model.pt"):
         torch.save(tree, tmp_path / name)
     torch.save({"model": tree["model"]}, tmp_path / "weights-40.pth")
-    (tmp_path / "step-3.pt").unlink()
-    ckpt8.compress(tmp_path / "model-7.pt")
-    found = {name: (record.step, record.step_from) for name, record in by_name(tmp_path).items()}
-    assert found == {
+    for name in ("model-7.pt", "model.pt"):
+        ckpt8.compress(tmp_path / name)
+    (tmp_path / "model.pt").unlink()
+    (tmp_path / "checkpoint-60").mkdir()
+    torch.save({"module": tree["model"], "global_steps": 55}, tmp_path / "checkpoint-60" / "model.pt")
+    torch.save(tree["optimizer"], tmp_path / "checkpoint-60" / "optimizer.pt")
+    ckpt8.convert(tmp_path / "model-7.pt", tmp_path / "step_80", to="dcp")
+    expected = {
+        "checkpoint-9.pt": (12, "file"),
         "epoch_9.pt": (3, "optimizer"),
-        "model-7.pt": (3, "optimizer"),
-        "model-7.ckpt8": (3, "optimizer"),
+        "model-7.ckpt8": (7, "name"),
+        "model.ckpt8": (3, "optimizer"),
+        "llama-7b_lr3e-4.pt": (3, "optimizer"),
         "weights-40.pth": (40, "name"),
+        "checkpoint-60": (55, "file"),
+        "step_80": (80, "name"),
     }
+    assert {name: (record.step, record.step_from) for name, record in by_name(tmp_path).items()} == expected
+    assert by_name(tmp_path)["epoch_9.pt"].epoch == 9
+    ckpt8.compress(tmp_path / "checkpoint-60")
+    shutil.rmtree(tmp_path / "checkpoint-60")
+    assert by_name(tmp_path)["checkpoint-60.ckpt8"].step == 55
+
+
+def test_one_row_for_a_checkpoint_that_is_there_raw_and_packed(tmp_path):
+    train(tmp_path, (1, 2, 3), every=1)
+    for path in sorted(tmp_path.iterdir()):
+        ckpt8.compress(path)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert [(each.name, each.raw, each.raw_bytes, each.stored_bytes) for each in ckpt8.runs(tmp_path)] == [
+        (f"step-{k}.ckpt8", f"step-{k}.pt", sizes[f"step-{k}.pt"], sizes[f"step-{k}.ckpt8"]) for k in (1, 2, 3)
+    ]
+    totals = ckpt8.runs(tmp_path).totals()
+    assert (totals["checkpoints"], totals["packed_and_raw"], totals["raw"]) == (3, 3, 0)
+    assert (totals["stored_bytes"], totals["bytes"]) == (
+        sum(sizes.values()),
+        sum(sizes[f"step-{k}.pt"] for k in (1, 2, 3)),
+    )
+    # One of an earlier run of this name, and one that was made from a file of another name, are others.
+    torch.save({**torch.load(tmp_path / "step-1.pt"), "step": 4}, tmp_path / "step-1.pt")
+    (tmp_path / "step-2.ckpt8").rename(tmp_path / "step-3.ckpt8")
+    # A container that is damaged says of what it was made by its name.
+    ckpt8.compress(tmp_path / "step-2.pt")
+    os.truncate(tmp_path / "step-2.ckpt8", 1000)
+    found = by_name(tmp_path)
+    assert {name: (each.raw, each.step) for name, each in found.items()} == {
+        "step-1.pt": (None, 4),
+        "step-1.ckpt8": (None, 1),
+        "step-2.ckpt8": ("step-2.pt", 2),
+        "step-3.pt": (None, 3),
+        "step-3.ckpt8": (None, 2),
+    }
+    assert found["step-2.ckpt8"].damage is not None
+
+
+def test_a_part_that_is_there_raw_and_packed_counts_once(inputs, tmp_path):
+    folder = tmp_path / "checkpoint-300"
+    shutil.copytree(inputs / "trainer-adamw", folder)
+    (raw,) = ckpt8.runs(tmp_path)
+    ckpt8.compress(folder / "optimizer.pt")
+    (both,) = ckpt8.runs(tmp_path)
+    size = (folder / "optimizer.pt").stat().st_size
+    assert (both.raw, both.raw_bytes, both.bytes) == ("optimizer.pt", size, raw.bytes)
+    assert both.stored_bytes == raw.bytes - size + (folder / "optimizer.ckpt8").stat().st_size
 
 
 def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
     shutil.copy(inputs / "legacy.pt", tmp_path)
+    (raw,) = ckpt8.runs(tmp_path)
     ckpt8.compress(tmp_path / "legacy.pt")
-    raw, packed = ckpt8.runs(tmp_path)
+    (tmp_path / "legacy.pt").unlink()
+    (packed,) = ckpt8.runs(tmp_path)
     assert (raw.format, raw.step, raw.step_from) == ("torch-legacy", 300, "file")
     assert (packed.step, packed.loss, packed.step_from) == (raw.step, raw.loss, "file")
 
@@ -271,5 +333,5 @@ def test_only_heads_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(
         SourceFile, "read_into", lambda self, at, buffer: (done.append(len(buffer)), read_into(self, at, buffer))
     )
-    assert [(record.step, record.loss) for record in ckpt8.runs(tmp_path)] == [(5, 0.5)] * 2
+    assert [(record.step, record.loss, record.raw) for record in ckpt8.runs(tmp_path)] == [(5, 0.5, "step-5.pt")]
     assert 1000 < sum(done) < (1 << 21) / 10  # of two files of 2 MB; a zip file is looked for from its end
