@@ -50,7 +50,7 @@ class ChainRun:
         self._done: dict[Path, Look | None] = {}
 
     def skipped(self) -> dict[Path, str]:
-        """What looks like a checkpoint and is left alone, and why."""
+        """What looks like a checkpoint and is left alone, and why. Raises InputError."""
         return self._order.listing().skipped if self._is_there() else {}
 
     def packed(self) -> list[str]:
@@ -133,10 +133,10 @@ def chain(
     Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there,
     made with the same preset or budget and rules, is skipped, so a run that was killed goes on where it ended. A
     directory that ranks have packed stays as it is, too. ``remove`` removes a checkpoint once its container was
-    verified against it, also one whose removal was interrupted. The ``keep_raw`` newest stay as they are. A checkpoint
-    is left alone while it is being written: until it has not changed for ``rest`` seconds, 10 by default, and has the
-    file that its framework writes last. The other arguments are those of ``compress``; ``force`` replaces containers
-    that were made from something else or with other settings.
+    verified against it, also one whose removal was interrupted. Those of the ``keep_raw`` newest steps stay as they
+    are. A checkpoint is left alone while it is being written: until it has not changed for ``rest`` seconds, 10 by
+    default, and has the file that its framework writes last. The other arguments are those of ``compress``; ``force``
+    replaces containers that were made from something else or with other settings.
 
     Returns what became of each. The ``error`` of an ``Outcome`` is what failed; others go on. Raises InputError for a
     directory without checkpoints, UsageError for the arguments.

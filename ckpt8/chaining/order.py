@@ -69,7 +69,7 @@ class RunOrder:
                 skipped[entry.path] = problem
                 continue
             name = entry.path.name
-            step, _ = step_of(name, step, facts and facts.counted)
+            step, _ = step_of(name, step, None if facts is None else facts.counted)
             epoch = epoch_in_name(name) if epoch is None else epoch
             order = (math.inf if step is None else step, math.inf if epoch is None else epoch)
             found.append((*order, changed, name, entry.path, step))

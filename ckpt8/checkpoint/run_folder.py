@@ -171,7 +171,8 @@ def parts_in(folder: Path, names: Iterable[str]) -> list[str]:
     """Those of the files in a folder that are one checkpoint together; none if each is one of its own.
 
     They are parts by their names, such as ``model.safetensors`` and ``optimizer.pt``. Where several are a model, or
-    several an optimizer, each is a file of its own, unless it is a shard. So is one from which alone training goes on.
+    several an optimizer, each is a file of its own, unless it is a shard. So are all where training goes on from the
+    model alone, since the state of its optimizer is in it.
     """
     names = list(names)
     roles: dict[str, str] = {}
@@ -185,9 +186,9 @@ def parts_in(folder: Path, names: Iterable[str]) -> list[str]:
     parts = [name for name, role in roles.items() if len(variants[role]) < 2]
     if TRAINER_STATE in names:
         return parts
-    if len(set(map(bare_name, parts))) > 1:
-        parts = [name for name in parts if roles[name] != "model" or not _is_whole(folder / name)]
-    return parts if len(set(map(bare_name, parts))) > 1 else []
+    if len(set(map(bare_name, parts))) < 2:
+        return []
+    return [] if any(roles[name] == "model" and _is_whole(folder / name) for name in parts) else parts
 
 
 def _is_whole(path: Path) -> bool:

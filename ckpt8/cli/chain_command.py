@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +14,9 @@ from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules
 from ckpt8.cli.output import console, print_json, print_lines
 from ckpt8.core.errors import UsageError
 from ckpt8.core.text import listed
+
+if TYPE_CHECKING:
+    from ckpt8.chaining.chain import ChainRun
 
 _LISTED = 5
 
@@ -55,26 +57,28 @@ def chain(
 
     settings = Settings(chain_options(preset, budget, rule or (), device, threads), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
-    packed, skipped = run.packed(), run.skipped()
-    if not as_json:
-        print_lines(console(), _left_alone(packed, skipped))
-        if watch and not os.path.lexists(directory):
+    if watch:
+        print_lines(console(), _left_alone(run))
+        if not os.path.lexists(directory):
             print_lines(console(), [f"{directory}: is not there yet; waiting for it"])
     elapsed = stopwatch()
     tally = run_jobs(run.jobs(), "compress", quiet=as_json)
     if as_json:
-        left = [{"path": str(path), "reason": reason} for path, reason in skipped.items()]
-        print_json({"directory": str(directory), **tally.to_json(), "packed": packed, "skipped": left, "seconds": elapsed()})
+        skipped = [{"path": str(path), "reason": reason} for path, reason in run.skipped().items()]
+        facts = {"directory": str(directory), **tally.to_json(), "packed": run.packed(), "skipped": skipped}
+        print_json({**facts, "seconds": elapsed()})
     else:
+        print_lines(console(), _left_alone(run))
         tally.show_total()
     if tally.exit_code:
         raise typer.Exit(tally.exit_code)
 
 
-def _left_alone(packed: Sequence[str], skipped: Mapping[Path, str]) -> list[str]:
+def _left_alone(run: ChainRun) -> list[str]:
     """A line for each reason why something in the folder is left as it is."""
     names = defaultdict[str, list[str]](list)
-    for path, reason in skipped.items():
+    for path, reason in run.skipped().items():
         names[reason].append(path.name)
     lines = [f"{listed(found, _LISTED)}: left alone: {reason}" for reason, found in names.items()]
+    packed = run.packed()
     return lines + ([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else [])

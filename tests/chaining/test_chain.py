@@ -73,6 +73,57 @@ def test_keep_raw_leaves_the_newest(remove, run, run_command):
     assert set(names(folder)) == expected | (set() if remove else {path.name for path in run[:2]})
 
 
+def test_keep_raw_does_not_count_a_copy_of_the_newest(run, run_command):
+    """Nor a file of weights alone, which is written again and again: it may be the newest, and stays."""
+    folder = run[0].parent
+    shutil.copy(run[3], folder / "last.pt")
+    shutil.copy(run[1], folder / "best.pt")
+    torch.save({"model": torch.load(run[3])["model"]}, folder / "latest.pt")
+    for name in ("last.pt", "best.pt", "latest.pt"):
+        age(folder / name, 60)
+    rows, _ = chained(run_command, folder, "--keep-raw", 2, "--remove")
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["step-5.pt", "step-10.pt", "best.pt"]
+    assert {"step-15.pt", "step-20.pt", "last.pt", "latest.pt"} < set(names(folder))
+
+
+def test_a_step_in_the_file_counts_more_than_that_in_its_name(run, run_command):
+    folder = run[0].parent
+    run[3].rename(folder / "step-1.pt")
+    rows, _ = chained(run_command, folder)
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["step-5.pt", "step-10.pt", "step-15.pt", "step-1.pt"]
+
+
+def test_a_whole_file_with_the_name_of_a_part_and_what_is_skipped(run, run_command):
+    folder = run[0].parent
+    for path in run[1:]:
+        path.unlink()
+    run[0].rename(folder / "model.pt")
+    tree = torch.load(folder / "model.pt")
+    rows, _ = chained(run_command, folder)
+    assert [row["target"].rpartition("/")[2] for row in rows] == ["model.ckpt8"], "it is the only one"
+    torch.save({"scale": torch.ones(()), "x": torch.ones(9)}, folder / "scaler.pt")
+    torch.save(tree["model"], folder / "ema.pt")
+    (folder / "last.pt").symlink_to("model.pt")
+    code, out, err = run_command("chain", folder, "--rest", 0)
+    assert (code, err) == (0, "")
+    assert "ema.pt, scaler.pt: left alone: it holds neither a step nor an optimizer" in out
+    assert "last.pt: left alone: it is a link" in out
+    found = json.loads(run_command("chain", folder, "--rest", 0, "--json")[1])
+    assert {row["source"].rpartition("/")[2] for row in found["checkpoints"]} == {"model.pt"}
+    assert {row["path"].rpartition("/")[2] for row in found["skipped"]} == {"scaler.pt", "ema.pt", "last.pt"}
+
+
+def test_parts_of_one_checkpoint_are_named(tmp_path, run_command):
+    (path,) = make_run(tmp_path, 1)
+    tree = torch.load(path)
+    path.unlink()
+    torch.save(tree["model"], tmp_path / "model.pt")
+    torch.save(tree["optimizer"], tmp_path / "optimizer.pt")
+    code, _, err = run_command("chain", tmp_path)
+    assert code == 3
+    assert "model.pt is left alone: it is a part of a checkpoint of several files" in err
+
+
 @pytest.mark.parametrize("count", [4, 5, 7, 9])
 def test_keep_raw_leaves_all_where_there_are_no_more(count, run, run_command):
     assert chained(run_command, run[0].parent, "--keep-raw", count, "--remove") == ([], "")
@@ -89,23 +140,24 @@ def test_containers_under_the_names_of_lightning_are_left_alone(run, run_command
     assert err == ""
 
 
-def test_a_step_in_the_file_and_a_time_where_names_say_nothing(tmp_path, run_command):
+def test_steps_of_the_file_and_of_the_optimizer_and_a_time_where_names_say_nothing(tmp_path, run_command):
     folder = tmp_path / "run"
     first, second, third = make_run(folder, 3)
     shutil.copy(third, folder / "a.pt")
     shutil.copy(first, folder / "b.pt")
     tree = torch.load(second)
     for name, then in (("last.pt", 500), ("best.pt", 100)):
-        torch.save({key: tree[key] for key in ("model", "optimizer")}, folder / name)
+        torch.save({"model": tree["model"]}, folder / name)
         age(folder / name, then)
+    torch.save({"model": tree["model"], "optimizer": tree["optimizer"]}, folder / "c.pt")
     for path in (first, second, third):
         path.unlink()
     torch.save({"x": torch.randn(300, 300)}, folder / "dataset.pt")
-    for path in (folder / "a.pt", folder / "b.pt", folder / "dataset.pt"):
+    for path in (folder / "a.pt", folder / "b.pt", folder / "c.pt", folder / "dataset.pt"):
         age(path)
     before = digest(folder / "dataset.pt")
     rows, _ = chained(run_command, folder, "--remove")
-    assert [row["source"].rpartition("/")[2] for row in rows] == ["b.pt", "a.pt", "last.pt", "best.pt"]
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["b.pt", "c.pt", "a.pt", "last.pt", "best.pt"]
     assert digest(folder / "dataset.pt") == before
     assert not (folder / "dataset.ckpt8").exists()
 
@@ -115,9 +167,11 @@ def test_directories_and_files_of_one_run(tmp_path, inputs, run_command):
     folder.mkdir()
     for step in (300, 1000):
         shutil.copytree(inputs / "trainer-adamw", folder / f"checkpoint-{step}")
+        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         age(folder / f"checkpoint-{step}")
     (source,) = make_run(folder, 1)
-    ckpt8.convert(source, folder / "step-400", to="dcp")
+    torch.save({**torch.load(source), "step": 400}, tmp_path / "later.pt")
+    ckpt8.convert(tmp_path / "later.pt", folder / "step-400", to="dcp")
     age(folder / "step-400")
     rows, _ = chained(run_command, folder, "--remove")
     assert [row["source"].rpartition("/")[2] for row in rows] == [

@@ -84,10 +84,12 @@ def test_the_last_file_of_trainer_and_a_damaged_one(watched, sources, inputs):
 
 
 def test_a_failure_is_told_once_and_the_others_go_on(tmp_path, sources):
-    folder = tmp_path / "run"
-    folder.mkdir()
+    """The run starts later than the watch: its folder is not there yet, nor the one above."""
+    folder = tmp_path / "runs" / "run"
     process = command("chain", folder, "--watch", "--rest", 0.2)
     try:
+        assert process.stdout.readline() == f"{folder}: is not there yet; waiting for it\n"
+        folder.mkdir(parents=True)
         (folder / "step-1.pt").write_bytes(sources[0].read_bytes()[:-200])
         shutil.copy(sources[1], folder)
         until(lambda: containers(folder) == ["step-10.ckpt8"])

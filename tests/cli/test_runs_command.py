@@ -42,8 +42,11 @@ def test_a_table_at_any_width(run, run_command, monkeypatch):
 def test_columns_without_a_value_are_left_out(run, run_command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     (run / "step-30.ckpt8").unlink()
+    ckpt8.compress(run / "step-10.pt")
     code, out, err = run_command("runs", run)
     assert (code, err) == (0, "")
+    assert "2 checkpoints: 2 keys; " in out
+    assert "1 of them raw as well, which takes" in out
     header = out.splitlines()[1].split("  ")
     assert {title.strip() for title in header} - {""} == {
         "checkpoint", "step", "saved", "loss", "kind", "made with", "size", "ratio", "error in steps", "state"

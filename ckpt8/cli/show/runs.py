@@ -43,6 +43,8 @@ def total_lines(totals: Mapping[str, Any]) -> list[str]:
         sizes = f"{size(totals['bytes'])} -> {sizes}, {totals['ratio']:.2f}x"
         sizes += " without the raw ones" if totals["raw"] else ""
     lines = [f"{line}; {sizes}"]
+    if totals["packed_and_raw"]:
+        lines.append(f"{totals['packed_and_raw']:,} of them raw as well, which takes {size(totals['raw_bytes'])} more")
     if totals["bases_bytes"]:
         lines.append(f"{size(totals['bases_bytes'])} of it are bases of checkpoints that are gone")
     problems = {"damaged": totals["damaged"], "without a base": totals["base_missing"]}
@@ -74,7 +76,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("saved", lambda row: local_time(row["time"])),
     ("loss", lambda row: _known(row["loss"])),
     ("val. loss", lambda row: _known(row["val_loss"])),
-    ("kind", lambda row: row["kind"] or ""),
+    ("kind", lambda row: " + ".join(filter(None, (row["kind"], row["raw"] and "raw")))),
     ("base", lambda row: row["base"] or ""),
     ("made with", lambda row: row["asked"] or ""),
     ("size", lambda row: size(row["stored_bytes"])),

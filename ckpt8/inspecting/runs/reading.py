@@ -71,7 +71,7 @@ def read(place: Place) -> Row | None:
         facts = attempt(lambda path=path: read_container(path))  # type: ignore[misc]
         if facts is not None and facts.base is not None:
             row.bases.append((path, facts.base))
-        row.original = facts and facts.original
+        row.original = None if facts is None else facts.original
         if facts is not None and seals.pop(path.name, facts.seal) != facts.seal:
             row.record.damage = row.record.damage or f"{path}: belongs to another save than the {INDEX} beside it"
     if seals and row.record.damage is None:

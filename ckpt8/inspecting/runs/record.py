@@ -101,8 +101,9 @@ class Run:
             "damaged": sum(record.damage is not None for record in self.checkpoints),
             "base_missing": sum(record.base == MISSING for record in self.checkpoints),
             "bytes": sum(record.bytes or 0 for record in self.checkpoints),
-            "stored_bytes": sum(each.stored_bytes + each.raw_bytes for each in self.checkpoints) + self.bases_bytes,
+            "stored_bytes": sum(record.stored_bytes for record in self.checkpoints) + self.bases_bytes,
             "packed_and_raw": sum(record.raw is not None for record in self.checkpoints),
+            "raw_bytes": sum(record.raw_bytes for record in self.checkpoints),
             "bases_bytes": self.bases_bytes,
             "ratio": before / after if before and after else None,
         }

@@ -174,7 +174,8 @@ def _counted(source: Bundle, home: DcpCheckpoint) -> int | None:
     """The step of the optimizers of a distributed checkpoint, if it is the same in all."""
     steps = [name for name in home.metadata.names if name.endswith(".step") and home.roles.is_inside(name)]
     counted = {value for _, value in _values(source, home, sorted(steps)[:_MOST_STEPS])}
-    return first_number([{"step": counted.pop()}], ["step"], whole=True) if len(counted) == 1 else None
+    step = counted.pop() if len(counted) == 1 else None
+    return step if isinstance(step, int) and step >= 0 else None
 
 
 def _values(source: Bundle, home: DcpCheckpoint, names: Iterable[str]) -> Iterator[tuple[str, int | float]]:

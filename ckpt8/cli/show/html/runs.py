@@ -46,7 +46,10 @@ class RunPage:
 
 
 def _heading(name: str, totals: Mapping[str, Any]) -> str:
-    shown = [("checkpoints", f"{totals['checkpoints']:,}"), ("on disk", size(totals["stored_bytes"]))]
+    shown = [
+        ("checkpoints", f"{totals['checkpoints']:,}"),
+        ("on disk", size(totals["stored_bytes"] + totals["raw_bytes"])),
+    ]
     if totals["ratio"] is not None:
         shown += [("originals", size(totals["bytes"])), ("ratio", f"{totals['ratio']:.2f}x")]
     shown += [(what, f"{totals[key]:,}") for key, what in _problems(totals).items()]
@@ -131,6 +134,7 @@ def _row(each: Row, full_bar: int) -> str:
         f"loss {number(each['loss'])}" if each["loss"] is not None else "",
         f"val. loss {number(each['val_loss'])}" if each["val_loss"] is not None else "",
         f"delta to {each['base']}" if each["base"] else each["kind"] or "",
+        f"{each['raw']} is there as well, {size(each['raw_bytes'])}" if each["raw"] else "",
         each["asked"] or "",
         f"{number(each['steps'])} steps" if each["steps"] is not None else "",
         state(each) if each["damage"] is None else "",
