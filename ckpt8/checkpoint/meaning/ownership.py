@@ -3,7 +3,8 @@
 An optimizer fits a model whose weights have the names and shapes of its parameters, or as many of each shape. Of
 several models that fit as well, these decide, one after the other, as far as each leaves a choice:
 
-keys        the keys of both share a word: netG and optG, actor and actor_optimizer, models.0 and optimizers.0
+keys        the keys of both share a word: netG and optG, actor and actor_optimizer; or the place in lists that are
+            equally long: models.0 and optimizers.0
 averages    a key that names an average or a target network is no model in training, unless all are
 distinct    another optimizer trains the model for certain
 beside      the optimizer and the model are in the same container
@@ -52,10 +53,15 @@ agree; they are some of its weights; they are all of them; they are all, and in 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The models that fit an optimizer best; the one that it trains if that is ``certain``."""
+    """The models that fit an optimizer best; the one that it trains if that is ``certain``.
+
+    ``keyed`` are the models, and parts of models, whose keys have as much in common with that of the optimizer as those
+    of the models that fit; none where these have nothing in common with it.
+    """
 
     models: Sequence[Candidate] = ()
     certain: bool = False
+    keyed: Sequence[Candidate] = ()
 
     @property
     def model(self) -> Candidate | None:
@@ -63,8 +69,8 @@ class Owner:
         return self.models[0] if self.certain else None
 
 
-def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list[Owner]:
-    """The model of every optimizer.
+def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_order: bool = True) -> list[Owner]:
+    """The model of every optimizer; the order of both decides only ``by_order``.
 
     With several optimizers it may be a part of one in the file; so it may with a single one, beside its average.
     """
@@ -79,12 +85,15 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list
     ]
     fits = [_best(_Parameters(each), described, parts) for each in optimizers[:MOST_OPTIMIZERS]]
     fits += [list(models)] * (len(optimizers) - len(fits))
-    chosen = list(fits)
-    for narrow in (_by_words, _without_averages, _distinct, _beside, _named, _in_order):
+    every = [*models, *(part.model for part in parts)]
+    keyed = _by_keys(optimizers, fits, every)
+    alike = [set(map(id, each)) for each in keyed]
+    chosen = [_keep(fit, lambda each, ids=ids: id(each) in ids) for fit, ids in zip(fits, alike, strict=True)]  # type: ignore[misc]
+    for narrow in (_without_averages, _distinct, _beside, _named, *([_in_order] if by_order else [])):
         chosen = narrow(optimizers, chosen)
     return [
-        Owner(certain if len(certain) == 1 else fit, len(certain) == 1)
-        for certain, fit in zip(chosen, fits, strict=True)
+        Owner(certain if len(certain) == 1 else fit, len(certain) == 1, like)
+        for certain, fit, like in zip(chosen, fits, keyed, strict=True)
     ]
 
 
@@ -182,23 +191,48 @@ def _keep(fit: list[Candidate], wanted: Callable[[Candidate], bool]) -> list[Can
     return [each for each in fit if wanted(each)] or fit
 
 
-def _by_words(optimizers: Sequence[Candidate], chosen: Chosen) -> Chosen:
+def _by_keys(optimizers: Sequence[Candidate], fits: Chosen, models: Sequence[Candidate]) -> Chosen:
+    """For every optimizer the ``models`` whose keys have as much in common with its key as those that fit."""
+    places = dict(zip(map(id, models), _places(models), strict=True))
+    told = {id(each): _telling_words(each.path) for each in models}
     found = []
-    for optimizer, fit in zip(optimizers, chosen, strict=False):
+    for optimizer, own, fit in zip(optimizers, _places(optimizers), fits, strict=True):
         mine = _telling_words(optimizer.path)
-        shared = [sum(_same(word, mine) for word in _telling_words(each.path)) for each in fit]
-        found.append([each for each, count in zip(fit, shared, strict=True) if count == max(shared)])
+        shared = {
+            id(each): sum(_is_shared(word, mine) for word in told.get(id(each), ()))
+            + len(own & places.get(id(each), set()))
+            for each in (*models, *fit)
+        }
+        most = max((shared[id(each)] for each in fit), default=0)
+        found.append([each for each in models if shared[id(each)] >= most] if most else [])
     return found
 
 
+def _places(candidates: Sequence[Candidate]) -> list[set[tuple[int, str, int]]]:
+    """The places of entries in lists: how deep from the end of the path, the number, and how many such entries."""
+    numbered = []
+    inside: dict[str, set[str]] = defaultdict(set)
+    for each in candidates:
+        parts = each.path.split(".")
+        numbered.append([(k, ".".join(parts[:k]), part) for k, part in enumerate(parts) if part.isdecimal()])
+        for _, home, part in numbered[-1]:
+            inside[home].add(part)
+    return [
+        {(each.path.count(".") - k, part, len(inside[home])) for k, home, part in its}
+        for each, its in zip(candidates, numbered, strict=True)
+    ]
+
+
 def _telling_words(path: str) -> set[str]:
-    return {word for word in words(path) if not (_COMMON.fullmatch(word) or is_average(word))}
+    named = ".".join(part for part in path.split(".") if not part.isdecimal())
+    return {word for word in words(named) if not _COMMON.fullmatch(word)}
 
 
-def _same(word: str, words: set[str]) -> bool:
-    """Whether a word, or a short form of it, is among the words: g stands for generator."""
-    return word in words or any(
-        (word.startswith(each) or each.startswith(word)) and not (word + each).isdecimal() for each in words
+def _is_shared(word: str, others: set[str]) -> bool:
+    """Whether a word, or a short form of it, is among others: g stands for generator, and nothing for an average."""
+    return word in others or any(
+        (word.startswith(each) or each.startswith(word)) and not (word + each).isdecimal() and not is_average(word)
+        for each in others
     )
 
 

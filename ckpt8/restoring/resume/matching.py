@@ -2,17 +2,22 @@
 
 A path that was given decides. Then come the keys of a dict: as the path of an entry or the end of it, else by the stem
 that is left of both without words such as ``net`` or ``optimizer``: ``netG`` is ``optimizer_G``. For the rest decides
-what fits, by names and shapes. Entries that fit alike go to the objects of a list in their order.
+what fits, by names and shapes; of several optimizers that fit, the one that the file has for the weights of the live
+one. What fits alike is refused: order decides nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt8.checkpoint.meaning.state_dicts import Candidate
+from torch.optim import Optimizer
+
+from ckpt8.checkpoint.meaning.ownership import owners
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find_trees
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import UsageError
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume.given import Given
@@ -27,7 +32,8 @@ _COMMON = frozenset(
 )
 """Words of keys that say what kind of thing an entry is, and not whose."""
 
-Fits = Callable[[int, Candidate], bool]
+Fits = Callable[[int, Candidate], int]
+"""How well a candidate fits the object of a number: 0 for not at all."""
 
 
 def candidates_at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -> list[Candidate]:
@@ -42,9 +48,9 @@ def candidates_at(path: Path, candidates: list[Candidate], at: str | None, keywo
 
 
 def match_several(path: Path, given: Given[Any], candidates: list[Candidate], fits: Fits) -> list[Candidate]:
-    """The candidate of each object. ``fits`` says whether one fits the object of that number.
+    """The candidate of each object; of several that fit, the one that fits best.
 
-    Where nothing else is left for an object, it gets what does not fit, so that the caller can say why. Raises
+    Where one object and one candidate are left, it gets what does not fit, so that the caller can say why. Raises
     UsageError where the choice is not clear.
     """
     matching = _Matching(path, given, candidates, fits)
@@ -109,32 +115,68 @@ class _Matching:
     def by_fit(self) -> None:
         while self._settle_one():
             pass
+        for number, found in self._options().items():
+            if found:
+                raise self._unclear(
+                    f"{self._given.labels[number]} may be {listed((each.path for each in found), _SHOWN)}"
+                )
         numbers, left = self._open()
-        options = {number: [each for each in left if self._fits(number, each)] for number in numbers}
-        for number in numbers:
-            if number in self.chosen or not options[number]:
-                continue
-            alike = [other for other in numbers if options[other] == options[number]]
-            if len(alike) != len(options[number]) or self._given.keys is not None:
-                paths = listed((each.path for each in options[number]), _SHOWN)
-                raise self._unclear(f"{self._given.labels[number]} may be {paths}")
-            for other, candidate in zip(alike, options[number], strict=True):
-                self._choose(other, candidate)
-        numbers, left = self._open()
-        if numbers and len(numbers) < len(left):
+        if numbers and not len(numbers) == len(left) == 1:
             raise self._unclear(f"none fits {self._given.labels[numbers[0]]}")
-        for number, candidate in zip(numbers, left, strict=False):
-            self._choose(number, candidate)
+        for number in numbers:
+            self._choose(number, left[0])
+
+    def _options(self) -> dict[int, list[Candidate]]:
+        """The open candidates that fit each open object best."""
+        numbers, left = self._open()
+        fits = {number: [self._fits(number, each) for each in left] for number in numbers}
+        return {
+            number: [each for each, fit in zip(left, own, strict=True) if fit == max(own) > 0]
+            for number, own in fits.items()
+        }
 
     def _settle_one(self) -> bool:
         """Choose for an object that one open candidate fits, and no other object alone. Whether there was one."""
-        numbers, left = self._open()
-        options = {number: [each for each in left if self._fits(number, each)] for number in numbers}
+        options = self._options()
         for number, found in options.items():
             if len(found) == 1 and list(options.values()).count(found) == 1:
                 self._choose(number, found[0])
                 return True
         return False
+
+
+Weights = set[tuple[str, int]]
+"""Saved tensors, each as the key of its storage and where it begins in it."""
+
+
+def saved_weights(optimizer: Optimizer, filled: Mapping[int, TensorRef]) -> Weights:
+    """The saved tensors that fill the parameters of a live optimizer; ``filled`` has those of all, by ``id``."""
+    refs = (filled.get(id(each)) for group in optimizer.param_groups for each in group["params"])
+    return {(ref.key, ref.offset) for ref in refs if ref is not None}
+
+
+class TrainedWeights:
+    """Which weights the optimizers of a file train."""
+
+    def __init__(self, tree: object, optimizers: Sequence[Candidate]) -> None:
+        found = owners(optimizers, find_trees(tree), by_order=False)
+        self._owners = {id(each): owner for each, owner in zip(optimizers, found, strict=True)}
+
+    def has(self, optimizer: Candidate, weights: Weights) -> bool:
+        """Whether the optimizer trains the model of the weights for certain."""
+        model = self._owners[id(optimizer)].model
+        return model is not None and not weights.isdisjoint(_weights_in(model))
+
+    def elsewhere(self, optimizer: Candidate, weights: Weights) -> str:
+        """The paths of the models to which the key of the optimizer belongs, if none of them has the weights."""
+        keyed = self._owners[id(optimizer)].keyed if weights else ()
+        if any(not weights.isdisjoint(_weights_in(each)) for each in keyed):
+            return ""
+        return listed((each.path for each in keyed), _SHOWN)
+
+
+def _weights_in(model: Candidate) -> Weights:
+    return {(ref.key, ref.offset) for ref in model.node.values() if isinstance(ref, TensorRef)}
 
 
 def _stem(path: str) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, find_trees
 from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.sources.values import Fill, Streamer
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.text import listed
@@ -27,7 +28,7 @@ from ckpt8.restoring.resume.fills import OptimizerPlan
 from ckpt8.restoring.resume.given import Given, Paths, given_models, given_optimizers
 from ckpt8.restoring.resume.gpu_copy import DeviceCopy
 from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.matching import Fits, candidates_at, match_several
+from ckpt8.restoring.resume.matching import Fits, TrainedWeights, candidates_at, match_several, saved_weights
 from ckpt8.restoring.resume.model import ModelPlan
 from ckpt8.restoring.resume.packed_state import PackedPlanner
 from ckpt8.restoring.resume.state_checks import packed_optimizer
@@ -64,8 +65,9 @@ def resume(
 
     Several models or optimizers come as a list, or as a dict by name: ``model={"netG": G, "netD": D}``. A name finds
     the entry with this key, or this stem: ``netG`` finds ``optimizer_G``. Others find the entry that they fit, by the
-    names and shapes of their parameters; equal ones take theirs in the order of the list. ``model_at`` and
-    ``optimizer_at`` are then a list or a dict too.
+    names and shapes of their parameters; of several optimizers alike, the one that belongs to the weights which its
+    parameters take, by the keys of the file. Never their order decides: where that leaves a choice, UsageError asks for
+    ``model_at`` or ``optimizer_at``, which are then a list or a dict too.
 
     The rest is the tree without the entries that were used, on the CPU; what held nothing else is missing too. Objects
     of classes that are not imported are ``ckpt8.Inert`` in it: see ``checkpoint.sources.objects``. Nothing that holds
@@ -135,7 +137,7 @@ class _Plan:
             self._decide_optimizers(states, filled)
         self._plan_fills([state or OptimizerPlan() for state in self._states])
 
-    def _decide_models(self, candidates: list[Candidate]) -> dict[int, Any]:
+    def _decide_models(self, candidates: list[Candidate]) -> dict[int, TensorRef]:
         """Plan every model. Returns the saved tensors of all live ones, by ``id``."""
         given, plans = self._models, dict[tuple[int, int], ModelPlan]()
 
@@ -146,7 +148,7 @@ class _Plan:
                 plans[key] = models.plan_model(candidate, live, self._streamer, self._values, self._halves)
             return plans[key]
 
-        def fits(number: int, candidate: Candidate) -> bool:
+        def fits(number: int, candidate: Candidate) -> int:
             return not plan(number, candidate).problems
 
         numbers = range(len(given.objects)) if given.many else ()
@@ -157,7 +159,7 @@ class _Plan:
             chosen = match_several(self._source.path, given, candidates, fits)
         else:
             chosen = [self._choose_model(given.objects[0], candidates, given.at[0])]
-        filled: dict[int, Any] = {}
+        filled: dict[int, TensorRef] = {}
         for number, (label, candidate) in enumerate(zip(given.labels, chosen, strict=True)):
             self._weights.append(plan(number, candidate))
             self.problems += [f"{label} {problem}" for problem in self._weights[-1].problems]
@@ -168,7 +170,7 @@ class _Plan:
                     self.problems.append(f"{label} {copy.name}: is shared by two models, but was saved with two values")
         return filled
 
-    def _decide_optimizers(self, candidates: list[Candidate], filled: Mapping[int, Any]) -> None:
+    def _decide_optimizers(self, candidates: list[Candidate], filled: Mapping[int, TensorRef]) -> None:
         """Plan every optimizer; ``filled`` are the saved tensors of live weights, by ``id``."""
         given, path, plans = self._optimizers, self._source.path, dict[tuple[int, int], OptimizerPlan]()
         for each in given.objects:
@@ -179,15 +181,25 @@ class _Plan:
             for each in self._packed
         ]
 
+        weights = [saved_weights(each, filled) for each in given.objects]
+        trained = TrainedWeights(self._source.checkpoint.tree, candidates) if any(weights) else None
+
         def plan(number: int, candidate: Candidate) -> OptimizerPlan:
             key = number, id(candidate)
             if key not in plans:
                 plans[key] = self._plan_optimizer(candidate, given.objects[number], packed[number])
+                others = trained.elsewhere(candidate, weights[number]) if trained else ""
+                if others and given.at[number] is None:
+                    plans[
+                        key
+                    ].wrong = f"belongs to {others}, whose weights this one does not step; or give optimizer_at="
             return plans[key]
 
-        def fits(number: int, candidate: Candidate) -> bool:
+        def fits(number: int, candidate: Candidate) -> int:
             found = plan(number, candidate)
-            return found.wrong is None and not found.problems
+            if found.wrong is not None or found.problems:
+                return 0
+            return 2 if trained and trained.has(candidate, weights[number]) else 1
 
         if given.many:
             chosen = match_several(path, given, candidates, fits)
@@ -264,10 +276,13 @@ class _Plan:
 
 
 def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candidate:
-    """The only candidate, or the only one that fits a single optimizer. Raises UsageError."""
+    """The only candidate, or the only one that fits a single optimizer best. Raises UsageError."""
     if not candidates:
         raise UsageError(f"{path}: holds no optimizer state")
-    fitting = [each for each in candidates if len(candidates) == 1 or fits(0, each)]
+    if len(candidates) == 1:
+        return candidates[0]
+    best = max(fits(0, each) for each in candidates)
+    fitting = [each for each in candidates if fits(0, each) == best > 0]
     if len(fitting) == 1:
         return fitting[0]
     paths = listed((candidate.path for candidate in candidates), 10)

@@ -100,6 +100,8 @@ STEMS = [
     ("actor_state_dict", "critic_state_dict", "critic_optimizer", "actor_optimizer"),
     ("G", "D", "D_optim", "G_optim"),
     ("model1", "model2", "optim2", "optim1"),
+    ("last_model", "best_model", "best_optimizer", "last_optimizer"),
+    ("student", "teacher", "optimizer_teacher", "optimizer_student"),
 ]
 
 
@@ -127,6 +129,12 @@ def test_order_tells_lists_apart(tmp_path):
     tree = {"models": [one.state_dict(), other.state_dict()], "optimizers": [trained(one), trained(other)]}
     torch.save(tree, tmp_path / "run.pt")
     assert names_of(tmp_path / "run.pt") == [f"models.{k}.{name}" for k in range(2) for name in NAMES]
+
+
+def test_pairs_in_a_list(tmp_path):
+    one, other = network(0), network(1)
+    torch.save([(one.state_dict(), trained(one)), (other.state_dict(), trained(other))], tmp_path / "run.pt")
+    assert names_of(tmp_path / "run.pt") == [f"{k}.0.{name}" for k in range(2) for name in NAMES]
 
 
 def test_what_cannot_be_told_is_said(tmp_path):

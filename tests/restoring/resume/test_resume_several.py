@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -93,16 +92,105 @@ def test_dicts_find_their_keys_though_all_have_one_shape(layout, name, tmp_path)
     assert here.equals(there)
 
 
-@pytest.mark.parametrize("layout", ["lists", "lightning", "keys"])
-def test_equal_shapes_in_a_list_keep_their_order(layout, tmp_path):
-    there = Gan(1, trained=True, widths=(24, 24), makes=(adamw, adamw))
-    here = Gan(7, trained=False, widths=(24, 24), makes=(adamw, adamw))
-    ckpt8.resume(
-        saved(tmp_path, LAYOUTS[layout](*there.states())), model=here.nets, optimizer=OrderedDict(
-            zip(("optimizerG", "optimizerD"), here.optimizers, strict=True)
-        ) if layout == "keys" else here.optimizers,
-    )  # fmt: skip
+def alike():
+    """A trained pair of models of equal shapes, and a new one."""
+    return [
+        Gan(seed, trained=trained, widths=(24, 24), makes=(adamw, adamw)) for seed, trained in ((1, True), (7, False))
+    ]
+
+
+PATHS = {
+    "keys": ["netG", "netD"],
+    "other keys": ["G_state_dict", "D_state_dict"],
+    "lists": ["models.0", "models.1"],
+    "nested": ["G.model", "D.model"],
+    "tuples": ["0.0", "1.0"],
+    "lightning": ["generator", "discriminator"],
+}
+
+
+def optimizer_list(one, other):
+    return [one, other]
+
+
+def optimizer_dict(one, other):
+    return {"first": one, "second": other}
+
+
+@pytest.mark.parametrize("form", [optimizer_list, optimizer_dict])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("layout", [each for each in PATHS if each != "lightning"])
+def test_an_optimizer_takes_the_state_of_its_model(layout, order, form, tmp_path):
+    """Of those alike, whatever their order: by the parameters that it steps."""
+    there, here = alike()
+    path = saved(tmp_path, LAYOUTS[layout](*there.states()))
+    models = dict(zip("ab", (here.nets[0], nn.DataParallel(here.nets[1])), strict=True))
+    at = dict(zip("ab", PATHS[layout], strict=True))
+    ckpt8.resume(path, model=models, model_at=at, optimizer=form(*(here.optimizers[k] for k in order)))
     assert here.equals(there)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("layout", PATHS)
+def test_order_decides_nothing(layout, strict, tmp_path):
+    there, here = alike()
+    path, before = saved(tmp_path, LAYOUTS[layout](*there.states())), copy.deepcopy(here.states())
+    for given in ({"model": here.nets}, {"optimizer": here.optimizers}):
+        with pytest.raises(UsageError, match=r"\[0\] may be .*; give a dict with these keys, or (model|optimizer)_at="):
+            ckpt8.resume(path, strict=strict, **given)
+    if layout == "lightning":
+        with pytest.raises(UsageError, match=r"optimizer\[0\] may be optimizer_states\.0, optimizer_states\.1"):
+            ckpt8.resume(path, here.nets, here.optimizers, strict, model_at=PATHS[layout])
+    assert same(here.states(), before)
+
+
+def test_keys_that_name_the_optimizer_of_another_model(tmp_path):
+    there, here = alike()
+    path, before = saved(tmp_path, LAYOUTS["keys"](*there.states())), copy.deepcopy(here.states())
+    models = {"netG": here.nets[0], "netD": here.nets[1]}
+    swapped = {"optimizerG": here.optimizers[1], "optimizerD": here.optimizers[0]}
+    with pytest.raises(ResumeError, match=r"\['optimizerG'\] at optimizerG: belongs to netG, .*give optimizer_at="):
+        ckpt8.resume(path, models, swapped)
+    assert same(here.states(), before)
+    ckpt8.resume(path, models, swapped, optimizer_at={key: key for key in swapped})
+    here.optimizers.reverse()
+    assert here.equals(there)
+
+
+def test_one_optimizer_of_one_of_several_models(tmp_path):
+    there, here = alike()
+    tree = LAYOUTS["keys"](*there.states())
+    ckpt8.resume(saved(tmp_path, tree), here.nets[1], here.optimizers[1], model_at="netD")
+    assert same(here.states()[1::2], there.states()[1::2])
+    del tree["optimizerD"]
+    with pytest.raises(ResumeError, match="belongs to netG, whose weights"):
+        ckpt8.resume(saved(tmp_path, tree, "one.pt"), here.nets[1], here.optimizers[1], model_at="netD")
+
+
+def test_an_average_goes_on_with_the_optimizer_of_its_model(tmp_path):
+    there, here = alike()
+    tree = {"model": there.nets[0].state_dict(), "ema": there.nets[1].state_dict()}
+    path = saved(tmp_path, {**tree, "optimizer": there.optimizers[0].state_dict()})
+    ckpt8.resume(path, here.nets[0], here.optimizers[0], model_at="ema")
+    assert same(here.nets[0].state_dict(), there.nets[1].state_dict())
+    assert same(here.optimizers[0].state_dict(), there.optimizers[0].state_dict())
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_two_optimizers_of_parts_alike(named, tmp_path):
+    def parts(seed, run):
+        whole = nn.ModuleDict({"encoder": net(seed), "decoder": net(seed + 1)})
+        return whole, [run(whole[key], lambda params, key=key: optimizer(key, whole, params)) for key in whole]
+
+    def optimizer(key, whole, params):
+        inside = [(name, p) for name, p in whole.named_parameters() if name.startswith(key)]
+        return adamw(inside if named else params)
+
+    (there, trained), (here, fresh) = parts(1, stepped), parts(5, lambda part, make: make(part.parameters()))
+    keys = ("a", "b") if named else ("opt_enc", "opt_dec")
+    states = dict(zip(keys, (each.state_dict() for each in trained), strict=True))
+    ckpt8.resume(saved(tmp_path, {"model": there.state_dict(), **states}), here, fresh[::-1])
+    assert [same(mine.state_dict(), its.state_dict()) for mine, its in zip(fresh, trained, strict=True)] == [True, True]
 
 
 def test_paths_choose(tmp_path):
@@ -196,8 +284,8 @@ def test_a_weight_of_two_models_that_was_saved_with_two_values(tmp_path):
     models = [net(1), net(2)]
     path = saved(tmp_path, {"a": models[0].state_dict(), "b": models[1].state_dict()})
     models[1][0] = models[0][0]
-    with pytest.raises(ResumeError, match=r"model\[1\] 0.weight: is shared by two models"):
-        ckpt8.resume(path, model=models)
+    with pytest.raises(ResumeError, match=r"model\['b'\] 0.weight: is shared by two models"):
+        ckpt8.resume(path, model=dict(zip("ab", models, strict=True)))
 
 
 def wrapped(model):
