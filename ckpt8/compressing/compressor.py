@@ -35,7 +35,11 @@ from ckpt8.container.sharded.slices import SliceKey
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.crc import combine
+from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
+
+_LONGEST, _LONGEST_MORE = 1.01, 1 << 14
+"""How much longer than its source a container is at most: a part of it, and bytes."""
 
 _Planes = dict[str, list[bytes | memoryview]]
 """The stored planes of each part, chunk after chunk."""
@@ -131,7 +135,7 @@ class Compressor:
         with Workers(self._options.threads) as workers:
             # Threads start on the chunks while the header is laid out, which takes as long as some of them.
             chunks = self._encoder.stored(_chunks_of(units), workers)
-            with ContainerWriter(target, self._names(), force=force, tidy=tidy) as writer:
+            with ContainerWriter(target, self._names(), force=force, tidy=tidy, room=self._room) as writer:
                 results = self.write_units(writer, workers, units, chunks)
                 self.write_groups(writer, workers.map(self._groups.stored, self._shared), results)
                 self._source.check_unchanged()
@@ -140,7 +144,7 @@ class Compressor:
     def pack(self, target: Path, policy: Policy, *, force: bool) -> Unwritten:
         """Open the temporary file of ``target`` and pack all units in memory. Raises as ``run``."""
         with ExitStack() as stack:
-            writer = stack.enter_context(ContainerWriter(target, self._names(), force=force))
+            writer = stack.enter_context(ContainerWriter(target, self._names(), force=force, room=self._room))
             workers = stack.enter_context(Workers(self._options.threads))
             units: list[Unit] = []
             chunks: deque[PackedChunk] = deque()
@@ -245,6 +249,14 @@ class Compressor:
             if header.reserved_size(longest) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names
             self._slab *= 2
+
+    def _room(self) -> str:
+        """The most that a container of the source takes: lossless storages are stored as they are at worst."""
+        # Slices that a framework has compressed take more than their file once they are decoded.
+        decoded = sum(
+            stream.spec.numel * stream.spec.dtype.itemsize for unit in self._plan.units for stream in unit.streams
+        )
+        return f"at most {size(max(self._source.size, decoded) * _LONGEST + _LONGEST_MORE)}"
 
     def _no_errors(self, unit: Unit) -> UnitErrors:
         """Sums for what is measured of a unit, all zero."""

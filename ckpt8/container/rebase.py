@@ -22,6 +22,7 @@ from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import as_private_as, refuse_source
 from ckpt8.core.tensors import Parts
+from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
 
 Tables = dict[str, FrameTable]
@@ -103,7 +104,8 @@ def write_again(
     slabs = sorted(_slabs(reader), key=lambda each: _offset(reader, each))
     names = [name for each in slabs for name in _names(reader, each)]
     tables: dict[int, Tables] = {index: {} for index in changed}
-    with ContainerWriter(target, names, force=force) as writer:
+    room = partial(_room, reader, changed)
+    with ContainerWriter(target, names, force=force, room=room) as writer:
         for slab in slabs:
             if isinstance(slab.owner, int) and slab.owner in changed:
                 encoded = workers.map(partial(_encode, reader, changed[slab.owner]), slab.chunks)
@@ -114,6 +116,17 @@ def write_again(
         for index, parts in tables.items():
             manifest.storages[index].parts = parts or manifest.storages[index].parts
         writer.finish(manifest)
+
+
+def _room(reader: ContainerReader, changed: Iterable[int]) -> str:
+    """What the container takes with the storages in ``changed`` as long as they are where they are no differences."""
+    more = 0
+    for index in changed:
+        owner, storage = reader, index
+        while (below := owner.base_of(storage)) is not None:
+            owner, storage = below
+        more += owner.manifest.storages[storage].stored_bytes - reader.manifest.storages[index].stored_bytes
+    return f"about {size(reader.size + more)}"
 
 
 def _slabs(reader: ContainerReader) -> Iterator[_Slab]:

@@ -16,7 +16,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.stored_manifest import pack_manifest
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import Ckpt8Error, OutputError
-from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.core.files.atomic import AtomicFile, Room
 from ckpt8.core.files.write_at import PIECE, start_writeback, write_all_at
 
 _WRITEBACK = 1 << 23
@@ -28,16 +28,18 @@ class ContainerWriter(Closing):
 
     The header has room for entries of these ``names``. Where it needs more in the end, the data is moved.
 
-    ``tidy`` is that of ``Partial``.
+    ``tidy`` is that of ``Partial``; ``room`` says how long the file becomes, for an error.
     """
 
-    def __init__(self, target: Path, names: Iterable[str], *, force: bool, tidy: bool = True) -> None:
+    def __init__(
+        self, target: Path, names: Iterable[str], *, force: bool, tidy: bool = True, room: Room | None = None
+    ) -> None:
         self._header_size = header.reserved_size(names)
         self._data_start = header.LENGTH_BYTES + self._header_size
         self._entries: list[Entry] = []
         self._position = self._written = self._handed_over = 0
         self._waiting: list[bytes | memoryview] = []
-        self._output = AtomicFile(target, force=force, check=unneeded_file, tidy=tidy)
+        self._output = AtomicFile(target, force=force, check=unneeded_file, tidy=tidy, room=room)
         self._descriptor = self._output.file.fileno()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ from ckpt8.core.files.atomic import Check, Guard, refuse_source
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
-from ckpt8.core.text import listed
+from ckpt8.core.text import listed, size
 from ckpt8.core.workers import Progress, Workers
 
 _AHEAD = 1
@@ -143,7 +144,12 @@ class Restored:
 def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
     """The directory for all members. With ``force`` it replaces a checkpoint, and files of the same names."""
     check = checkpoint_directory([member.path for member in reader.manifest.members])
-    return AtomicDirectory(path, force=force, keep=reader.path, check=check)
+    return AtomicDirectory(path, force=force, keep=reader.path, check=check, room=partial(room_of, reader))
+
+
+def room_of(reader: ContainerReader) -> str:
+    """What the members of a container take."""
+    return size(sum(member.size for member in reader.manifest.members))
 
 
 def file_check(given: str | os.PathLike[str] | None) -> Check:

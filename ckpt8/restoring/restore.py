@@ -15,7 +15,7 @@ from ckpt8.container.sharded.reading import find_sharded, refuse_directory
 from ckpt8.core.arguments import checked
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
+from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory, room_of
 from ckpt8.restoring.salvage import Salvage
 from ckpt8.restoring.salvage import salvage as run
 from ckpt8.restoring.sharded import restore_directory
@@ -114,7 +114,9 @@ def restore_original(
                 directory.publish()
             result.replaced = directory.replaced
         else:
-            with AtomicFile(result.path, force=force, check=file_check(target)) as output:
+            with AtomicFile(
+                result.path, force=force, check=file_check(target), room=partial(room_of, reader)
+            ) as output:
                 writer.write(0, output.file.fileno(), output.guard)
                 output.publish()
             result.replaced = output.replaced

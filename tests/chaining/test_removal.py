@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import re
 import shutil
 
 import pytest
 import torch
 from chain_command_kit import make_run
-from failing_calls import CODES, Calls
+from failing_calls import Calls
 from faults_kit import digest
 
 import ckpt8
 from ckpt8.chaining import removal
-from ckpt8.chaining.jobs import Job, Settings, finishing
+from ckpt8.chaining.jobs import Settings, finishing
 from ckpt8.chaining.removal import remove_verified
+from ckpt8.chaining.several import collected
+from ckpt8.container.reader import ContainerReader
 
 
 @pytest.fixture
@@ -325,24 +329,61 @@ def test_a_rename_that_fails(run, monkeypatch):
     assert source.is_file()
 
 
-def test_every_call_of_the_system_fails_once(tmp_path, monkeypatch):
-    """Compress, verify and remove: after each failure the original is there, or a container that holds against it."""
-    kept = make_run(tmp_path / "kept", 1)[0]
-    folder = tmp_path / "run"
+def chain_of(folder):
+    outcomes = ckpt8.chain(folder, preset="archive", remove=True, rest=0)
+    return next((outcome.error for outcome in outcomes if outcome.error), None)
+
+
+def several_of(folder):
+    sources = sorted(folder.glob("*.pt"))
+    options = {"preset": "archive", "budget": None, "rules": (), "device": "auto", "threads": 1}
+    settings = Settings({**options, "stats": True, "max_update_error": None, "base": "auto"}, remove=True)
+    with collected(sources, None, settings, force=False) as batches:
+        return next((error for jobs in batches for job in jobs if (error := job.run().error)), None)
+
+
+def rebase_of(folder):
+    try:
+        ckpt8.rebase(folder / "step-10.ckpt8", threads=1)
+    except ckpt8.OutputError as error:
+        return error
+    return None
+
+
+ACTS = {"chain --remove": chain_of, "compress A B --remove": several_of, "rebase": rebase_of}
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_every_call_of_the_system_fails_once(act, tmp_path, monkeypatch):
+    """Each original is there after each failure, or a container that holds against it, and the line names the room."""
+    kept, folder = tmp_path / "kept", tmp_path / "run"
+    make_run(kept, 2, width=64 if act == "rebase" else 32)
+    originals = tmp_path / "originals"
+    shutil.copytree(kept, originals)
+    if act == "rebase":
+        ckpt8.chain(kept, preset="archive", remove=True)
+        with ContainerReader(kept / "step-10.ckpt8") as reader:
+            assert reader.manifest.base is not None
     for turn in itertools.count(1):
         shutil.rmtree(folder, ignore_errors=True)
-        source = shutil.copytree(kept.parent, folder) / kept.name
-        calls = Calls(turn, CODES[turn % 2])
+        shutil.copytree(kept, folder)
+        calls = Calls(turn, (errno.ENOSPC, errno.EDQUOT, errno.EIO)[turn % 3])
         with monkeypatch.context() as patch:
             calls.writes(patch)
-            outcome = Job(source, source.with_suffix(".ckpt8"), Settings(remove=True)).run()
+            error = ACTS[act](folder)
         if len(calls.seen) < turn:
-            assert outcome.error is None
-            assert outcome.removed
+            assert error is None
             break
-        assert isinstance(outcome.error, ckpt8.OutputError)
-        assert digest(source) == digest(kept)
-        if outcome.target.exists():
-            assert not ckpt8.verify(outcome.target, kept).failures
-        assert not [path.name for path in folder.iterdir() if path.name.startswith(".")]
+        assert isinstance(error, ckpt8.OutputError)
+        assert os.strerror(calls.code) in str(error)
+        if calls.code != errno.EIO and "cannot be written" in str(error):
+            assert re.search(r"; it needs (at most|about) [0-9.]+ kB", str(error))
+            assert ("are free" in str(error)) == (calls.code == errno.ENOSPC)
+        for original in originals.iterdir():
+            source, container = folder / original.name, folder / f"{original.stem}.ckpt8"
+            if source.exists():
+                assert digest(source) == digest(original)
+            if container.exists() or not source.exists():
+                assert not ckpt8.verify(container, original).failures
+        assert not [path.name for path in folder.rglob("*") if path.name.startswith(".")]
     assert turn > 5

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import re
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -18,9 +19,15 @@ from ckpt8.core.closing import Closing
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.partial import Partial, locked, partial_path, remove
 from ckpt8.core.files.urls import refuse_url
+from ckpt8.core.text import size
 
 Check = Callable[[Path], str]
 """Describes what is at a path. Raises OutputError where it must not be replaced, and OSError."""
+
+Room = Callable[[], str]
+"""Says how many bytes an output takes, in words."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _NOREPLACE, _EXCHANGE = 1, 2
 """Flags of renameat2."""
@@ -84,15 +91,17 @@ class AtomicOutput(Closing):
 
     A subclass names ``what`` it makes; ``is_kind`` tells whether a path leads to such a thing. With ``force`` it
     replaces an existing target if ``check`` accepts that, now and again on ``publish``; ``replaced`` then describes the
-    old target. Every OSError becomes an OutputError that names the target; a URL is a UsageError.
+    old target. Every OSError becomes an OutputError that names the target, and where there is too little room what it
+    needs, see ``Room``; a URL is a UsageError.
     """
 
     what: str
     is_kind: Callable[[Path], bool]
     _partial: Partial
 
-    def __init__(self, target: Path, *, force: bool, check: Check) -> None:
+    def __init__(self, target: Path, *, force: bool, check: Check, room: Room | None = None) -> None:
         self.target = target
+        self._room = room
         self.replaced: str | None = None
         self._force = force
         self._check = check
@@ -125,7 +134,17 @@ class AtomicOutput(Closing):
         try:
             yield
         except OSError as exc:
-            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{self._needs(exc)}") from exc
+
+    def _needs(self, error: OSError) -> str:
+        """The room that the output needs and that is free, where an error says that there is too little."""
+        if error.errno not in _NO_ROOM or self._room is None:
+            return ""
+        free = ""
+        if error.errno == errno.ENOSPC:
+            with contextlib.suppress(OSError):
+                free = f", and {size(shutil.disk_usage(self._final.parent).free)} are free"
+        return f"; it needs {self._room()}{free}"
 
     def _open_up(self, file: Path | int) -> None:
         """Give a file or directory of the output, which is open to nobody so far, its permissions. Raises OSError."""
@@ -238,8 +257,10 @@ class AtomicFile(AtomicOutput):
     what = "regular file"
     is_kind = staticmethod(Path.is_file)
 
-    def __init__(self, target: Path, *, force: bool, check: Check = any_file, tidy: bool = True) -> None:
-        super().__init__(target, force=force, check=check)
+    def __init__(
+        self, target: Path, *, force: bool, check: Check = any_file, tidy: bool = True, room: Room | None = None
+    ) -> None:
+        super().__init__(target, force=force, check=check, room=room)
         with self.guard():
             self._partial = Partial(self._final, tidy=tidy)
             # The descriptor stays with the temporary: it holds the lock until the file has its name.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt8.core.errors import OutputError
-from ckpt8.core.files.atomic import AtomicOutput, Check, replace_directory, sync_directory
+from ckpt8.core.files.atomic import AtomicOutput, Check, Room, replace_directory, sync_directory
 from ckpt8.core.files.partial import Partial
 
 
@@ -23,8 +23,8 @@ class AtomicDirectory(AtomicOutput):
     what = "directory"
     is_kind = staticmethod(Path.is_dir)
 
-    def __init__(self, target: Path, *, force: bool, keep: Path, check: Check) -> None:
-        super().__init__(target, force=force, check=lambda final: self._check_place(final, keep, check))
+    def __init__(self, target: Path, *, force: bool, keep: Path, check: Check, room: Room | None = None) -> None:
+        super().__init__(target, force=force, check=lambda final: self._check_place(final, keep, check), room=room)
         self._made = {Path()}
         self._links: list[tuple[str, str]] = []
         with self.guard():
