@@ -18,6 +18,7 @@ from ckpt8.container.facts import total_errors
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError
+from ckpt8.core.files.atomic import noting_replaced
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.manifest_facts import asked_words
@@ -70,8 +71,8 @@ class Outcome:
     """What became of a checkpoint: ``bytes`` of ``source`` and ``stored`` bytes of ``target``, None while it has none.
 
     ``steps`` is the error in steps that it states, and what is under no budget: see ``step_facts``; None without a
-    budget. ``present``: the container was there already. ``removed``: the source is gone. ``error``: what failed, after
-    which the source is as it was.
+    budget. ``present``: the container was there already. ``removed``: the source is gone. ``replaced`` says what the
+    container took the place of. ``error``: what failed, after which the source is as it was.
     """
 
     source: Path
@@ -83,6 +84,7 @@ class Outcome:
     steps: dict[str, Any] | None = None
     present: bool = False
     removed: bool = False
+    replaced: str | None = None
     error: Exception | None = None
 
 
@@ -116,10 +118,12 @@ class Job:
         """Do it. An exception is part of the outcome."""
         started = time.perf_counter()
         found: dict[str, Any] = {}
-        try:
-            self._run(found, progress)
-        except Exception as exc:
-            found["error"] = exc
+        with noting_replaced() as replaced:
+            try:
+                self._run(found, progress)
+            except Exception as exc:
+                found["error"] = exc
+        found["replaced"] = next(iter(replaced), None)
         return Outcome(self.source, self.target, seconds=time.perf_counter() - started, **found)
 
     def _run(self, found: dict[str, Any], progress: Progress) -> None:

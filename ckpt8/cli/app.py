@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ckpt8 import __version__
 from ckpt8.cli.bases import finding_bases
@@ -15,9 +17,9 @@ from ckpt8.cli.bench_command import bench
 from ckpt8.cli.chain_command import chain
 from ckpt8.cli.compress_command import compress
 from ckpt8.cli.convert_command import convert
-from ckpt8.cli.guard import guarded, shielded
+from ckpt8.cli.guard import guarded, one_object, shielded
 from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
-from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar
+from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar, waited
 from ckpt8.cli.rebase_command import rebase
 from ckpt8.cli.runs_command import runs
 from ckpt8.core.errors import CheckFailedError, UsageError
@@ -150,7 +152,7 @@ def restore(
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
     seconds = elapsed()
     facts = {"target": str(restored.path), "bytes": total, "seconds": seconds}
-    lines = [f"{restored.path}: {size(total)} in {seconds:.2f} s", *restored.lines()]
+    lines = [f"{restored.path}: {size(total)} in {waited():.2f} s", *restored.lines()]
     present(
         {**facts, "original": restored.original, "replaced": restored.replaced},
         lambda console: print_lines(console, lines),
@@ -255,10 +257,28 @@ EXIT_CODES = (
 )
 
 
+class _Commands(TyperGroup):
+    """All commands. With ``--json`` each prints one object, also where its arguments are wrong."""
+
+    _as_json = False
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
+        """As typer's."""
+        self._as_json = "--json" in takewhile("--".__ne__, args)
+        with one_object(as_json=self._as_json):
+            return super().make_context(info_name, args, *rest, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """As typer's."""
+        with one_object(as_json=self._as_json):
+            return super().invoke(ctx)
+
+
 def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
     """The command line with these commands."""
     made = typer.Typer(
         name="ckpt8",
+        cls=_Commands,
         no_args_is_help=True,
         epilog=f"Exit codes: {EXIT_CODES}.",
         pretty_exceptions_enable=False,

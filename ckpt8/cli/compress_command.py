@@ -12,7 +12,7 @@ import typer
 from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.compress_ranks import compress_share, ranks
 from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
-from ckpt8.cli.output import console, print_json, print_lines, progress_bar
+from ckpt8.cli.output import console, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _compress_now(
     seconds = elapsed()
     facts = inspect_container(target)
     if not as_json:
-        summary(console(), facts, str(target), seconds)
+        summary(console(), facts, str(target), seconds, waited())
     if remove:
         with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
             remove_verified(src, target, threads=options["threads"], progress=progress)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.cli.options import stopwatch
-from ckpt8.cli.output import console, print_json, print_lines
+from ckpt8.cli.output import console, print_json, print_lines, waited
 from ckpt8.core.errors import UsageError
 from ckpt8.core.text import listed, printable, size
 
@@ -74,6 +74,6 @@ def compress_share(
     if as_json:
         print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
         return
-    summary(console(), facts, str(output), seconds)
+    summary(console(), facts, str(output), seconds, waited())
     if left_out:
         print_lines(console(), [f"left out: {listed(left_out, _LISTED)}"])

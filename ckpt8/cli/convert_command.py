@@ -10,7 +10,7 @@ import typer
 
 from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.options import Force, Json, Threads, stopwatch
-from ckpt8.cli.output import present, progress_bar
+from ckpt8.cli.output import present, progress_bar, waited
 from ckpt8.core.text import printable
 
 _FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8"
@@ -83,8 +83,7 @@ def convert(
             threads=threads,
             progress=progress,
         )
-    seconds = elapsed()
-    facts = {**report.to_json(), "seconds": seconds}
-    present(facts, lambda console: show(console, report, seconds), as_json=as_json)
+    facts = {**report.to_json(), "seconds": elapsed()}
+    present(facts, lambda console: show(console, report, waited()), as_json=as_json)
     if report.warning is not None:
         sys.stderr.write(f"ckpt8: {printable(report.warning)}\n")

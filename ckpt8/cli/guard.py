@@ -14,11 +14,13 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from ckpt8.cli.output import console, print_lines, stated, waited, waiting, write_json
 from ckpt8.cli.streams import StdoutError, check_environment
 from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
+from ckpt8.core.files.atomic import noting_replaced
 from ckpt8.core.text import printable
 
 INTERNAL = 70
@@ -72,8 +74,62 @@ def shielded(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@contextlib.contextmanager
+def one_object(*, as_json: bool) -> Iterator[None]:
+    """Print at the end of the block what it replaced; ``as_json`` all that it stated, as one object, and how it failed.
+
+    The object of a command that fails has ``exit_code`` and ``error``, the line that stderr gets. Where the command
+    measured the ``seconds`` of its work, ``total_seconds`` are those that a person waited.
+    """
+    stated.clear()
+    with waiting(), noting_replaced() as replaced:
+        try:
+            yield
+        except StdoutError:
+            raise
+        except BaseException as exc:
+            _print_end(replaced, *_outcome(exc), as_json=as_json)
+            raise
+        _print_end(replaced, None, 0, as_json=as_json)
+
+
+def _print_end(replaced: list[str], error: str | None, code: int, *, as_json: bool) -> None:
+    if not as_json:
+        if replaced:
+            print_lines(console(), [f"replaced {each}" for each in replaced])
+        return
+    if error is not None:
+        stated.setdefault("error", " ".join(error.split()))
+    if code and ("error" in stated or not stated):
+        stated.setdefault("error", None)
+        stated["exit_code"] = code
+    if replaced or "target" in stated:
+        stated.setdefault("replaced", replaced[0] if replaced else None)
+    if "seconds" in stated:
+        stated["total_seconds"] = waited()
+    if stated:
+        write_json(stated)
+
+
+def _outcome(error: BaseException) -> tuple[str | None, int]:
+    """What to say of an error that ends a command, if anything, and the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        return "terminated" if error.code == 128 + signal.SIGTERM else None, int(error.code or 0)
+    if hasattr(error, "exit_code") and not isinstance(error, Ckpt8Error):  # those of typer
+        return getattr(error, "format_message", lambda: None)(), error.exit_code
+    assert isinstance(error, Exception)  # noqa: S101 - what is none was handled
+    return _said(error.error if isinstance(error, UnexpectedError) else error)
+
+
 def guarded(command: Callable[[], object]) -> None:
     """Run a command and turn every error into one line and an exit code."""
+    with waiting():
+        _guarded(command)
+
+
+def _guarded(command: Callable[[], object]) -> None:
     # A torch without numpy warns at its first use; ckpt8 does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     warnings.formatwarning = _one_line
@@ -83,8 +139,6 @@ def guarded(command: Callable[[], object]) -> None:
             command()
         finally:
             sys.stdout.flush()
-    except Ckpt8Error as exc:
-        _leave(str(exc), exc.exit_code, exc)
     except StdoutError as exc:
         _drop_stdout()
         if exc.closed_pipe:
@@ -95,7 +149,7 @@ def guarded(command: Callable[[], object]) -> None:
         sys.exit(128 + signal.SIGINT)
     except Exception as exc:
         error = exc.error if isinstance(exc, UnexpectedError) else exc
-        _leave(*_unexpected(error), error)
+        _leave(*_said(error), error)
 
 
 def _leave(text: str, code: int, error: BaseException) -> NoReturn:
@@ -111,7 +165,7 @@ def _say(text: str, error: BaseException) -> None:
 
 def reported(error: Exception) -> tuple[str, int]:
     """Say on stderr what failed while other things go on; return that line and its exit code."""
-    text, code = (str(error), error.exit_code) if isinstance(error, Ckpt8Error) else _unexpected(error)
+    text, code = _said(error)
     _say(text, error)
     return text, code
 
@@ -120,6 +174,10 @@ def _drop_stdout() -> None:
     """Have the interpreter flush what is left to nowhere."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _said(error: Exception) -> tuple[str, int]:
+    return (str(error), error.exit_code) if isinstance(error, Ckpt8Error) else _unexpected(error)
 
 
 def _unexpected(error: Exception) -> tuple[str, int]:

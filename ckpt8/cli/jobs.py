@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from ckpt8.chaining.jobs import Job, Outcome
 from ckpt8.cli.guard import reported
-from ckpt8.cli.output import console, print_lines, progress_bar
+from ckpt8.cli.output import console, print_lines, progress_bar, waited
 from ckpt8.cli.show.outcomes import outcome_facts, outcome_line, total_line, totals
 from ckpt8.core.text import printable
 
@@ -34,12 +34,13 @@ class Tally:
 
     def show_total(self) -> None:
         """Print a line for all."""
-        print_lines(console(), [total_line(self.outcomes)])
+        print_lines(console(), [total_line(self.outcomes, waited())])
 
     def to_json(self) -> dict[str, Any]:
-        """Totals, and the facts of every checkpoint."""
+        """Totals, the facts of every checkpoint, and the ``error`` of the first that failed, if any."""
         rows = [outcome_facts(outcome, self._failures.get(at)) for at, outcome in enumerate(self.outcomes)]
-        return {**totals(self.outcomes), "checkpoints": rows}
+        facts = {**totals(self.outcomes), "checkpoints": rows}
+        return {**facts, "error": min(self._failures.items())[1][0]} if self._failures else facts
 
 
 def run_jobs(batches: Iterable[Sequence[Job]], verb: str, *, quiet: bool) -> Tally:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +27,39 @@ A new key leaves the number as it is. A program that reads the output checks ``s
 """
 
 
+stated: dict[str, Any] = {}
+"""What the running command states, printed at its end: only then it is known whether it fails, and how long it took."""
+
+_begun: ContextVar[float | None] = ContextVar("_begun", default=None)
+
+
 def print_json(facts: Mapping[str, Any]) -> None:
-    """Print ``facts`` as one JSON object on stdout, with ``schema`` first."""
+    """Have ``facts`` printed as one JSON object on stdout at the end of the command, see ``guard.one_object``."""
+    stated.update(facts)
+
+
+def write_json(facts: Mapping[str, Any]) -> None:
+    """Print one JSON object on stdout, with ``schema`` first."""
     sys.stdout.write(json.dumps({"schema": SCHEMA, **facts}, allow_nan=False, ensure_ascii=True) + "\n")
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Start the clock of ``waited``, unless it runs."""
+    token = _begun.set(_begun.get() or time.perf_counter())
+    try:
+        yield
+    finally:
+        _begun.reset(token)
+
+
+def waited() -> float:
+    """Seconds that a person has waited for the command: from the start of the program on, with all imports.
+
+    Only the start of the interpreter is missing, some hundredths of a second. ``stopwatch`` is for the work alone.
+    """
+    now = time.perf_counter()
+    return now - (_begun.get() or now)
 
 
 def console() -> Console:

@@ -9,7 +9,7 @@ import typer
 
 from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.options import Container, Force, Json, Threads, stopwatch
-from ckpt8.cli.output import present, print_lines, progress_bar
+from ckpt8.cli.output import present, print_lines, progress_bar, waited
 from ckpt8.core.text import size
 
 
@@ -35,5 +35,5 @@ def rebase(
     seconds, after = elapsed(), target.stat().st_size if target.is_file() else before
     was = "needed no base" if base is None else f"needs {base.path} no more"
     facts = {"target": str(target), "base": base and base.path, "bytes": before, "stored_bytes": after}
-    line = f"{target}: {was}, {size(before)} -> {size(after)} in {seconds:.2f} s"
+    line = f"{target}: {was}, {size(before)} -> {size(after)} in {waited():.2f} s"
     present({**facts, "seconds": seconds}, lambda console: print_lines(console, [line]), as_json=as_json)

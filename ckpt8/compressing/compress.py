@@ -42,6 +42,9 @@ from ckpt8.core.workers import Progress
 
 R = TypeVar("R")
 
+_OTHERS = (".pt", ".pth", ".bin", ".safetensors")
+"""Suffixes of files that other programs read. Lightning names what its plugin writes and reads ``.ckpt``."""
+
 _SHOWN = 5
 _CALLER = 5
 """Frames from a warning to the caller of ``save``."""
@@ -171,7 +174,8 @@ def save(
     """Save ``obj`` as ``torch.save`` does, but to a ``.ckpt8``; return its manifest.
 
     Tensors are packed on the device that they are on, CPU or GPU. Arguments are those of ``compress``, except that an
-    existing file is replaced unless ``force`` is False. Raises OutputError, and UsageError for wrong arguments and for
+    existing file is replaced unless ``force`` is False. A name such as ``b.pt`` gets a warning: torch.load cannot read
+    a container. Raises OutputError, and UsageError for wrong arguments and for
     an object that cannot be pickled.
 
     With ``background`` it returns a ``PendingSave`` once all tensors are packed in memory: in flash 5.1 bytes a
@@ -188,6 +192,12 @@ def save(
     member = target.with_suffix(".pt").name
     if not is_unicode(member):
         raise UsageError(f"{target}: is not valid UTF-8, and a container states its name; give another name")
+    if target.suffix.lower() in _OTHERS:
+        warnings.warn(
+            f"{target}: becomes a container, which torch.load cannot read; give it the suffix {CONTAINER}, or read it "
+            "with ckpt8.load",
+            stacklevel=3,
+        )
     asked = wanted(base)
 
     def compress_live(run_or_pack: Callable[..., R]) -> R:

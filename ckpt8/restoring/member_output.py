@@ -137,7 +137,6 @@ class Restored:
     def lines(self) -> list[str]:
         """What to tell the user about these names, as lines of text."""
         lines = [] if self.other_name is None else [f"the original was called {self.other_name[:80]!r}"]
-        lines += [] if self.replaced is None else [f"replaced {self.replaced}"]
         return [*lines, f"not written, as it is plain: {listed(self.left, _LISTED)}"] if self.left else lines
 
 

@@ -524,6 +524,99 @@ def test_every_json_object_says_which_schema_it_follows(run, small, tmp_path, mo
         assert next(iter(json.loads(out).items())) == ("schema", 1), command
 
 
+FAILING = {
+    "usage": (2, "compress"),
+    "an option": (2, "verify", "run.ckpt8", "--jsn"),
+    "a command": (2, "compres", "run.pt"),
+    "arguments": (2, "compress", "run.pt", "--preset", "best"),
+    "input": (3, "inspect", "missing.pt"),
+    "a statistic": (3, "verify", "other.ckpt8"),
+    "output": (4, "restore", "run.ckpt8"),
+    "one of several": (3, "compress", "run.pt", "missing.pt", "-o", "out"),
+    "a run": (3, "runs", "."),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+def test_json_is_one_object_also_on_failure(what, run, packed, tmp_path, monkeypatch):
+    """With the line of stderr and the exit code, whatever it has stated before it failed."""
+    monkeypatch.chdir(tmp_path)
+    cut = packed.read_bytes()
+    (tmp_path / "other.ckpt8").write_bytes(cut[:200] + bytes(8) + cut[208:])
+    expected, *command = FAILING[what]
+    code, out, err = run(*command, "--json")
+    facts = _one_object(out)
+    assert code == facts["exit_code"] == expected
+    assert " ".join(facts["error"].split()) in _unboxed(err)
+
+
+def _unboxed(text):
+    """What typer says, without the lines around it."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(143), 143, "terminated"),
+        (MemoryError(), 70, "not enough memory"),
+        (OSError(28, "No space left on device"), 4, "cannot be written"),
+        (ZeroDivisionError("x"), 70, "a defect of ckpt8: ZeroDivisionError: x"),
+    ],
+)
+def test_json_when_a_command_is_ended(error, code, said, run, packed, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("ckpt8.inspecting.verify.verify", fail)
+    found, out, _ = run("verify", packed, "--json")
+    facts = _one_object(out)
+    assert (found, facts["exit_code"]) == (code, code)
+    assert said in facts["error"]
+
+
+WRITING = {
+    "compress": ("compress", "run.pt"),
+    "several": ("compress", "run.pt", "next.pt"),
+    "chain": ("chain", "step", "--preset", "archive"),
+    "restore": ("restore", "run.ckpt8"),
+    "rebase": ("rebase", "run.ckpt8", "-o", "whole.ckpt8"),
+    "convert": ("convert", "run.ckpt8", "run.safetensors"),
+    "inspect": ("inspect", "run.pt", "--html", "page.html"),
+    "runs": ("runs", "step", "--html", "page.html"),
+}
+
+
+@pytest.mark.parametrize("what", WRITING)
+def test_a_command_says_what_it_replaced_and_how_long_one_waited(what, run, packed, small, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "step").mkdir()
+    for path in (tmp_path / "next.pt", tmp_path / "step" / "step-1.pt"):
+        shutil.copyfile(small, path)
+        os.utime(path, (0, 0))
+    outputs = ("run.pt", "run.ckpt8", "step/step-1.ckpt8", "whole.ckpt8", "run.safetensors", "page.html")
+    for name in outputs:
+        if not (tmp_path / name).exists():
+            shutil.copyfile(packed, name) if name.endswith("ckpt8") else (tmp_path / name).write_text("before")
+    ckpt8.compress("step/step-1.pt", force=True)
+    before = {name: (tmp_path / name).stat().st_size for name in outputs}
+    monkeypatch.setattr("ckpt8.core.startup.settle", lambda **_: time.sleep(0.05))  # as an import takes long
+    code, out, _ = run(*WRITING[what], "--force", "--json")
+    facts = _one_object(out)
+    rows = facts["checkpoints"] if what in ("several", "chain") else [facts]
+    replaced = re.fullmatch(r".*/(.+): a file of ([\d,]+) bytes", rows[0]["replaced"])
+    (name,) = (name for name in outputs if name.rpartition("/")[2] == replaced[1])
+    assert (code, int(replaced[2].replace(",", ""))) == (0, before[name])
+    if what not in ("inspect", "runs"):
+        assert facts["total_seconds"] >= facts["seconds"] + 0.05
+    again = [{"archive": "lossless"}.get(word, word) for word in WRITING[what]]
+    code, out, _ = run(*again, "--force")
+    assert (code, len(re.findall(r"replaced \S+: a file of", out))) == (0, 2 if what == "several" else 1)
+    if what not in ("inspect", "runs"):
+        assert float(re.findall(r"in ([\d.]+) s", out)[-1 if what in ("several", "chain") else 0]) >= 0.05
+
+
 def test_figures_in_json_are_those_of_the_files(run, small, tmp_path):
     _, out, _ = run("compress", small, "--json")
     facts = json.loads(out)

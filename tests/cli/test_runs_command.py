@@ -57,7 +57,8 @@ def test_json_is_that_of_python(run, run_command):
     code, out, err = run_command("runs", run, "--json")
     assert code == 3
     assert err.startswith("ckpt8: 1 checkpoint")
-    assert json.loads(out) == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json()))}
+    failure = {"error": err.strip().removeprefix("ckpt8: "), "exit_code": 3}
+    assert json.loads(out) == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json())), **failure}
 
 
 def test_names_command_no_terminal(tmp_path, run_command):

@@ -7,6 +7,7 @@ import errno
 import gc
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -425,3 +426,17 @@ def test_a_fork_leaves_the_save_to_the_parent(tmp_path, gate):
     gate.opened.set()
     pending.result()
     assert json.dumps(ckpt8.load(target)["w"].tolist()[0][:2]) == "[1.0, 1.0]"
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_container_under_the_name_of_another_format_is_warned_of(in_background, tmp_path):
+    """torch.load would find a file that it cannot read, weeks later."""
+    with pytest.warns(UserWarning, match="torch.load cannot read") as said:
+        saved = ckpt8.save({"w": torch.ones(9)}, tmp_path / "b.pt", background=in_background)
+    assert [each.filename for each in said] == [__file__]
+    if in_background:
+        saved.result()
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "b.pt", weights_only=True)
+    assert torch.equal(ckpt8.load(tmp_path / "b.pt")["w"], torch.ones(9))
+    ckpt8.save({"w": torch.ones(9)}, tmp_path / "b.ckpt8")

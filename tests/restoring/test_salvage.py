@@ -448,8 +448,9 @@ def test_the_command(sample, tmp_path):
     assert report["path"] == str(tmp_path / "run.pt")
     assert (report["original"], report["other_name"], report["replaced"]) == ("gpt_adamw.pt", "gpt_adamw.pt", None)
     assert [each["name"] for each in report["lost"]] == [plane.rpartition("/")[0]]
-    names = {"original", "other_name", "replaced", "left"}
+    names = {"original", "other_name", "replaced", "left", "error", "exit_code"}
     assert set(report) == {"schema", "path", "damage", "base", "tensors", "members", "lost", "complete"} | names
+    assert (report["exit_code"], f"ckpt8: {report['error']}\n") == (1, result.stderr)
     shutil.copy(sample, path)
     result = run("restore", path, "--salvage", "--force")
     assert (result.returncode, result.stderr) == (0, "")

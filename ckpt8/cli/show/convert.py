@@ -20,8 +20,6 @@ def show(console: Console, report: Report, seconds: float) -> None:
     ]
     if report.quantized is not None:
         lines += quantized(report.quantized)
-    if report.replaced is not None:
-        lines.append(f"replaced    {report.replaced}")
     if report.aliases:
         lines.append(f"tied        left out: {listed(report.aliases, _SHOWN)}")
     lines += [f"left out    {line}" for line in report.dropped]

@@ -243,14 +243,17 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
         _show_parameters(console, facts["parameters"])
 
 
-def summary(console: Console, facts: dict[str, Any], target: str, seconds: float) -> None:
-    """Print the result of ``compress``: sizes, speed, errors, and the reasons for lossless tensors."""
+def summary(console: Console, facts: dict[str, Any], target: str, seconds: float, total_seconds: float) -> None:
+    """Print the result of ``compress``: sizes, speed, errors, and the reasons for lossless tensors.
+
+    ``seconds`` took the compression alone; a person waited ``total_seconds``.
+    """
     facts, target = printable_tree(facts), printable(target)
     rate = facts["bytes"] / max(seconds, 1e-9)
     console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
     console.print(
         f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/] "
-        f"in {seconds:.2f} s ({size(rate)}/s)"
+        f"in {total_seconds:.2f} s (compressed in {seconds:.2f} s, {size(rate)}/s)"
     )
     _show_errors(console, facts["errors"], facts["steps"])
     refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]

@@ -11,7 +11,7 @@ from ckpt8.core.text import counted, size
 
 
 def outcome_line(outcome: Outcome) -> str:
-    """Sizes, base, error in steps, seconds, what is under no budget, and whether the source is gone.
+    """Sizes, base, error in steps, seconds, what is under no budget, what was replaced, whether the source is gone.
 
     Of an outcome that has a container.
     """
@@ -21,15 +21,16 @@ def outcome_line(outcome: Outcome) -> str:
     steps = f", {steps_phrase(outcome.steps)}" if outcome.steps else ""
     fallback = f"; {phrase}" if outcome.steps and (phrase := fallback_phrase(outcome.steps)) else ""
     gone = f"; {outcome.source.name} removed" if outcome.removed else ""
-    return f"{outcome.target}: {sizes}{kind}{steps}{how}{fallback}{gone}"
+    old = f"; replaced {outcome.replaced}" if outcome.replaced else ""
+    return f"{outcome.target}: {sizes}{kind}{steps}{how}{fallback}{old}{gone}"
 
 
-def total_line(outcomes: Sequence[Outcome]) -> str:
-    """The totals of all outcomes."""
+def total_line(outcomes: Sequence[Outcome], seconds: float) -> str:
+    """The totals of all outcomes, for which a person waited ``seconds``."""
     facts = totals(outcomes)
     sizes = _sizes(facts["bytes"], facts["stored_bytes"]) if facts["stored_bytes"] else "nothing was compressed"
     failed = f"; {facts['failed']} failed" if facts["failed"] else ""
-    return f"{counted(len(outcomes), 'checkpoint')}: {sizes} in {facts['seconds']:.2f} s{failed}"
+    return f"{counted(len(outcomes), 'checkpoint')}: {sizes} in {seconds:.2f} s{failed}"
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def outcome_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str
         "steps": outcome.steps,
         "present": outcome.present,
         "removed": outcome.removed,
+        "replaced": outcome.replaced,
         "error": failure and failure[0],
         "exit_code": failure[1] if failure else 0,
     }

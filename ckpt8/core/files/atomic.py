@@ -36,6 +36,8 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 
 _sources: ContextVar[tuple[os.stat_result, ...]] = ContextVar("_sources", default=())
 
+_noted: ContextVar[list[str] | None] = ContextVar("_noted", default=None)
+
 _STATUS = Path("/proc/self/status")
 _UMASK = re.compile(rb"^Umask:\s*([0-7]+)$", re.MULTILINE)
 _changing_umask = threading.Lock()
@@ -56,6 +58,17 @@ def as_private_as(*sources: Path) -> Iterator[None]:
         yield
     finally:
         _sources.reset(token)
+
+
+@contextlib.contextmanager
+def noting_replaced() -> Iterator[list[str]]:
+    """Descriptions of what the outputs of the block replaced, in their order."""
+    found: list[str] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
 
 
 def mode_of_output(*, directory: bool, group: int | None = None, replaced: os.stat_result | None = None) -> int:
@@ -162,6 +175,8 @@ class AtomicOutput(Closing):
         if self._force:
             self.replaced = self._look()
             replace(self.path, self._final)
+            if self.replaced is not None and (noted := _noted.get()) is not None:
+                noted.append(self.replaced)
         else:
             try:
                 rename_new(self.path, self._final)

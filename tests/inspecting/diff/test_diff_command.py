@@ -138,7 +138,9 @@ def test_what_cannot_be_read_is_one_line(shown, tmp_path, steps):
     cut.write_bytes(good.read_bytes()[:-5000])
     for bad in (tmp_path / "missing.pt", text, empty, other, cut):
         assert_refused(shown(good, bad), 3, bad.name)
-        assert_refused(shown(bad, good, "--json"), 3, bad.name)
+        code, out, err = shown(bad, good, "--json")
+        assert json.loads(out) == {"schema": 1, "error": err.strip().removeprefix("ckpt8: "), "exit_code": 3}
+        assert_refused((code, "", err), 3, bad.name)
     assert shown(good)[0] == 2
 
 
