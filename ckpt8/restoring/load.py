@@ -13,7 +13,6 @@ from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
 from ckpt8.core.workers import Workers
-from ckpt8.restoring.sharded import load_directory
 from ckpt8.restoring.unpack import unpack_tree
 
 
@@ -45,6 +44,9 @@ def load(
         if member is not None or unpack:
             advice = "leave out member" if not unpack else "convert it to torch with dtype float32 to unpack it"
             raise UsageError(f"{path}: is a directory of containers of ranks, and loaded as a whole; {advice}")
+        # Needs torch.distributed.checkpoint, which takes as long to import as torch.
+        from ckpt8.restoring.sharded import load_directory
+
         return load_directory(directory, map_location, threads)
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from ckpt8.container.bases import files_of
 from ckpt8.container.manifest import SYMLINK
@@ -18,8 +18,9 @@ from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory, room_of
 from ckpt8.restoring.salvage import Salvage
 from ckpt8.restoring.salvage import salvage as run
-from ckpt8.restoring.sharded import restore_directory
-from ckpt8.restoring.sharded_salvage import SalvagedDirectory, salvage_directory
+
+if TYPE_CHECKING:
+    from ckpt8.restoring.sharded_salvage import SalvagedDirectory
 
 
 @overload
@@ -77,6 +78,9 @@ def restore(
     if salvage:
         with as_private_as(*files_of(Path(source))):
             if (directory := find_sharded(Path(source))) is not None:
+                # Needs torch.distributed.checkpoint, which takes as long to import as torch.
+                from ckpt8.restoring.sharded_salvage import salvage_directory
+
                 return salvage_directory(directory, target, force=force, threads=threads, progress=progress)
             return run(source, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
@@ -93,6 +97,8 @@ def restore_original(
     """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
     source = Path(source)
     if (packed := find_sharded(source)) is not None:
+        from ckpt8.restoring.sharded import restore_directory
+
         with as_private_as(source, packed):
             result = restore_directory(packed, target, force=force, threads=threads, progress=progress)
         if packed != source:

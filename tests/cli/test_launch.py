@@ -68,6 +68,52 @@ def test_the_overview_of_a_run_needs_nothing_that_is_heavy(packed):
     assert not modules & HEAVY
 
 
+ALL_COMMANDS = """
+import sys, torch
+at_start = set(sys.modules)
+import ckpt8
+from ckpt8.cli.app import app
+
+def run(*arguments):
+    app(arguments, standalone_mode=False)
+
+run("compress", "run.pt", "--budget", "1", "-o", "small.ckpt8")
+for preset in ("lossless", "flash"):
+    run("compress", "run.pt", "--preset", preset, "--force")
+run("restore", "run.ckpt8", "-o", "back.pt")
+run("verify", "run.ckpt8", "--against", "run.pt", "--resume-steps", "1")
+run("diff", "run.pt", "run.pt")
+run("inspect", "run.pt")
+run("convert", "run.ckpt8", "run.safetensors")
+run("runs", ".")
+ckpt8.load("run.ckpt8")
+model = torch.nn.Linear(80, 80)
+for path in ("run.ckpt8", "run.pt"):
+    ckpt8.resume(path, model=model)
+found = set(sys.modules) - at_start
+optimizer = torch.optim.AdamW(model.parameters())  # torch itself imports a lot for it
+at_start = set(sys.modules)
+for path in ("run.ckpt8", "run.pt"):
+    ckpt8.resume(path, model=model, optimizer=optimizer)
+print(*sorted(found | set(sys.modules) - at_start), file=sys.stderr)
+"""
+
+
+def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch_does(tmp_path):
+    """torch.distributed.checkpoint alone takes as long as torch, and brings sympy."""
+    model = torch.nn.Linear(80, 80)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 80)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    command = [sys.executable, "-c", ALL_COMMANDS]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    modules = result.stderr.splitlines()[-1].split()
+    assert {"ckpt8.restoring.restore", "ckpt8.restoring.resume.optimizer"} <= set(modules)
+    assert [name for name in modules if name.startswith(("torch.distributed", "sympy", "mpmath"))] == []
+
+
 def test_the_help_of_convert_names_every_format_that_is_written():
     shown = start("convert", "--help").stdout
     assert [
