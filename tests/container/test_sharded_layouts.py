@@ -6,6 +6,7 @@ import json
 from itertools import product
 
 import pytest
+from growth_kit import growth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,8 +78,22 @@ def test_boxes_that_are_no_grid_are_listed(grid, data):
     assert not tensor.is_whole
     assert isinstance(layout, Listed)
     assert sorted((int(file), *box) for file, *box in tensor.boxes()) == sorted(kept)
-    found = tensor.overlapping([0] * len(shape), shape)
-    assert sorted(found) == sorted(tensor.boxes())
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    sizes = tuple(data.draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True))
+    for start, lengths in (((0,) * len(shape), shape), (offsets, sizes)):
+        wanted = elements(start, lengths)
+        assert tensor.overlapping(start, lengths) == [each for each in tensor.boxes() if elements(*each[1:]) & wanted]
+
+
+def test_the_time_to_find_every_box_of_a_list_grows_with_their_number():
+    """A plan of torch asks for each box by itself."""
+
+    def find_all(bricks):
+        rows = [(0, (0, 4 * k), (1, 4)) for k in range(bricks)]
+        wall = Listed([*rows, (0, (1, 0), (1, 2)), *((0, (1, 4 * k + 2), (1, 4)) for k in range(bricks - 1))])
+        assert sum(len(list(wall.overlapping(*box[1:]))) for box in wall.found) == len(wall.found)
+
+    assert growth(find_all, 500) < 8
 
 
 def test_a_brick_wall_is_no_grid():

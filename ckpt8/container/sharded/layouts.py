@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, product
 from math import prod
+from operator import add, lt
 from typing import NamedTuple, Protocol
 
 Shape = tuple[int, ...]
@@ -123,7 +125,7 @@ class Grid:
             yield self._owner(cell), tuple(offsets), tuple(sizes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Listed:
     """A tensor whose boxes are no grid, or do not cover it. ``found`` are file number, offsets and sizes of each.
 
@@ -145,11 +147,49 @@ class Listed:
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Shape, Shape]]:
         """As ``boxes``, those that share elements with a box."""
-        return (each for each in self.found if _overlap(each[1], each[2], offsets, sizes))
+        if not self.found or not all(sizes):
+            return iter(())
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        return (self.found[number] for number in sorted(self._tree.overlapping(offsets, ends)))
+
+    @cached_property
+    def _tree(self) -> _BoxTree:
+        return _BoxTree(self.found, range(len(self.found)))
 
 
-def _overlap(a: Sequence[int], a_sizes: Sequence[int], b: Sequence[int], b_sizes: Sequence[int]) -> bool:
-    return all(
-        first < second + second_size and second < first + first_size
-        for first, first_size, second, second_size in zip(a, a_sizes, b, b_sizes, strict=True)
-    ) and all(b_sizes)
+class _BoxTree:
+    """Boxes by place, to find those that overlap another one without a look at all: a plan asks for each of them.
+
+    ``numbers`` are those of its boxes in ``found``. Each node halves them along the dimension in which they spread most.
+    """
+
+    _LEAF = 8
+
+    def __init__(self, found: Sequence[tuple[int, Shape, Shape]], numbers: Sequence[int]) -> None:
+        offsets = [found[number][1] for number in numbers]
+        ends = [tuple(map(add, found[number][1], found[number][2])) for number in numbers]
+        self._low = tuple(map(min, zip(*offsets, strict=True)))
+        self._high = tuple(map(max, zip(*ends, strict=True)))
+        self._boxes: Sequence[tuple[int, Shape, Shape]] = ()
+        self._halves: Sequence[_BoxTree] = ()
+        counts = [len(set(starts)) for starts in zip(*offsets, strict=True)]
+        if len(numbers) <= self._LEAF or max(counts, default=1) == 1:
+            self._boxes = list(zip(numbers, offsets, ends, strict=True))
+        else:
+            dim = counts.index(max(counts))
+            ordered = sorted(numbers, key=lambda number: found[number][1][dim])
+            middle = len(ordered) // 2
+            self._halves = _BoxTree(found, ordered[:middle]), _BoxTree(found, ordered[middle:])
+
+    def overlapping(self, offsets: Sequence[int], ends: Sequence[int]) -> Iterator[int]:
+        """The numbers of the boxes that share elements with the box from ``offsets`` to ``ends``."""
+        if _meet(self._low, self._high, offsets, ends):
+            for half in self._halves:
+                yield from half.overlapping(offsets, ends)
+            for number, low, high in self._boxes:
+                if _meet(low, high, offsets, ends):
+                    yield number
+
+
+def _meet(low: Shape, high: Shape, offsets: Sequence[int], ends: Sequence[int]) -> bool:
+    return all(map(lt, low, ends)) and all(map(lt, offsets, high))
