@@ -158,9 +158,9 @@ class Listed:
 
 
 class _BoxTree:
-    """Boxes by place, to find those that overlap another one without a look at all: a plan asks for each of them.
+    """Boxes by place, to find those that overlap another one without looking at all: a plan asks for each.
 
-    ``numbers`` are those of its boxes in ``found``. Each node halves them along the dimension in which they spread most.
+    ``numbers`` are those of its boxes in ``found``. A node halves them along the dimension in which they spread most.
     """
 
     _LEAF = 8
