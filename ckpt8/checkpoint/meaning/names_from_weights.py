@@ -238,6 +238,8 @@ def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int 
         return _by_shape(groups, shapes, weights, order)
     found = _by_trainer(groups, shapes, weights, order)
     if not found:
+        if len(order) != sum(len(group["params"]) for own, _ in described for group in own):
+            order = [name for name in order if weights.node[name].dtype.is_floating]  # others are buffers
         places = places_in_order(described, [weights.shapes[name] for name in order])[0]
         found = {each: order[at] for each, at in places.items() if isinstance(at, int)}
     return found

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, cast
 
 from ckpt8.checkpoint.meaning.masters import find_masters, lists_of_masters
@@ -32,8 +31,8 @@ Shape = tuple[int, ...]
 State = tuple[int, ...]
 """How many parameters of each group have a weight."""
 
-_MOST_WAYS = 30_000
-"""More states are not followed: groups that leave so many leave a choice."""
+_MOST_STATES, _MOST_GROUPS = 20_000, 16
+"""Groups that leave more ways leave a choice: they are not followed further."""
 
 Identifier = int | str
 Parameters = tuple[Sequence[Mapping[Any, Any]], Mapping[Identifier, Shape]]
@@ -219,6 +218,8 @@ def _by_order(optimizers: Sequence[_Optimizer]) -> dict[int, dict[Identifier, Te
     for together in by_model.values():
         model = cast("Candidate", together[0].owner.model)
         refs = list(untied(weights_of(model.node)).values())
+        if len(refs) != sum(len(group["params"]) for each in together for group in each.groups):
+            refs = [ref for ref in refs if ref.dtype.is_floating]  # others are buffers
         places = places_in_order([(each.groups, each.shapes) for each in together], [ref.shape for ref in refs])
         for each, its in zip(together, places, strict=True):
             found[each.number] = {
@@ -231,7 +232,8 @@ def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) 
     """The place among the ``weights`` of the parameters of each of the ``optimizers``, or why it is unknown.
 
     The order pairs the parameters of one shape: see ``places_of_shapes``. Others have the weight that they have in all
-    ways in which order and shapes fit, where the groups of the optimizer, or of all, list every weight once.
+    ways in which order and shapes fit, where the groups of the optimizer, or of all, list as many parameters as there
+    are weights.
     """
     found = [dict(places_of_shapes(groups, shapes, weights)) for groups, shapes in optimizers]
     numbers = tuple(range(len(optimizers)))
@@ -277,51 +279,40 @@ def places_of_shapes(
 def _covering(groups: Sequence[Sequence[Shape | None]], weights: Sequence[Shape]) -> dict[tuple[int, int], int]:
     """The weights that parameters have in all ways of giving each one, in the order of its group.
 
-    ``groups`` are the shapes of parameters, None where it is unknown. A weight belongs to one parameter; to none only
-    where no parameter is known to have its shape, as with buffers. Returns the place of the weight by the number of the
-    group and the place in it: nothing where there is no way, or where there are too many.
+    ``groups`` are the shapes of parameters, None where it is unknown; there are as many as weights. Returns the place
+    of the weight by the number of the group and the place in it: nothing where there is no way, or too many.
     """
-    ways = _Ways(groups, weights)
-    reached: list[set[State]] = [{(0,) * len(groups)} if ways.known else set()]
-    room = _MOST_WAYS + len(weights)
-    for at in range(len(weights)):
-        reached.append({after for state in reached[-1] for _, after in ways.moves(state, at)})
+    known = any(shape is not None for group in groups for shape in group)
+    if not known or sum(map(len, groups)) != len(weights) or len(groups) > _MOST_GROUPS:
+        return {}
+    if len(groups) == 1:
+        fits = all(own in (None, shape) for own, shape in zip(groups[0], weights, strict=True))
+        return {(0, at): at for at in range(len(weights))} if fits else {}
+
+    def moves(state: State, shape: Shape) -> Iterator[tuple[int, State]]:
+        """The groups whose next parameter may have a weight of the shape, and the state after it."""
+        for number, (group, done) in enumerate(zip(groups, state, strict=True)):
+            if done < len(group) and group[done] in (None, shape):
+                yield number, (*state[:number], done + 1, *state[number + 1 :])
+
+    reached: list[set[State]] = [{(0,) * len(groups)}]
+    room = _MOST_STATES + len(weights)
+    for shape in weights:
+        reached.append({after for state in reached[-1] for _, after in moves(state, shape)})
         room -= len(reached[-1])
-        if room < 0 or not reached[-1]:
+        if room < 0:
             return {}
-    ending = {tuple(map(len, groups))} & reached[-1]
+    ending = reached.pop()
     options: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for at in reversed(range(len(weights))):
+    for at, (states, shape) in reversed(list(enumerate(zip(reached, weights, strict=True)))):
         before = set()
-        for state in reached[at]:
-            moves = [number for number, after in ways.moves(state, at) if after in ending]
-            before.update([state] if moves else [])
-            for number in moves:
-                if number is not None:
+        for state in states:
+            for number, after in moves(state, shape):
+                if after in ending:
+                    before.add(state)
                     options[number, state[number]].add(at)
         ending = before
     return {key: places.pop() for key, places in options.items() if len(places) == 1}
-
-
-class _Ways:
-    """The ways of going through weights in their order, and of giving each to the next parameter of a group."""
-
-    def __init__(self, groups: Sequence[Sequence[Shape | None]], weights: Sequence[Shape]) -> None:
-        self._groups, self._weights = groups, weights
-        self.known = {shape for group in groups for shape in group if shape is not None}
-        self._count = sum(map(len, groups))
-        # How many weights from a place on belong to a parameter.
-        self._needed = [*accumulate((shape in self.known for shape in reversed(weights)), initial=0)][::-1]
-
-    def moves(self, state: State, at: int) -> Iterator[tuple[int | None, State]]:
-        """The groups whose parameter the weight at a place may be, None for none of them, and the state after it."""
-        shape, left = self._weights[at], self._count - sum(state)
-        if shape not in self.known and left < len(self._weights) - at:
-            yield None, state
-        if left > self._needed[at + 1]:
-            for number, (group, done) in enumerate(zip(self._groups, state, strict=True)):
-                if done < len(group) and group[done] in (None, shape):
-                    yield number, (*state[:number], done + 1, *state[number + 1 :])
 
 
 def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[Identifier, str] | str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpt8
-from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.meaning.pairing import places_in_order, saved_parameters
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.tensors import Role
 
@@ -380,7 +382,7 @@ def test_order_and_shapes_decide_where_every_weight_is_listed(case, tmp_path):
     optimizers, unused, unknown = LISTED[case]
     net = Stack()
     if case == "a buffer":
-        net.blocks[1].register_buffer("mask", torch.ones(9, 9))
+        net.blocks[1].register_buffer("mask", torch.ones(96, 64, dtype=torch.bool))
     names = {id(p): f"model.{name}" for name, p in net.named_parameters()}
     still = {id(p) for p in unused(net)} if unused else set()
     tree, truth = {"model": net.state_dict()}, []
@@ -396,6 +398,47 @@ def test_order_and_shapes_decide_where_every_weight_is_listed(case, tmp_path):
     assert all("cannot be told apart" in reason for reason in unpaired)
     missing = [name for name, weight in zip(truth, found, strict=True) if weight != name]
     assert missing == [name for name in truth if name.startswith(tuple(f"model.{each}" for each in unknown))]
+
+
+def programs(rng):
+    """Shapes of a model of blocks alike; who lists which weight, by optimizer and group; the weights with a state."""
+    shapes = [(4, 4), (4,), (8, 4), (4, 8), (16, 4)]
+    block = rng.choices(shapes, k=rng.randint(1, 4))
+    ends = [rng.choices(shapes, k=rng.randint(0, 1)) for _ in range(2)]
+    weights = ends[0] + rng.randint(1, 4) * block + ends[1]
+    every = range(len(weights))
+    live = {k for k in every if rng.random() < rng.choice([0.5, 0.8, 1.0])}
+    matrices = [k for k in every if len(weights[k]) > 1]
+    muon, cut = matrices[1:], rng.randint(0, len(weights))
+    listed = rng.choice(
+        [
+            [[every]],
+            [[[k for k in every if k in live or rng.random() < 0.5]]],
+            [[matrices, [k for k in every if k not in matrices]]],
+            [[muon], [[k for k in every if k not in muon]]],
+            [[every[cut:], every[:cut]]],
+        ]
+    )
+    return weights, listed, live
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_program_is_paired_wrongly(seed):
+    rng, right = random.Random(seed), 0
+    for _ in range(400):
+        weights, listed, live = programs(rng)
+        given, truth = [], []
+        for groups in listed:
+            own = dict(enumerate(k for group in groups for k in group))
+            numbers = iter(own)
+            lists = [{"params": list(itertools.islice(numbers, len(group)))} for group in groups]
+            given.append((lists, {each: weights[k] for each, k in own.items() if k in live}))
+            truth.append(own)
+        for (_, known), places, own in zip(given, places_in_order(given, weights), truth, strict=True):
+            paired = {each: at for each, at in places.items() if each in known and isinstance(at, int)}
+            assert paired == {each: own[each] for each in paired}, (weights, listed, live)
+            right += len(paired)
+    assert right > 1000
 
 
 LOOSE = {
