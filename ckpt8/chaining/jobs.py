@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,18 @@ from ckpt8.chaining.removal import finish_removal, interrupted, refuse_removal, 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
-from ckpt8.compressing.compress import compress, default_target
+from ckpt8.compressing.base_choice import wanted
+from ckpt8.compressing.compress import compress, default_target, target_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.facts import total_errors
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError
-from ckpt8.core.files.atomic import noting_replaced
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError
+from ckpt8.core.files.atomic import any_file, noting_replaced
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.manifest_facts import asked_words
+from ckpt8.inspecting.prediction import predicted_bytes
 from ckpt8.inspecting.step_facts import step_facts
 from ckpt8.inspecting.verify import verify
 
@@ -73,6 +77,9 @@ class Outcome:
     ``steps`` is the error in steps that it states, and what is under no budget: see ``step_facts``; None without a
     budget. ``present``: the container was there already. ``removed``: the source is gone. ``replaced`` says what the
     container took the place of. ``error``: what failed, after which the source is as it was.
+
+    Of a job that was not done: ``predicted`` are the bytes that a container would take, at most where it may become a
+    delta, ``would_remove`` says whether the source would go, and ``replaced`` what would be replaced.
     """
 
     source: Path
@@ -85,6 +92,8 @@ class Outcome:
     present: bool = False
     removed: bool = False
     replaced: str | None = None
+    predicted: int | None = None
+    would_remove: bool = False
     error: Exception | None = None
 
 
@@ -116,14 +125,21 @@ class Job:
 
     def run(self, progress: Progress = lambda _: None) -> Outcome:
         """Do it. An exception is part of the outcome."""
+        return self._outcome(lambda found: self._run(found, progress))
+
+    def preview(self) -> Outcome:
+        """Find out what ``run`` would do, without writing anything. An exception is part of the outcome."""
+        return self._outcome(self._preview)
+
+    def _outcome(self, fill: Callable[[dict[str, Any]], None]) -> Outcome:
         started = time.perf_counter()
         found: dict[str, Any] = {}
         with noting_replaced() as replaced:
             try:
-                self._run(found, progress)
+                fill(found)
             except Exception as exc:
                 found["error"] = exc
-        found["replaced"] = next(iter(replaced), None)
+        found.setdefault("replaced", next(iter(replaced), None))
         return Outcome(self.source, self.target, seconds=time.perf_counter() - started, **found)
 
     def _run(self, found: dict[str, Any], progress: Progress) -> None:
@@ -137,12 +153,42 @@ class Job:
         found["present"] = self.present and self._is_done(progress)
         if not found["present"]:
             options = {**self.settings.options, "force": self.force, "progress": progress}
-            # Unnamed, a target is replaced only if it is a checkpoint.
-            compress(self.source, None if self.target == default_target(self.source) else self.target, **options)
+            compress(self.source, self._named_target, **options)
         self._read(found)
         if self.settings.remove:
             remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
             found["removed"] = True
+
+    def _preview(self, found: dict[str, Any]) -> None:
+        options = self.settings.options
+        if self.problem is not None:
+            raise self.problem
+        if self.aside is not None and not self.present:
+            raise InputError(
+                f"{self.source}: its removal was interrupted, and its container is gone; it gets its name back"
+            )
+        if self.aside is None and self.settings.remove:
+            refuse_removal(self.source)
+        found["present"] = self.present and (self.aside is not None or self._is_done(None))
+        if found["present"]:
+            self._read(found)
+        else:
+            target_of(self.source, self._named_target, force=self.force)
+            found["replaced"] = any_file(self.target) if self.target.exists() else None
+            if self.target.parent.is_dir() and not os.access(self.target.parent, os.W_OK | os.X_OK):
+                raise OutputError(f"{self.target}: cannot be written: {os.strerror(errno.EACCES)}")
+            if isinstance(base := wanted(options.get("base")), Path):
+                with ContainerReader(base) as reader:
+                    found["base"] = reader.path.name
+            preset, rules, budget, bound = map(options.get, ("preset", "rules", "budget", "max_update_error"))
+            policy = Policy.of(preset, rules or (), budget, bound)
+            found["bytes"], found["predicted"] = predicted_bytes(self.source, policy, options.get("threads"))
+        found["would_remove"] = self.settings.remove
+
+    @property
+    def _named_target(self) -> Path | None:
+        """The target; None for the default one, which is replaced only if it is a checkpoint."""
+        return None if self.target == default_target(self.source) else self.target
 
     def _finish(self, aside: Path, found: dict[str, Any], progress: Progress) -> None:
         """Finish a removal that was interrupted."""
@@ -160,8 +206,8 @@ class Job:
             found["bytes"] = sum(member.size for member in manifest.members)
             found["stored"] = reader.size
 
-    def _is_done(self, progress: Progress) -> bool:
-        """Whether the target is what was asked for; False where it is to be replaced.
+    def _is_done(self, progress: Progress | None) -> bool:
+        """Whether the target is what was asked for; False where it is to be replaced. Without ``progress`` by its head.
 
         Unless ``force`` replaces them, raises CheckFailedError for a container of other settings, and OutputError for
         one of another source.
@@ -173,7 +219,7 @@ class Job:
             error = CheckFailedError(
                 f"{self.target}: {difference}; {self.source} stays as it is, --force compresses it anew"
             )
-        elif self.doubted and not self._is_of_source(progress):
+        elif self.doubted and progress is not None and not self._is_of_source(progress):
             error = OutputError(
                 f"{self.target}: was not made from {self.source} as it is now; --force replaces it, or move it away"
             )

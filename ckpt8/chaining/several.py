@@ -24,11 +24,11 @@ def target_in(folder: Path, source: Path) -> Path:
 
 @contextmanager
 def collected(
-    sources: Sequence[Path], folder: Path | None, settings: Settings, *, force: bool
+    sources: Sequence[Path], folder: Path | None, settings: Settings, *, force: bool, dry: bool = False
 ) -> Iterator[Iterator[list[Job]]]:
     """The jobs for ``sources``, in lists to run one after the other: see ``_batches``.
 
-    A ``folder`` that is missing is made, and goes again if nothing was written into it.
+    A ``folder`` that is missing is made, unless ``dry``, and goes again if nothing was written into it.
 
     Raises UsageError for arguments that no source can have and for two sources with the same target, OutputError for
     the folder.
@@ -36,7 +36,7 @@ def collected(
     _check(settings)
     targets = {source: default_target(source) if folder is None else target_in(folder, source) for source in sources}
     _refuse_twice(sources, targets)
-    is_new = folder is not None and _make(folder)
+    is_new = folder is not None and _make(folder, dry=dry)
     try:
         yield _batches(targets, settings, force=force)
     finally:
@@ -80,11 +80,12 @@ def _refuse_twice(sources: Sequence[Path], targets: dict[Path, Path]) -> None:
             raise UsageError(f"{other} and {source}: would both become {target}; compress one of them with -o NAME")
 
 
-def _make(folder: Path) -> bool:
-    """Make a folder; False if it is there. Raises OutputError."""
+def _make(folder: Path, *, dry: bool) -> bool:
+    """Make a folder; False if it is there. Raises OutputError. If ``dry`` say only whether it could be made."""
     refuse_url(folder)
     try:
-        if folder.is_dir():
+        if folder.is_dir() or (dry and not folder.exists()):
+            folder.parent.stat()
             return False
         folder.mkdir()
     except FileExistsError as exc:

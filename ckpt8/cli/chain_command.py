@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt8.cli.bases import finding_bases
-from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
+from ckpt8.cli.options import Budget, Device, DryRun, Force, Json, Preset, Remove, Rules, Threads, stopwatch
 from ckpt8.cli.output import console, print_json, print_lines
 from ckpt8.core.errors import UsageError
 from ckpt8.core.text import listed
@@ -41,6 +41,7 @@ def chain(
     ] = 10.0,
     device: Device = "auto",
     threads: Threads = None,
+    dry_run: DryRun = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -49,6 +50,8 @@ def chain(
     Checkpoints that are compressed already are skipped: after a kill, run it again. What is being written is left
     alone; what fails is told, and the others go on. The exit code is the highest of those that failed.
     """
+    if watch and dry_run:
+        raise UsageError("--dry-run says what would be done now, and --watch goes on for ever; leave out one of them")
     if watch and as_json:
         raise UsageError("--json prints one object at the end, and --watch has none; leave out one of them")
     from ckpt8.chaining.chain import ChainRun, chain_options
@@ -62,7 +65,7 @@ def chain(
         if not os.path.lexists(directory):
             print_lines(console(), [f"{directory}: is not there yet; waiting for it"])
     elapsed = stopwatch()
-    tally = run_jobs(run.jobs(), "compress", quiet=as_json)
+    tally = run_jobs(run.jobs(), "compress", quiet=as_json, dry=dry_run)
     if as_json:
         skipped = [{"path": str(path), "reason": reason} for path, reason in run.skipped().items()]
         facts = {"directory": str(directory), **tally.to_json(), "packed": run.packed(), "skipped": skipped}

@@ -11,9 +11,9 @@ import typer
 
 from ckpt8.cli.bases import finding_bases
 from ckpt8.cli.compress_ranks import compress_share, ranks
-from ckpt8.cli.options import Budget, Device, Force, Json, Preset, Remove, Rules, Threads, stopwatch
+from ckpt8.cli.options import Budget, Device, DryRun, Force, Json, Preset, Remove, Rules, Threads, stopwatch
 from ckpt8.cli.output import console, print_json, print_lines, progress_bar, waited
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from ckpt8.cli.jobs import Tally
@@ -51,6 +51,7 @@ def compress(
         ),
     ] = None,
     remove: Remove = False,
+    dry_run: DryRun = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -75,25 +76,25 @@ def compress(
         "base": base,
     }
     if (place := ranks(src)) is not None:
-        if remove:
-            raise UsageError("--remove is not for ranks that share a source; leave it out")
+        if remove or dry_run:
+            raise UsageError(
+                f"{'--remove' if remove else '--dry-run'} is not for ranks that share a source; leave it out"
+            )
         compress_share(src[0], output, options, *place, force=force, as_json=as_json)
+    elif len(src) == 1 and dry_run:
+        _preview_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
     elif len(src) == 1:
         _compress_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
     else:
-        _compress_many(src, output, options, remove=remove, force=force, as_json=as_json)
+        _compress_many(src, output, options, remove=remove, force=force, as_json=as_json, dry=dry_run)
 
 
 def _compress_one(
     src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
 ) -> None:
-    from ckpt8.compressing.compress import default_target
     from ckpt8.inspecting.container import inspect_container
 
-    target = default_target(src)
-    if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
-        output = output / target.name
-    target = output or target
+    output, target = _targets(src, output)
     finished = _finish_removals(src, target, options, as_json=as_json) if remove else None
     rows = finished.to_json()["checkpoints"] if finished else []
     container = next((Path(row["target"]) for row in rows if row["removed"] and row["source"] == str(src)), None)
@@ -111,6 +112,32 @@ def _compress_one(
         print_json({"target": str(target), "seconds": seconds, "removed": remove, "finished": rows, **facts})
     if finished and finished.exit_code:
         raise typer.Exit(finished.exit_code)
+
+
+def _targets(src: Path, output: Path | None) -> tuple[Path | None, Path]:
+    """The target that the user named, in a folder if that was named; and the target."""
+    from ckpt8.compressing.compress import default_target
+
+    target = default_target(src)
+    if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
+        output = output / target.name
+    return output, output or target
+
+
+def _preview_one(
+    src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+) -> None:
+    from ckpt8.chaining.jobs import Job, Settings, finishing
+    from ckpt8.cli.jobs import run_jobs
+
+    _, target = _targets(src, output)
+    if not target.parent.is_dir():
+        raise OutputError(f"{target}: cannot be written: {target.parent} is no folder")
+    settings = Settings(options, remove)
+    left = finishing(src.parent, [target.parent], settings) if remove else []
+    if not any(job.source == src for job in left):
+        left.append(Job(src, target, settings, force=force))
+    _show_all(run_jobs([left], "compress", quiet=as_json, dry=True), as_json=as_json)
 
 
 def _compress_now(
@@ -149,17 +176,28 @@ def _finish_removals(src: Path, target: Path, options: dict[str, Any], *, as_jso
 
 
 def _compress_many(
-    sources: list[Path], output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+    sources: list[Path],
+    output: Path | None,
+    options: dict[str, Any],
+    *,
+    remove: bool,
+    force: bool,
+    as_json: bool,
+    dry: bool,
 ) -> None:
     from ckpt8.chaining.jobs import Settings
     from ckpt8.chaining.several import collected
     from ckpt8.cli.jobs import run_jobs
 
     elapsed = stopwatch()
-    with collected(sources, output, Settings(options, remove), force=force) as jobs:
-        tally = run_jobs(jobs, "compress", quiet=as_json)
+    with collected(sources, output, Settings(options, remove), force=force, dry=dry) as jobs:
+        tally = run_jobs(jobs, "compress", quiet=as_json, dry=dry)
+    _show_all(tally, as_json=as_json, seconds=elapsed())
+
+
+def _show_all(tally: Tally, *, as_json: bool, **facts: float) -> None:
     if as_json:
-        print_json({**tally.to_json(), "seconds": elapsed()})
+        print_json({**tally.to_json(), **facts})
     else:
         tally.show_total()
     if tally.exit_code:

@@ -39,6 +39,12 @@ Remove = Annotated[
     bool,
     typer.Option("--remove", help="Remove a checkpoint once its container was verified against it, never otherwise."),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what would be written, its predicted size, and what would be removed. Write nothing."
+    ),
+]
 
 
 def stopwatch() -> Callable[[], float]:

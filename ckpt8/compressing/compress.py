@@ -32,11 +32,12 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.bases import looked_for_in
 from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.needed import unneeded_file
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.arguments import checked
 from ckpt8.core.collection import without_collection
-from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.files.atomic import as_private_as, refuse_source
+from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.files.atomic import AtomicFile, as_private_as, refuse_source
 from ckpt8.core.gpu import requested
 from ckpt8.core.workers import Progress
 
@@ -97,14 +98,11 @@ def compress(
     'compact'
     """
     source = Path(source)
-    named, target = target is not None, default_target(source) if target is None else Path(target)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
-    refuse_source(target, source)
+    target = target_of(source, None if target is None else Path(target), force=force)
     asked = wanted(base)
-    if not named and default_path(target).is_file() and force:
-        checkpoint_file(target)
     with (
         looked_for_in(map(Path, base_dirs)),
         as_private_as(source),
@@ -116,6 +114,20 @@ def compress(
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
         run = partial(Compressor.run, target=target, policy=policy, force=force)
         return _compressed(bundle, target, policy, options, asked, run, device=gpu)
+
+
+def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
+    """Where ``compress`` writes. Raises OutputError where it may not, and InputError for the source; writes nothing."""
+    refuse_source(default_target(source) if target is None else target, source)
+    if target is None:
+        target = default_path(default_target(source))
+        if force and target.is_file():
+            checkpoint_file(target)
+    try:
+        AtomicFile.examine(target, force=force, check=unneeded_file)
+    except OSError as exc:
+        raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
+    return target
 
 
 # The overloads repeat the parameters, since their type of result depends on ``background`` alone.

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_policies
@@ -27,9 +29,12 @@ from ckpt8.compressing.policy import PRESETS, Policy
 from ckpt8.compressing.sharing import Group, share
 from ckpt8.container import frames, layout, symbols
 from ckpt8.container.facts import NOT_MEASURED, SKELETON_ROLE
-from ckpt8.core.errors import RefusedError
+from ckpt8.core.collection import without_collection
+from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Workers
+from ckpt8.inspecting.manifest_facts import skeleton_roles
+from ckpt8.inspecting.opening import describe
 from ckpt8.inspecting.sampling import PER_TENSOR
 from ckpt8.inspecting.step_facts import step_figures
 
@@ -71,6 +76,20 @@ def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Pl
     return {"predicted": predicted, "unpredicted": _unpredicted(plans["archive"])}
 
 
+def predicted_bytes(path: Path, policy: Policy, threads: int | None = None) -> tuple[int, int]:
+    """The bytes of a checkpoint, and those that its container is expected to take without a base.
+
+    Raises as ``compress`` for a source that is damaged or holds no tensors, and for rules.
+    """
+    with without_collection(), open_source(path, containers=False) as source:
+        if not source.holds_tensors:
+            raise InputError(f"{path}: holds no tensors; there is nothing to compress")
+        (plan,) = plan_policies(source, [policy])
+        policy.check_rules([each for tensor, _ in plan.tensors for each in tensor.paths])
+        with Workers(threads) as workers:
+            return source.size, _Prediction(source, skeleton_roles(describe(source, plan)), plan).stored(workers)
+
+
 def _unpredicted(plan: Plan) -> dict[str, int]:
     names = defaultdict[str, list[str]](list)
     for unit in plan.units:
@@ -97,9 +116,7 @@ class _Prediction:
 
     def run(self, workers: Workers, stepped: Plan) -> dict[str, Any]:
         """The figures. ``stepped`` is a plan that knows the steps of the parameters."""
-        units = [unit for unit in self._plan.units if unit.streams[0].index not in self._structure]
-        own, groups = share(units, self._source.size, layout.SLAB)
-        found = [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
+        units, found = self._measured(workers)
         is_exact = not self._plan.is_lossy
         if not is_exact and not any(map(_has_step, units)):
             # The plan knows no steps: measure it as if it did.
@@ -110,10 +127,23 @@ class _Prediction:
         error = StepError(1.0) if is_exact else StepError()
         for each in found:
             error.merge(each.error)
-        outside = sum(each.storage.nbytes for each in self._plan.streams if each.index in self._structure)
-        size = int(sum(each.stored for each in found) + outside * _STRUCTURE_LEFT)
+        size = self._size(found)
         kinds = {unit.parameter.rule.kind for unit in units if unit.parameter and unit.parameter.rule}
         return {"bytes": size, "ratio": self._source.size / max(size, 1), **step_figures(error, kinds)}
+
+    def stored(self, workers: Workers) -> int:
+        """The bytes of the container."""
+        return self._size(self._measured(workers)[1])
+
+    def _measured(self, workers: Workers) -> tuple[list[Unit], list[_Found]]:
+        """The units that hold tensors, and what they take."""
+        units = [unit for unit in self._plan.units if unit.streams[0].index not in self._structure]
+        own, groups = share(units, self._source.size, layout.SLAB)
+        return units, [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
+
+    def _size(self, found: Sequence[_Found]) -> int:
+        outside = sum(each.storage.nbytes for each in self._plan.streams if each.index in self._structure)
+        return int(sum(each.stored for each in found) + outside * _STRUCTURE_LEFT)
 
     def _of_unit(self, unit: Unit) -> _Found:
         """A unit with entries of its own, from up to PER_TENSOR elements in its middle. Thread-safe."""

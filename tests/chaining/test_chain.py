@@ -124,6 +124,29 @@ def test_parts_of_one_checkpoint_are_named(tmp_path, run_command):
     assert "model.pt is left alone: it is a part of a checkpoint of several files" in err
 
 
+def test_a_dry_run_writes_nothing_and_says_what_would_be_done(run, run_command):
+    folder = run[0].parent
+    ckpt8.compress(run[0])
+    run[1].rename(folder / f".step-10.pt.{'0' * 16}.ckpt8-removed")
+    run[3].write_bytes(run[3].read_bytes()[:-200])
+    age(run[3])
+    before = {path: (digest(path), path.stat()) for path in folder.iterdir()}
+    code, out, err = run_command("chain", folder, "--dry-run", "--remove")
+    assert code == 3
+    assert err.count("\n") == 2, "the interrupted removal without a container, and the damaged one"
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{run[0].with_suffix('.ckpt8')}: ")
+    assert lines[0].endswith(f"is there already; {run[0]} would be removed once it is verified")
+    assert lines[1].startswith(f"{run[2].with_suffix('.ckpt8')}: would be written, ")
+    assert lines[2].endswith("2 would fail; nothing was written or removed")
+    facts = json.loads(run_command("chain", folder, "--dry-run", "--budget", 2, "--json")[1])
+    (row,) = [row for row in facts["checkpoints"] if row["predicted_bytes"]]
+    assert (row["source"], row["would_remove"], row["bytes"]) == (str(run[2]), False, run[2].stat().st_size)
+    assert {path: (digest(path), path.stat()) for path in folder.iterdir()} == before
+    ckpt8.compress(run[2], budget=2)
+    assert row["predicted_bytes"] == pytest.approx(run[2].with_suffix(".ckpt8").stat().st_size, rel=0.1)
+
+
 @pytest.mark.parametrize("count", [4, 5, 7, 9])
 def test_keep_raw_leaves_all_where_there_are_no_more(count, run, run_command):
     assert chained(run_command, run[0].parent, "--keep-raw", count, "--remove") == ([], "")
@@ -279,7 +302,10 @@ def test_nothing_to_chain(tmp_path, run_command, inputs):
         assert err.startswith(f"ckpt8: {folder}: ")
 
 
-@pytest.mark.parametrize("more", [("--preset", "tiny"), ("--budget", "99"), ("--rest", "-1"), ("--watch", "--json")])
+@pytest.mark.parametrize(
+    "more",
+    [("--preset", "tiny"), ("--budget", "99"), ("--rest", "-1"), ("--watch", "--json"), ("--watch", "--dry-run")],
+)
 def test_wrong_arguments(more, run, run_command):
     assert run_command("chain", run[0].parent, *more)[0] == 2
     assert len(names(run[0].parent)) == 4

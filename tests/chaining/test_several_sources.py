@@ -277,3 +277,29 @@ def test_lines_and_json_name_the_error_in_steps_and_what_is_under_no_budget(comm
     rows = {row["source"]: row["steps"] for row in json.loads(out)["checkpoints"]}
     assert rows[str(run[1])] == facts
     assert rows[str(run[0])]["fallbacks"] == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_dry_run_writes_nothing(count, run, run_command, tmp_path):
+    """No folder either, and what would be refused is refused."""
+    kept = tmp_path / "kept"
+    before = {path: (digest(path), path.stat()) for path in run[0].parent.iterdir()}
+    where = kept if count > 1 else tmp_path / "kept.ckpt8"
+    code, out, err = run_command("compress", *run[:count], "-o", where, "--dry-run", "--remove", "--json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert (facts["dry_run"], facts["would_remove"], len(facts["checkpoints"])) == (True, count, count)
+    assert not kept.exists()
+    assert not where.exists()
+    assert {path: (digest(path), path.stat()) for path in run[0].parent.iterdir()} == before
+    code, _, err = run_command("compress", *run[:count], "--dry-run", "--rule", "nothing=lossless")
+    assert (code, err.count("\n")) == (2, count)
+    ckpt8.compress(run[0])
+    for more, expected in (((), 4 if count == 1 else 0), (("--force",), 0)):
+        code, out, err = run_command("compress", *run[:count], "--dry-run", *more)
+        assert code == expected, err
+        assert ("exists; use --force" in err) == bool(expected)
+    if count == 1:
+        code, _, err = run_command("compress", run[0], "-o", kept / "x.ckpt8", "--dry-run")
+        assert code == 4
+        assert "cannot be written" in err

@@ -25,6 +25,59 @@ def outcome_line(outcome: Outcome) -> str:
     return f"{outcome.target}: {sizes}{kind}{steps}{how}{fallback}{old}{gone}"
 
 
+def preview_line(outcome: Outcome) -> str:
+    """What would become of a checkpoint."""
+    if outcome.predicted is None:
+        what = f"{_sizes(outcome.bytes, outcome.stored or 0)}, is there already"
+    else:
+        what = f"would be written, {_predicted(outcome.bytes, outcome.predicted)}"
+        what += "" if outcome.base is None else f", less as a delta to {outcome.base}"
+        what += f"; would replace {outcome.replaced}" if outcome.replaced else ""
+    gone = f"; {outcome.source} would be removed once it is verified" if outcome.would_remove else ""
+    return f"{outcome.target}: {what}{gone}"
+
+
+def preview_total(outcomes: Sequence[Outcome]) -> str:
+    """The totals of all containers that would be written."""
+    facts = preview_totals(outcomes)
+    count = sum(outcome.predicted is not None for outcome in outcomes)
+    sizes = f": {_predicted(facts['bytes'], facts['predicted_bytes'])}" if count else ""
+    failed = f"; {facts['failed']} would fail" if facts["failed"] else ""
+    return f"{counted(count, 'container')} to write{sizes}{failed}; nothing was written or removed"
+
+
+def preview_totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Bytes of what would be compressed, and of its containers as whole files; counts."""
+    new = [outcome for outcome in outcomes if outcome.predicted is not None]
+    nbytes, predicted = sum(each.bytes for each in new), sum(each.predicted or 0 for each in new)
+    return {
+        "dry_run": True,
+        "bytes": nbytes,
+        "predicted_bytes": predicted,
+        "ratio": _ratio(nbytes, predicted),
+        "would_remove": sum(each.would_remove for each in outcomes),
+        "failed": sum(each.error is not None for each in outcomes),
+    }
+
+
+def preview_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str, Any]:
+    """What would become of a checkpoint, for a program; ``failure`` as in ``outcome_facts``."""
+    stored = outcome.stored if outcome.predicted is None else outcome.predicted
+    return {
+        "source": str(outcome.source),
+        "target": str(outcome.target),
+        "bytes": outcome.bytes,
+        "predicted_bytes": outcome.predicted,
+        "stored_bytes": outcome.stored,
+        "ratio": None if stored is None else _ratio(outcome.bytes, stored),
+        "base": outcome.base,
+        "present": outcome.present,
+        "would_replace": outcome.replaced,
+        "would_remove": outcome.would_remove,
+        **_failure(failure),
+    }
+
+
 def total_line(outcomes: Sequence[Outcome], seconds: float) -> str:
     """The totals of all outcomes, for which a person waited ``seconds``."""
     facts = totals(outcomes)
@@ -61,9 +114,16 @@ def outcome_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str
         "present": outcome.present,
         "removed": outcome.removed,
         "replaced": outcome.replaced,
-        "error": failure and failure[0],
-        "exit_code": failure[1] if failure else 0,
+        **_failure(failure),
     }
+
+
+def _failure(failure: tuple[str, int] | None) -> dict[str, Any]:
+    return {"error": failure and failure[0], "exit_code": failure[1] if failure else 0}
+
+
+def _predicted(nbytes: int, predicted: int) -> str:
+    return f"{size(nbytes)} -> about {size(predicted)}, {nbytes / max(predicted, 1):.1f}x"
 
 
 def _sizes(nbytes: int, stored: int) -> str:

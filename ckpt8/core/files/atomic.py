@@ -122,19 +122,23 @@ class AtomicOutput(Closing):
         with self.guard():
             # Resolve symbolic links: the temporary must be on the file system of the final target.
             self._final = target.resolve()
-            exists = target.exists() or target.is_symlink()
-            if self._final.exists() and not self.is_kind(self._final):
-                raise OutputError(f"{target}: exists and is not a {self.what}")
-            if exists and not force:
-                raise self._exists()
-            self._look()
+            self.examine(target, force=force, check=check)
+
+    @classmethod
+    def examine(cls, target: Path, *, force: bool, check: Check) -> str | None:
+        """The description of what a ``target`` would replace, if anything; writes nothing.
+
+        Raises OutputError where it may not be replaced, and OSError.
+        """
+        if target.exists() and not cls.is_kind(target):
+            raise OutputError(f"{target}: exists and is not a {cls.what}")
+        if not force and (target.exists() or target.is_symlink()):
+            raise _exists(target)
+        return check(target.resolve()) if target.exists() else None
 
     def _look(self) -> str | None:
         """The description of the existing target, if any. Raises OutputError if it must stay."""
         return self._check(self._final) if self._final.exists() else None
-
-    def _exists(self) -> OutputError:
-        return OutputError(f"{self.target}: exists; use --force to replace it, or give another name")
 
     @property
     def path(self) -> Path:
@@ -181,12 +185,16 @@ class AtomicOutput(Closing):
             try:
                 rename_new(self.path, self._final)
             except FileExistsError as exc:
-                raise self._exists() from exc
+                raise _exists(self.target) from exc
         sync_directory(self._final.parent)
 
     def close(self) -> None:
         """Remove the temporary, unless it has become the target."""
         self._partial.close()
+
+
+def _exists(target: Path) -> OutputError:
+    return OutputError(f"{target}: exists; use --force to replace it, or give another name")
 
 
 def sync_directory(path: Path) -> None:
