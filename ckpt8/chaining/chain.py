@@ -16,6 +16,7 @@ from ckpt8.compressing.base_choice import AUTO
 from ckpt8.compressing.compress import default_target
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.header import is_container
+from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
@@ -64,6 +65,10 @@ class ChainRun:
             time.sleep(_LONGEST_NAP)
         if is_sharded(folder):
             raise InputError(f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run")
+        if self._settings.options["base"] is not None:
+            with KeptBases(folder) as kept:
+                kept.link_needed()
+        drop_unneeded(folder)
         if self._settings.remove and (left := finishing(folder, (), self._settings)):
             yield left
         if not self._watch:
@@ -120,6 +125,7 @@ def chain(
     preset: str | None = None,
     budget: float | None = None,
     rules: Sequence[str] = (),
+    delta: bool = True,
     remove: bool = False,
     keep_raw: int = 0,
     rest: float | None = None,
@@ -132,11 +138,14 @@ def chain(
 
     Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there,
     made with the same preset or budget and rules, is skipped, so a run that was killed goes on where it ended. A
-    directory that ranks have packed stays as it is, too. ``remove`` removes a checkpoint once its container was
-    verified against it, also one whose removal was interrupted. Those of the ``keep_raw`` newest steps stay as they
-    are. A checkpoint is left alone while it is being written: until it has not changed for ``rest`` seconds, 10 by
-    default, and has the file that its framework writes last. The other arguments are those of ``compress``; ``force``
-    replaces containers that were made from something else or with other settings.
+    directory that ranks have packed stays as it is, too. What a delta needs is linked into ``bases/`` in ``directory``,
+    so that any container may be removed; links that none needs go. Without ``delta`` every container is whole.
+
+    ``remove`` removes a checkpoint once its container was verified against it, also one whose removal was interrupted.
+    Those of the ``keep_raw`` newest steps stay as they are. A checkpoint is left alone while it is being written: until
+    it has not changed for ``rest`` seconds, 10 by default, and has the file that its framework writes last. The other
+    arguments are those of ``compress``; ``force`` replaces containers that were made from something else or with other
+    settings.
 
     Returns what became of each. The ``error`` of an ``Outcome`` is what failed; others go on. Raises InputError for a
     directory without checkpoints, UsageError for the arguments.
@@ -144,7 +153,7 @@ def chain(
     >>> [outcome.target.name for outcome in ckpt8.chain(".", rest=0)]
     ['run.ckpt8']
     """
-    settings = Settings(chain_options(preset, budget, rules, device, threads), remove)
+    settings = Settings(chain_options(preset, budget, rules, device, threads, delta=delta), remove)
     run = ChainRun(
         Path(directory), settings, force=force, keep_raw=keep_raw, watch=False, rest=REST if rest is None else rest
     )
@@ -152,9 +161,10 @@ def chain(
 
 
 def chain_options(
-    preset: str | None, budget: float | None, rules: Sequence[str], device: str, threads: int | None
+    preset: str | None, budget: float | None, rules: Sequence[str], device: str, threads: int | None, *, delta: bool
 ) -> dict[str, object]:
     """The arguments of ``compress`` for a chain. Raises UsageError for those that no checkpoint can have."""
     Policy.of(preset, rules, budget)
     requested(device)
-    return {"preset": preset, "budget": budget, "rules": rules, "device": device, "threads": threads, "base": AUTO}
+    base = AUTO if delta else None
+    return {"preset": preset, "budget": budget, "rules": rules, "device": device, "threads": threads, "base": base}

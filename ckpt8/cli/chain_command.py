@@ -27,6 +27,9 @@ def chain(
     preset: Preset = None,
     budget: Budget = None,
     rule: Rules = None,
+    delta: Annotated[
+        bool, typer.Option("--delta/--no-delta", help="Write deltas where these are smaller, or whole files only.")
+    ] = True,
     remove: Remove = False,
     keep_raw: Annotated[
         int,
@@ -58,7 +61,7 @@ def chain(
     from ckpt8.chaining.jobs import Settings
     from ckpt8.cli.jobs import run_jobs
 
-    settings = Settings(chain_options(preset, budget, rule or (), device, threads), remove)
+    settings = Settings(chain_options(preset, budget, rule or (), device, threads, delta=delta), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
     if watch:
         print_lines(console(), _left_alone(run))

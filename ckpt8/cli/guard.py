@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ckpt8.cli.output import console, print_lines, stated, waited, waiting, write_json
@@ -43,14 +44,17 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCE
 _NO_FOLDER = "No usable temporary directory"
 """What tempfile says."""
 
+_OWN = Path(__file__).parents[1]
+"""The folder of ckpt8."""
+
 _format_warning = warnings.formatwarning
 
 
-def _one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
-    """Format our own warning like an error, without the line of code that gives it."""
-    if issubclass(category, KernelCacheWarning):
-        return f"ckpt8: {message}\n"
-    return _format_warning(message, category, *where, **line)
+def _one_line(message: Warning | str, category: type[Warning], filename: str, *where: Any, **line: Any) -> str:
+    """Format a warning of ours, which names no code of others, like an error: without the line that gives it."""
+    if issubclass(category, KernelCacheWarning) or Path(filename).is_relative_to(_OWN):
+        return f"ckpt8: {printable(str(message))}\n"
+    return _format_warning(message, category, filename, *where, **line)
 
 
 class UnexpectedError(Exception):

@@ -44,7 +44,6 @@ class _Job:
         self.future: futures.Future[Manifest] = futures.Future()
         self.packed: Unwritten | None = None
         self.base: str | None = None
-        self._last: list[Callable[[], object]] | None = []
         self._asked = False
         self._dropped = False
 
@@ -68,24 +67,12 @@ class _Job:
             self._warn(error)
 
     def release(self) -> None:
-        """Free the memory, do what is left to do and let the next save to this target begin."""
+        """Free the memory, and let the next save to this target begin."""
         if self.packed is not None:
             self.packed.close()
         self.packed = None
         with _lock:
-            last, self._last = self._last or [], None
-        for action in last:
-            action()
-        with _lock:
             _pending.pop(_key(self.target), None)
-
-    def at_end(self, action: Callable[[], object]) -> None:
-        """Call ``action`` once the save has ended, before anybody sees its outcome."""
-        with _lock:
-            if self._last is not None:
-                self._last.append(action)
-                return
-        action()
 
     def ask(self, timeout: float | None) -> Manifest:
         """Wait for the outcome. Raises TimeoutError, and what the save raised."""
@@ -128,10 +115,6 @@ class PendingSave:
         """
         return self._job.ask(timeout)
 
-    def at_end(self, action: Callable[[], object]) -> None:
-        """Call ``action`` once the save has finished or failed, also where the handle is gone by then."""
-        self._job.at_end(action)
-
     def __enter__(self) -> PendingSave:
         return self
 
@@ -160,7 +143,7 @@ def start(target: Path, pack: Callable[[], Unwritten]) -> PendingSave:
     job = _reserve(target)
     try:
         job.packed = packed = pack()
-        if (record := packed.compressor.base) is not None:
+        if (record := packed.compressor.base) is not None and not packed.keeps_base:
             job.base = _key(Path(_key(target)).parent / record.path)
         # Stated because a thread inherits it: the caller may be a daemon.
         threading.Thread(target=job.run, args=(packed,), name="ckpt8-save", daemon=False).start()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,9 +22,9 @@ from ckpt8.compressing.partners import fits
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.json_fields import is_unicode
+from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, links_in
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.reading import find_sharded
-from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.arguments import described, is_path
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.text import natural_order
@@ -36,12 +37,21 @@ _MOST_LINKS = 4
 _MOST_READ = 64
 """Containers whose manifests are read, at most."""
 
+_CALLER = 9
+"""Frames from a warning to the caller of ``save``."""
+
+_unlinked = set[str]()
+"""Folders where files cannot be linked, of which somebody was warned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The base is to be chosen among ``candidates``; None are the containers ``written_once`` beside the target."""
+    """The base is to be chosen among the containers ``written_once`` beside the target, and the links in ``bases/``.
 
-    candidates: Sequence[Path] | None = None
+    It is linked there itself. Where files cannot be linked a delta is written all the same, unless ``only_linked``.
+    """
+
+    only_linked: bool = False
 
 
 Wanted = Path | Auto | None
@@ -71,17 +81,44 @@ def wanted(base: str | os.PathLike[str] | Auto | None) -> Wanted:
     return Path(base)
 
 
-def open_bases(asked: Path | Auto, target: Path, plan: Plan, policy: Policy) -> Generator[OpenBase]:
-    """Bases for ``target``, the best first, each open until the next. Of a path raises InputError and UsageError."""
+def only_auto(base: str | None) -> Auto | None:
+    """What the argument ``base`` of a framework's integration asks for. Raises UsageError."""
+    if base not in (None, AUTO):
+        raise UsageError(f"base is {AUTO!r} or None, not {base!r}")
+    return None if base is None else Auto(only_linked=True)
+
+
+@contextlib.contextmanager
+def bases_kept(asked: Wanted, target: Path) -> Iterator[KeptBases | None]:
+    """The links beside ``target`` until it is written, where its base is to be chosen; then what none needs goes."""
+    if not isinstance(asked, Auto):
+        yield None
+        return
+    folder = Path(os.path.realpath(target)).parent
+    try:
+        with KeptBases(folder) as kept:
+            if target.exists():
+                kept.link_needed()  # others may need what is replaced
+            yield kept
+    finally:
+        drop_unneeded(folder)
+
+
+def open_bases(
+    asked: Path | Auto, target: Path, plan: Plan, policy: Policy, kept: KeptBases | None
+) -> Generator[OpenBase]:
+    """Bases for ``target``, the best first, each open until the next. Of a path raises InputError and UsageError.
+
+    One that is chosen is linked among those that are ``kept``.
+    """
     if isinstance(asked, Path):
         with OpenBase(asked) as base:
             base.check_target(target)
             yield base
         return
-    found = asked.candidates
-    if found is None:
-        found = written_once(target.parent.glob(f"*{CONTAINER}"))
-    siblings = _siblings(_newest(found, target), plan, policy)
+    if asked.only_linked and is_unlinked(target):
+        return
+    siblings = _siblings(_candidates(target), plan, policy)
     newest = next(siblings, None)
     place = LENGTH if newest is None else newest.place + 1
     if newest is None or place == LENGTH:
@@ -90,18 +127,58 @@ def open_bases(asked: Path | Auto, target: Path, plan: Plan, policy: Policy) -> 
         # What is below it may be missing, or need the target.
         with contextlib.suppress(InputError, UsageError), OpenBase(each.path, place) as base:
             base.check_target(target)
-            yield base
+            if kept is None or _links(kept, each.path, target, is_needed=asked.only_linked):
+                yield base
 
 
-def _newest(paths: Iterable[Path], target: Path) -> list[Path]:
-    """The newest of some files, the newest first; the target is none of them."""
-    own = os.path.realpath(target)
+def is_unlinked(target: Path) -> bool:
+    """Whether files could not be linked in the folder of ``target``."""
+    return os.path.realpath(target.parent) in _unlinked
+
+
+def _links(kept: KeptBases, base: Path, target: Path, *, is_needed: bool) -> bool:
+    """Whether a base may be one: it was linked, or need not be. Warns once for each folder. Raises InputError."""
+    try:
+        kept.link(base)
+    except OSError as exc:
+        if not is_unlinked(target):
+            _unlinked.add(os.path.realpath(target.parent))
+            then = "checkpoints are saved whole" if is_needed else "removing a base makes its deltas unreadable"
+            warnings.warn(
+                f"{target.parent}: files cannot be linked there ({exc.strerror}), which keeps the bases of deltas when "
+                f"checkpoints are removed; {then}",
+                RuntimeWarning,
+                stacklevel=_CALLER,
+            )
+        return not is_needed
+    return True
+
+
+def _candidates(target: Path) -> list[Path]:
+    """The containers that may be a base: those beside the target, the newest first, then links to what is gone."""
+    beside, links = containers_in(target.parent), links_in(target.parent)
+    found = {_inode(target): target}
+    for path in (*_newest(written_once(beside)), *_newest(links)):
+        found.setdefault(_inode(path), path)
+    return list(found.values())[1 : _MOST_READ + 1]
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """What identifies a file; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _newest(paths: Iterable[Path]) -> list[Path]:
+    """Files, the newest first."""
     times = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            if path.is_file() and os.path.realpath(path) != own:
-                times[path] = path.stat().st_mtime_ns, natural_order(path.name)
-    return sorted(times, key=times.__getitem__, reverse=True)[:_MOST_READ]
+            times[path] = path.stat().st_mtime_ns, natural_order(path.name)
+    return sorted(times, key=times.__getitem__, reverse=True)
 
 
 def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Sibling]:

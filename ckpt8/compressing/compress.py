@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,10 +22,10 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.compressing.background import PendingSave, start, wait_for
-from ckpt8.compressing.base_choice import Auto, Wanted, wanted
+from ckpt8.compressing.base_choice import Auto, Wanted, bases_kept, is_unlinked, wanted
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chained import chained
-from ckpt8.compressing.compressor import Compressor, Options
+from ckpt8.compressing.compressor import Compressor, Options, Unwritten
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.open_base import OpenBase
 from ckpt8.compressing.plan import Plan
@@ -88,7 +89,8 @@ def compress(
 
     ``base`` is the container of an earlier state of the same training. The new one then holds differences to it, takes
     much less room, and cannot be read without it. "auto" chooses one among the containers in the folder of the target,
-    and none where none makes the file smaller: see ``base_choice``. Files below a base are looked for beside it and in
+    and none where none makes the file smaller: see ``base_choice``. It links that, and all below it, into ``bases/``
+    there, so that they may be removed; links that nothing needs go. Files below a base are looked for beside it and in
     ``base_dirs``.
 
     Raises InputError for a source or base that is damaged, or a source that holds no tensors, OutputError for the
@@ -266,4 +268,10 @@ def _compressed(
         record = None if base is None else base.record(target)
         return run(Compressor(source, plan, options, encoder, record, key_reason))
 
-    return chained(source, target, plan, policy, asked, options.threads, compress_plan)
+    with ExitStack() as saving:
+        kept = saving.enter_context(bases_kept(asked, target))
+        result = chained(source, target, plan, policy, asked, kept, options.threads, compress_plan)
+        if isinstance(result, Unwritten):
+            result.keeps_base = kept is not None and not is_unlinked(target)
+            result.resources.push(saving.pop_all())
+        return result

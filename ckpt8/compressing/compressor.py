@@ -70,7 +70,10 @@ class Options:
 
 @dataclass(slots=True)
 class Unwritten:
-    """A packed checkpoint whose temporary file is open until ``write`` or ``close``."""
+    """A packed checkpoint whose temporary file is open until ``write`` or ``close``.
+
+    ``keeps_base``: its base has a link until then, and may be replaced.
+    """
 
     compressor: Compressor
     policy: Policy
@@ -80,6 +83,7 @@ class Unwritten:
     writer: ContainerWriter
     workers: Workers
     resources: ExitStack
+    keeps_base: bool = False
 
     def write(self) -> Manifest:
         """Compress and write the file, freeing each chunk on the way. Raises OutputError."""

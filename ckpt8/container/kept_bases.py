@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import filecmp
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
-from ckpt8.container.bases import KEPT, Stated, find_base, is_kept_name, kept_name, stated_base
-from ckpt8.container.head import stated_seal
+from ckpt8.container.bases import KEPT, Stated, find_base, folders_that_need, is_kept_name, kept_name, stated_base
+from ckpt8.container.head import holds_seal, stated_seal
 from ckpt8.container.header import is_container
 from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, OutputError
 
-_NEWEST = 4
-"""Containers of a folder that are linked before a save: its base is one of them, or below one."""
+_LINKING = ".linking"
+"""A new link before it replaces a copy."""
 
 _saving = Counter[str]()
 """Saves of this process under way, by folder: not every file system has locks."""
@@ -33,68 +35,64 @@ _counting = threading.Lock()
 
 
 class KeptBases(Closing):
-    """The links in ``folder``, for one save there: until it is closed nobody removes any. Raises OSError."""
+    """The links in ``folder``, for one save there: until it is closed nobody removes any."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._links = folder / KEPT
         self._locks = contextlib.ExitStack()
-        self._locks.enter_context(_shared(folder))
-        try:
-            self._links.mkdir(exist_ok=True)
-        except BaseException:
-            self.close()
-            raise
+        # Where a folder cannot be opened nobody lists it, so nobody removes links there.
+        with contextlib.suppress(OSError):
+            self._locks.enter_context(_shared(folder))
 
     def close(self) -> None:
         """Let others remove links."""
         self._locks.close()
 
-    def link_newest(self, target: Path, are_kept: Callable[[Path], bool] = lambda _: True) -> list[Path]:
-        """Link the newest containers but ``target``, and all files below them. Returns the links; raises OSError.
+    def link(self, container: Path) -> None:
+        """Link a container, and before it the files below it: no link is ever without its base.
 
-        Takes those that ``are_kept``, if there are any. Links the target as well, if it is there: others may need what
-        a save is about to replace.
+        Raises InputError where one of them cannot be read, OSError where it cannot be linked.
         """
-        if is_container(target):
-            with contextlib.suppress(InputError):
-                self._link(target)
-        times = {}
-        containers = {path.resolve() for path in _containers(self._folder)} - {target.resolve()}
-        for path in set(filter(are_kept, containers)) or containers:
-            with contextlib.suppress(FileNotFoundError):
-                times[path] = path.stat().st_mtime_ns
-        found: dict[Path, None] = {}
-        for container in sorted(times, key=times.__getitem__, reverse=True)[:_NEWEST]:
-            with contextlib.suppress(InputError, FileNotFoundError):
-                found.update(dict.fromkeys(self._link(container)))
-        return list(found)
+        self._link(container.resolve())  # os.link may link a symbolic link itself
+
+    def link_needed(self) -> None:
+        """Link the bases of the containers in the folder, as far as they are there and can be linked."""
+        for path in containers_in(self._folder):
+            with contextlib.suppress(InputError, OSError):
+                self._link_below(path, _head(path))
 
     def move(self, container: Path, seal: str) -> None:
         """Make a container one of the links, and link all files below it. Raises OSError."""
         # Damaged, or without its base, it is moved as it is.
         with contextlib.suppress(InputError):
-            self._link_below(container, stated_base(container))
+            self._link_below(container, _head(container))
+        self._links.mkdir(exist_ok=True)
         link = self._links / kept_name(seal)
         if not link.exists():
             container.rename(link)
 
-    def _link(self, container: Path) -> list[Path]:
-        """Link a container, and before it the files below it: no link is ever without its base."""
-        container = container.resolve()  # os.link may link a symbolic link itself
-        head = stated_base(container)
-        below = self._link_below(container, head)
+    def _link(self, container: Path) -> None:
+        head = _head(container)
         link = self._links / kept_name(head.seal)
-        with contextlib.suppress(FileExistsError):
+        if link.exists() and link.samefile(container):
+            return
+        self._link_below(container, head)
+        self._links.mkdir(exist_ok=True)
+        try:
             os.link(container, link)
-        return [link, *below]
+        except FileExistsError:
+            # A copy of the folder has copies of the links.
+            if not holds_seal(link, head.seal):
+                raise
 
-    def _link_below(self, container: Path, head: Stated) -> list[Path]:
-        return [] if head.base is None else self._link(find_base(container, head.base))
+    def _link_below(self, container: Path, head: Stated) -> None:
+        if head.base is not None and not holds_seal(self._links / kept_name(head.base.seal), head.base.seal):
+            self.link(find_base(container, head.base))
 
 
 def remove_container(path: Path) -> None:
-    """Remove a file; a container that others beside it may need moves to the links. Raises OSError."""
+    """Remove a file; a container that others may need moves to the links. Raises OSError."""
     folder, seal = path.parent, stated_seal(path)
     if seal is not None and not path.is_symlink() and _may_be_needed(path, seal):
         with KeptBases(folder) as kept:
@@ -104,51 +102,122 @@ def remove_container(path: Path) -> None:
 
 
 def drop_unneeded(folder: Path) -> None:
-    """Remove the links that no container in ``folder`` needs, as far as possible.
+    """Remove the links that no container needs, as far as possible.
 
     Leaves all while a save is under way there, and where a container cannot be read: it may need any.
     """
+    with contextlib.suppress(OSError, InputError), _alone(folder):
+        _drop(folder)
+
+
+def release(folder: Path) -> tuple[int, int]:
+    """Free the room of links that no container needs, and of those that are a file of their own beside the same one.
+
+    Returns the bytes freed, and those of the links whose files are gone. Raises OutputError where a save is under way
+    or they cannot be removed, and InputError where a container cannot be read, which may need any of them.
+    """
+    try:
+        with _alone(folder):
+            freed, heads = _drop(folder)
+            beside = {head.seal: path for path, head in heads.items() if path.parent == folder}
+            links = {path: beside.get(head.seal) for path, head in heads.items() if _is_link(path, folder)}
+            freed += sum(_linked_again(path, twin) for path, twin in links.items() if twin is not None)
+            left = sum(status.st_size for path in links if (status := path.stat()).st_nlink == 1)
+    except BlockingIOError as exc:
+        raise OutputError(f"{folder}: a checkpoint is being saved there; try again once that is done") from exc
+    except OSError as exc:
+        raise OutputError(f"{folder / KEPT}: cannot be released: {exc.strerror}") from exc
+    return freed, left
+
+
+def _drop(folder: Path) -> tuple[int, dict[Path, Stated]]:
+    """Remove links that nothing needs; return the bytes that this frees, and the other heads.
+
+    Raises InputError where a container cannot be read, and OSError.
+    """
     if not (folder / KEPT).is_dir():
-        return
-    with contextlib.suppress(OSError), _alone(folder):
-        heads, are_all = _heads(folder)
-        if not are_all:
-            return
-        needed = _needed(heads, folder)
-        unneeded = [path for path, head in heads.items() if path.parent != folder and head.seal not in needed]
-        # A link goes before the one below it: a kill leaves none without its base.
-        for path in sorted(unneeded, key=lambda path: heads[path].links, reverse=True):
+        return 0, {}
+    heads, unreadable = _heads(folder)
+    if unreadable:
+        raise InputError(f"{unreadable[0]}: cannot be read, so it may need anything in {folder / KEPT}")
+    freed, needed = 0, _needed(heads, folder)
+    # A link goes before the one below it: a kill leaves none without its base.
+    for path, head in sorted(heads.items(), key=lambda item: item[1].links, reverse=True):
+        if _is_link(path, folder) and head.seal not in needed:
+            status = path.stat()
             path.unlink()
+            del heads[path]
+            freed += status.st_size if status.st_nlink == 1 else 0
+    (folder / KEPT / _LINKING).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
         (folder / KEPT).rmdir()
+    return freed, heads
 
 
-def _may_be_needed(path: Path, seal: str) -> bool:
-    """Whether containers beside ``path`` need it. True where there are chains, and a container cannot be read."""
-    heads, are_all = _heads(path.parent, without=path)
-    return seal in _needed(heads, path.parent) or (not are_all and (path.parent / KEPT).is_dir())
+def _linked_again(path: Path, twin: Path) -> int:
+    """Make a link to ``twin`` of the copy of it at ``path``; return the bytes that this frees. Raises OSError."""
+    size = path.stat().st_size
+    if path.samefile(twin) or not filecmp.cmp(path, twin, shallow=False):
+        return 0
+    linking = path.with_name(_LINKING)
+    linking.unlink(missing_ok=True)
+    os.link(twin.resolve(), linking)
+    linking.replace(path)
+    return size
 
 
-def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, Stated], bool]:
-    """The heads of the containers in a folder, but for one, and of its links; False where one cannot be read."""
-    links = [path for path in _containers(folder / KEPT) if is_kept_name(path.name)]
-    paths = [path for path in (*_containers(folder), *links) if path != without]
-    found = {}
-    for path in paths:
-        with contextlib.suppress(InputError):
-            found[path] = stated_base(path)
-    return found, len(found) == len(paths)
-
-
-def _containers(folder: Path) -> list[Path]:
+def containers_in(folder: Path) -> list[Path]:
     """The containers in a folder, and what has their suffix: a damaged one may not begin as they do."""
-    found = folder.iterdir() if folder.is_dir() else ()
+    try:
+        found = list(folder.iterdir())
+    except OSError:
+        return []
     return [path for path in found if (path.suffix == CONTAINER and path.is_file()) or is_container(path)]
 
 
+def links_in(folder: Path) -> list[Path]:
+    """The links in ``folder/bases``."""
+    return [path for path in containers_in(folder / KEPT) if is_kept_name(path.name)]
+
+
+def _may_be_needed(path: Path, seal: str) -> bool:
+    """Whether containers need the one at ``path``. True where there are chains, and a container cannot be read."""
+    heads, unreadable = _heads(path.parent, without=path)
+    return seal in _needed(heads, path.parent) or (bool(unreadable) and (path.parent / KEPT).is_dir())
+
+
+def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, Stated], list[Path]]:
+    """The heads of the links in a folder and of the containers, but for one, that may need them; what has none."""
+    paths = [*links_in(folder), *(path for each in folders_that_need(folder) for path in containers_in(each))]
+    found, unreadable = {}, []
+    for path in paths:
+        if path != without:
+            try:
+                found[path] = _head(path)
+            except (InputError, OSError):
+                unreadable.append(path)
+    return found, unreadable
+
+
+def _head(path: Path) -> Stated:
+    """What a container states of its chain; read again only where it is another file. Raises InputError, OSError."""
+    status = path.stat()
+    return _read_head(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 12)
+def _read_head(path: Path, *_: int) -> Stated:
+    return stated_base(path)
+
+
+def _is_link(path: Path, folder: Path) -> bool:
+    return path.parent == folder / KEPT and is_kept_name(path.name)
+
+
 def _needed(heads: dict[Path, Stated], folder: Path) -> set[str]:
-    """The seals of all files that the containers in ``folder`` need."""
+    """The seals of all files that containers other than the links in ``folder`` need."""
     below = {head.seal: head.base.seal for head in heads.values() if head.base is not None}
-    waiting = [head.seal for path, head in heads.items() if path.parent == folder]
+    waiting = [head.seal for path, head in heads.items() if not _is_link(path, folder)]
     needed: set[str] = set()
     while waiting:
         base = below.get(waiting.pop())

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ckpt8.container import frames, layout
 from ckpt8.container.bases import files_of
+from ckpt8.container.kept_bases import drop_unneeded
 from ckpt8.container.manifest import FrameTable, Manifest, Pack
 from ckpt8.container.needed import refuse_needed
 from ckpt8.container.reader import ContainerReader
@@ -73,6 +74,7 @@ def rebase(
                 refuse_source(final, each.path)
         with as_private_as(*files_of(source)), Workers(threads) as workers:
             write_whole(reader, final, workers, force=force or target is None, progress=progress)
+    drop_unneeded(Path(os.path.realpath(final)).parent)
     return final
 
 

@@ -25,6 +25,7 @@ from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.replacing import problem_of
 from ckpt8.checkpoint.sources.stored_member import member_index
 from ckpt8.compressing.background import PendingSave, wait_for
+from ckpt8.compressing.base_choice import only_auto
 from ckpt8.compressing.compress import save
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
@@ -37,7 +38,6 @@ from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.lazy import lazy_names
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing, removing
-from ckpt8.integrations.chains import Chains
 
 if TYPE_CHECKING:
     from ckpt8.integrations.sharded_strategy import Ckpt8StrategyMixin
@@ -104,11 +104,11 @@ class Ckpt8CheckpointIO(CheckpointIO):
         super().__init__()
         Options(threads, stats, max_update_error)
         Policy.of(preset, rules, budget, max_update_error)
-        self._chains = Chains(base)
         self._options: dict[str, Any] = {
             "preset": preset,
             "budget": budget,
             "rules": tuple(rules),
+            "base": only_auto(base),
             "threads": threads,
             "stats": stats,
             "max_update_error": max_update_error,
@@ -129,13 +129,10 @@ class Ckpt8CheckpointIO(CheckpointIO):
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise OutputError(f"{target}: cannot be written: {exc.strerror}") from exc
-        with contextlib.ExitStack() as saving:
-            chained = saving.enter_context(self._chains.saving(target))
-            if self._background:
-                self._pending = save(checkpoint, target, background=True, **self._options, **chained)
-                self._pending.at_end(saving.pop_all().close)
-            else:
-                save(checkpoint, target, **self._options, **chained)
+        if self._background:
+            self._pending = save(checkpoint, target, background=True, **self._options)
+        else:
+            save(checkpoint, target, **self._options)
 
     @checked
     def load_checkpoint(

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ckpt8.compressing.base_choice import only_auto
 from ckpt8.compressing.compress import compress
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.arguments import checked
@@ -28,7 +29,6 @@ from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.core.lazy import lazy_names
 from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import missing, run_folder
-from ckpt8.integrations.chains import Chains
 from ckpt8.restoring.restore import restore
 
 try:
@@ -81,8 +81,13 @@ class Ckpt8Callback(TrainerCallback):
         threads: int | None = None,
     ) -> None:
         Policy.of(preset, rules, budget)
-        self._chains = Chains(base)
-        self._options: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
+        self._options: dict[str, Any] = {
+            "preset": preset,
+            "budget": budget,
+            "rules": tuple(rules),
+            "base": only_auto(base),
+            "threads": threads,
+        }
         self._keep = keep_original
         self._background = background
         self._strict = strict
@@ -149,12 +154,11 @@ class Ckpt8Callback(TrainerCallback):
 
     def _compress(self, source: Path) -> None:
         target = run_folder.container_of(source)
-        with self._chains.saving(target) as chained:
-            compress(source, target, force=True, **self._options, **chained)
-            if not self._keep:
-                failures = verify(target, source, threads=self._options["threads"]).failures
-                if failures:
-                    raise CheckFailedError(f"{target}: {failures[0]}")
+        compress(source, target, force=True, **self._options)
+        if not self._keep:
+            failures = verify(target, source, threads=self._options["threads"]).failures
+            if failures:
+                raise CheckFailedError(f"{target}: {failures[0]}")
 
     def _harvest(self, state: Any) -> None:
         """Wait for the running job. Removes checkpoints here, in Trainer's own thread, between its steps."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -11,6 +13,9 @@ from chain_command_kit import age, make_run
 
 import ckpt8
 from ckpt8.cli.app import COMMANDS, make_app
+from ckpt8.container.bases import KEPT, kept_name
+from ckpt8.container.kept_bases import drop_unneeded
+from ckpt8.container.reader import ContainerReader
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +41,22 @@ def bases(folder):
         with ckpt8.open(path) as file:
             found[path.name] = file.manifest.base and file.manifest.base.path
     return found
+
+
+def check(folder):
+    """Every container is what it was made from."""
+    for path in folder.glob("*.ckpt8"):
+        assert not ckpt8.verify(path, path.with_suffix(".pt")).failures
+    check_links(folder)
+
+
+def check_links(folder):
+    """Every file that a container needs has a link, and nothing else."""
+    needed = set()
+    for path in folder.glob("*.ckpt8"):
+        with ContainerReader(path) as reader:
+            needed |= {kept_name(each.seal.hex()) for each in reader.links()}
+    assert {path.name for path in folder.glob(f"{KEPT}/*")} == needed
 
 
 def test_a_chain_is_made_of_deltas_and_says_so(finished, run, run_command):
@@ -148,6 +169,11 @@ def test_rebase(run, run_command):
     assert facts["base"] is None
     found = bases(run)
     needed = next(base for base in found.values() if found.get(base))
+    assert run_command("rebase", run / needed)[0] == 0  # its link keeps the bytes that others need
+    check(run)
+    shutil.rmtree(run / KEPT)
+    found = bases(run)
+    needed = next(base for base in found.values() if base and (run / base).exists() and found[base])
     for arguments in (("rebase", run / needed), ("compress", run / needed.replace(".ckpt8", ".pt"), "--force")):
         code, _, err = run_command(*arguments)
         assert code == 4
@@ -159,9 +185,59 @@ def test_remove_leaves_what_a_missing_base_spoils(run, run_command):
     found = bases(run)
     name = next(name for name, base in found.items() if base)
     (run / found[name]).rename(run.parent / found[name])
+    shutil.rmtree(run / KEPT)
     (run / found[name].replace(".ckpt8", ".pt")).unlink()
     source = run / name.replace(".ckpt8", ".pt")
     code, _, err = run_command("chain", run, "--remove", "--preset", "archive")
     assert code == 3
     assert found[name] in err
     assert source.is_file()
+
+
+def test_whatever_is_removed_breaks_no_chain(finished, run, tmp_path):
+    """The key, any other, and the original of each, in a copy that was moved: its links are files of their own."""
+    folder, _ = finished
+    assert {path.stat().st_nlink for path in (folder / KEPT).iterdir()} == {2}
+    moved = run.rename(tmp_path / "moved")
+    for gone in ("step-30", "step-80"):
+        (moved / f"{gone}.ckpt8").unlink()
+        check(moved)
+        ckpt8.compress(moved / "step-100.pt", preset="archive", base="auto", force=True)
+        check_links(moved)
+    for path in sorted(moved.glob("*.ckpt8")):
+        path.unlink()
+        drop_unneeded(moved)
+        check_links(moved)
+    assert not (moved / KEPT).exists()
+
+
+def test_a_chain_that_has_no_links_gets_them(run, run_command):
+    """As one that was copied without them: also where everything is compressed already."""
+    shutil.rmtree(run / KEPT)
+    assert run_command("chain", run, "--preset", "archive")[0] == 0
+    check_links(run)
+
+
+def test_no_delta(run, run_command):
+    for path in run.glob("*.ckpt8"):
+        path.unlink()
+    assert run_command("chain", run, "--preset", "archive", "--no-delta")[0] == 0
+    assert set(bases(run).values()) == {None}
+    check_links(run)
+
+
+def test_without_hard_links_a_chain_has_deltas_and_says_so_once(run, run_command, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    before = bases(run)
+    for path in run.glob("*.ckpt8"):
+        path.unlink()
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.warns(RuntimeWarning) as warned:
+        assert run_command("chain", run, "--preset", "archive")[0] == 0
+    assert [str(each.message).partition(",")[0] for each in warned] == [
+        f"{run}: files cannot be linked there (Operation not permitted)"
+    ]
+    assert bases(run) == before
+    assert not (run / KEPT).exists()

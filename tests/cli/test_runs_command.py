@@ -6,9 +6,11 @@ import json
 import shutil
 
 import pytest
+from chain_kit import chain
 from runs_kit import train
 
 import ckpt8
+from ckpt8.container.kept_bases import KeptBases
 
 
 @pytest.fixture
@@ -95,3 +97,45 @@ def test_a_base_in_another_folder(inputs, tmp_path, run_command):
     code, out, err = run_command("runs", tmp_path / "deltas", "--base-dir", tmp_path / "keys", "--json")
     assert (code, err) == (0, "")
     assert json.loads(out)["checkpoints"][0]["base"] == str(tmp_path / "keys" / "chain_0.archive.ckpt8")
+
+
+def test_release_frees_what_nothing_needs(tmp_path, run_command):
+    """A key and two deltas, first in a copy, whose links are files of their own; then one after the other goes."""
+    files, _ = chain(tmp_path, 3)
+    run = tmp_path / "run"
+    run.mkdir()
+    for path in files:
+        path.rename(run / path.name)
+    with KeptBases(run) as kept:
+        kept.link_needed()
+    run = shutil.copytree(run, tmp_path / "copy")
+    key, first, last = (run / path.name for path in files)
+    sizes = [path.stat().st_size for path in (key, first)]
+
+    def released():
+        code, out, err = run_command("runs", run, "--release", "--json")
+        assert (code, err) == (0, "")
+        facts = json.loads(out)
+        return facts["freed_bytes"], facts["bases_bytes"]
+
+    assert ckpt8.runs(run).bases_bytes == sum(sizes)
+    assert released() == (sum(sizes), 0)
+    assert ckpt8.runs(run).bases_bytes == 0
+    key.unlink()
+    first.unlink()
+    assert ckpt8.runs(run).bases_bytes == sum(sizes)
+    assert released() == (0, sum(sizes))
+    assert not ckpt8.verify(last).failures
+    with KeptBases(run):
+        code, _, err = run_command("runs", run, "--release")
+    assert code == 4
+    assert "a checkpoint is being saved there" in err
+    (run / "bad.ckpt8").write_bytes(last.read_bytes()[:-1])
+    code, _, err = run_command("runs", run, "--release")
+    assert code == 3
+    assert f"{run / 'bad.ckpt8'}: cannot be read, so it may need anything in {run / 'bases'}" in err
+    (run / "bad.ckpt8").unlink()
+    assert run_command("rebase", last)[0] == 0
+    assert not (run / "bases").exists()
+    code, out, _ = run_command("runs", run, "--release")
+    assert (code, out) == (0, f"{run}: 0 B freed\n")

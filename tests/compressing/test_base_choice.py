@@ -12,10 +12,10 @@ import torch
 from run_kit import SmallRun, tensors
 
 import ckpt8
-from ckpt8.compressing.base_choice import Auto
+from ckpt8.container.bases import KEPT, kept_name, stated_base
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import ContainerWriter
-from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,11 @@ class Folder:
         self.count += 1
         os.utime(path, (self.count, self.count))
         return manifest
+
+    def lose(self, name):
+        """Remove a file, and the links to all."""
+        (self.path / name).unlink()
+        shutil.rmtree(self.path / KEPT, ignore_errors=True)
 
     def names(self):
         return sorted(each.name for each in self.path.glob("*.ckpt8"))
@@ -67,13 +72,27 @@ def test_sixteen_files_are_a_chain_of_four_links_at_most(states, folder):
 def test_what_is_missing_in_a_chain_is_gone_around(states, folder):
     for tree in states[:4]:
         folder.save(tree)
-    (folder.path / "step-3.ckpt8").unlink()
+    folder.lose("step-3.ckpt8")
     assert bases([folder.save(states[4])]) == [(3, 2, "step-2.ckpt8")]
-    (folder.path / "step-2.ckpt8").rename(folder.path / "other")
+    folder.lose("step-2.ckpt8")
     # Number 3 is there, but what it counts from is gone. Number 4 counts from the key.
     assert bases([folder.save(states[5])]) == [(4, 1, "step-0.ckpt8")]
-    (folder.path / "step-0.ckpt8").unlink()
+    folder.lose("step-0.ckpt8")
     assert bases([folder.save(states[6])]) == [None]
+
+
+def test_a_chain_goes_on_from_links_to_what_was_removed(states, folder):
+    for tree in states[:3]:
+        folder.save(tree)
+    seals = [stated_base(folder.path / f"step-{k}.ckpt8").seal for k in range(3)]
+    for k in range(2):
+        (folder.path / f"step-{k}.ckpt8").unlink()
+    # Number 2 needs the key; number 1 was needed by nothing.
+    assert bases([folder.save(states[3])]) == [(3, 2, "step-2.ckpt8")]
+    (folder.path / "step-2.ckpt8").unlink()
+    assert bases([folder.save(states[4])]) == [(4, 1, f"{KEPT}/{kept_name(seals[0])}")]
+    assert sorted(path.name for path in (folder.path / KEPT).iterdir()) == sorted(kept_name(seals[k]) for k in (0, 2))
+    assert not any(ckpt8.verify(folder.path / f"step-{k}.ckpt8").failures for k in (3, 4))
 
 
 def test_what_is_written_again_and_again_is_no_base(states, folder):
@@ -84,7 +103,7 @@ def test_what_is_written_again_and_again_is_no_base(states, folder):
         assert folder.save(tree, "best.ckpt8").base.path == "step-0.ckpt8"
     (folder.path / "step-0.ckpt8").rename(folder.path / "begun.ckpt8")
     assert folder.save(states[3], "last.ckpt8").base.path == "begun.ckpt8"
-    (folder.path / "begun.ckpt8").unlink()
+    folder.lose("begun.ckpt8")
     for name in ("last.ckpt8", "best.ckpt8", "last.ckpt8"):
         assert folder.save(states[4], name).base is None
 
@@ -147,15 +166,6 @@ def test_another_budget_preset_or_rule_begins_a_chain(options, states, folder):
 def test_unrelated_weights_begin_a_chain(states, folder):
     folder.save(states[0])
     assert folder.save(SmallRun(seed=5).advance(150)).base is None
-
-
-def test_candidates_may_be_given(states, folder, tmp_path):
-    (tmp_path / "old").mkdir()
-    old = Folder(tmp_path / "old")
-    old.save(states[0])
-    assert folder.save(states[1]).base is None
-    found = folder.save(states[2], base=Auto([old.path / "step-0.ckpt8", old.path / "none.ckpt8"]))
-    assert found.base.path == "old/step-0.ckpt8"
 
 
 def test_what_is_no_container_does_not_matter(states, folder):
@@ -222,17 +232,17 @@ def test_the_folder_of_a_step_does_not_make_other_names(states, tmp_path):
 
 def test_the_manifest_says_why_a_chain_begins(states, folder):
     folder.save(states[0])
-    assert "no container" in folder.save(widened(states[0])).key_reason
     run = SmallRun()
     run.load(ckpt8.load(folder.path / "step-0.ckpt8"))
-    assert "resumed" in folder.save(run.checkpoint(), base=Auto([folder.path / "step-0.ckpt8"])).key_reason
-    assert folder.save(states[2], base=Auto([folder.path / "step-0.ckpt8"])).key_reason is None
+    assert "resumed" in folder.save(run.checkpoint()).key_reason
+    assert "no container" in folder.save(widened(states[0])).key_reason
+    assert folder.save(states[2]).key_reason is None
     assert folder.save(states[3], base=None).key_reason is None
 
 
 @pytest.mark.parametrize("how", ["auto", "named", "background"])
 def test_a_base_that_goes_while_the_next_one_is_written(how, states, folder, monkeypatch):
-    """A chosen base is left out then. What needs a named one, or is packed already, fails before it has its name."""
+    """A chosen one is linked. What needs a named one fails before it has its name."""
     folder.save(states[0])
     base, finish = folder.path / "step-0.ckpt8", ContainerWriter.finish
 
@@ -241,23 +251,18 @@ def test_a_base_that_goes_while_the_next_one_is_written(how, states, folder, mon
         return finish(self, *args)
 
     monkeypatch.setattr(ContainerWriter, "finish", finish_without_base)
-    if how == "auto":
-        with pytest.warns(UserWarning, match="is stored whole"):
-            assert folder.save(states[1]).base is None
-        assert not ckpt8.verify(folder.path / "step-1.ckpt8").failures
+    options = {"base": base} if how == "named" else {"background": how == "background"}
+    if how == "named":
+        with pytest.raises(InputError, match=r"its base step-0\.ckpt8 .* is missing"):
+            folder.save(states[1], **options)
+        assert list(folder.path.iterdir()) == []
         return
-    options = {"base": base} if how == "named" else {"base": "auto", "background": True}
-
-    def save():
-        saved = ckpt8.save(states[1], folder.path / "step-1.ckpt8", budget=1, **options)
-        return saved if how == "named" else saved.result()
-
-    with pytest.raises(InputError, match=r"its base step-0\.ckpt8 .* is missing"):
-        save()
-    assert list(folder.path.iterdir()) == []
+    saved = ckpt8.save(states[1], folder.path / "step-1.ckpt8", **{"budget": 1, "base": "auto", **options})
+    assert (saved if how == "auto" else saved.result()).base.path == "step-0.ckpt8"
+    assert not ckpt8.verify(folder.path / "step-1.ckpt8").failures
 
 
-def test_a_base_is_not_replaced_while_its_difference_is_written_in_the_background(states, folder, monkeypatch):
+def test_a_base_may_be_replaced_while_its_difference_is_written_in_the_background(states, folder, monkeypatch):
     folder.save(states[0])
     asked, finish = threading.Event(), ContainerWriter.finish
 
@@ -268,8 +273,7 @@ def test_a_base_is_not_replaced_while_its_difference_is_written_in_the_backgroun
     with monkeypatch.context() as patch:
         patch.setattr(ContainerWriter, "finish", finish_late)
         pending = ckpt8.save(states[1], folder.path / "step-1.ckpt8", budget=1, base="auto", background=True)
-        with pytest.raises(OutputError, match=r"is the base of step-1\.ckpt8"):
-            ckpt8.save(states[2], folder.path / "step-0.ckpt8", budget=1)
+        ckpt8.save(states[2], folder.path / "step-0.ckpt8", budget=1)
     assert pending.result().base.path == "step-0.ckpt8"
     assert not ckpt8.verify(folder.path / "step-1.ckpt8").failures
 

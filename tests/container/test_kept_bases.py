@@ -38,14 +38,14 @@ class Run:
 
         target = self.folder / name
         with KeptBases(self.folder) as kept:
-            links = kept.link_newest(target)
+            if base is not None:
+                kept.link(self.folder / base)
             target.write_bytes(container_of(name.encode(), "opaque", change=change))
         os.utime(target, (len(self.seals), len(self.seals)))
         with ContainerReader(target) as reader:
             self.seals[name] = reader.seal.hex()
         self._links[name] = 0 if base is None else self._links[base] + 1
         drop_unneeded(self.folder)
-        return links
 
     def kept(self):
         """The names that the links had."""
@@ -103,16 +103,18 @@ def test_a_base_that_was_not_linked_is_kept_when_it_is_removed(run):
     assert list(run.folder.iterdir()) == []
 
 
-def test_the_newest_are_linked_with_what_is_below_them(run):
-    (run.folder / "3.ckpt8").unlink()
-    (run.folder / "2.ckpt8").unlink()
+def test_a_link_is_one_to_a_file_and_all_below_it(run):
+    """Whatever else is in the folder, and under another name."""
     (run.folder / "note.txt").write_text("no container")
-    (run.folder / "last.ckpt8").symlink_to("1.ckpt8")
+    (run.folder / "last.ckpt8").symlink_to("3.ckpt8")
     (run.folder / "gone.ckpt8").symlink_to("nothing")
-    links = run.write("4.ckpt8", "1.ckpt8")
-    assert [path.name for path in links] == [kept_name(run.seals[f"{each}.ckpt8"]) for each in (1, 0)]
-    assert not any(path.is_symlink() for path in links)
-    assert run.kept() == ["0.ckpt8", "1.ckpt8"]
+    shutil.rmtree(run.folder / KEPT)
+    with KeptBases(run.folder) as kept:
+        kept.link(run.folder / "last.ckpt8")
+        assert run.kept() == ["0.ckpt8", "2.ckpt8", "3.ckpt8"]
+    assert not any(path.is_symlink() for path in (run.folder / KEPT).iterdir())
+    drop_unneeded(run.folder)
+    assert run.kept() == ["0.ckpt8", "2.ckpt8"]
 
 
 def test_a_base_that_is_named_by_a_symbolic_link_is_linked_itself(run):
@@ -145,7 +147,7 @@ def test_what_a_save_replaces_is_kept_for_those_that_need_it(run):
     (run.folder / KEPT / kept_name(run.seals["2.ckpt8"])).unlink()
     seal = run.seals["2.ckpt8"]
     with KeptBases(run.folder) as kept:
-        kept.link_newest(run.folder / "2.ckpt8")
+        kept.link_needed()
         assert dependents(run.folder / "2.ckpt8") == []
         (run.folder / "2.ckpt8").unlink()
         (run.folder / "2.ckpt8").write_bytes(container_of(b"another", "opaque"))
@@ -155,9 +157,9 @@ def test_what_a_save_replaces_is_kept_for_those_that_need_it(run):
 
 def test_nothing_goes_while_a_save_is_under_way(run):
     with KeptBases(run.folder) as kept:
-        kept.link_newest(run.folder / "4.ckpt8")
+        kept.link(run.folder / "3.ckpt8")
         remove_container(run.folder / "3.ckpt8")
-        assert run.kept() == ["0.ckpt8", "1.ckpt8", "2.ckpt8", "3.ckpt8"]
+        assert run.kept() == ["0.ckpt8", "2.ckpt8", "3.ckpt8"]
     drop_unneeded(run.folder)
     assert run.kept() == ["0.ckpt8"]
 
@@ -188,15 +190,16 @@ def test_a_kill_leaves_no_link_without_its_base(call, steps, run, monkeypatch):
 
     shutil.rmtree(run.folder / KEPT)
     (run.folder / "2.ckpt8").rename(run.folder / "moved.ckpt8")
+    (run.folder / "away").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, killed)
         with contextlib.suppress(KeyboardInterrupt):
             with KeptBases(run.folder) as kept:
-                assert len(kept.link_newest(run.folder / "4.ckpt8")) == 4
-            (run.folder / "3.ckpt8").rename(run.folder.with_name(f"{run.folder.name}.3"))
+                kept.link(run.folder / "3.ckpt8")
+            (run.folder / "3.ckpt8").rename(run.folder / "away" / "3.ckpt8")
             drop_unneeded(run.folder)
-    links = list((run.folder / KEPT).iterdir())
-    assert len(links) == (steps if call == "link" else max(4 - steps, 1))
+    links = list((run.folder / KEPT).iterdir()) if (run.folder / KEPT).exists() else []
+    assert len(links) == (steps if call == "link" and steps < 3 else max(3 - steps, 1))
     for path in links:
         with ContainerReader(path) as reader:
             reader.links()
@@ -216,4 +219,4 @@ def test_a_file_system_without_links_says_so(run, monkeypatch):
 
     monkeypatch.setattr(os, "link", refuse)
     with KeptBases(run.folder) as kept, pytest.raises(OSError, match="not permitted"):
-        kept.link_newest(run.folder / "4.ckpt8")
+        kept.link(run.folder / "1.ckpt8")

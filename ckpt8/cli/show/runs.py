@@ -46,7 +46,7 @@ def total_lines(totals: Mapping[str, Any]) -> list[str]:
     if totals["packed_and_raw"]:
         lines.append(f"{totals['packed_and_raw']:,} of them raw as well, which takes {size(totals['raw_bytes'])} more")
     if totals["bases_bytes"]:
-        lines.append(f"{size(totals['bases_bytes'])} of it are bases of checkpoints that are gone")
+        lines.append(f"{size(totals['bases_bytes'])} of it in bases/, for deltas; --release frees what none needs")
     problems = {"damaged": totals["damaged"], "without a base": totals["base_missing"]}
     if any(problems.values()):
         lines.append(", ".join(f"{count:,} {what}" for what, count in problems.items() if count))
