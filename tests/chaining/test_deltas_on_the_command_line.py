@@ -71,7 +71,7 @@ def test_a_chain_is_made_of_deltas_and_says_so(finished, run, run_command):
     code, out, err = run_command("chain", run, "--preset", "archive")
     assert (code, err) == (0, "")
     said = {line.partition(":")[0].rpartition("/")[2]: line for line in out.splitlines()}
-    assert {name: f", delta to {base} in " in said[name] for name, base in found.items() if base} == {
+    assert {name: f", delta to {base}, " in said[name] for name, base in found.items() if base} == {
         name: True for name, base in found.items() if base
     }
 
