@@ -87,6 +87,9 @@ class _Spending:
         self._sampler = Sampler(source)
         self._streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
         self._by_key = {stream.storage.key: stream for stream in self._streams.values()}
+        stepped = ((each.shape, each.step) for unit in plan.units if (each := unit.parameter) is not None)
+        # Why no state is known to belong to a weight, by its shape.
+        self._unpaired = {shape: step.unpaired for shape, step in stepped if step and step.unpaired}
 
     def run(self) -> None:
         """Replace the streams of the plan."""
@@ -110,7 +113,11 @@ class _Spending:
         parameter = unit.parameter
         if parameter is None:
             others = [stream for stream in free if stream.index not in self._plan.copies]
-            self._note(others, "no known step of an optimizer moves it", Role.WEIGHT)
+            for stream in others:
+                shapes = (view.ref.shape for view in self._views[stream.index])
+                reason = next((self._unpaired[shape] for shape in shapes if shape in self._unpaired), None)
+                reason = f"the state of its shape: {reason}" if reason else "no known step of an optimizer moves it"
+                self._note([stream], reason, Role.WEIGHT)
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
             return None
         rule = parameter.rule

@@ -213,6 +213,15 @@ def test_what_no_optimizer_moves_keeps_the_codec_of_flash(tmp_path):
     assert torch.equal(ckpt8.load(path)["model"]["half.weight"], tree["model"]["half.weight"])
 
 
+def test_a_weight_that_cannot_be_told_apart_says_so(tmp_path):
+    tree = trained()
+    tree["model"]["like.weight"] = torch.randn_like(tree["model"]["0.weight"])
+    storages, _ = compressed(tree, tmp_path)
+    for name in ("0.weight", "like.weight"):
+        assert ids(storages)[f"model.{name}"] == "split24/1"
+        assert "no budget: the state of its shape: cannot be told apart" in storages[f"model.{name}"].reason
+
+
 def spoiled(name):
     """A checkpoint whose second layer has one value that its codec refuses, and its first none."""
     tree = trained()
