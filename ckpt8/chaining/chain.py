@@ -58,6 +58,12 @@ class ChainRun:
         """The names of the directories that ranks have packed: they are compressed, and stay as they are."""
         return packed_in(self._order.folder)
 
+    def keep_bases(self) -> None:
+        """Link the bases of all deltas there that have no link, and remove the links that no container needs."""
+        with KeptBases(self._order.folder) as kept:
+            kept.link_needed()
+        drop_unneeded(self._order.folder)
+
     def jobs(self) -> Iterator[list[Job]]:
         """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
         folder = self._order.folder
@@ -65,10 +71,6 @@ class ChainRun:
             time.sleep(_LONGEST_NAP)
         if is_sharded(folder):
             raise InputError(f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run")
-        if self._settings.options["base"] is not None:
-            with KeptBases(folder) as kept:
-                kept.link_needed()
-        drop_unneeded(folder)
         if self._settings.remove and (left := finishing(folder, (), self._settings)):
             yield left
         if not self._watch:
@@ -157,6 +159,7 @@ def chain(
     run = ChainRun(
         Path(directory), settings, force=force, keep_raw=keep_raw, watch=False, rest=REST if rest is None else rest
     )
+    run.keep_bases()
     return [job.run(progress) for jobs in run.jobs() for job in jobs]
 
 

@@ -68,6 +68,8 @@ def chain(
         if not os.path.lexists(directory):
             print_lines(console(), [f"{directory}: is not there yet; waiting for it"])
     elapsed = stopwatch()
+    if not dry_run:
+        run.keep_bases()
     tally = run_jobs(run.jobs(), "compress", quiet=as_json, dry=dry_run)
     if as_json:
         skipped = [{"path": str(path), "reason": reason} for path, reason in run.skipped().items()]

@@ -214,6 +214,8 @@ def test_whatever_is_removed_breaks_no_chain(finished, run, tmp_path):
 def test_a_chain_that_has_no_links_gets_them(run, run_command):
     """As one that was copied without them: also where everything is compressed already."""
     shutil.rmtree(run / KEPT)
+    assert run_command("chain", run, "--preset", "archive", "--dry-run")[0] == 0
+    assert not (run / KEPT).exists()
     assert run_command("chain", run, "--preset", "archive")[0] == 0
     check_links(run)
 
