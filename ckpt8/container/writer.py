@@ -105,6 +105,8 @@ class ContainerWriter(Closing):
 
     def _check_readable(self) -> None:
         """Read header and manifest, not the data, as any reader will. Raises OutputError where it refuses them."""
+        with self._output.guard():
+            self._output.path.stat()  # somebody may have removed the folder
         try:
             ContainerReader(self._output.path).close()
         except Ckpt8Error as exc:
