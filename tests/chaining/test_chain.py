@@ -180,9 +180,12 @@ def test_steps_of_the_file_and_of_the_optimizer_and_a_time_where_names_say_nothi
     torch.save({"x": torch.randn(300, 300)}, folder / "dataset.pt")
     for path in (folder / "a.pt", folder / "b.pt", folder / "c.pt", folder / "dataset.pt"):
         age(path)
+    listed = [record.name for record in ckpt8.runs(folder) if record.name != "dataset.pt"]
     before = digest(folder / "dataset.pt")
     rows, _ = chained(run_command, folder, "--remove")
-    assert [row["source"].rpartition("/")[2] for row in rows] == ["b.pt", "c.pt", "a.pt", "last.pt", "best.pt"]
+    assert (
+        [row["source"].rpartition("/")[2] for row in rows] == ["b.pt", "c.pt", "a.pt", "last.pt", "best.pt"] == listed
+    )
     assert digest(folder / "dataset.pt") == before
     assert not (folder / "dataset.ckpt8").exists()
 

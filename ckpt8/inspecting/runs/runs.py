@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -88,7 +89,8 @@ def _join(container: Row, raw: Row) -> None:
 
 
 def _order(record: RunRecord) -> tuple[object, ...]:
-    return record.run, record.step is None, record.step or 0, record.time, record.name
+    step, epoch = (math.inf if value is None else value for value in (record.step, record.epoch))
+    return record.run, step, epoch, record.time, record.name
 
 
 def _base_of(row: Row, listed: Mapping[str, RunRecord], root: Path) -> str | None:
