@@ -226,6 +226,19 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
         raise InputError(f"{folder}: cannot be read: {exc.strerror}") from exc
 
 
+def run_in(folder: Path) -> list[str]:
+    """The names of the checkpoints and containers in a folder, if it is that of a run; else none. Raises InputError.
+
+    It is one where they are of several steps or epochs, or where there are containers among them.
+    """
+    raw = [each.path.name for each in checkpoints_in(folder) if not each.is_doubtful and each.skipped is None]
+    found = (path for path in folder.iterdir() if _is_visible(path.name) and is_container(path))
+    packed = [path.name for path in found if re.fullmatch(sharded.RANK_FILE, path.name) is None]
+    names = sorted((*raw, *packed))
+    steps = {(step_in_name(name), epoch_in_name(name)) for name in names} - {(None, None)}
+    return names if raw and (packed or len(steps) > 1) else []
+
+
 def packed_in(folder: Path) -> list[str]:
     """The names of the directories in a folder that ranks have packed, as a whole or with other files around that."""
     try:

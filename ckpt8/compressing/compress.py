@@ -16,6 +16,7 @@ import torch
 from ckpt8.checkpoint.gate import refusal_of
 from ckpt8.checkpoint.readers.entries import directory_name, is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file
+from ckpt8.checkpoint.run_folder import run_in
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
@@ -40,6 +41,7 @@ from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, as_private_as, refuse_source
 from ckpt8.core.gpu import requested
+from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
 
 R = TypeVar("R")
@@ -85,7 +87,8 @@ def compress(
     wins. ``device`` packs on auto, cpu or cuda; auto is cpu. ``stats`` measures the error while compressing. Moments
     stay lossless where the max |Δu| of their parameter exceeds ``max_update_error`` or is unknown; the codes of a
     budget keep to it. With ``force`` an existing file is replaced; without ``target`` only a checkpoint or container
-    is. ``progress`` is called with the number of source bytes just finished.
+    is. A directory needs a ``target`` where it is the folder of a run, or is given as ``.`` or ``..``. ``progress`` is
+    called with the number of source bytes just finished.
 
     ``base`` is the container of an earlier state of the same training. The new one then holds differences to it, takes
     much less room, and cannot be read without it. "auto" chooses one among the containers in the folder of the target,
@@ -94,7 +97,7 @@ def compress(
     ``base_dirs``.
 
     Raises InputError for a source or base that is damaged, or a source that holds no tensors, OutputError for the
-    target, UsageError for the arguments.
+    target, UsageError for the arguments and where a directory needs a target.
 
     >>> ckpt8.compress("run.pt", "small.ckpt8", preset="compact").preset
     'compact'
@@ -119,10 +122,15 @@ def compress(
 
 
 def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
-    """Where ``compress`` writes. Raises OutputError where it may not, and InputError for the source; writes nothing."""
+    """Where ``compress`` writes. Raises OutputError where it may not, and InputError for the source; writes nothing.
+
+    Raises UsageError for a directory that needs a target.
+    """
     refuse_source(default_target(source) if target is None else target, source)
     if target is None:
         target = default_path(default_target(source))
+        if is_directory(source):
+            _refuse_place(source, target)
         if force and target.is_file():
             checkpoint_file(target)
     try:
@@ -130,6 +138,17 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     except OSError as exc:
         raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
     return target
+
+
+def _refuse_place(source: Path, target: Path) -> None:
+    """Raise UsageError for a directory whose container needs a name: that of a run, or one such as ``.``."""
+    if names := run_in(source):
+        raise UsageError(
+            f"{source}: is the folder of a run ({listed(names)}); ckpt8 chain {source} compresses each of them, and "
+            "-o FILE packs all into one"
+        )
+    if source.name != directory_name(source):
+        raise UsageError(f"{source}: its container would go beside the folder; give -o {target}, or another name")
 
 
 # The overloads repeat the parameters, since their type of result depends on ``background`` alone.

@@ -214,8 +214,53 @@ def test_a_directory_has_its_name_however_it_is_given(given, tmp_path, monkeypat
     (root / "deep").mkdir(parents=True)
     save_file({"w": torch.randn(80, 80)}, root / "w")
     monkeypatch.chdir(root)
-    assert ckpt8.compress(given or root).directory == "run"
+    if given in (".", "deep/.."):  # nobody expects a file beside the folder
+        with pytest.raises(UsageError, match="would go beside the folder"):
+            ckpt8.compress(given)
+        assert ckpt8.compress(given, tmp_path / "run.ckpt8").directory == "run"
+    else:
+        assert ckpt8.compress(given or root).directory == "run"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.ckpt8"]
+
+
+RUNS = {
+    "files": ["step-10.pt", "step-20.pt"],
+    "epochs": ["epoch=1.ckpt", "epoch=2.ckpt"],
+    "folders": ["checkpoint-500/model.safetensors", "checkpoint-1000/model.safetensors"],
+    "raw and packed": ["last.pt", "last.ckpt8"],
+}
+NO_RUNS = {
+    "one checkpoint": ["model.safetensors", "optimizer.pt", "trainer_state.json"],
+    "shards": ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+    "a pipeline": ["unet/model.safetensors", "vae/model.safetensors"],
+    "two networks of a step": ["net_g_1000.pth", "net_d_1000.pth"],
+    "one step": ["step-10.pt"],
+}
+
+
+@pytest.mark.parametrize("names", [*RUNS.values(), *NO_RUNS.values()], ids=[*RUNS, *NO_RUNS])
+def test_the_folder_of_a_run_is_packed_into_one_file_only_by_name(names, tmp_path, run_command, monkeypatch):
+    """Who gives it means ``chain``."""
+    for name in names:
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".ckpt8"):
+            ckpt8.save({"w": torch.ones(80, 80)}, path)
+        elif name.endswith(".json"):
+            path.write_text("{}")
+        else:
+            write = save_file if name.endswith("safetensors") else torch.save
+            write({"w": torch.ones(80, 80)}, path)
+    code, out, err = run_command("compress", tmp_path / "run")
+    if names in NO_RUNS.values():
+        assert (code, err) == (0, "")
+        return
+    assert (code, out) == (2, "")
+    assert f"ckpt8 chain {tmp_path / 'run'} compresses each" in err
+    monkeypatch.chdir(tmp_path / "run")
+    assert "ckpt8 chain . compresses each" in run_command("compress", ".")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert run_command("compress", tmp_path / "run", "-o", tmp_path / "all.ckpt8")[0] == 0
 
 
 def test_a_directory_of_one_file_stays_a_directory(tmp_path):
@@ -396,7 +441,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(pool._Handle, "__init__", lambda self, path: (get(self, path), opened.append(1))[0])
     monkeypatch.setattr(pool._Handle, "__del__", lambda self: (close(self), opened.pop())[0])
     most = []
-    ckpt8.compress(root, preset="lossless", progress=lambda _: most.append(len(opened)))
+    ckpt8.compress(root, tmp_path / "zero.ckpt8", preset="lossless", progress=lambda _: most.append(len(opened)))
     assert 0 < max(most) <= 64 + 8
     assert tree(ckpt8.restore(tmp_path / "zero.ckpt8", tmp_path / "back")) == tree(root)
 
