@@ -1,4 +1,4 @@
-"""``chain --remove`` killed at random moments: each checkpoint is there whole, as original or as verified container."""
+"""Commands on a run killed at random moments: each checkpoint is there whole, as original or as verified container."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,51 +15,93 @@ import chain_command_kit
 from faults_kit import INPUTS, LEFTOVER, Outcome, Server, digest
 
 import ckpt8
+from ckpt8.container.reader import ContainerReader
 
 ASIDE = re.compile(r"\..+\.[0-9a-f]{16}\.ckpt8-remov(?:ed|ing)")
 MOMENTS = ("before the rename", "after the rename", "within the removal")
+COMMANDS = ("chain --remove", "compress --remove", "rebase", "runs --release")
+SETTINGS = ("--preset", "archive", "--threads", "2")
 
 
 class Run:
-    """The folder of a run of files and directories; ``whole`` has copies of its checkpoints."""
+    """The folder of a run of files and directories; ``whole`` has copies of its checkpoints.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.whole, self.tmp = folder / "run", folder / "whole", folder / "tmp"
+    ``rebase`` and ``runs --release`` begin with the ``packed`` run, a chain of containers without originals.
+    """
+
+    def __init__(self, folder: Path, command: str = COMMANDS[0]) -> None:
+        self.command = command
+        self.folder, self.whole, self.packed, self.tmp = (folder / name for name in ("run", "whole", "packed", "tmp"))
         self.tmp.mkdir(parents=True)
-        chain_command_kit.make_run(self.whole, 3)
-        shutil.copytree(INPUTS / "trainer-adamw", self.whole / "checkpoint-12")
-        chain_command_kit.age(self.whole / "checkpoint-12")
+        chain_command_kit.make_run(self.whole, 3 if self.begins_raw else 5)
+        if self.begins_raw:
+            shutil.copytree(INPUTS / "trainer-adamw", self.whole / "checkpoint-12")
+            chain_command_kit.age(self.whole / "checkpoint-12")
+        else:
+            shutil.copytree(self.whole, self.packed)
+            ckpt8.chain(self.packed, preset="archive", remove=True)
         self.sums = {path.name: digest(path) for path in self.whole.iterdir()}
+        self.thrown_away: set[str] = set()
         self.seconds = 0.0
 
-    def reset(self) -> None:
-        """The run as it was before anything was compressed."""
+    @property
+    def begins_raw(self) -> bool:
+        return self.command.endswith("--remove")
+
+    def reset(self, rng: random.Random | None = None) -> None:
+        """The run as it was in the beginning. Of a chain, somebody removes containers that others may need."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.copytree(self.whole, self.folder, symlinks=True)
+        shutil.copytree(self.whole if self.begins_raw else self.packed, self.folder, symlinks=True)
+        self.thrown_away.clear()
+        if self.command == "runs --release" and rng is not None:
+            # Links as such, or copied as files of their own.
+            if rng.random() < 0.5:
+                shutil.rmtree(self.folder)
+                subprocess.run(["cp", "-a", self.packed, self.folder], check=True)
+            self.thrown_away.update(rng.sample(sorted(self.sums), rng.randint(1, 3)))
+            for name in self.thrown_away:
+                self.container(name).unlink()
 
     def container(self, name: str) -> Path:
         return self.folder / (name.removesuffix(".pt") + ".ckpt8")
 
+    def arguments(self) -> list[str]:
+        """The command line that has something to do next; empty where all is done."""
+        left = [path.name for path in self.folder.iterdir()]
+        if self.command == "chain --remove":
+            return ["chain", str(self.folder), "--remove", "--rest", "0", *SETTINGS]
+        if self.command == "compress --remove":
+            names = [name for name in self.sums if name in left or any(each.startswith(f".{name}.") for each in left)]
+            sources = [str(self.folder / name) for name in names]
+            return ["compress", *sources, "--remove", "--base", "auto", *SETTINGS] if sources else []
+        if self.command == "runs --release":
+            return ["runs", str(self.folder), "--release"]
+        deltas = [path for path in sorted(self.folder.glob("*.ckpt8")) if _base_of(path)]
+        return ["rebase", str(deltas[-1]), "--threads", "2"] if deltas else []
+
     def run(self, server: Server, **more: object) -> tuple[int, float, str]:
-        job = {"argv": ["chain", str(self.folder), "--remove", "--rest", "0", "--preset", "archive", "--threads", "2"]}
-        return server.run(SimpleNamespace(job=job, folder=self.folder.parent), **more)
+        """Exit code, seconds and what was said; as if all went well where nothing is left to do."""
+        if not (arguments := self.arguments()):
+            return 0, 0.0, ""
+        return server.run(SimpleNamespace(job={"argv": arguments}, folder=self.folder.parent), **more)
 
     def check(self, outcome: Outcome, what: str) -> None:
         """Count how every checkpoint is there, and note one that is not."""
         for name, sums in self.sums.items():
+            if name in self.thrown_away:
+                continue
             original, container = self.folder / name, self.container(name)
             is_whole = os.path.lexists(original) and digest(original) == sums
             if os.path.lexists(original) and not is_whole:
                 outcome.faults.append(f"{what}: {name} is there and not whole")
             if container.exists():
-                failures = ckpt8.verify(container, self.whole / name).failures
                 outcome.counts["as both" if is_whole else "as container"] += 1
-                outcome.faults += [f"{what}: {name}: {failure}" for failure in failures]
+                outcome.faults += [f"{what}: {name}: {failure}" for failure in _failures(container, self.whole / name)]
             else:
                 outcome.counts["as original"] += 1
                 if not is_whole:
                     outcome.faults.append(f"{what}: {name} is lost")
-        known = {*self.sums, *(self.container(name).name for name in self.sums)}
+        known = {*self.sums, *(self.container(name).name for name in self.sums), "bases"}
         left = [path.name for path in self.folder.iterdir() if path.name not in known]
         outcome.counts["with leftovers"] += bool(left)
         for name in left:
@@ -66,14 +109,27 @@ class Run:
                 outcome.faults.append(f"{what}: left behind {name}")
 
     def finish(self, server: Server, outcome: Outcome, what: str) -> None:
-        """One more run to the end: containers are left, and nothing else."""
-        code, _, said = self.run(server)
-        if (code, said) != (0, ""):
-            outcome.faults.append(f"{what}: the last run: {code} {said}")
-        expected = {self.container(name).name for name in self.sums}
-        if {path.name for path in self.folder.iterdir()} != expected:
+        """Runs to the end: containers are left, and nothing else."""
+        for _ in range(1 if self.command != "rebase" else len(self.sums)):
+            code, _, said = self.run(server)
+            if (code, said) != (0, ""):
+                outcome.faults.append(f"{what}: the last run: {code} {said}")
+        expected = {self.container(name).name for name in self.sums if name not in self.thrown_away}
+        if {path.name for path in self.folder.iterdir()} - {"bases"} != expected:
             outcome.faults.append(f"{what}: the last run left {sorted(path.name for path in self.folder.iterdir())}")
         self.check(outcome, f"{what}, the last run")
+
+
+def _base_of(container: Path) -> bool:
+    with ContainerReader(container) as reader:
+        return reader.manifest.base is not None
+
+
+def _failures(container: Path, original: Path) -> list[str]:
+    try:
+        return list(ckpt8.verify(container, original).failures)
+    except ckpt8.Ckpt8Error as exc:
+        return [str(exc)]
 
 
 def kill_rounds(server: Server, run: Run, kills: int, seed: int) -> Outcome:
@@ -84,7 +140,7 @@ def kill_rounds(server: Server, run: Run, kills: int, seed: int) -> Outcome:
     assert (code, said) == (0, ""), said
     done = 0
     while done < kills:
-        run.reset()
+        run.reset(rng)
         for attempt in range(4):
             delay = rng.uniform(0, 1.1 * run.seconds / (attempt + 1))
             code, _, _ = run.run(server, delay=delay)
