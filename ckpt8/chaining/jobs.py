@@ -150,7 +150,7 @@ class Job:
             return
         if self.settings.remove:
             refuse_removal(self.source)
-        found["present"] = self.present and self._is_done(progress)
+        found["present"] = self.is_done(progress)
         if not found["present"]:
             options = {**self.settings.options, "force": self.force, "progress": progress}
             compress(self.source, self._named_target, **options)
@@ -169,7 +169,7 @@ class Job:
             )
         if self.aside is None and self.settings.remove:
             refuse_removal(self.source)
-        found["present"] = self.present and (self.aside is not None or self._is_done(None))
+        found["present"] = self.present if self.aside is not None else self.is_done(None)
         if found["present"]:
             self._read(found)
         else:
@@ -206,12 +206,14 @@ class Job:
             found["bytes"] = sum(member.size for member in manifest.members)
             found["stored"] = reader.size
 
-    def _is_done(self, progress: Progress | None) -> bool:
+    def is_done(self, progress: Progress | None) -> bool:
         """Whether the target is what was asked for; False where it is to be replaced. Without ``progress`` by its head.
 
         Unless ``force`` replaces them, raises CheckFailedError for a container of other settings, and OutputError for
         one of another source.
         """
+        if not self.present:
+            return False
         with ContainerReader(self.target) as reader:
             difference = self.settings.difference(reader.manifest)
         error: Ckpt8Error | None = None

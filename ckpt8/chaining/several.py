@@ -53,10 +53,10 @@ def _batches(targets: dict[Path, Path], settings: Settings, *, force: bool) -> I
     ]
     yield left
     finished = {job.source for job in left if not os.path.lexists(job.source)}
-    yield [_job(*each, settings, force=force) for each in targets.items() if each[0] not in finished]
+    yield [job_for(*each, settings, force=force) for each in targets.items() if each[0] not in finished]
 
 
-def _job(source: Path, target: Path, settings: Settings, *, force: bool) -> Job:
+def job_for(source: Path, target: Path, settings: Settings, *, force: bool) -> Job:
     """The job for a source. A container of that name may be of another checkpoint, so that it is verified."""
     is_there = not force and source_name(target) == source.name
     return Job(source, target, settings, force=force, present=is_there, doubted=is_there)

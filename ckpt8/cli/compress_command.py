@@ -101,15 +101,16 @@ def _compress_one(
     if container is None:
         options = {**options, "force": force}
         try:
-            seconds, facts = _compress_now(src, output, target, options, remove=remove, as_json=as_json)
+            seconds, is_there, facts = _compress_now(src, output, target, options, remove=remove, as_json=as_json)
         except Exception:
             if finished and as_json:
                 finished.show(sys.stderr)
             raise
     else:
-        target, seconds, facts = container, 0.0, inspect_container(container)
+        target, seconds, is_there, facts = container, 0.0, True, inspect_container(container)
     if as_json:
-        print_json({"target": str(target), "seconds": seconds, "removed": remove, "finished": rows, **facts})
+        became = {"present": is_there, "removed": remove, "finished": rows}
+        print_json({"target": str(target), "seconds": seconds, **became, **facts})
     if finished and finished.exit_code:
         raise typer.Exit(finished.exit_code)
 
@@ -128,6 +129,7 @@ def _preview_one(
     src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
 ) -> None:
     from ckpt8.chaining.jobs import Job, Settings, finishing
+    from ckpt8.chaining.several import job_for
     from ckpt8.cli.jobs import run_jobs
 
     _, target = _targets(src, output)
@@ -136,35 +138,46 @@ def _preview_one(
     settings = Settings(options, remove)
     left = finishing(src.parent, [target.parent], settings) if remove else []
     if not any(job.source == src for job in left):
-        left.append(Job(src, target, settings, force=force))
+        left.append(job_for(src, target, settings, force=force) if remove else Job(src, target, settings, force=force))
     _show_all(run_jobs([left], "compress", quiet=as_json, dry=True), as_json=as_json)
 
 
 def _compress_now(
     src: Path, output: Path | None, target: Path, options: dict[str, Any], *, remove: bool, as_json: bool
-) -> tuple[float, dict[str, Any]]:
-    """Compress ``src``, show the result and remove ``src`` if asked to; return seconds and facts."""
+) -> tuple[float, bool, dict[str, Any]]:
+    """Compress ``src``, show the result and remove ``src`` if asked to.
+
+    Returns the seconds, whether the container was there already, as it may with ``remove``, and its facts.
+    """
     from ckpt8.cli.show.inspect import summary
     from ckpt8.compressing.compress import compress as run
     from ckpt8.inspecting.container import inspect_container
 
+    is_there = False
     if remove:
+        from ckpt8.chaining.jobs import Settings
         from ckpt8.chaining.removal import refuse_removal, remove_verified
+        from ckpt8.chaining.several import job_for
+        from ckpt8.compressing.compressor import no_progress
 
         refuse_removal(src)
+        is_there = job_for(src, target, Settings(options, remove), force=options["force"]).is_done(no_progress)
     elapsed = stopwatch()
-    with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:
-        run(src, output, **options, progress=progress)
+    if not is_there:
+        with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:
+            run(src, output, **options, progress=progress)
     seconds = elapsed()
     facts = inspect_container(target)
-    if not as_json:
+    if is_there and not as_json:
+        print_lines(console(), [f"{target}: was there already"])
+    elif not as_json:
         summary(console(), facts, str(target), seconds, waited())
     if remove:
         with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
             remove_verified(src, target, threads=options["threads"], progress=progress)
         if not as_json:
             print_lines(console(), [f"{src}: removed, after the container was verified against it"])
-    return seconds, facts
+    return seconds, is_there, facts
 
 
 def _finish_removals(src: Path, target: Path, options: dict[str, Any], *, as_json: bool) -> Tally:

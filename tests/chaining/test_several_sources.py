@@ -244,8 +244,12 @@ def test_what_is_there_counts_where_it_was_made_from_the_source_as_asked(run, ru
     code, _, err = run_command("compress", *run[:2], "-o", out, "--budget", 10, "--max-update-error", "1e-9")
     assert (code, err.count("max |Δu|")) == (1, 2)
     assert {path: digest(path) for path in before} == before
-    code, text, err = run_command("compress", *run, "-o", out, "--budget", 10, "--remove")
-    assert (code, err, text.count("was there already")) == (0, "", 2)
+    code, text, err = run_command("compress", run[0], "-o", out, "--preset", "lossless", "--remove")
+    assert (code, text, err.count("was made with budget 10, not with preset lossless")) == (1, "", 1)
+    code, text, err = run_command("compress", run[0], "-o", out, "--budget", 10, "--remove")
+    assert (code, err, text.count("was there already")) == (0, "", 1)
+    code, text, err = run_command("compress", *run[1:], "-o", out, "--budget", 10, "--remove")
+    assert (code, err, text.count("was there already")) == (0, "", 1)
     assert names(run[0].parent) == []
     assert names(other[0].parent) == ["step-10.pt", "step-15.pt", "step-5.pt"]
 

@@ -60,7 +60,9 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_chain_that_removes_originals_is_killed(run):
+@pytest.mark.parametrize("command", chain_faults_kit.COMMANDS)
+def test_a_command_on_a_run_is_killed(command, tmp_path):
+    run = chain_faults_kit.Run(tmp_path, command)
     with Server(run.tmp) as server:
         outcome = chain_faults_kit.kill_rounds(server, run, 10, seed=7)
     assert outcome.faults == []
