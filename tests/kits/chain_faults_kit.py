@@ -19,7 +19,7 @@ from ckpt8.container.reader import ContainerReader
 
 ASIDE = re.compile(r"\..+\.[0-9a-f]{16}\.ckpt8-remov(?:ed|ing)")
 MOMENTS = ("before the rename", "after the rename", "within the removal")
-COMMANDS = ("chain --remove", "compress --remove", "rebase")
+COMMANDS = ("chain --remove", "compress --remove", "rebase", "runs --release")
 SETTINGS = ("--preset", "archive", "--threads", "2")
 
 
