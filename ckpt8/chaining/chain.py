@@ -21,6 +21,7 @@ from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import requested
+from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
 
 REST = 10.0
@@ -91,16 +92,18 @@ class ChainRun:
 
     def _refuse_nothing(self) -> None:
         folder, found = self._order.folder, self._order.listing()
-        if not (found.steps or any(map(is_container, folder.iterdir())) or self.packed()):
-            first = next((f"; {path.name} is left alone: {why}" for path, why in found.skipped.items()), "")
-            raise InputError(f"{folder}: holds no checkpoints of a run{first}; ckpt8 compress takes a single one")
+        if not (found.progress or any(map(is_container, folder.iterdir())) or self.packed()):
+            skipped = listed(f"{path.name} is left alone, {why}" for path, why in found.skipped.items())
+            raise InputError(
+                f"{folder}: holds no checkpoints of a run{skipped and ': '}{skipped}; ckpt8 compress takes a single one"
+            )
 
     def _sorted_out(self) -> tuple[list[Job], bool]:
         """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
         if self._watch and not self._is_there():
             return [], False
         found = self._order.listing()
-        problems = {path: self._rest.problem(path) for path in found.steps}
+        problems = {path: self._rest.problem(path) for path in found.progress}
         left = found.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
         taken: set[Path] = set()
         jobs, is_waiting = [], False

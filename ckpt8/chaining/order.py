@@ -18,29 +18,37 @@ from ckpt8.inspecting.runs.progress import step_of
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The ``steps`` of the checkpoints in a folder, oldest first; None where nothing says it.
+    """The ``progress`` of the checkpoints in a folder, oldest first: step and epoch, infinite where nothing says it.
 
     ``skipped`` says of other files that look like checkpoints why they are left alone.
     """
 
-    steps: dict[Path, int | None]
+    progress: dict[Path, tuple[float, float]]
     skipped: dict[Path, str]
 
     def newest(self, count: int, among: list[Path]) -> set[Path]:
-        """The checkpoints of the newest steps ``among`` some of them, oldest first.
+        """The ``count`` newest ``among`` some checkpoints, which are oldest first.
 
-        Those of the same step count once, such as ``last.pt`` and the checkpoint that it is a copy of. What is written
-        again and again, and has no step, does not count: it may be the newest, and is one of them.
+        Those of the same step and epoch count once. What is written again and again, such as ``last.pt``, does not
+        count where it is a copy of a checkpoint with a number, by its step, or has no step: it stays with the newest.
         """
+        if not count:
+            return set()
         once = set(written_once(among))
-        counted = [path for path in among if self.steps[path] is not None or path in once] or among
-        slots = list(dict.fromkeys(self._slot(path) for path in counted))
-        kept = set(slots[max(len(slots) - count, 0) :])
-        return {path for path in among if count and (self._slot(path) in kept or path not in counted)}
+        steps = {self.progress[path][0] for path in once} | {math.inf}
+        counted = [path for path in among if path in once or self.progress[path][0] not in steps] or among
+        slots = dict.fromkeys(map(self._slot, counted))
+        kept = set(list(slots)[-count:])
+        kept_steps = {self.progress[path][0] for path in counted if self._slot(path) in kept} | {math.inf}
+        return {
+            path
+            for path in among
+            if (self._slot(path) in kept if path in counted else self.progress[path][0] in kept_steps)
+        }
 
-    def _slot(self, path: Path) -> int | Path:
-        step = self.steps[path]
-        return path if step is None else step
+    def _slot(self, path: Path) -> tuple[float, float] | Path:
+        """What checkpoints of the same state share."""
+        return self.progress[path] if self.progress[path][0] < math.inf else path
 
 
 class RunOrder:
@@ -72,8 +80,8 @@ class RunOrder:
             step, _ = step_of(name, step, None if facts is None else facts.counted)
             epoch = epoch_in_name(name) if epoch is None else epoch
             order = (math.inf if step is None else step, math.inf if epoch is None else epoch)
-            found.append((*order, changed, name, entry.path, step))
-        return Listing({path: step for *_, path, step in sorted(found, key=lambda each: each[:4])}, skipped)
+            found.append((order, changed, name, entry.path))
+        return Listing({path: order for order, _, _, path in sorted(found)}, skipped)
 
     def _facts(self, path: Path, look: Look) -> Facts | None:
         """What a checkpoint says; None for a file that is none."""

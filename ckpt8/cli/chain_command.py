@@ -34,7 +34,9 @@ def chain(
     keep_raw: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Leave the newest N checkpoints as they are, neither compressed nor removed."
+            min=0,
+            metavar="N",
+            help="Leave the checkpoints of the newest N steps as they are, neither compressed nor removed.",
         ),
     ] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Go on with checkpoints that appear, until Ctrl-C.")] = False,

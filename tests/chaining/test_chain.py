@@ -88,6 +88,15 @@ def test_keep_raw_does_not_count_a_copy_of_the_newest(run, run_command):
     assert {"step-15.pt", "step-20.pt", "last.pt", "latest.pt"} < set(names(folder))
 
 
+def test_keep_raw_counts_epochs_that_count_their_steps_anew(tmp_path, run_command):
+    for epoch, path in enumerate(make_run(tmp_path, 3)):
+        torch.save({**torch.load(path), "iter": 0, "step": 0}, tmp_path / f"epoch_{epoch}.pt")
+        path.unlink()
+        age(tmp_path / f"epoch_{epoch}.pt")
+    rows, _ = chained(run_command, tmp_path, "--keep-raw", 1)
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["epoch_0.pt", "epoch_1.pt"]
+
+
 def test_a_step_in_the_file_counts_more_than_that_in_its_name(run, run_command):
     folder = run[0].parent
     run[3].rename(folder / "step-1.pt")
@@ -123,7 +132,7 @@ def test_parts_of_one_checkpoint_are_named(tmp_path, run_command):
     torch.save(tree["optimizer"], tmp_path / "optimizer.pt")
     code, _, err = run_command("chain", tmp_path)
     assert code == 3
-    assert "model.pt is left alone: it is a part of a checkpoint of several files" in err
+    assert "model.pt is left alone, it is a part of a checkpoint of several files" in err
 
 
 def test_a_dry_run_writes_nothing_and_says_what_would_be_done(run, run_command):
