@@ -244,6 +244,10 @@ def test_what_is_there_counts_where_it_was_made_from_the_source_as_asked(run, ru
     code, _, err = run_command("compress", *run[:2], "-o", out, "--budget", 10, "--max-update-error", "1e-9")
     assert (code, err.count("max |Δu|")) == (1, 2)
     assert {path: digest(path) for path in before} == before
+    ckpt8.compress(run[2], out / "step-15.ckpt8", stats=False)
+    code, _, err = run_command("compress", *run[1:], "-o", out, "--no-stats")
+    assert (code, err.count("carries no statistics")) == (1, 1)
+    (out / "step-15.ckpt8").unlink()
     code, text, err = run_command("compress", run[0], "-o", out, "--preset", "lossless", "--remove")
     assert (code, text, err.count("was made with budget 10, not with preset lossless")) == (1, "", 1)
     code, text, err = run_command("compress", run[0], "-o", out, "--budget", 10, "--remove")
