@@ -119,12 +119,12 @@ def bases_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()
 
 
 def folders_that_need(folder: Path) -> list[Path]:
-    """The folders whose containers find their bases in ``folder``: itself, and of ``bases/`` the one above.
+    """The folders whose containers find their bases in ``folder``: itself, ``bases/`` in it, of such a one that above.
 
     From a folder that the user names for bases anything may need them: then also the other such folders, and the
     current one.
     """
-    found = [folder, folder.parent] if folder.name == KEPT else [folder]
+    found = [folder, folder / KEPT, *([folder.parent] if folder.name == KEPT else [])]
     named = directories()
     if {os.path.realpath(each) for each in named} & {os.path.realpath(each) for each in found}:
         found += [*named, Path.cwd()]
@@ -132,7 +132,9 @@ def folders_that_need(folder: Path) -> list[Path]:
 
 
 def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:
-    return list(dict.fromkeys((container.parent, container.resolve().parent, *base_dirs)))
+    homes = dict.fromkeys((container.parent, container.resolve().parent))
+    above = (home.parent for home in homes if home.name == KEPT)
+    return list(dict.fromkeys((*homes, *above, *base_dirs)))
 
 
 def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> list[Path]:

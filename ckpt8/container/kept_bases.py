@@ -23,6 +23,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.atomic import sync_directory
 
 _LINKING = ".linking"
 """A new link before it replaces a copy."""
@@ -40,6 +41,7 @@ class KeptBases(Closing):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._links = folder / KEPT
+        self._linked = set[str]()
         self._locks = contextlib.ExitStack()
         # Where a folder cannot be opened nobody lists it, so nobody removes links there.
         with contextlib.suppress(OSError):
@@ -54,7 +56,8 @@ class KeptBases(Closing):
 
         Raises InputError where one of them cannot be read, OSError where it cannot be linked.
         """
-        self._link(container.resolve())  # os.link may link a symbolic link itself
+        self._link(container)
+        sync_directory(self._links)
 
     def link_needed(self) -> None:
         """Link the bases of the containers in the folder, as far as they are there and can be linked."""
@@ -73,22 +76,22 @@ class KeptBases(Closing):
             container.rename(link)
 
     def _link(self, container: Path) -> None:
+        container = container.resolve()  # os.link may link a symbolic link itself
         head = _head(container)
-        link = self._links / kept_name(head.seal)
-        if link.exists() and link.samefile(container):
-            return
         self._link_below(container, head)
         self._links.mkdir(exist_ok=True)
+        link = self._links / kept_name(head.seal)
         try:
             os.link(container, link)
         except FileExistsError:
             # A copy of the folder has copies of the links.
             if not holds_seal(link, head.seal):
                 raise
+        self._linked.add(head.seal)
 
     def _link_below(self, container: Path, head: Stated) -> None:
-        if head.base is not None and not holds_seal(self._links / kept_name(head.base.seal), head.base.seal):
-            self.link(find_base(container, head.base))
+        if head.base is not None and head.base.seal not in self._linked:
+            self._link(find_base(container, head.base))
 
 
 def remove_container(path: Path) -> None:

@@ -115,6 +115,10 @@ def test_a_link_is_one_to_a_file_and_all_below_it(run):
     assert not any(path.is_symlink() for path in (run.folder / KEPT).iterdir())
     drop_unneeded(run.folder)
     assert run.kept() == ["0.ckpt8", "2.ckpt8"]
+    (run.folder / KEPT / kept_name(run.seals["0.ckpt8"])).unlink()
+    with KeptBases(run.folder) as kept:
+        kept.link(run.folder / "3.ckpt8")
+        assert run.kept() == ["0.ckpt8", "2.ckpt8", "3.ckpt8"]
 
 
 def test_a_base_that_is_named_by_a_symbolic_link_is_linked_itself(run):
