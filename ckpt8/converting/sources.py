@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
+from ckpt8.checkpoint.readers.directory import open_directory
+from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.container.opening import is_stored
+from ckpt8.container.sharded import FOLDER
+from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.converting.content import SINGLE_FILE, Content
 from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory, per_rank
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
@@ -49,15 +53,19 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
     """Open a source; ``member`` names one file of a directory. Raises InputError, and UsageError for ``member``.
 
     Compares the checksums that the source states, outside a container, which checks its own: a target gets new
-    checksums, and those would hide damage.
+    checksums, and those would hide damage. The files of a trainer beside what ranks have packed are ``others``.
     """
-    with open_source(path, threads=threads) as members:
+    with ExitStack() as opened:
+        members = opened.enter_context(open_source(path, threads=threads))
         chosen = members if member is None else members.only(member)
         if not is_stored(path):
             for each in chosen.found:
                 check_storages(each.checkpoint, f"{path}: {each.path}" if members.directory is not None else str(path))
         content = content_of(chosen)
         _refuse_codes(content, path)
+        if find_sharded(path) not in (None, path):
+            beside = [entry for entry in walk(path) if entry.path.partition("/")[0] != FOLDER]
+            content.others += opened.enter_context(open_directory(path, beside, decode=False)) if beside else ()
         yield content
 
 

@@ -18,14 +18,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import get_state_dict
-
+from ckpt8.container.header import is_container
 from ckpt8.container.sharded import FOLDER
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
-from ckpt8.integrations import local_path
-from ckpt8.integrations.sharded_state import load_model, load_optimizers, save_packed
+from ckpt8.integrations import local_path, missing
+from ckpt8.integrations.sharded_state import load_model, load_optimizers, save_packed, state_to_pack
+
+try:
+    from accelerate.utils import is_peft_model
+except ModuleNotFoundError as exc:
+    if exc.name != "accelerate":
+        raise
+    raise missing(__name__, "accelerate") from None
 
 _ADVICE = "give a directory that every rank can reach"
 
@@ -39,11 +45,14 @@ def save_state(
     budget: float | None = None,
     rules: Sequence[str] = (),
     threads: int | None = None,
+    adapter_only: bool = False,
 ) -> str:
     """As ``accelerator.save_state(output_dir)``, with models and optimizers packed. Every rank calls it.
 
-    The other arguments are those of ``ckpt8.save``. Ranks write slices, whatever ``state_dict_type`` says. Returns the
-    folder of the checkpoint. Raises OutputError, and UsageError where accelerate does not run FSDP.
+    The other arguments are those of ``ckpt8.save``. With ``adapter_only`` models of peft are saved without their base,
+    as Trainer saves them; ``accelerator.save_state`` has no such choice. Ranks write slices, whatever
+    ``state_dict_type`` says. Returns the folder of the checkpoint. Raises OutputError, and UsageError where accelerate
+    does not run FSDP.
 
     >>> from ckpt8.integrations.accelerate import save_state
     >>> save_state(accelerator, "run/step-500", preset="archive")  # doctest: +SKIP
@@ -57,7 +66,8 @@ def save_state(
             models.extend(model for model, _ in pairs)  # hooks of the user's own, which come later, see them
             state: dict[str, Any] = {}
             for (model, own), keys in zip(pairs, _keys(), strict=False):
-                state |= zip(keys, get_state_dict(model, own), strict=True)
+                adapters = adapter_only and is_peft_model(model)
+                state |= zip(keys, state_to_pack(model, own, adapter_only=adapters), strict=True)
             save_packed(Path(folder) / FOLDER, state, options)
 
         hook = accelerator.register_save_state_pre_hook(pack)
@@ -79,6 +89,8 @@ def load_state(
     >>> load_state(accelerator, "run/step-500")  # doctest: +SKIP
     """
     source = None if input_dir is None else local_path(input_dir, _ADVICE)
+    if source is not None:
+        _refuse_container(source)
     if source is not None and not is_sharded(source / FOLDER):
         accelerator.load_state(str(source))
         return
@@ -86,14 +98,20 @@ def load_state(
 
         def unpack(_: list[Any], folder: str) -> None:
             place = Path(folder) / FOLDER
+            _refuse_container(Path(folder))
             if not is_sharded(place):
                 raise InputError(f"{folder}: holds nothing that save_state packed; use accelerator.load_state")
             for (model, own), (weights, moments) in zip(pairs, _keys(), strict=False):
-                load_model(place, weights, model, threads=threads)
+                load_model(place, weights, model, has_adapters=is_peft_model(model), threads=threads)
                 load_optimizers(place, moments, model, own, threads=threads)
 
         hooks.callback(accelerator.register_load_state_pre_hook(unpack).remove)
         accelerator.load_state(None if source is None else str(source))
+
+
+def _refuse_container(path: Path) -> None:
+    if is_container(path):
+        raise InputError(f"{path}: is a container; restore it, and load the directory that it gives")
 
 
 @contextlib.contextmanager

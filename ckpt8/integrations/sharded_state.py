@@ -12,10 +12,13 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 
+from ckpt8.checkpoint.meaning.parameter_names import plain_names
+from ckpt8.container.sharded.reading import read_index
 from ckpt8.core.arguments import checked
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 
@@ -46,10 +49,55 @@ def save_packed(folder: Path, state: dict[str, Any], options: Mapping[str, Any])
     state_dict_saver.save(state, storage_writer=Ckpt8StorageWriter(folder, **options), planner=Ckpt8SavePlanner())
 
 
-def load_model(folder: Path, key: str, model: Any, *, strict: bool = True, threads: int | None = None) -> None:
-    """Load the weights under ``key`` into a model that is sharded in any way."""
-    weights = _read(folder, key, get_model_state_dict(model), strict, threads)
-    set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
+def state_to_pack(model: Any, optimizers: Any, *, adapter_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights of a model and the state of its optimizers.
+
+    With ``adapter_only`` the model is one of peft, and its base is left out.
+    """
+    weights, moments = get_state_dict(model, optimizers)
+    if adapter_only:
+        groups: Any = moments["param_groups"]
+        stepped = {name for group in groups for name in group["params"]}
+        kept = stepped - _parameters(model, trained=False) | _adapters(model, weights)
+        weights = {name: each for name, each in weights.items() if name in kept}
+    return weights, moments
+
+
+def load_model(
+    folder: Path, key: str, model: Any, *, strict: bool = True, has_adapters: bool = False, threads: int | None = None
+) -> None:
+    """Load the weights under ``key`` into a model that is sharded in any way.
+
+    ``has_adapters``: the model is one of peft, and keeps what ``folder`` does not have of its base.
+    """
+    state = get_model_state_dict(model)
+    if has_adapters:
+        stored, needed = read_index(folder).tensors, _adapters(model, state)
+        state = {name: each for name, each in state.items() if name in needed or f"{key}.{name}" in stored}
+    weights = _read(folder, key, state, strict, threads)
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=strict and not has_adapters))
+
+
+def _adapters(model: Any, weights: dict[str, Any]) -> set[str]:
+    """The names of those weights of a model of peft that its base does not have: what is trained, and what peft saves.
+
+    Adapters may have frozen parts, which began at random. Buffers count too.
+    """
+    from peft import get_peft_model_state_dict
+
+    saved: set[int] = set()
+    for name, config in model.peft_config.items():
+        if not config.is_prompt_learning:
+            saved |= {id(each) for each in get_peft_model_state_dict(model, weights, adapter_name=name).values()}
+    buffers = set(plain_names(name for name, _ in model.named_buffers()).values())
+    frozen_parts = {name for name, each in weights.items() if id(each) in saved}
+    return weights.keys() & (_parameters(model, trained=True) | buffers | frozen_parts)
+
+
+def _parameters(model: Any, *, trained: bool) -> set[str]:
+    """All names of the parameters that are trained, or of those that are frozen."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return set(plain_names(name for name, each in parameters if each.requires_grad is trained).values())
 
 
 def load_optimizers(folder: Path, key: str, model: Any, optimizers: Any, *, threads: int | None = None) -> None:

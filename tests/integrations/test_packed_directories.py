@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from ckpt8 import CheckFailedError, InputError, OutputError, ResumeError, UsageE
 from ckpt8.cli.app import app
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.sharded_state import load_model, save_packed, state_to_pack
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -421,3 +424,59 @@ def test_the_failure_of_one_rank_leaves_no_checkpoint(saved):
         )
         assert sum("__1_0.distcp: slice" in error and "failed: " not in error for error in errors) == 1
         assert sum(": rank " in error and "failed: " in error for error in errors) == 1
+
+
+class Adapted(torch.nn.Module):
+    """As peft makes it: a frozen base with tied weights, and an adapter of which a part is frozen too."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.head.weight = self.base.weight
+        self.lora_a, self.lora_b = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(2, 8, bias=False)
+        self.register_buffer("scale", torch.rand(1))
+        for module in (self.base, self.head, self.lora_a):
+            module.requires_grad_(False)
+        self.peft_config = {"default": SimpleNamespace(is_prompt_learning=False)}
+
+
+def _saved_by_peft(model, weights, adapter_name):
+    return {name: each for name, each in weights.items() if name.startswith("lora_")}
+
+
+@pytest.mark.parametrize("adapter_only", [True, False])
+def test_a_model_with_adapters_is_packed_without_its_base(adapter_only, tmp_path, monkeypatch):
+    """And takes them from a checkpoint with the base, too, which earlier versions wrote."""
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(get_peft_model_state_dict=_saved_by_peft))
+    there, here = Adapted(1), Adapted(2)
+    optimizer = torch.optim.AdamW(there.parameters())
+    there.lora_b(there.lora_a(torch.ones(1, 8))).sum().backward()
+    optimizer.step()
+    weights, moments = state_to_pack(there, optimizer, adapter_only=adapter_only)
+    save_packed(tmp_path / "saved", {"model": weights, "optimizer": moments}, {"preset": "lossless"})
+    with ckpt8.open(tmp_path / "saved") as file:
+        packed = {key.removeprefix("model.") for key in file.keys() if key.startswith("model.")}  # noqa: SIM118
+    assert packed == ({"lora_a.weight", "lora_b.weight", "scale"} if adapter_only else set(there.state_dict()))
+    base = here.base.weight.clone()
+    load_model(tmp_path / "saved", "model", here, has_adapters=True)
+    assert torch.equal(here.base.weight, base if adapter_only else there.base.weight)
+    assert all(torch.equal(here.state_dict()[name], there.state_dict()[name]) for name in packed)
+    here.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointException, match="extra"):
+        load_model(tmp_path / "saved", "model", here, has_adapters=True)
+
+
+def test_convert_copies_the_files_of_a_trainer_beside_the_packed_ones(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    state = state_to_pack(model, torch.optim.AdamW(model.parameters()), adapter_only=False)
+    place = tmp_path / "checkpoint-8"
+    save_packed(place / "ckpt8", dict(zip(("model", "optimizer"), state, strict=True)), {"preset": "lossless"})
+    (place / "trainer_state.json").write_text("{}")
+    torch.save({"last_epoch": 8}, place / "scheduler.pt")
+    report = json.loads(call("convert", place, f"{tmp_path}/out/", "--to", "trainer", "--json").stdout)
+    assert report["notes"] == []
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("model.safetensors", "optimizer.pt", "trainer_state.json", "scheduler.pt")
+    }
+    assert (tmp_path / "out" / "scheduler.pt").read_bytes() == (place / "scheduler.pt").read_bytes()

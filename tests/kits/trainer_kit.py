@@ -13,7 +13,7 @@ def rows():
     return [torch.randint(0, 64, (16,), generator=generator).cumsum(0) % 256 for _ in range(64)]
 
 
-def trainer(folder, callbacks=(), *, kind=transformers.Trainer, seed=0, **arguments):
+def trainer(folder, callbacks=(), *, kind=transformers.Trainer, wrap=lambda model: model, seed=0, **arguments):
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -38,7 +38,7 @@ def trainer(folder, callbacks=(), *, kind=transformers.Trainer, seed=0, **argume
     }
     data = [{"input_ids": row, "labels": row} for row in rows()]
     return kind(
-        model=transformers.LlamaForCausalLM(config),
+        model=wrap(transformers.LlamaForCausalLM(config)),
         args=transformers.TrainingArguments(output_dir=str(folder), **settings),
         train_dataset=data,
         eval_dataset=data[:8],

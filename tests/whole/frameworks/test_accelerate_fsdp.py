@@ -24,7 +24,7 @@ from sharded_kit import (  # noqa: E402
 )
 
 import ckpt8  # noqa: E402
-from ckpt8.core.errors import UsageError  # noqa: E402
+from ckpt8.core.errors import InputError, UsageError  # noqa: E402
 from ckpt8.integrations.accelerate import load_state, save_state  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -178,6 +178,9 @@ def test_without_fsdp_accelerate_is_named(tmp_path):
     assert not (tmp_path / "state").exists()
     accelerator.save_state(str(tmp_path / "plain"))
     load_state(accelerator, tmp_path / "plain")
+    ckpt8.compress(tmp_path / "plain")
+    with pytest.raises(InputError, match=r"plain\.ckpt8: is a container; restore it"):
+        load_state(accelerator, tmp_path / "plain.ckpt8")
 
 
 def _on_gpu(rank, world, folder):

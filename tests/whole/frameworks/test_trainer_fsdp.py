@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
 
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import trainer_kit  # noqa: E402
-from sharded_kit import LAST, SAVED, check_resumed, keep, ranks_of, shard_on_cpu  # noqa: E402
+from sharded_kit import LAST, SAVED, check_resumed, keep, kept, ranks_of, shard_on_cpu  # noqa: E402
 from trainer_kit import names_in  # noqa: E402
 
+import ckpt8  # noqa: E402
 from ckpt8.integrations.transformers import (  # noqa: E402
     Ckpt8Callback,
     Ckpt8TrainerMixin,
@@ -44,7 +47,7 @@ class ShardedTrainer(Ckpt8TrainerMixin, transformers.Trainer):
 
 
 def trainer(folder, version, kind, way, preset, **arguments):
-    """A Trainer of FSDP, the same batches for any number of ranks."""
+    """A Trainer of FSDP, the same batches for any number of ranks; ``plain`` is Trainer as it is."""
     config = {
         "version": version,
         "state_dict_type": kind,
@@ -120,3 +123,56 @@ def test_what_lies_in_the_folders(runs):
     restored = runs / "2-SHAR-callback-archive"
     assert names_in(restored) == [f"checkpoint-{SAVED}", f"checkpoint-{SAVED}.ckpt8"]
     assert {"optimizer_0", "pytorch_model_fsdp_0"} < set(names_in(restored / f"checkpoint-{SAVED}"))
+
+
+def test_a_packed_checkpoint_becomes_one_of_a_trainer_without_fsdp(runs, tmp_path):
+    source, target = runs / "2-SHAR-mixin-lossless" / f"checkpoint-{SAVED}", tmp_path / f"checkpoint-{SAVED}"
+    report = ckpt8.convert(source, target, to="trainer")
+    assert not any("trainer_state" in note for note in report.notes)
+    names = {path.name for path in source.iterdir() if path.is_file()}
+    assert {path.name for path in target.iterdir()} == {*names, "model.safetensors", "optimizer.pt"}
+    assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)
+    plain = trainer_kit.trainer(tmp_path, max_steps=LAST, save_strategy="no", seed=2)
+    plain.train(resume_from_checkpoint=str(target))
+    (tmp_path / "plain.json").write_text(json.dumps(late_losses(plain)))
+    shutil.copy(runs / "2-SHAR-mixin-lossless-expected.json", tmp_path / "expected.json")
+    shutil.copy(runs / "other.json", tmp_path)
+    check_resumed("lossless", tmp_path, "plain", expected="expected", other="other", moved=True)
+
+
+LORA = {"1-LoRA": (1, SHARDED, "mixin", "lossless"), "2-LoRA": (2, SHARDED, "mixin", "lossless")}
+
+
+def train_adapters(folder):
+    """Both kinds of FSDP train adapters, save with Trainer itself and packed, and go on from what was packed."""
+    import peft
+
+    shard_on_cpu()
+    wrap = partial(peft.get_peft_model, peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj"]))
+    # Not with FSDP1: accelerate 1.15 saves no adapter there.
+    trainer(f"{folder}/plain", 2, SHARDED, "plain", None, wrap=wrap, max_steps=SAVED).train()
+    for name, case in LORA.items():
+        made = trainer(f"{folder}/{name}", *case, wrap=wrap)
+        made.train()
+        keep(folder, f"{name}-expected", late_losses(made))
+        made = trainer(f"{folder}/{name}", *case, wrap=wrap, save_strategy="no")
+        with torch.no_grad():
+            for each in made.model.parameters():
+                each.mul_(0.5 if each.requires_grad else 1)
+        made.train(resume_from_checkpoint=f"{folder}/{name}/checkpoint-{SAVED}")
+        keep(folder, f"{name}-resumed", late_losses(made))
+
+
+def test_of_a_model_with_adapters_the_base_is_not_packed(tmp_path):
+    pytest.importorskip("peft")
+    ranks_of(train_adapters)(2, str(tmp_path))
+    plain = torch.distributed.checkpoint.FileSystemReader(
+        tmp_path / "plain" / f"checkpoint-{SAVED}" / "pytorch_model_fsdp_0"
+    )
+    saved = set(plain.read_metadata().state_dict_metadata)
+    assert len(saved) == 4
+    for name in LORA:
+        assert kept(tmp_path, f"{name}-resumed") == kept(tmp_path, f"{name}-expected")
+        with ckpt8.open(tmp_path / name / f"checkpoint-{SAVED}" / "ckpt8") as file:
+            packed = {key for key in file.keys() if key.startswith("model.")}  # noqa: SIM118 - it is no dict
+        assert {key.replace(".default", "") for key in packed} == saved  # peft leaves out which adapter it is
