@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import gc
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from ckpt8.container.header import is_container
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.integrations import is_local, missing
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
@@ -101,10 +104,20 @@ class Ckpt8CheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(state_dict)  # its weights stand flat among the other states
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest step that is complete, packed or plain; -1 where there is none."""
+        """The newest step that is complete, packed or plain; -1 where there is none. Warns of a newer container."""
         place = folder or self.folder
-        steps: list[int] = [super()._find_load_step(folder)]
-        if is_local(place) and Path(place).is_dir():
-            found = ((_STEP.search(path.name), path) for path in Path(place).iterdir())
-            steps += [int(match[1]) for match, path in found if match and is_sharded(path)]
-        return max(steps)
+        newest: int = super()._find_load_step(folder)
+        if not is_local(place) or not Path(place).is_dir():
+            return newest
+        found = [(int(match[1]), path) for path in Path(place).iterdir() if (match := _STEP.search(path.name))]
+        newest = max([newest, *(step for step, path in found if is_sharded(path))])
+        step, path = max(found, default=(-1, Path()))
+        if step > newest and is_container(path) and (not dist.is_initialized() or dist.get_rank() == 0):
+            begins = f"the run goes on from step {newest}" if newest >= 0 else "the run begins anew"
+            warnings.warn(
+                f"{path}: is newer, and {begins}, since torchtitan finds directories alone; restore the container, and "
+                "start again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return newest

@@ -467,15 +467,18 @@ def test_a_model_with_adapters_is_packed_without_its_base(adapter_only, tmp_path
         load_model(tmp_path / "saved", "model", here, has_adapters=True)
 
 
-def test_convert_copies_the_files_of_a_trainer_beside_the_packed_ones(tmp_path):
-    model = torch.nn.Linear(8, 8)
+def test_what_a_trainer_packed_of_tied_weights_becomes_a_plain_checkpoint_with_all_its_files(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[1].weight = model[0].weight
     state = state_to_pack(model, torch.optim.AdamW(model.parameters()), adapter_only=False)
     place = tmp_path / "checkpoint-8"
     save_packed(place / "ckpt8", dict(zip(("model", "optimizer"), state, strict=True)), {"preset": "lossless"})
+    assert_same(ckpt8.load(place)["model"], dict(model.state_dict()))
     (place / "trainer_state.json").write_text("{}")
     torch.save({"last_epoch": 8}, place / "scheduler.pt")
     report = json.loads(call("convert", place, f"{tmp_path}/out/", "--to", "trainer", "--json").stdout)
     assert report["notes"] == []
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"0.weight", "0.bias", "1.bias"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         *("model.safetensors", "optimizer.pt", "trainer_state.json", "scheduler.pt")
     }

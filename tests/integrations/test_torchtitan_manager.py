@@ -19,6 +19,7 @@ from sharded_kit import (
     ranks_of,
 )
 
+import ckpt8
 from ckpt8.core.errors import UsageError
 
 pytestmark = [
@@ -136,3 +137,15 @@ def test_a_preset_is_looked_at_when_it_is_configured():
 
     with pytest.raises(UsageError, match="preset"):
         Ckpt8CheckpointManager.Config(enable=True, preset="tiny")
+
+
+def test_a_container_that_is_newer_than_all_directories_is_named(tmp_path):
+    """As ``ckpt8 chain --remove`` leaves them: the run would silently go on from an older step."""
+    from ckpt8.integrations.torchtitan import Ckpt8CheckpointManager
+
+    manager = Ckpt8CheckpointManager.__new__(Ckpt8CheckpointManager)
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / "step-4" / ".metadata").write_bytes(b"")
+    ckpt8.save({"w": torch.ones(2)}, tmp_path / "step-8.ckpt8")
+    with pytest.warns(RuntimeWarning, match=r"step-8\.ckpt8: is newer, and the run goes on from step 4"):
+        assert manager._find_load_step(str(tmp_path)) == 4

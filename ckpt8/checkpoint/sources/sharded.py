@@ -132,12 +132,12 @@ class ShardedFiles:
     def _member(
         self, home: DcpCheckpoint, reader: ContainerReader, records: list[tuple[Slice, TensorRecord]]
     ) -> DcpMember:
-        storages: list[StorageInfo] = []
+        storages: dict[str, StorageInfo] = {}  # tied weights share one
         parts: list[tuple[Slice, TensorRef]] = []
         for piece, record in sorted(records, key=lambda each: each[0].offset):
             stored = reader.manifest.storages[record.storage]
             key = str(record.storage)
-            storages.append(StorageInfo(key, stored.dtype, piece.offset, stored.nbytes))
+            storages[key] = StorageInfo(key, stored.dtype, piece.offset, stored.nbytes)
             whole = StorageRef(key, DType.UINT8, stored.nbytes)
             try:
                 ref = make_tensor(whole, record.dtype, record.offset, tuple(record.shape), tuple(record.stride))
@@ -145,7 +145,7 @@ class ShardedFiles:
                 raise InputError(f"{reader.path}: {record.name}: does not fit its storage: {exc}") from exc
             parts.append((piece, ref))
         named = tuple(home.named(piece, ref) for piece, ref in parts)
-        checkpoint = OpenCheckpoint(DCP, self._sources[reader.path.name], storages, Labelled(named))
+        checkpoint = OpenCheckpoint(DCP, self._sources[reader.path.name], [*storages.values()], Labelled(named))
         return DcpMember(reader.path.name, checkpoint, home=home, parts=parts)
 
 
