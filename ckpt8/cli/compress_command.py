@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,21 +95,18 @@ def _compress_one(
 
     output, target = _targets(src, output)
     finished = _finish_removals(src, target, options, as_json=as_json) if remove else None
-    rows = finished.to_json()["checkpoints"] if finished else []
+    left = finished.to_json() if finished else {}
+    rows = left.pop("checkpoints", [])
+    if as_json:
+        print_json({"finished": rows, **({"error": left["error"]} if "error" in left else {})})
     container = next((Path(row["target"]) for row in rows if row["removed"] and row["source"] == str(src)), None)
     if container is None:
         options = {**options, "force": force}
-        try:
-            seconds, is_there, facts = _compress_now(src, output, target, options, remove=remove, as_json=as_json)
-        except Exception:
-            if finished and as_json:
-                finished.show(sys.stderr)
-            raise
+        seconds, is_there, facts = _compress_now(src, output, target, options, remove=remove, as_json=as_json)
     else:
         target, seconds, is_there, facts = container, 0.0, True, inspect_container(container)
     if as_json:
-        became = {"present": is_there, "removed": remove, "finished": rows}
-        print_json({"target": str(target), "seconds": seconds, **became, **facts})
+        print_json({"target": str(target), "seconds": seconds, "present": is_there, "removed": remove, **facts})
     if finished and finished.exit_code:
         raise typer.Exit(finished.exit_code)
 

@@ -103,7 +103,7 @@ def _print_end(replaced: list[str], error: str | None, code: int, *, as_json: bo
             print_lines(console(), [f"replaced {each}" for each in replaced])
         return
     if error is not None:
-        stated.setdefault("error", " ".join(error.split()))
+        stated["error"] = " ".join(error.split())
     if code and ("error" in stated or not stated):
         stated.setdefault("error", None)
         stated["exit_code"] = code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from ckpt8.chaining.jobs import Job, Outcome
 from ckpt8.cli.guard import reported
@@ -19,7 +19,6 @@ from ckpt8.cli.show.outcomes import (
     total_line,
     totals,
 )
-from ckpt8.core.text import printable
 
 
 class Tally:
@@ -46,11 +45,6 @@ class Tally:
         if self._dry:
             return None if outcome.error is not None else preview_line(outcome)
         return None if outcome.stored is None else outcome_line(outcome)
-
-    def show(self, screen: TextIO) -> None:
-        """Print the lines that were not printed while ``quiet``."""
-        lines = filter(None, map(self.line, self.outcomes))
-        screen.writelines(f"{printable(line)}\n" for line in lines)
 
     def show_total(self) -> None:
         """Print a line for all."""

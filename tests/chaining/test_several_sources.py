@@ -190,6 +190,12 @@ def test_what_a_kill_left_is_finished_and_named(command, damaged, as_json, run, 
         assert digest(first) == whole
         assert f"ckpt8: {first}: its removal was interrupted, and is not finished: {container}: " in err
         assert "; it is back\n" in err
+        if as_json:
+            facts = json.loads(out)
+            assert facts["exit_code"] == code
+            assert f"ckpt8: {facts['error']}\n" in err
+            row = facts["finished" if len(words) == 2 and command != "chain" else "checkpoints"][0]
+            assert "its removal was interrupted" in row["error"]
         return
     assert (code, err) == (0, "")
     assert not first.exists()
