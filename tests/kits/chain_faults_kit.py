@@ -58,7 +58,7 @@ class Run:
             if rng.random() < 0.5:
                 shutil.rmtree(self.folder)
                 subprocess.run(["cp", "-a", self.packed, self.folder], check=True)
-            self.thrown_away.update(rng.sample(sorted(self.sums), rng.randint(1, 3)))
+            self.thrown_away.update(rng.sample(sorted(self.sums), rng.randint(1, 4)))
             for name in self.thrown_away:
                 self.container(name).unlink()
 
