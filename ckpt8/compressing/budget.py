@@ -11,7 +11,7 @@ c steps is S_W + S_M + S_V = c^2 M1, where the errors of the moments count what 
 G is how far an error that decays by b2 in each step carries a weight whose updates correlate by b1 from step to step.
 m^ and v^ are free of bias. Each of the three gets the share c / sqrt(3); what second moments cannot use, since their
 steps are 1.4 octaves at most, goes to the other two. Steps follow from shares, since an error
-that is even over a step s has the variance s^2 / 12.
+that is even over a step s has the variance s^2 / 12. A budget is a cap: all steps are rounded down.
 """
 
 from __future__ import annotations
@@ -61,20 +61,18 @@ class Budget:
         """The same steps, with updates that err by ``error`` at most, or by what every budget allows."""
         return replace(self, u_max=float(min(_LARGEST_U, 2 * error)))
 
-    @property
-    def share(self) -> float:
-        """The steps that second moments may take."""
-        return self.steps / math.sqrt(3)
+    def second(self, beta1: float, beta2: float) -> float:
+        """The steps that second moments take: up to a third of the error, and 0 where they are kept exactly."""
+        return (self.log_step(beta1, beta2) or 0) / OCTAVE * _SLOPE * carry(beta1, beta2) / (2 * math.sqrt(12))
 
     def rest(self, beta1: float, beta2: float) -> float:
         """The steps that each of weights and first moments may take: half of what second moments leave."""
-        second = min(self.share, LARGEST_STEP / OCTAVE * _SLOPE * carry(beta1, beta2) / (2 * math.sqrt(12)))
-        return math.sqrt((self.steps**2 - second**2) / 2)
+        return math.sqrt((self.steps**2 - self.second(beta1, beta2) ** 2) / 2)
 
-    def log_step(self, beta1: float, beta2: float) -> int:
-        """S of ``rclog`` for the second moments of a parameter."""
-        octaves = self.share * 2 * math.sqrt(12) / (_SLOPE * carry(beta1, beta2))
-        return min(max(round(octaves * OCTAVE), SMALLEST_STEP), LARGEST_STEP)
+    def log_step(self, beta1: float, beta2: float) -> int | None:
+        """S of ``rclog`` for the second moments of a parameter; None where its smallest would be too large."""
+        octaves = self.steps / math.sqrt(3) * 2 * math.sqrt(12) / (_SLOPE * carry(beta1, beta2))
+        return min(int(octaves * OCTAVE), LARGEST_STEP) if octaves * OCTAVE >= SMALLEST_STEP else None
 
     def moment_scale(self, energy: float, roots: float, lr: float, beta1: float, beta2: float, bias1: float) -> float:
         """The k of ``vscaled`` for the first moments of a parameter.
@@ -96,12 +94,8 @@ class Budget:
         if not mean_square:
             return _in_range(most), True
         step = self.rest(beta1, beta2) * math.sqrt(12 * energy / numel / mean_square)
-        wanted = math.floor(4 * math.log2(step) + 0.5)
+        wanted = math.floor(4 * math.log2(step))
         return _in_range(min(wanted, most)), wanted > most
-
-    def weight_cost(self, energy: float, numel: int, beta1: float, beta2: float, mean_square: float) -> float:
-        """The part of what weights may err that an error of one in each of ``numel`` of them takes."""
-        return mean_square * numel / (energy * self.rest(beta1, beta2) ** 2)
 
 
 def carry(beta1: float, beta2: float) -> float:

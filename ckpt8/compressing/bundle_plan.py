@@ -18,17 +18,20 @@ from ckpt8.compressing.averaged_copies import copies_of_weights
 from ckpt8.compressing.lockstep import set_companions
 from ckpt8.compressing.master_copies import refer_to_masters
 from ckpt8.compressing.optimizer_steps import give_steps, take_steps
-from ckpt8.compressing.plan import Plan, Unit, choose, make_plan, plan_joint, views_of
+from ckpt8.compressing.plan import Measured, Plan, Unit, choose, make_plan, plan_joint, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import spend
 
 
-def plan_bundle(bundle: Bundle, policy: Policy) -> Plan:
-    """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError."""
-    return plan_policies(bundle, [policy])[0]
+def plan_bundle(bundle: Bundle, policy: Policy, measured: Measured | None = None) -> Plan:
+    """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError.
+
+    ``measured`` is that of ``spend``.
+    """
+    return plan_policies(bundle, [policy], measured)[0]
 
 
-def plan_policies(bundle: Bundle, policies: Sequence[Policy]) -> list[Plan]:
+def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured | None = None) -> list[Plan]:
     """The plan of all members under each policy. Raises as ``plan_bundle``."""
     trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
     found = plan_members(bundle, policies[0])
@@ -46,7 +49,7 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy]) -> list[Plan]:
             else:
                 take_steps(plan, stepped)
             stepped = stepped or replace(plan)  # whatever the budget is
-            spend(plan, bundle, policy, policy.budget)
+            spend(plan, bundle, policy, policy.budget, measured)
         set_companions(plan)
         plans.append(plan)
     return plans

@@ -26,10 +26,10 @@ from ckpt8.compressing.background import PendingSave, start, wait_for
 from ckpt8.compressing.base_choice import Auto, Wanted, bases_kept, is_unlinked, wanted
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chained import chained
-from ckpt8.compressing.compressor import Compressor, Options, Unwritten
+from ckpt8.compressing.compressor import Compressor, Options, Unwritten, within_budget
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.open_base import OpenBase
-from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.plan import Measured, Plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.bases import looked_for_in
 from ckpt8.container.json_fields import is_unicode
@@ -117,7 +117,7 @@ def compress(
             raise InputError(f"{source}: its name is not valid UTF-8, and a container states it; rename it")
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
-        run = partial(Compressor.run, target=target, policy=policy, force=force)
+        run = partial(Compressor.run, target=target, force=force)
         return _compressed(bundle, target, policy, options, asked, run, device=gpu)
 
 
@@ -237,7 +237,7 @@ def save(
         with looked_for_in(map(Path, base_dirs)), live_checkpoint(obj, target.stem) as checkpoint:
             _warn_of_refusal(target, checkpoint)
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
-            pack = partial(run_or_pack, target=target, policy=policy, force=force)
+            pack = partial(run_or_pack, target=target, force=force)
             return _compressed(Bundle.of(checkpoint, member), target, policy, options, asked, pack, live)
 
     if isinstance(asked, Path):
@@ -273,24 +273,28 @@ def _compressed(
     policy: Policy,
     options: Options,
     asked: Wanted,
-    run: Callable[[Compressor], R],
+    run: Callable[..., R],
     live: Mapping[str, torch.UntypedStorage] | None = None,
     device: torch.device | None = None,
 ) -> R:
-    """What ``run`` returns for a compressor of ``source``."""
-    with without_collection():
-        plan = plan_bundle(source, policy)
-    policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
+    """What ``run`` returns for a compressor of ``source`` and its policy."""
 
-    def compress_plan(plan: Plan, base: OpenBase | None, key_reason: str | None) -> R:
-        encoder = choose_encoder(source, live or {}, device, measure=options.stats and plan.is_lossy, base=base)
-        record = None if base is None else base.record(target)
-        return run(Compressor(source, plan, options, encoder, record, key_reason))
+    def compress_as_planned(options: Options, measured: Measured | None) -> R:
+        with without_collection():
+            plan = plan_bundle(source, policy, measured)
+        policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
 
-    with ExitStack() as saving:
-        kept = saving.enter_context(bases_kept(asked, target))
-        result = chained(source, target, plan, policy, asked, kept, options.threads, compress_plan)
-        if isinstance(result, Unwritten):
-            result.keeps_base = kept is not None and not is_unlinked(target)
-            result.resources.push(saving.pop_all())
-        return result
+        def compress_plan(plan: Plan, base: OpenBase | None, key_reason: str | None) -> R:
+            encoder = choose_encoder(source, live or {}, device, measure=options.stats and plan.is_lossy, base=base)
+            record = None if base is None else base.record(target)
+            return run(Compressor(source, plan, options, encoder, record, key_reason), policy=policy)
+
+        with ExitStack() as saving:
+            kept = saving.enter_context(bases_kept(asked, target))
+            result = chained(source, target, plan, policy, asked, kept, options.threads, compress_plan)
+            if isinstance(result, Unwritten):
+                result.keeps_base = kept is not None and not is_unlinked(target)
+                result.resources.push(saving.pop_all())
+            return result
+
+    return within_budget(options, compress_as_planned)

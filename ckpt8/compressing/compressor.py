@@ -10,22 +10,26 @@ then on the source is not needed: the ``Unwritten`` that ``pack`` returns writes
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGroup, pack_record, store_group
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
 from ckpt8.compressing.open_base import check_base
-from ckpt8.compressing.plan import Plan, Refusal, Unit
+from ckpt8.compressing.plan import Measured, Plan, Refusal, Share, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.sharing import PACK_NAME, share
+from ckpt8.compressing.step_measure import exceeded_share, excess
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header, layout
 from ckpt8.container.base_record import BaseRecord
@@ -37,6 +41,8 @@ from ckpt8.core.errors import UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
+
+R = TypeVar("R")
 
 _LONGEST, _LONGEST_MORE = 1.01, 1 << 14
 """How much longer than its source a container is at most: a part of it, and bytes."""
@@ -66,6 +72,22 @@ class Options:
             raise UsageError(f"a bound on the update error is a number from 0 on, not {self.max_update_error}")
         if self.max_update_error is not None and not self.stats:
             raise UsageError("a bound on the update error needs statistics; leave out --no-stats")
+
+
+class OverBudgetError(Exception):
+    """The error of a file exceeds its budget: ``measured`` tells what the sample that it was planned by does not."""
+
+    def __init__(self, measured: Measured) -> None:
+        super().__init__("the error exceeds the budget")
+        self.measured = measured
+
+
+def within_budget(options: Options, compress: Callable[[Options, Measured | None], R]) -> R:
+    """What ``compress`` returns. Where it raises OverBudgetError, it is called again with what was measured, once."""
+    try:
+        return compress(options, None)
+    except OverBudgetError as exc:
+        return compress(replace(options, progress=no_progress), exc.measured)
 
 
 @dataclass(slots=True)
@@ -128,7 +150,7 @@ class Compressor:
         self._measures = options.stats and plan.is_lossy
         self._encoder = encoder or ChunkEncoder(source, measure=self._measures)
         # No method: a cycle of references would keep the source's files until the next collection.
-        self._refusal_of = partial(_broken_bound, options.max_update_error)
+        self._refusal_of = partial(_refusal, options.max_update_error, plan.shares)
         self._groups = GroupEncoder(source, self._encoder, self._refusal_of)
         # Ranks save often and wait for the last of them: entries of their own take longer than small slices.
         self._own, self._shared = share(plan.units, 0 if slices else source.size, self._slab)
@@ -143,6 +165,7 @@ class Compressor:
                 results = self.write_units(writer, workers, units, chunks)
                 self.write_groups(writer, workers.map(self._groups.stored, self._shared), results)
                 self._source.check_unchanged()
+                self._check_budget(policy, results.measured)
                 return self.publish(writer, results, policy)
 
     def pack(self, target: Path, policy: Policy, *, force: bool) -> Unwritten:
@@ -152,11 +175,15 @@ class Compressor:
             workers = stack.enter_context(Workers(self._options.threads))
             units: list[Unit] = []
             chunks: deque[PackedChunk] = deque()
+            measured: list[tuple[Unit, StepError | None]] = []
             for unit, packed in self._pack_units(workers):
                 units.append(unit)
                 chunks += packed
+                measured += [(unit, packed[0].errors.steps)] if packed else []
             groups = deque(workers.map(self._groups.pack, self._shared))
             self._source.check_unchanged()
+            measured += [(each.unit, each.errors.steps) for group in groups for each in group.units]
+            self._check_budget(policy, measured)
             return Unwritten(self, policy, units, chunks, groups, writer, workers, stack.pop_all())
 
     def write_units(
@@ -207,6 +234,13 @@ class Compressor:
                 manifest.slices.append(SliceRecord(found[0], index, list(found[1])))
         self.seal = writer.finish(manifest, partial(check_base, manifest.base))
         return manifest
+
+    def _check_budget(self, policy: Policy, errors: Sequence[tuple[Unit, StepError | None]]) -> None:
+        """Raise OverBudgetError where the error exceeds the budget, unless the plan knows what was measured."""
+        if policy.budget is not None and not self._plan.is_measured:
+            found, measured = excess(self._plan.shares, errors, policy.budget.steps)
+            if 1 < found < math.inf:
+                raise OverBudgetError(measured)
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:
         """Every unit with its final codecs, and its packed chunks."""
@@ -302,6 +336,11 @@ class Compressor:
 
 def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
     return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
+
+
+def _refusal(bound: float | None, shares: Mapping[int, Share], unit: Unit, errors: UnitErrors) -> Refusal | None:
+    """Why the codecs of a unit cannot keep it although they took it, or None."""
+    return _broken_bound(bound, unit, errors) or exceeded_share(shares, unit, errors.steps)
 
 
 def _broken_bound(bound: float | None, unit: Unit, errors: UnitErrors) -> Refusal | None:

@@ -13,18 +13,18 @@ base have become too large for the steps of the optimizer, a new lattice is due.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec
-from ckpt8.codecs.lattice import Lattice, step_of
+from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.lattice.reference import phases
 from ckpt8.compressing.open_base import OpenBase
 from ckpt8.compressing.partners import Partners, find_partners
 from ckpt8.compressing.plan import Plan, Stream, read_elements
+from ckpt8.compressing.spending import balance, left_over
 from ckpt8.container import frames, layout, symbols
 from ckpt8.container.differences import difference
 from ckpt8.core.errors import RefusedError
@@ -34,8 +34,8 @@ from ckpt8.core.workers import Workers
 SAMPLE = 1 << 16
 """Elements of a storage that tell how large its difference is."""
 
-_MOST_SHARE = 1.25
-"""The most that steps of the base may take of what the weights of an optimizer may err."""
+_MOST_TAKEN = 0.25
+"""The most that weights on the steps of the base may take of what the first moments of their optimizer may err."""
 
 _LEAST_CORRELATION = 0.02
 """Above this, weights are taken to lie at the points of the lattice of the base. If they move as normal numbers, twice
@@ -107,7 +107,9 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
             streams[stream.index] = replace(stream, codec=codec, base=partner)
             sizes[stream.index] = trial.nbytes
     units = [replace(unit, streams=tuple(streams[stream.index] for stream in unit.streams)) for unit in plan.units]
-    return Continuation(replace(plan, units=units), resumed, sum(sizes.values()), whole)
+    continued = replace(plan, units=units)
+    balance(continued)
+    return Continuation(continued, resumed, sum(sizes.values()), whole)
 
 
 def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -> list[_Candidate]:
@@ -158,14 +160,10 @@ def _resumed(trials: Sequence[_Trial]) -> bool:
 
 
 def _outgrown(plan: Plan, candidates: Iterable[_Candidate]) -> bool:
-    """Whether the steps of the base take too much of a budget."""
+    """Whether the steps of the base take more of a budget than first moments can give."""
     codecs = {each.stream.index: each.codec for each in candidates}
-    shares: dict[int, float] = defaultdict(float)
-    for stream in plan.streams:
-        cost, codec = plan.costs.get(stream.index), codecs.get(stream.index, stream.codec)
-        if cost is not None and isinstance(codec, Lattice):
-            shares[cost.optimizer] += cost.per_square * step_of(codec.k) ** 2 / 12
-    return max(shares.values(), default=0.0) > _MOST_SHARE
+    found = left_over(plan, codecs)
+    return any(left < -_MOST_TAKEN * moments for left, moments in found.values())
 
 
 def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:

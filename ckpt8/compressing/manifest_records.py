@@ -41,13 +41,14 @@ class UnitResult:
 class Results:
     """What was written: the records of storages, update errors and errors in steps by index of a stream, and the packs.
 
-    Errors of updates and in steps are those of the unit whose first stream it is. ``lossy`` are the storages that come
-    back otherwise.
+    Errors of updates and in steps are those of the unit whose first stream it is; ``measured`` are the same errors in
+    steps by unit. ``lossy`` are the storages that come back otherwise.
     """
 
     records: dict[int, StorageRecord] = field(default_factory=dict)
     updates: dict[int, UpdateError] = field(default_factory=dict)
     steps: dict[int, StepError] = field(default_factory=dict)
+    measured: list[tuple[Unit, StepError | None]] = field(default_factory=list)
     lossy: set[int] = field(default_factory=set)
     packs: list[Pack] = field(default_factory=list)
     _configs: dict[int, tuple[Codec, dict[str, Any]]] = field(default_factory=dict, repr=False)
@@ -55,6 +56,8 @@ class Results:
     def add_unit(self, unit: Unit, errors: UnitErrors) -> None:
         """Add what is known of a unit as a whole."""
         self.lossy.update(stream.index for stream in unit.streams if stream.lossy)
+        if errors.steps is not None:
+            self.measured.append((unit, errors.steps))
         if errors.update is not None and errors.update.finite:
             self.updates[unit.streams[0].index] = errors.update
         if errors.steps is not None and errors.steps.finite:

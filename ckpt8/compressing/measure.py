@@ -223,13 +223,23 @@ def _step_error(
         raise AssertionError("errors are measured in steps only for a known step")
     place = {stream.index: k for k, stream in enumerate(unit.streams)}
     weight = None if parameter.step.weight is None else pairs[place[parameter.step.weight]]
+    first = place[parameter.moments["moment1"]]
+    second = None if parameter.denominator is None else place[parameter.moments[parameter.denominator]]
     if factors.squares is not None:
         inverse_roots = factors.squares.at(start, start + len(updates[0]), updates[0].device)
-        return scales.apply(factored_step_sums(weight, updates, inverse_roots))
-    if parameter.denominator is None:
+        sums = factored_step_sums(weight, updates, inverse_roots)
+    elif second is not None:
+        sums = step_sums(weight, pairs[first], pairs[second][0], sides[second])
+    else:
         raise AssertionError("an error in steps needs second moments")
-    first, second = place[parameter.moments["moment1"]], place[parameter.moments[parameter.denominator]]
-    return scales.apply(step_sums(weight, pairs[first], pairs[second][0], sides[second]))
+    # What comes back as it was errs by nothing, NaN too.
+    if parameter.step.weight is not None and not unit.streams[place[parameter.step.weight]].lossy:
+        sums.weight = 0.0
+    if not unit.streams[first].lossy:
+        sums.moment1 = 0.0
+    if second is not None and not unit.streams[second].lossy:
+        sums.moment2 = 0.0
+    return scales.apply(sums)
 
 
 def _by_key(unit: Unit, replay: Replay, values: Sequence[torch.Tensor]) -> Moments:

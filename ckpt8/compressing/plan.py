@@ -119,11 +119,25 @@ class Unit:
         return replace(self, streams=tuple(after.get(stream.index, stream) for stream in self.streams))
 
 
-class WeightCost(NamedTuple):
-    """An error of one in a weight takes the part ``per_square`` of what the weights of its ``optimizer`` may err."""
+class Share(NamedTuple):
+    """What the error of a storage may move under a budget, an energy of its ``optimizer``: see ``budget``.
+
+    Steps of size s move ``per_square`` s^2; 0 for a storage whose codec the budget does not choose.
+    """
 
     optimizer: int
-    per_square: float
+    allowed: float
+    per_square: float = 0.0
+
+
+class Measured(NamedTuple):
+    """What a file that exceeded its budget tells of its source, where a sample tells less.
+
+    ``energies`` are what one step moves, by optimizer, and ``per_square`` is that of ``Share``, by storage.
+    """
+
+    energies: Mapping[int, float]
+    per_square: Mapping[int, float]
 
 
 @dataclass(slots=True)
@@ -133,7 +147,8 @@ class Plan:
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
     ``masters`` are those of rounded copies that are all of one master, whatever codec these copies have.
     ``copies`` are averages and other copies of weights, under a budget: each with the weight whose step it takes.
-    ``costs`` are those of weights under a budget.
+    ``shares`` are those of the storages that a budget may choose codecs for, and whose error it measures. ``energies``
+    are what one step moves, by optimizer; ``is_measured`` says whether a whole file told it, and not a sample.
     """
 
     units: list[Unit]
@@ -141,7 +156,9 @@ class Plan:
     chosen: set[int] = field(default_factory=set)
     masters: Mapping[int, int] = field(default_factory=dict)
     copies: Mapping[int, int] = field(default_factory=dict)
-    costs: dict[int, WeightCost] = field(default_factory=dict)
+    shares: dict[int, Share] = field(default_factory=dict)
+    energies: dict[int, float] = field(default_factory=dict)
+    is_measured: bool = False
 
     @property
     def is_lossy(self) -> bool:

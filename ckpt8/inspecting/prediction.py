@@ -27,6 +27,7 @@ from ckpt8.compressing.optimizer_steps import take_steps
 from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.policy import PRESETS, Policy
 from ckpt8.compressing.sharing import Group, share
+from ckpt8.compressing.step_measure import exceeded_share
 from ckpt8.container import frames, layout, symbols
 from ckpt8.container.facts import NOT_MEASURED, SKELETON_ROLE
 from ckpt8.core.collection import without_collection
@@ -150,19 +151,28 @@ class _Prediction:
         if unit.numel == 0:
             return _Found(0.0)
         originals, first = self._sample(unit)
-        coded, parts = _encoded(unit, originals, first, self._source)
         share_of_all = unit.numel / len(originals[0])
+        while True:
+            coded, parts = _encoded(unit, originals, first, self._source)
+            steps = self._meter.measure(coded, first, originals, parts).steps if _has_step(unit) else None
+            error = _scaled(steps, share_of_all)
+            refusal = exceeded_share(self._plan.shares, coded, error if steps else None)
+            if refusal is None:
+                break
+            unit = coded.fallback(refusal)
         slabs = len(layout.slab_chunks(unit.numel, layout.SLAB))
         stored = sum(map(len, _frames_of(parts))) * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
-        if not _has_step(unit):
-            return _Found(stored)
-        steps = self._meter.measure(coded, first, originals, parts).steps
-        return _Found(stored + _STEPS_BYTES, _scaled(steps, share_of_all))
+        return _Found(stored + _STEPS_BYTES * _has_step(unit), error)
 
     def _of_group(self, group: Group) -> _Found:
         """Small units with common entries, from some of them. Thread-safe."""
         units = group.units[:: -(-len(group.units) // _UNITS_SAMPLED)]
-        encoder = GroupEncoder(self._source, ChunkEncoder(self._source, measure=True), lambda *_: None)
+        shares = self._plan.shares
+        encoder = GroupEncoder(
+            self._source,
+            ChunkEncoder(self._source, measure=True),
+            lambda unit, errors: exceeded_share(shares, unit, errors.steps),
+        )
         packed = encoder.stored(Group(units))
         stored = sum(len(f) for _, parts, _ in packed.packs for planes in parts.values() for f, _ in planes)
         numel = sum(unit.numel for unit in units)

@@ -13,6 +13,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core import backend
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.tensors import TensorSpec
+from ckpt8.inspecting.container import inspect_container
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,18 @@ def test_a_delta_is_smaller_and_its_errors_are_those_of_its_budget(states, tmp_p
     sums = [sum(each.steps["weight"] for each in manifest.parameters) for manifest in (delta, whole)]
     assert sums[0] <= 1.3 * sums[1]
     assert not ckpt8.verify(tmp_path / "delta.ckpt8").failures
+
+
+def test_no_delta_errs_by_more_than_the_budget(tmp_path):
+    """The steps of the key become larger than those of a rate that decays; some deltas keep them."""
+    run, found = SmallRun(), []
+    run.advance(40)
+    for k in range(5):
+        run.set_rate(1e-3 * 0.95**k)
+        manifest = saved(run.advance(3), tmp_path / f"{k}.ckpt8", base="auto" if k else None)
+        found.append({each.name: each.codec for each in manifest.storages if each.codec["id"] == "lattice/1"})
+        assert 0.9 < inspect_container(tmp_path / f"{k}.ckpt8")["steps"]["steps"] <= 1
+    assert 1 < sum(each == found[0] for each in found) < 5
 
 
 def test_neither_threads_nor_kernels_nor_the_background_show(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from budget_kit import run_of
 from torch import nn
 
 import ckpt8
@@ -17,6 +18,7 @@ from ckpt8.compressing.spending import row_length
 from ckpt8.compressing.step_statistics import SAMPLE, Spread, _windows
 from ckpt8.core import backend
 from ckpt8.core.tensors import DType, Role
+from ckpt8.inspecting.container import inspect_container
 
 BUDGETED = {"lattice/1", "rclog/1", "vscaled/1"}
 
@@ -85,9 +87,10 @@ def test_a_real_checkpoint_is_as_far_from_its_source_as_the_budget_says(name, op
     manifest = ckpt8.compress(inputs / f"{name}.pt", tmp_path / "run.ckpt8", **options)
     found = shares(source, ckpt8.load(tmp_path / "run.ckpt8"))
     steps = manifest.budget["steps"]
-    assert math.sqrt(sum(found)) == pytest.approx(steps, rel=0.04)
+    assert 0.95 * steps < math.sqrt(sum(found)) <= steps
     for share in found:
-        assert share == pytest.approx(steps**2 / 3, rel=0.15)
+        assert share == pytest.approx(steps**2 / 3, rel=0.35)
+    assert found[0] < steps**2 / 3
 
 
 def test_weights_of_came_take_their_share_by_its_factored_moments(inputs, tmp_path):
@@ -109,7 +112,7 @@ def test_weights_of_came_take_their_share_by_its_factored_moments(inputs, tmp_pa
             dw = there["model"][names[each]].double() - source["model"][names[each]].double()
             energy += float((v * (group["lr"] * update).square()).sum())
             weight += float((v * dw.square()).sum())
-    assert weight / energy == pytest.approx(1 / 3, rel=0.15)
+    assert 0.7 / 3 < weight / energy <= 1 / 3
 
 
 def test_a_larger_budget_makes_a_smaller_file(inputs, tmp_path):
@@ -255,27 +258,29 @@ def test_an_exact_tensor_with_nan_does_not_spoil_the_sums_of_the_others(tmp_path
 
 
 STATE = {"optimizer.state.2.exp_avg", "optimizer.state.2.exp_avg_sq"}
-FALLS = {"weight": {"model.1.weight"}, "exp_avg": STATE, "exp_avg_sq": STATE}
+FALLS = {"weight": {"model.1.weight"}, "exp_avg": STATE, "exp_avg_sq": STATE | {"model.1.weight"}}
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", FALLS)
-def test_a_refused_weight_or_state_falls_back_alone_to_what_flash_does(name, background, tmp_path):
+def test_a_refused_weight_or_state_falls_back_alone_to_what_keeps_the_budget(name, background, tmp_path):
     tree = spoiled(name)
     result = ckpt8.save(tree, tmp_path / "run.ckpt8", preset="archive", background=background)
     manifest = result.result() if background else result
     storages = {each.name: each for each in manifest.storages}
     flash = {each.name: each for each in ckpt8.save(tree, tmp_path / "flash.ckpt8").storages}
     for each in FALLS[name]:
-        assert storages[each].codec == flash[each].codec
-        assert "holds NaN, Inf" in storages[each].reason
+        # The error of flash is relative to the weight, and that is 10^12. Below zero, second moments measure nothing.
+        assert storages[each].codec == (flash[each].codec if name == "exp_avg" else {"id": "lossless/1"})
+        assert ("unknown" if name == "exp_avg_sq" and "weight" in each else "holds NaN, Inf") in storages[each].reason
     matrices = {each for each, record in storages.items() if record.numel >= 4096 and record.role is not Role.OTHER}
     assert {storages[each].codec["id"] for each in matrices - FALLS[name]} <= BUDGETED
     there, expected = (ckpt8.load(tmp_path / f"{each}.ckpt8") for each in ("run", "flash"))
+    assert inspect_container(tmp_path / "run.ckpt8")["steps"]["steps"] <= 1
     for key in ("exp_avg", "exp_avg_sq"):
         same = torch.equal(there["optimizer"]["state"][2][key], expected["optimizer"]["state"][2][key])
         assert same == (name != "weight")
-    assert torch.equal(there["model"]["1.weight"], expected["model"]["1.weight"]) == (name == "weight")
+    assert torch.equal(there["model"]["1.weight"], tree["model"]["1.weight"]) == (name != "exp_avg")
 
 
 def test_a_value_that_flash_refuses_too_makes_its_parameter_lossless(tmp_path):
@@ -288,18 +293,64 @@ def test_a_value_that_flash_refuses_too_makes_its_parameter_lossless(tmp_path):
     assert torch.equal(there.nan_to_num(5), tree["optimizer"]["state"][0]["exp_avg"].nan_to_num(5))
 
 
-def test_weights_with_nan_leave_the_moments_their_budget(tmp_path):
-    tree = trained()
-    tree["model"]["1.weight"][7, 9] = math.nan
-    storages, _ = compressed(tree, tmp_path)
-    assert "NaN" in storages["model.1.weight"].reason
-    assert ids(storages)["optimizer.state.2.exp_avg"] == "vscaled/1"
-
-
 def test_a_bound_on_the_update_error_holds_without_a_fallback(tmp_path):
     storages, _ = compressed(trained(), tmp_path, max_update_error=0.01)
     assert set(ids(storages).values()) == BUDGETED | {"lossless/1"}
     assert storages["optimizer.state.0.exp_avg"].codec["u_max"] == 0.02
+
+
+def stated(path):
+    return inspect_container(path)["steps"]["steps"]
+
+
+@pytest.mark.parametrize("budget", [0.01, 0.1, 1])
+def test_a_weight_that_no_step_fits_keeps_the_budget(budget, tmp_path):
+    """Its weights are far larger than what a step moves, so that flash errs by dozens of steps."""
+    tree = run_of([(72, 72)])
+    tree["model"]["layers.0.weight"] *= 1000
+    for moment in ("exp_avg", "exp_avg_sq"):
+        tree["optimizer"]["state"][0][moment] *= 0.01
+    storages, path = compressed(tree, tmp_path, preset=None, budget=budget)
+    assert ids(storages)["model.layers.0.weight"] == "lossless/1"
+    assert "flash errs by more than the budget" in storages["model.layers.0.weight"].reason
+    assert 0 < stated(path) <= budget
+
+
+@pytest.mark.parametrize("stats", [True, False])
+def test_what_is_not_measured_is_not_spent(stats, tmp_path):
+    tree = trained()
+    tree["model"]["1.weight"][7, 9] = math.nan
+    storages, path = compressed(tree, tmp_path, stats=stats)
+    assert ids(storages)["model.1.weight"] == "lossless/1"
+    assert ids(storages)["optimizer.state.2.exp_avg"] == "vscaled/1"
+    if stats:
+        assert 0.9 < stated(path) <= 1
+        assert ckpt8.verify(path, tmp_path / "run.pt").failures == ()
+
+
+def with_a_few_rows(seed):
+    """Eight rows of a table carry the step. A sample sees some of them, or none."""
+    tree, generator = run_of([(6000, 64), (80, 80)], seed), torch.Generator().manual_seed(seed)
+    scale = torch.full((6000, 1), 1e-3)
+    scale[torch.randperm(6000, generator=generator)[:8]] = 10
+    tree["optimizer"]["state"][0]["exp_avg"] *= scale
+    tree["optimizer"]["state"][0]["exp_avg_sq"] *= scale.square()
+    return tree
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_a_budget_that_a_sample_misjudges_is_kept_all_the_same(seed, tmp_path, monkeypatch):
+    tree, content = with_a_few_rows(seed), set()
+    torch.save(tree, tmp_path / "run.pt")
+    for threads, least in ((1, 1 << 28), (3, 0)):
+        monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
+        ckpt8.compress(tmp_path / "run.pt", preset="archive", threads=threads, force=True)
+        assert 0.85 < stated(tmp_path / "run.ckpt8") <= 1
+        with ckpt8.open(tmp_path / "run.ckpt8") as one:
+            content.add(str([each.codec for each in one.manifest.storages if "salt" in each.codec]))
+    assert len(content) == 1
+    ckpt8.save(tree, tmp_path / "live.ckpt8", preset="archive", background=True).result()
+    assert 0.85 < stated(tmp_path / "live.ckpt8") <= 1
 
 
 def ref(shape, stride=None):

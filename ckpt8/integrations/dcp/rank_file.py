@@ -16,10 +16,12 @@ from ckpt8.checkpoint.gate import refusal_of_bytes
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.compressor import Compressor, Options
+from ckpt8.compressing.compressor import Compressor, Options, within_budget
 from ckpt8.compressing.gpu_encoder import choose_encoder
+from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.facts import NO_BUDGET
+from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import OBJECTS
 from ckpt8.container.sharded.layouts import Shape
@@ -117,13 +119,17 @@ class RankPlan:
             made = self._sources.made
             live = {key: storage for key, storage in memory.items() if storage.data_ptr() not in made}
             encoder = choose_encoder(bundle, live, None, measure=options.stats)
-            compressor = Compressor(bundle, plan_bundle(bundle, policy), options, encoder, slices=slices)
-            manifest = compressor.run(target, policy, force=False, tidy=False)
-        assert compressor.seal is not None  # noqa: S101 - it has written the file
+
+            def compress(options: Options, measured: Measured | None) -> tuple[Manifest, bytes | None]:
+                compressor = Compressor(bundle, plan_bundle(bundle, policy, measured), options, encoder, slices=slices)
+                return compressor.run(target, policy, force=False, tidy=False), compressor.seal
+
+            manifest, seal = within_budget(options, compress)
+        assert seal is not None  # noqa: S101 - it has written the file
         reasons = (manifest.storages[record.storage].reason or "" for record in slices_of(manifest).values())
         return RankFile.of(
             target.name,
-            compressor.seal.hex(),
+            seal.hex(),
             self._boxes,
             objects=self._objects,
             pickled=self._pickled,
