@@ -21,7 +21,7 @@ R = TypeVar("R")
 _WORTH_IT = 0.95
 """A chain goes on where a difference takes less than this part of the whole."""
 
-_CALLER = 7
+_CALLER = 9
 """Frames from a warning to the caller of ``save``."""
 
 NO_BASE = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"

@@ -118,7 +118,10 @@ def steps_record(step: OptimizerStep | None, error: StepError | None) -> dict[st
     """The stored form of an error in steps; None where it was not measured."""
     if step is None or error is None:
         return None
-    return {"optimizer": step.optimizer, "weight_storage": step.weight, **error.to_json()}
+    stated = {} if step.stated_lr in (None, step.lr) else {"stated_rate": step.stated_lr}
+    decay = {"coupled_decay" if step.is_coupled else "decay": step.decay} if step.decay else {}
+    place = {"optimizer": step.optimizer, "weight_storage": step.weight}
+    return {**place, "rate": step.lr, **stated, **decay, **error.to_json()}
 
 
 def _member_record(member: Member, results: Results) -> MemberRecord:

@@ -22,6 +22,9 @@ from ckpt8.optim.known_optimizers import setting
 _RULES = ("adam", "stable_adamw", "came")
 """The kinds of rules whose steps a budget can be told in."""
 
+_DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
+"""Settings that are False where weight decay is part of the gradient."""
+
 _UNKNOWN = Trained(0, {}, None, "its optimizer is not known")
 _LEAST_SHARE = 0.1
 """A learning rate counts as this part of the initial one at least: what a decay has left says little of the weights."""
@@ -32,13 +35,13 @@ def give_steps(plan: Plan, bundle: Bundle) -> None:
     if any(unit.parameter is not None for unit in plan.units):
         steps = _Steps(plan, bundle)
         parameters = [steps.with_step(unit.parameter) for unit in plan.units if unit.parameter is not None]
-        plan.units = join(plan.units, parameters)
+        plan.units, plan.stepless = join(plan.units, parameters), steps.stepless
 
 
 def take_steps(plan: Plan, other: Plan) -> None:
     """Give the parameters of ``plan`` the steps that ``other``, a plan of the same source, has, and the same copies."""
     plan.units = join(plan.units, [unit.parameter for unit in other.units if unit.parameter is not None])
-    plan.copies = other.copies
+    plan.copies, plan.stepless = other.copies, other.stepless
 
 
 class _Steps:
@@ -51,6 +54,7 @@ class _Steps:
         self._masters = plan.masters
         self._chosen = plan.chosen
         self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
+        self.stepless: dict[int, str] = {}
         self._states = trained_states(bundle.found, bundle.key, directory=bundle.directory is not None)
 
     def with_step(self, parameter: Parameter) -> Parameter:
@@ -59,15 +63,17 @@ class _Steps:
             parameter = replace(parameter, rule=parameter.rule_beside_master, reason=None)
         keys = (self._streams[index].storage.key for index in parameter.moments.values())
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
-        found = _numbers(parameter, state.group)
+        found = _step(parameter, state)
         if isinstance(found, str):
+            if state.weight is not None:
+                index = self._index[state.weight.key]
+                self.stepless[self._masters.get(index, index)] = found
             return replace(parameter, stepless=found)
-        lr, beta1, beta2 = found
         weight = self._weight(parameter, state)
         if isinstance(weight, str):
-            return replace(parameter, step=OptimizerStep(state.optimizer, lr, beta1, beta2, None, weight))
+            return replace(parameter, step=replace(found, unpaired=weight))
         self._taken.add(weight)
-        return replace(parameter, step=OptimizerStep(state.optimizer, lr, beta1, beta2, weight))
+        return replace(parameter, step=replace(found, weight=weight))
 
     def _weight(self, parameter: Parameter, state: Trained) -> int | str:
         """The stream of the weight, or why it is unknown. A copy stands for its master."""
@@ -110,8 +116,9 @@ class _Steps:
         )
 
 
-def _numbers(parameter: Parameter, group: Mapping[Any, Any]) -> tuple[float, float, float] | str:
-    """Learning rate and betas, or why the step is not known."""
+def _step(parameter: Parameter, state: Trained) -> OptimizerStep | str:
+    """The step with no weight yet, or why it is not known."""
+    group = state.group
     if parameter.rule is None or parameter.rule.kind not in _RULES:
         return parameter.reason or "its optimizer has no step that a budget is told in"
     lr = _rate(group)
@@ -120,7 +127,13 @@ def _numbers(parameter: Parameter, group: Mapping[Any, Any]) -> tuple[float, flo
     betas = setting(group, "betas")
     numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
     known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
-    return (lr, known[0], known[1]) if len(known) == 2 else "betas are missing from the parameter group"
+    if len(known) != 2:
+        return "betas are missing from the parameter group"
+    decay = finite(group.get("weight_decay")) or 0.0
+    is_coupled = any(group.get(key) is False for key in _DECOUPLED)
+    stated = finite(group.get("lr"))
+    beta1, beta2 = known
+    return OptimizerStep(state.optimizer, lr, beta1, beta2, None, None, stated, decay, is_coupled)
 
 
 def _rate(group: Mapping[Any, Any]) -> float | str:

@@ -60,8 +60,9 @@ class OptimizerStep:
     """What a budget needs to know of the step that moves one parameter.
 
     ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
-    least a tenth of the initial one where that is known, and above zero. ``weight`` is the stream whose elements are
-    its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
+    least a tenth of the initial one where that is known, and above zero; ``stated_lr`` is what the group says.
+    ``decay`` is the weight decay, which ``is_coupled`` where it is part of the gradient. ``weight`` is the stream whose
+    elements are its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
     """
 
     optimizer: int
@@ -70,6 +71,9 @@ class OptimizerStep:
     beta2: float
     weight: int | None
     unpaired: str | None = None
+    stated_lr: float | None = None
+    decay: float = 0.0
+    is_coupled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

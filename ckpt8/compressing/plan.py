@@ -146,6 +146,7 @@ class Plan:
 
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
     ``masters`` are those of rounded copies that are all of one master, whatever codec these copies have.
+    ``stepless`` are weights whose state tells no step, with the reason.
     ``copies`` are averages and other copies of weights, under a budget: each with the weight whose step it takes.
     ``shares`` are those of the storages that a budget may choose codecs for, and whose error it measures. ``energies``
     are what one step moves, by optimizer; ``is_measured`` says whether a whole file told it, and not a sample.
@@ -155,6 +156,7 @@ class Plan:
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
     chosen: set[int] = field(default_factory=set)
     masters: Mapping[int, int] = field(default_factory=dict)
+    stepless: dict[int, str] = field(default_factory=dict)
     copies: Mapping[int, int] = field(default_factory=dict)
     shares: dict[int, Share] = field(default_factory=dict)
     energies: dict[int, float] = field(default_factory=dict)

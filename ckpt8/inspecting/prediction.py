@@ -6,7 +6,7 @@ rows of an embedding carry the step and none is in the sample.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import StepError
@@ -22,6 +21,7 @@ from ckpt8.compressing import lockstep
 from ckpt8.compressing.bundle_plan import plan_policies
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.group_encoder import GroupEncoder
+from ckpt8.compressing.manifest_records import steps_record
 from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.optimizer_steps import take_steps
 from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
@@ -29,7 +29,7 @@ from ckpt8.compressing.policy import PRESETS, Policy
 from ckpt8.compressing.sharing import Group, share
 from ckpt8.compressing.step_measure import exceeded_share
 from ckpt8.container import frames, layout, symbols
-from ckpt8.container.facts import NOT_MEASURED, SKELETON_ROLE
+from ckpt8.container.facts import NO_BUDGET, NOT_MEASURED, SKELETON_ROLE
 from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import Parts
@@ -68,7 +68,8 @@ def plans_of(source: Bundle) -> dict[str, Plan]:
 def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Plan]) -> dict[str, Any]:
     """``predicted``: by plan the bytes, the ratio, the error in steps and the loss drift that it is expected to cost.
 
-    ``unpredicted`` are the reasons why parameters with lossy moments are not in the error, with their number.
+    ``unpredicted`` are the reasons why lossy tensors are not in the error, with their number. Where none is in it,
+    there is no error.
     """
     with Workers() as workers:
         predicted = {
@@ -92,12 +93,13 @@ def predicted_bytes(path: Path, policy: Policy, threads: int | None = None) -> t
 
 
 def _unpredicted(plan: Plan) -> dict[str, int]:
-    names = defaultdict[str, list[str]](list)
+    reasons = Counter[str]()
     for unit in plan.units:
-        parameter = unit.parameter
-        if parameter is not None and parameter.step is None and any(each.lossy for each in unit.streams):
-            names[parameter.reason or parameter.stepless or NOT_MEASURED].append(parameter.name)
-    return dict(Counter({reason: count_whole(each) for reason, each in names.items()}).most_common())
+        for stream in unit.streams if not _has_step(unit) else ():
+            if stream.lossy and stream.index not in plan.copies:
+                known = unit.parameter and (unit.parameter.reason or unit.parameter.stepless)
+                reasons[known or (stream.reason or NOT_MEASURED).removeprefix(NO_BUDGET)] += 1
+    return dict(reasons.most_common())
 
 
 class _Found(NamedTuple):
@@ -129,8 +131,20 @@ class _Prediction:
         for each in found:
             error.merge(each.error)
         size = self._size(found)
-        kinds = {unit.parameter.rule.kind for unit in units if unit.parameter and unit.parameter.rule}
-        return {"bytes": size, "ratio": self._source.size / max(size, 1), **step_figures(error, kinds)}
+        return {"bytes": size, "ratio": self._source.size / max(size, 1), **self._figures(error, stepped)}
+
+    def _figures(self, error: StepError, stepped: Plan) -> dict[str, Any]:
+        """The figures of an error; none where all lossy tensors are outside, and a drift of some of them is open."""
+        parameters = [unit.parameter for unit in stepped.units if unit.parameter and unit.parameter.rule]
+        records = [
+            {**(steps_record(each.step, error) or {}), "kind": each.rule.kind} for each in parameters if each.rule
+        ]
+        figures, outside = step_figures(error, records), bool(self._plan.is_lossy and _unpredicted(stepped))
+        if outside and not error.energy:
+            return dict.fromkeys(figures)
+        if outside and figures["drift"] is not None:
+            figures["drift"]["is_open"] = True
+        return figures
 
     def stored(self, workers: Workers) -> int:
         """The bytes of the container."""

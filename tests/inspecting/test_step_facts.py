@@ -91,7 +91,8 @@ def test_an_error_in_steps_is_the_root_of_its_energy_over_that_of_a_step():
 
 def test_what_a_budget_does_not_reach_is_named():
     facts = step_facts(manifest_of(TWO), count)
-    assert facts["unknown"] == {"its learning rate is missing": 1}
+    assert facts["parameters"] == 3
+    assert facts["changed"] == {"elements": 900, "of": 1200}
     assert facts["capped"] == {"elements": 100, "of": 300}
     [fallback] = facts["fallbacks"]
     assert fallback == {
@@ -100,6 +101,48 @@ def test_what_a_budget_does_not_reach_is_named():
         "elements": 300,
         "names": ["3.weight", "3.moment1", "3.moment2"],
     }
+    assert facts["outside"] == [fallback]
+    assert facts["drift"]["is_open"]
+    lines = step_lines(facts)
+    assert lines[0].startswith("steps         0.652 (budget 1) over 3 parameters: weights 0.548")
+    assert lines[1] == "steps         without 3 tensors, 25.0 % of what changed: its learning rate is missing"
+    assert lines[2].endswith(" or more")
+
+
+def test_a_figure_over_none_of_what_changed_is_no_figure():
+    """As of the matrices of an 8-bit optimizer, beside vectors that are kept exactly and measured."""
+    manifest = manifest_of([(0, None, (4.0, 0.0, 0.0, 0.0)), ("unknown", None, ())])
+    for record in manifest.storages[:3]:
+        record.codec = {"id": "lossless/1"}
+    facts = step_facts(manifest, count)
+    assert facts["steps"] is facts["weight"] is facts["drift"] is None
+    assert step_lines(facts) == [
+        "steps         unknown for 3 tensors, 100 % of what changed: unknown",
+        "loss drift    not predicted",
+    ]
+
+
+def test_an_average_is_no_part_of_a_drift():
+    manifest = manifest_of(TWO[:3])
+    manifest.storages.append(StorageRecord("ema", DType.FLOAT32, 100, Role.WEIGHT, config_of(Lattice()), CAPPED))
+    facts = step_facts(manifest, count)
+    assert [row["reason"] for row in facts["outside"]] == ["a copy of weights, which no step moves"]
+    assert not facts["drift"]["is_open"]
+
+
+def test_the_rates_that_were_taken_are_stated():
+    manifest = manifest_of(TWO[:3])
+    for parameter, stated in zip(manifest.parameters, ({}, {}, {"stated_rate": 0.0}), strict=True):
+        parameter.steps |= {"rate": 2e-4, **stated}
+    facts = step_facts(manifest, count)
+    assert facts["rates"] == [
+        {"rate": 2e-4, "stated": 2e-4, "parameters": 2},
+        {"rate": 2e-4, "stated": 0.0, "parameters": 1},
+    ]
+    assert [line for line in step_lines(facts) if "rate" in line] == [
+        "learning rate 0.0002",
+        "learning rate 0.0002 for 1 parameter, a tenth of the initial rate: the file has 0",
+    ]
 
 
 def test_without_a_budget_there_are_no_facts():
@@ -107,7 +150,7 @@ def test_without_a_budget_there_are_no_facts():
 
 
 def test_an_expected_drift_is_noise_and_a_rise_within_an_interval():
-    found = expected.expected_drift(4e-8, 1e-8)
+    found = expected.expected_drift(StepError(1e-8, 4e-8))
     assert found.mean == pytest.approx(expected.NOISE * 2e-4 + expected.RISE * 4e-4)
     assert found.low < found.mean < found.high
     assert 1 < found.high / found.low <= 4
@@ -117,10 +160,27 @@ def test_an_expected_drift_is_noise_and_a_rise_within_an_interval():
 
 
 def test_the_interval_of_came_is_open_at_its_upper_end():
-    """Unstable runs drift further, and no checkpoint tells which are."""
-    shown = {kind: drift_text(step_figures(StepError(1e-8, 1e-8), [kind])["drift"]) for kind in ("adam", "came")}
+    """Unstable runs drift further, and no checkpoint tells which are; others drift as those of AdamW."""
+    records = {kind: [{"kind": kind}] for kind in ("adam", "came")}
+    shown = {kind: drift_text(step_figures(StepError(1e-8, 1e-8), each)["drift"]) for kind, each in records.items()}
     assert shown["adam"] == "8.5e-05 expected, 4.25e-05 to 0.00017"
-    assert shown["came"] == "0.0014 expected, 0.000701 to 0.00281 or more"
+    assert shown["came"] == "0.0014 expected, 4.25e-05 to 0.00281 or more"
+
+
+CIRCUMSTANCES = {
+    "a usual decay": ({"rate": 1e-3, "decay": 0.1}, "8.5e-05 expected, 4.24e-05 to 0.00017"),
+    "a decay that ends errors": ({"rate": 1e-3, "decay": 50.0}, "8.5e-05 expected, 1.35e-05 to 0.00017"),
+    "a decay in the gradient": ({"rate": 1e-3, "coupled_decay": 1.0}, "8.5e-05 expected, up to 0.00017"),
+    "a rate of zero": ({"rate": 1e-4, "stated_rate": 0.0}, "8.5e-05 expected, 2e-05 to 0.00017 or more"),
+    "nonsense": ({"rate": "x", "decay": -1.0, "coupled_decay": None}, "8.5e-05 expected, 4.25e-05 to 0.00017"),
+}
+
+
+@pytest.mark.parametrize("case", CIRCUMSTANCES)
+def test_an_interval_is_wider_where_a_file_tells_less(case):
+    record, expected_text = CIRCUMSTANCES[case]
+    error = StepError(1e-8, 0.25e-8, 0.5e-8, 0.25e-8)
+    assert drift_text(step_figures(error, [{"kind": "adam"}, {**record, "kind": "adam"}])["drift"]) == expected_text
 
 
 def test_where_nothing_moves_nothing_is_predicted():
@@ -140,7 +200,7 @@ def test_a_record_that_states_nonsense_is_shown(key, value):
     manifest = manifest_of(TWO)
     manifest.parameters[0].steps[key] = value
     manifest.budget = {}
-    assert step_lines(step_facts(manifest, count))[0].startswith("steps         0.652 (budget -): ")
+    assert step_lines(step_facts(manifest, count))[0].startswith("steps         0.652 (budget -) over 3 parameters: ")
 
 
 @pytest.mark.parametrize("value", [None, "1", -1.0, math.nan, math.inf, 1e400, 10**400])
@@ -171,16 +231,16 @@ def test_moments_without_a_scale_state_no_largest_error_of_it():
 def test_the_lines_of_one_optimizer():
     lines = step_lines(step_facts(manifest_of([(0, None, (1e-4, 3e-5, 3e-5, 4e-5))]), count))
     assert lines == [
-        "steps         1 (budget 1): weights 0.548, first moments 0.548, second moments 0.632",
+        "steps         1 (budget 1) over 1 parameter: weights 0.548, first moments 0.548, second moments 0.632",
         "loss drift    0.0085 expected, 0.00425 to 0.017",
     ]
 
 
 def test_the_lines_of_two_optimizers_and_of_what_is_left_out():
     lines = step_lines(step_facts(manifest_of(TWO), count))
-    assert lines[0].startswith("steps         0.652 (budget 1): weights 0.548, ")
-    assert lines[1] == "steps         without 1 parameter: its learning rate is missing"
-    assert lines[2] == "loss drift    1.68 expected, 0.84 to 3.36"
+    assert lines[0].startswith("steps         0.652 (budget 1) over 3 parameters: weights 0.548, ")
+    assert lines[1] == "steps         without 3 tensors, 25.0 % of what changed: its learning rate is missing"
+    assert lines[2] == "loss drift    1.68 expected, 0.84 to 3.36 or more"
     assert lines[3] == "lattice       33.3 % of the weights have the largest step that their size allows"
 
 
@@ -211,13 +271,13 @@ def test_predictions_name_the_option_that_gives_them():
         "--preset lossless 2.00 MB 6.00x 0 0",
         "--budget 0.3 2.00 MB 6.00x 0.5 4e-05 to 0.00016",
         "--preset flash 2.00 MB 6.00x - -",
-        "not in steps: 2 parameters: its learning rate is zero",
+        "not in steps: 2 tensors: its learning rate is zero",
     ]
 
 
 def test_the_lines_where_nothing_is_known():
     assert step_lines(step_facts(manifest_of(TWO[3:]), count)) == [
-        "steps         unknown for 1 parameter: its learning rate is missing",
+        "steps         unknown for 3 tensors, 100 % of what changed: its learning rate is missing",
         "loss drift    not predicted",
     ]
     assert step_lines(step_facts(manifest_of([]), count)) == ["loss drift    not predicted"]

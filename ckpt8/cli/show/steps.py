@@ -20,14 +20,12 @@ HEALS = "its error heals: gradients renew the momentum within about ten steps, a
 
 def step_lines(steps: Mapping[str, Any]) -> list[str]:
     """The lines of ``step_facts``."""
-    is_known, lines = steps["steps"] is not None, []
-    if is_known:
-        parts = ", ".join(part_phrases(steps))
-        lines.append(f"steps         {number(steps['steps'])} (budget {number(steps['budget'])}): {parts}")
-    word = "without" if is_known else "unknown for"
-    lines += [
-        f"steps         {word} {counted(count, 'parameter')}: {reason}" for reason, count in steps["unknown"].items()
-    ]
+    lines = []
+    if steps["steps"] is not None:
+        whole, *parts = figure_phrases(steps)
+        lines.append(f"steps         {whole}: {', '.join(parts)}")
+    lines += [f"steps         {phrase}" for phrase in outside_phrases(steps)]
+    lines += [f"learning rate {phrase}" for phrase in rate_phrases(steps)]
     lines.append(f"loss drift    {drift_text(steps['drift'])}")
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
@@ -79,6 +77,33 @@ def healing_line(update: Mapping[str, Any] | None, steps: Mapping[str, Any] | No
     return HEALS if nmse is not None and nmse >= _HEALING else None
 
 
+def figure_phrases(steps: Mapping[str, Any]) -> list[str]:
+    """A known error in steps, the budget, over what it is, and its parts."""
+    whole = f"{number(steps['steps'])} (budget {number(steps['budget'])})"
+    return [f"{whole} over {counted(steps['parameters'], 'parameter')}", *part_phrases(steps)]
+
+
+def outside_phrases(steps: Mapping[str, Any]) -> list[str]:
+    """What is not in an error in steps, or that it is unknown of all that changed."""
+    word, of = "without" if steps["steps"] is not None else "unknown for", steps["changed"]["of"]
+    return [
+        f"{word} {counted(row['count'], 'tensor')}, {percent(row['elements'], of)} of what changed: {row['reason']}"
+        for row in steps["outside"]
+    ]
+
+
+def rate_phrases(steps: Mapping[str, Any]) -> list[str]:
+    """The learning rates that an error counts with; all that the file states in one phrase."""
+    stated = ", ".join(number(each["rate"]) for each in steps["rates"] if each["rate"] == each["stated"])
+    others = [
+        f"{number(each['rate'])} for {counted(each['parameters'], 'parameter')}, a tenth of the initial rate: the file "
+        f"has {number(each['stated'])}"
+        for each in steps["rates"]
+        if each["rate"] != each["stated"]
+    ]
+    return [stated, *others] if stated else others
+
+
 def part_phrases(steps: Mapping[str, Any]) -> list[str]:
     """The three parts of an error in steps, each with its name."""
     return [f"{words} {number(steps[part])}" for part, words in PARTS.items()]
@@ -121,7 +146,7 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
     ]
     console.print(Table(("option", "predicted", "ratio", "error in steps", "expected loss drift"), rows))
     for reason, count in facts["unpredicted"].items():
-        print_lines(console, [f"not in steps: {counted(count, 'parameter')}: {reason}"])
+        print_lines(console, [f"not in steps: {counted(count, 'tensor')}: {reason}"])
 
 
 def option_of(name: str) -> str:
@@ -135,4 +160,5 @@ def interval(drift: Mapping[str, float] | None) -> str:
         return "-"
     if not drift["mean"]:
         return "0"
-    return f"{number(drift['low'])} to {number(drift['high'])}" + (" or more" if drift["is_open"] else "")
+    low = f"{number(drift['low'])} to" if drift["low"] else "up to"
+    return f"{low} {number(drift['high'])}" + (" or more" if drift["is_open"] else "")

@@ -47,13 +47,13 @@ def read_container(path: Path) -> Facts:
 
 
 def _error_in_steps(parameters: Iterable[Fields]) -> StepError | None:
-    """The error of all parameters together; None where it was not measured."""
+    """The error of all parameters together; None where it was not measured, or where all that is lossy is outside."""
     total = None
     for parameter in parameters:
         if (error := read_step_error(parameter.optional("steps", dict))) is not None:
             total = total or StepError()
             total.merge(error)
-    return total
+    return total if total is not None and total.energy > 0 else None
 
 
 def _rule_step(parameters: Iterable[Fields]) -> int | None:

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.steps import drift_text, interval, option_of, part_phrases
+from ckpt8.cli.show.steps import (
+    drift_text,
+    figure_phrases,
+    interval,
+    option_of,
+    outside_phrases,
+    part_phrases,
+    rate_phrases,
+)
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import counted, percent, size
 
@@ -20,13 +28,9 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
         return []
     rows: list[Row] = []
     if steps["steps"] is not None:
-        rows.append(
-            ("error in steps", (f"{number(steps['steps'])} (budget {number(steps['budget'])})", *part_phrases(steps)))
-        )
-    rows += [
-        ("error in steps", (f"unknown for {counted(count, 'parameter')}: {reason}",))
-        for reason, count in steps["unknown"].items()
-    ]
+        rows.append(("error in steps", tuple(figure_phrases(steps))))
+    rows += [("error in steps", (phrase,)) for phrase in outside_phrases(steps)]
+    rows += [("learning rate", (phrase,)) for phrase in rate_phrases(steps)]
     rows.append(("loss drift", tuple(drift_text(steps["drift"]).split(", "))))
     if len(steps["optimizers"]) > 1:
         rows += [_optimizer(each) for each in steps["optimizers"]]
@@ -64,8 +68,7 @@ def predictions(facts: Mapping[str, Any]) -> str:
         for name, each in facts["predicted"].items()
     ]
     rows += [
-        ("not in steps", (f"{counted(count, 'parameter')}: {reason}",))
-        for reason, count in facts["unpredicted"].items()
+        ("not in steps", (f"{counted(count, 'tensor')}: {reason}",)) for reason, count in facts["unpredicted"].items()
     ]
     return (
         '<h3>What ckpt8 compress would make of it</h3><p class="soft">Predicted from a sample: size, error in steps of '
