@@ -137,7 +137,9 @@ class _Prediction:
         """The figures of an error; none where all lossy tensors are outside, and a drift of some of them is open."""
         parameters = [unit.parameter for unit in stepped.units if unit.parameter and unit.parameter.rule]
         records = [
-            {**(steps_record(each.step, error) or {}), "kind": each.rule.kind} for each in parameters if each.rule
+            {**(steps_record(each.step, error) or {}), "kind": each.rule.kind, "age": each.rule.step}
+            for each in parameters
+            if each.rule
         ]
         figures, outside = step_figures(error, records), bool(self._plan.is_lossy and _unpredicted(stepped))
         if outside and not error.energy:

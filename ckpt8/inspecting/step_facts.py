@@ -115,7 +115,8 @@ def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[st
     total, update, records = StepError(), UpdateError(), list[dict[str, Any]]()
     for parameter, error in parameters:
         total.merge(error)
-        records.append({**(parameter.steps or {}), "kind": (parameter.rule or {}).get("kind")})
+        rule = parameter.rule or {}
+        records.append({**(parameter.steps or {}), "kind": rule.get("kind"), "age": rule.get("step")})
         if isinstance(found := read_error(parameter.error), UpdateError):
             update.merge(found)
     return {

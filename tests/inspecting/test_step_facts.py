@@ -172,6 +172,8 @@ CIRCUMSTANCES = {
     "a decay that ends errors": ({"rate": 1e-3, "decay": 50.0}, "8.5e-05 expected, 1.35e-05 to 0.00017"),
     "a decay in the gradient": ({"rate": 1e-3, "coupled_decay": 1.0}, "8.5e-05 expected, up to 0.00017"),
     "a rate of zero": ({"rate": 1e-4, "stated_rate": 0.0}, "8.5e-05 expected, 2e-05 to 0.00017 or more"),
+    "a run that has just begun": ({"age": 30}, "8.5e-05 expected, 4.25e-05 to 0.00017 or more"),
+    "a run that is no longer young": ({"age": 100}, "8.5e-05 expected, 4.25e-05 to 0.00017"),
     "nonsense": ({"rate": "x", "decay": -1.0, "coupled_decay": None}, "8.5e-05 expected, 4.25e-05 to 0.00017"),
 }
 
