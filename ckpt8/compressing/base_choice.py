@@ -37,7 +37,7 @@ _MOST_LINKS = 4
 _MOST_READ = 64
 """Containers whose manifests are read, at most."""
 
-_CALLER = 9
+_CALLER = 11
 """Frames from a warning to the caller of ``save``."""
 
 _unlinked = set[str]()
