@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from every_optimizer_kit import classes, foreign, network, quiet, step, trained
@@ -101,22 +103,24 @@ def weights(model):
 
 
 _PROJECTED = {"rank": 8, "update_proj_gap": 50, "scale": 0.25}
-"""The settings of a group whose gradients are projected."""
-
-
-_PROJECTED = {"rank": 8, "update_proj_gap": 50, "scale": 0.25}
 """What its groups need that gradients are projected."""
 
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("package", "name", "settings"), [
+_PROJECTING = [
     ("pytorch_optimizer", "GaLore", {"projection_type": "std"}),
     ("pytorch_optimizer", "APOLLO", {"projection_type": "std", "scale_type": "channel"}),
     ("pytorch_optimizer", "Conda", {"projection_type": "std"}),
     ("galore_torch", "GaLoreAdamW", {"proj_type": "std"}),
     ("galore_torch", "GaLoreAdamW", {"proj_type": "full"}),
     ("apollo_torch", "APOLLOAdamW", {"proj_type": "std", "proj": "random", "scale_type": "channel"}),
-])  # fmt: skip
+]
+"""Packages, classes and settings; no environment of the tests needs the packages of the last three."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("package", "name", "settings"),
+    [case for case in _PROJECTING if case[0] == "pytorch_optimizer" or importlib.util.find_spec(case[0])],
+)
 def test_projected_gradients_go_on(package, name, settings, tmp_path):
     """Moments are smaller than their parameters, and the state holds the projector, an object of the package."""
     kind = getattr(pytest.importorskip(package), name)
