@@ -281,7 +281,7 @@ def test_lines_and_json_name_the_error_in_steps_and_what_is_under_no_budget(comm
     assert facts["fallbacks"]
     reason = facts["fallbacks"][0]["reason"]
     if command == "one":
-        assert f"steps         {facts['steps']:.3g} (budget 2): " in out
+        assert f"steps         {facts['steps']:.3g} (budget 2) over 2 parameters: " in out
         assert reason in out
         return
     line = next(line for line in out.splitlines() if line.startswith(str(run[1].with_suffix(".ckpt8"))))

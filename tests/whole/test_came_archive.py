@@ -110,7 +110,7 @@ def test_no_update_errs_by_more_than_half_of_u_max(run):
 
 
 def test_the_error_is_the_budget(run):
-    """S_W is a third of M1; S_M is less where u_max is the smaller step."""
+    """S_W is up to a third of M1, and S_M takes what that leaves; it is less where u_max is the smaller step."""
     source, back = both(run)
     moved = weight = moment = 0.0
     for name, state in states(source).items():
@@ -122,8 +122,8 @@ def test_the_error_is_the_budget(run):
         moved += float((v / f * (LR * state["exp_avg"].double()).square()).sum())
         weight += float((v * dw.square()).sum())
         moment += float((v / f * (LR * BETA1 / (1 - BETA1) * dm).square()).sum())
-    assert 0.8 / 3 < weight / moved < 1.2 / 3
-    assert moment / moved < 1.2 / 3
+    assert 0.65 / 3 < weight / moved <= 1 / 3
+    assert (weight + moment) / moved <= 2 / 3
     manifest = unpack((run / "run.ckpt8").read_bytes())[2]
     sums = [each["steps"] for each in manifest["parameters"] if each.get("steps")]
     for key, expected in (("step", moved), ("weight", weight), ("moment1", moment)):

@@ -693,8 +693,9 @@ def test_storages_of_several_frames(preset, large, tmp_path):
     assert _zip_is_sound(restored)
     comparison = Comparison()
     comparison.compare(torch.load(large, weights_only=True), torch.load(restored, weights_only=True))
-    # Under a budget the half of the weights is that of the decoded ones.
-    expected = {"lossless": 0, "flash": 3}.get(preset, 4)
+    # Under a budget the half of the weights is that of the decoded ones. The codes of moments do not take updates that
+    # are so large, and flash errs by more than the budget: they stay exact.
+    expected = {"lossless": 0, "flash": 3}.get(preset, 2)
     assert _check_values(comparison, preset, tmp_path / "x.ckpt8") == expected
     loaded = Comparison()
     loaded.compare(torch.load(restored, weights_only=True), ckpt8.load(tmp_path / "x.ckpt8"))
