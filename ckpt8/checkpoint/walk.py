@@ -7,6 +7,7 @@ that refers to itself ends, and one that shares its parts a billion times takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -45,7 +46,7 @@ def iter_leaves(tree: Any, label: str = "checkpoint") -> Iterator[tuple[Componen
 def iter_nodes(
     tree: Any,
     label: str = "checkpoint",
-    is_leaf: Callable[[Any], bool] = lambda _: False,
+    is_leaf: Callable[[Any], bool] | None = None,
     instead: Mapping[int, Any] = _NOTHING,
 ) -> Iterator[tuple[Components, Any]]:
     """As ``iter_leaves``, and every container that is not empty, before its content.
@@ -60,9 +61,9 @@ def iter_nodes(
     while frames:
         path, children = frames[-1]
         for name, child in children:
-            value = instead.get(id(child), child)
+            value = instead.get(id(child), child) if instead else child
             kind = type(value)
-            if kind in _LEAVES or is_leaf(value):
+            if kind in _LEAVES or (is_leaf is not None and is_leaf(value)):
                 yield (*path, _component(name)), value
             elif kind in _CONTAINERS and (value or kind is StatefulDict) and id(value) not in seen:
                 if len(frames) >= MAX_DEPTH:
@@ -85,18 +86,21 @@ def check_depth(tree: Any, label: str) -> None:
 def _children(node: Any, seen: set[int]) -> Iterator[Child]:
     """The children by name. The parts of an object count as containers: several objects may share them."""
     kind = type(node)
+    if kind is dict:
+        return _entries(node.items())
+    if kind is StatefulDict:
+        return chain(_entries(node.items()), _attributes(node.state, seen))
     if kind is Inert:
-        for part in (node.args, node.items):
-            if _is_new(part, seen):
-                yield from enumerate(part)
-        yield from _entries(node.pairs)
-        yield from _attributes(node.state, seen)
-    elif kind is dict or kind is StatefulDict:
-        yield from _entries(node.items())
-        if kind is StatefulDict:
-            yield from _attributes(node.state, seen)
-    elif kind in _CONTAINERS:
-        yield from enumerate(node)
+        return _parts(node, seen)
+    return enumerate(node) if kind in _CONTAINERS else iter(())
+
+
+def _parts(node: Inert, seen: set[int]) -> Iterator[Child]:
+    for part in (node.args, node.items):
+        if _is_new(part, seen):
+            yield from enumerate(part)
+    yield from _entries(node.pairs)
+    yield from _attributes(node.state, seen)
 
 
 def _is_new(part: Any, seen: set[int]) -> bool:
@@ -125,7 +129,9 @@ def _attributes(state: Any, seen: set[int]) -> Iterator[Child]:
 
 def _component(name: Any) -> str:
     """A short text for a key. It cuts huge keys: a path is for people, and may not outgrow the file."""
-    if type(name) in (str, int, bool, float, type(None), complex):
+    if type(name) is str:
+        text = name
+    elif type(name) in (int, bool, float, type(None), complex):
         text = str(name)
     elif type(name) is bytes:
         text = repr(name[:MAX_COMPONENT_CHARACTERS])

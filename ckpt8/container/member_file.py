@@ -23,6 +23,9 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error
 from ckpt8.core.workers import Workers
 
+_RUN_BYTES = 1 << 18
+"""Bytes of small pieces for one thread and one write: a call for each of many small tensors takes longer than they."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -119,11 +122,26 @@ class MemberFile(io.RawIOBase):
             start = end
             at += start == run.stop
 
-    def batches(self) -> Iterator[list[Piece]]:
-        """All pieces of the member, in batches for one thread: a chunk, and before it those that it is decoded with.
+    def batches(self) -> Iterator[list[list[Piece]]]:
+        """All pieces of the member, in batches of runs for one thread. A run is pieces that follow each other.
 
+        A batch is a run of small pieces, or a chunk and before it those that it is decoded with, each a run of its own.
         The pieces of each storage come in order.
         """
+        run: list[Piece] = []
+        for batch in self._chunks():
+            if run and (len(batch) > 1 or batch[0].start != run[-1].stop or batch[0].stop - run[0].start > _RUN_BYTES):
+                yield [run]
+                run = []
+            if len(batch) > 1:
+                yield [[piece] for piece in batch]
+            else:
+                run += batch
+        if run:
+            yield [run]
+
+    def _chunks(self) -> Iterator[list[Piece]]:
+        """Every piece, with those before it that it is decoded with."""
         starts = {run.storage: run.start for run in self._runs if run.storage != self._skeleton}
         companions = {index: self._reader.codec(index).companion_storages.values() for index in starts}
         owners = {other: index for index, each in companions.items() for other in each if other in starts}

@@ -76,25 +76,30 @@ class MemberWriter:
     def _copy(self, member: MemberFile, descriptor: int, guard: Guard) -> dict[int, int]:
         """Decode and write every piece; return the crc32 of every storage whose bytes changed."""
 
-        def decode(batch: list[Piece]) -> list[tuple[Piece, torch.Tensor, int]]:
-            return [decode_piece(piece, needed=piece is not batch[-1]) for piece in batch]
+        def decode(batch: list[list[Piece]]) -> list[tuple[list[Piece], torch.Tensor, list[int]]]:
+            return [decode_run(run, needed=run is not batch[-1]) for run in batch]
 
-        def decode_piece(piece: Piece, *, needed: bool) -> tuple[Piece, torch.Tensor, int]:
-            length = piece.stop - piece.start
+        def decode_run(run: list[Piece], *, needed: bool) -> tuple[list[Piece], torch.Tensor, list[int]]:
+            start, length = run[0].start, run[-1].stop - run[0].start
             buffer = buffers.take(length)
             view = bytes_of(buffer)[:length]
-            member.fill(piece, view)
+            changed = []
+            for piece in run:
+                part = view[piece.start - start : piece.stop - start]
+                member.fill(piece, part)
+                changed.append(crc32(part) if member.needs_crc(piece.storage) else 0)
             if needed:
-                member.lend(piece, buffer[:length])
-            return piece, buffer, crc32(view) if member.needs_crc(piece.storage) else 0
+                member.lend(run[0], buffer[:length])
+            return run, buffer, changed
 
-        def write(piece: Piece, buffer: torch.Tensor, crc: int) -> None:
-            length = piece.stop - piece.start
+        def write(run: list[Piece], buffer: torch.Tensor, changed: list[int]) -> None:
+            start, length = run[0].start, run[-1].stop - run[0].start
             with guard():
-                write_at(descriptor, bytes_of(buffer)[:length], piece.start)
+                write_at(descriptor, bytes_of(buffer)[:length], start)
             buffers.give(buffer)
-            if member.needs_crc(piece.storage):
-                crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, length)
+            for piece, crc in zip(run, changed, strict=True):
+                if member.needs_crc(piece.storage):
+                    crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, piece.stop - piece.start)
             self.progress(length)
 
         buffers = Buffers(host_bytes)

@@ -878,3 +878,24 @@ def test_the_size_of_a_flash_file_is_what_is_promised(round_trips):
     assert facts["ratio"] == pytest.approx((INPUTS / "gpt_adamw.pt").stat().st_size / container.stat().st_size)
     assert facts["ratio"] > 2.4
     assert math.isclose(facts["stored_bytes"], container.stat().st_size)
+
+
+def test_small_tensors_share_the_calls_to_the_system(tmp_path, monkeypatch):
+    """A call for each of them, or several, would take longer than what is done to their bytes."""
+    calls = {}
+    for name in ("preadv", "pwritev"):
+        call = getattr(os, name)
+
+        def counted(*arguments, name=name, call=call):
+            calls[name] = calls.get(name, 0) + 1
+            return call(*arguments)
+
+        monkeypatch.setattr(os, name, counted)
+    torch.save({"model": {f"{k}.weight": torch.randn(8) for k in range(1000)}}, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back.pt")
+    assert (tmp_path / "back.pt").read_bytes() == (tmp_path / "run.pt").read_bytes()
+    assert calls["preadv"] < 2500, (
+        "two of them for each tensor, as large ones have; its record in the zip file adds none"
+    )
+    assert calls["pwritev"] < 100

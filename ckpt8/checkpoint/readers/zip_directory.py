@@ -79,7 +79,8 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
     central = _parse_directory(file, file.read(end.offset, end.size), end.offset)
     if len(central) != end.count:
         raise InputError(f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed")
-    opened = [_open_record(file, record, end.offset) for record in central]
+    ahead = _ReadAhead(file)
+    opened = [_open_record(ahead, record, end.offset) for record in central]
     # A record that someone added to torch's file with a zip tool may carry the tool's values.
     odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
     if odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
@@ -87,6 +88,25 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
     entries = sorted((entry for entry, _ in opened), key=lambda entry: entry.header_offset)
     _check_layout(file, entries)
     return entries
+
+
+class _ReadAhead:
+    """Reads of a file that follow each other closely: one call to the system serves many small records."""
+
+    _BYTES = 1 << 12
+
+    def __init__(self, file: SourceFile) -> None:
+        self.file = file
+        self._start = 0
+        self._bytes = b""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """As ``SourceFile.read``."""
+        first = offset - self._start
+        if not 0 <= first <= len(self._bytes) - length:
+            self._bytes = self.file.read(offset, max(length, min(self._BYTES, self.file.source.length - offset)))
+            self._start, first = offset, 0
+        return self._bytes[first : first + length]
 
 
 def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
@@ -148,11 +168,12 @@ def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
     return None
 
 
-def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
+def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
     """Compare a directory entry with its local header and data descriptor, which end before ``limit``.
 
     The second result is whether only torch writes such a local header: no version, no time, no date.
     """
+    file = ahead.file
     name = record.name.decode("utf-8", "backslashreplace")
     if record.shared[0] & _ENCRYPTED:
         raise UnsupportedError(f"{file.source}: zip record {name!r} is encrypted; decrypt the file first")
@@ -160,7 +181,7 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
     span = _LOCAL.size + len(record.name)
     if at + span > limit:
         raise _mismatch(file, name)
-    head = file.read(at, span)
+    head = ahead.read(at, span)
     signature, needed, *shared, crc32, compressed, size, name_length, extra_length = _LOCAL.unpack_from(head)
     data_offset = at + span + extra_length
     data_end = data_offset + record.compressed_size
@@ -176,7 +197,7 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
     crc_fields = [record.position + _CENTRAL_CRC_AT]
     sizes, true_sizes = (size, compressed), (record.size, record.compressed_size)
     if shared[0] & _HAS_DESCRIPTOR:
-        field, end = _find_descriptor(file, record, data_end, limit)
+        field, end = _find_descriptor(ahead, record, data_end, limit)
         crc_fields.append(field)
         # With a descriptor the local header may leave its fields empty, but a value that it states must be true.
         if crc32 == record.crc32 and crc32:
@@ -186,7 +207,7 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
     else:
         end = data_end
         crc_fields.append(at + _LOCAL_CRC_AT)
-        extra = file.read(at + span, extra_length) if _SATURATED in sizes else b""
+        extra = ahead.read(at + span, extra_length) if _SATURATED in sizes else b""
         agree = _widen(extra, sizes) == true_sizes and crc32 == record.crc32
     if not agree or (record.shared[1] == STORED and record.size != record.compressed_size):
         raise _mismatch(file, name)
@@ -203,9 +224,9 @@ def _open_record(file: SourceFile, record: _Central, limit: int) -> tuple[ZipEnt
     ), by_torch
 
 
-def _find_descriptor(file: SourceFile, record: _Central, at: int, limit: int) -> tuple[int, int]:
+def _find_descriptor(ahead: _ReadAhead, record: _Central, at: int, limit: int) -> tuple[int, int]:
     """The offsets of the CRC and of the end of the data descriptor at ``at``. Raises InputError."""
-    tail = file.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
+    tail = ahead.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
     wanted = (record.crc32, record.compressed_size, record.size)
     for crc_at, layout in _DESCRIPTORS:
         if layout.size > len(tail):
@@ -213,7 +234,7 @@ def _find_descriptor(file: SourceFile, record: _Central, at: int, limit: int) ->
         fields = layout.unpack_from(tail)
         if fields[-3:] == wanted and fields[:-3] in ((), (b"PK\x07\x08",)):
             return at + crc_at, at + layout.size
-    raise _mismatch(file, record.name.decode("utf-8", "backslashreplace"))
+    raise _mismatch(ahead.file, record.name.decode("utf-8", "backslashreplace"))
 
 
 def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
