@@ -169,7 +169,7 @@ class Job:
             )
         if self.aside is None and self.settings.remove:
             refuse_removal(self.source)
-        found["present"] = self.present if self.aside is not None else self.is_done(None)
+        found["present"] = self.is_done(None)
         if found["present"]:
             self._read(found)
         else:
@@ -192,8 +192,9 @@ class Job:
 
     def _finish(self, aside: Path, found: dict[str, Any], progress: Progress) -> None:
         """Finish a removal that was interrupted."""
-        container = self.target if self.present else None
-        finish_removal(aside, self.source, container, threads=self.settings.options.get("threads"), progress=progress)
+        container, threads = self.target if self.present else None, self.settings.options.get("threads")
+        unwanted = self.settings.difference
+        finish_removal(aside, self.source, container, unwanted=unwanted, threads=threads, progress=progress)
         self._read(found)
         found["present"] = found["removed"] = True
 
@@ -209,19 +210,23 @@ class Job:
     def is_done(self, progress: Progress | None) -> bool:
         """Whether the target is what was asked for; False where it is to be replaced. Without ``progress`` by its head.
 
-        Unless ``force`` replaces them, raises CheckFailedError for a container of other settings, and OutputError for
-        one of another source.
+        Unless ``force`` replaces them, raises CheckFailedError for a container of other settings, OutputError for one
+        of another source, and InputError where a file below it is missing.
         """
         if not self.present:
             return False
+        error: Ckpt8Error | None = None
         with ContainerReader(self.target) as reader:
             difference = self.settings.difference(reader.manifest)
-        error: Ckpt8Error | None = None
+            try:
+                reader.links()
+            except InputError as exc:
+                error = exc
         if difference is not None:
             error = CheckFailedError(
                 f"{self.target}: {difference}; {self.source} stays as it is, --force compresses it anew"
             )
-        elif self.doubted and progress is not None and not self._is_of_source(progress):
+        elif error is None and self.doubted and progress is not None and not self._is_of_source(progress):
             error = OutputError(
                 f"{self.target}: was not made from {self.source} as it is now; --force replaces it, or move it away"
             )

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ckpt8.chaining.rest import Look, look_at
 from ckpt8.container.head import stated_seal
+from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_paths import is_plain_name
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import original_name
@@ -187,13 +188,14 @@ def finish_removal(
     source: Path,
     container: Path | None,
     *,
+    unwanted: Callable[[Manifest], str | None] = lambda _: None,
     threads: int | None = None,
     progress: Progress = lambda _: None,
 ) -> None:
     """Verify what ``interrupted`` found: ``container`` against it, and every byte of the files below; then remove it.
 
-    Otherwise it becomes ``source`` again, unless that name is taken or files of it are gone. Raises a Ckpt8Error that
-    says why, and where it is.
+    Otherwise, and where ``unwanted`` says that the container is not what was asked for now, it becomes ``source``
+    again, unless that name is taken or files of it are gone. Raises a Ckpt8Error that says why, and where it is.
     """
     is_partial = aside.name.endswith(_PARTIAL)
     try:
@@ -203,6 +205,10 @@ def finish_removal(
             for path in _needed(container):
                 verify(path, threads=threads, progress=progress)
         else:
+            with ContainerReader(container) as reader:
+                difference = unwanted(reader.manifest)
+            if difference is not None:
+                raise CheckFailedError(f"{container}: {difference}")
             kept, before = _verified(aside, source, container, threads, progress)
             for path in kept[1:]:
                 verify(path, threads=threads)

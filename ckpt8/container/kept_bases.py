@@ -8,9 +8,11 @@ needs go when nobody holds one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import filecmp
 import os
+import stat
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +21,8 @@ from pathlib import Path
 
 from ckpt8.container.bases import KEPT, Stated, find_base, folders_that_need, is_kept_name, kept_name, stated_base
 from ckpt8.container.head import holds_seal, stated_seal
-from ckpt8.container.header import is_container
+from ckpt8.container.header import HEAD_BYTES, begins_container
+from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, OutputError
@@ -72,7 +75,7 @@ class KeptBases(Closing):
             self._link_below(container, _head(container))
         self._links.mkdir(exist_ok=True)
         link = self._links / kept_name(seal)
-        if not link.exists():
+        if not link.exists() or _is_to_be_replaced(link, container, seal):
             container.rename(link)
 
     def _link(self, container: Path) -> None:
@@ -85,8 +88,8 @@ class KeptBases(Closing):
             os.link(container, link)
         except FileExistsError:
             # A copy of the folder has copies of the links.
-            if not holds_seal(link, head.seal):
-                raise
+            if _is_to_be_replaced(link, container, head.seal):
+                _replace(link, container)
         self._linked.add(head.seal)
 
     def _link_below(self, container: Path, head: Stated) -> None:
@@ -140,6 +143,8 @@ def _drop(folder: Path) -> tuple[int, dict[Path, Stated]]:
     """
     if not (folder / KEPT).is_dir():
         return 0, {}
+    if (folder / KEPT).is_symlink():
+        raise InputError(f"{folder / KEPT}: is a link; containers of other folders may need anything in it")
     heads, unreadable = _heads(folder)
     if unreadable:
         raise InputError(f"{unreadable[0]}: cannot be read, so it may need anything in {folder / KEPT}")
@@ -157,25 +162,77 @@ def _drop(folder: Path) -> tuple[int, dict[Path, Stated]]:
     return freed, heads
 
 
+def _is_to_be_replaced(link: Path, container: Path, seal: str) -> bool:
+    """Whether there is a damaged copy of ``container`` at ``link``, and not the same file or a sound copy.
+
+    Raises FileExistsError for anything else, and where both are damaged: each may hold what the other lacks.
+    """
+    if link.samefile(container):
+        return False
+    if holds_seal(link, seal):
+        if _is_sound(link):
+            return False
+        if _is_sound(container):
+            return True
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(link))
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether all frames of a container hold; read again only where it is another file. Raises OSError."""
+    status = path.stat()
+    return _frames_hold(path, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 12)
+def _frames_hold(path: Path, *_: int) -> bool:
+    try:
+        with ContainerReader(path) as reader:
+            reader.check_stored()
+    except InputError:
+        return False
+    return True
+
+
+def _replace(link: Path, container: Path) -> None:
+    """Make a link to ``container`` of what is at ``link``. Raises OSError."""
+    linking = link.with_name(_LINKING)
+    linking.unlink(missing_ok=True)
+    os.link(container.resolve(), linking)
+    linking.replace(link)
+
+
 def _linked_again(path: Path, twin: Path) -> int:
     """Make a link to ``twin`` of the copy of it at ``path``; return the bytes that this frees. Raises OSError."""
     size = path.stat().st_size
     if path.samefile(twin) or not filecmp.cmp(path, twin, shallow=False):
         return 0
-    linking = path.with_name(_LINKING)
-    linking.unlink(missing_ok=True)
-    os.link(twin.resolve(), linking)
-    linking.replace(path)
+    _replace(path, twin)
     return size
 
 
 def containers_in(folder: Path) -> list[Path]:
-    """The containers in a folder, and what has their suffix: a damaged one may not begin as they do."""
+    """The containers in a folder, and what may be one: by its suffix, or unreadable. Empty without a folder."""
     try:
-        found = list(folder.iterdir())
+        return _containers_in(folder)
     except OSError:
         return []
-    return [path for path in found if (path.suffix == CONTAINER and path.is_file()) or is_container(path)]
+
+
+def _containers_in(folder: Path) -> list[Path]:
+    """As ``containers_in``. Raises OSError."""
+    return [path for path in folder.iterdir() if _may_be_container(path)]
+
+
+def _may_be_container(path: Path) -> bool:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
+        if path.suffix == CONTAINER:
+            return True
+        with path.open("rb") as file:
+            return begins_container(file.read(HEAD_BYTES))
+    except OSError as exc:
+        return exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def links_in(folder: Path) -> list[Path]:
@@ -190,8 +247,14 @@ def _may_be_needed(path: Path, seal: str) -> bool:
 
 
 def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, Stated], list[Path]]:
-    """The heads of the links in a folder and of the containers, but for one, that may need them; what has none."""
-    paths = [*links_in(folder), *(path for each in folders_that_need(folder) for path in containers_in(each))]
+    """The heads of the links in a folder and of the containers, but for one, that may need them; what has none.
+
+    Raises OSError where a folder that is there and open to this user cannot be listed.
+    """
+    paths = links_in(folder)
+    for each in folders_that_need(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            paths += _containers_in(each)
     found, unreadable = {}, []
     for path in paths:
         if path != without:

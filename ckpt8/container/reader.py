@@ -102,6 +102,10 @@ class ContainerReader(Closing):
         base = self.base()
         return [] if base is None else [base, *base.links()]
 
+    def check_in_place(self) -> None:
+        """Raise InputError where its path leads to another file than the open one, or that has changed."""
+        self._file.check_in_place()
+
     @property
     def size(self) -> int:
         """Size of the file in bytes."""

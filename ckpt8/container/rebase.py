@@ -52,8 +52,9 @@ def rebase(
 
     Without ``target`` it takes the place of ``source``, which is left alone if it needs no base already, as a directory
     that ranks have packed never does. Raises UsageError where such a one is to be written elsewhere, InputError where a
-    base is missing or anything is damaged, and OutputError where the target exists and ``force`` is not given, where
-    another container beside it needs what is there as its base, or where it cannot be written.
+    base is missing, anything is damaged, or another file takes the place of ``source`` meanwhile, and OutputError where
+    the target exists and ``force`` is not given, where another container beside it needs what is there as its base, or
+    where it cannot be written.
 
     >>> ckpt8.rebase("run.ckpt8", "whole.ckpt8").name
     'whole.ckpt8'
@@ -117,7 +118,13 @@ def write_again(
             progress(_nbytes(reader, slab))
         for index, parts in tables.items():
             manifest.storages[index].parts = parts or manifest.storages[index].parts
-        writer.finish(manifest)
+        writer.finish(manifest, partial(_check_replaced, reader))
+
+
+def _check_replaced(reader: ContainerReader, target: Path) -> None:
+    """Raise InputError where the container of ``reader`` is to be replaced, and another one has taken its place."""
+    if str(target) == os.path.realpath(reader.path):
+        reader.check_in_place()
 
 
 def _room(reader: ContainerReader, changed: Iterable[int]) -> str:

@@ -181,17 +181,20 @@ def test_rebase(run, run_command):
 
 
 def test_remove_leaves_what_a_missing_base_spoils(run, run_command):
-    """A delta whose base is gone cannot be verified: its original stays."""
+    """A delta whose base is gone cannot be read: its original stays, and it does not count as compressed."""
     found = bases(run)
     name = next(name for name, base in found.items() if base)
     (run / found[name]).rename(run.parent / found[name])
     shutil.rmtree(run / KEPT)
     (run / found[name].replace(".ckpt8", ".pt")).unlink()
     source = run / name.replace(".ckpt8", ".pt")
-    code, _, err = run_command("chain", run, "--remove", "--preset", "archive")
-    assert code == 3
-    assert found[name] in err
+    for also in ([], ["--dry-run"], ["--remove"]):
+        code, _, err = run_command("chain", run, "--preset", "archive", *also)
+        assert code == 3
+        assert found[name] in err
     assert source.is_file()
+    assert run_command("chain", run, "--preset", "archive", "--force")[0] == 0
+    assert not ckpt8.verify(run / name, source).failures
 
 
 def test_whatever_is_removed_breaks_no_chain(finished, run, tmp_path):

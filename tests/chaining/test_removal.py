@@ -180,9 +180,10 @@ def set_aside(source, container, monkeypatch):
     return aside
 
 
-def finish(folder, *homes):
-    """The outcomes of finishing what is in a folder."""
-    return [job.run() for job in finishing(folder, homes, Settings(remove=True))]
+def finish(folder, *homes, preset=None):
+    """The outcomes of finishing what is in a folder, by default with the preset that was asked for before."""
+    preset = preset or ("archive" if folder.name == "chain" else None)
+    return [job.run() for job in finishing(folder, homes, Settings({"preset": preset}, remove=True))]
 
 
 @pytest.fixture(params=["file", "directory", "long name", "delta"])
@@ -227,6 +228,7 @@ def test_the_next_run_finishes_what_a_killed_one_began(aside):
         ("long name", "a frame"),
         ("long name", "gone"),
         ("delta", "the base"),
+        ("delta", "other settings"),
     ],
     indirect=["aside"],
 )
@@ -239,11 +241,11 @@ def test_what_does_not_hold_any_more_comes_back(what, aside, tmp_path):
     elif what == "the original":
         damage(next(left.rglob("step-5.pt")) if left.is_dir() else left, 0.5)
         whole = digest(left)
-    else:
+    elif what != "other settings":
         damage(container, 0.999999 if what == "the seal" else 0.5)
     if what == "another one is there":
         source.write_text("new")
-    (outcome,) = finish(source.parent)
+    (outcome,) = finish(source.parent, preset="lossless" if what == "other settings" else None)
     assert isinstance(outcome.error, (ckpt8.InputError, ckpt8.CheckFailedError))
     assert not outcome.removed
     assert ": its removal was interrupted, and is not finished: " in str(outcome.error)

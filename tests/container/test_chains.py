@@ -15,6 +15,7 @@ from ckpt8.container.bases import KEPT, kept_name
 from ckpt8.container.head import stated_seal
 from ckpt8.container.needed import dependents
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.errors import InputError, OutputError
 
 
@@ -48,6 +49,24 @@ def test_a_rebased_delta_is_the_whole_file(files, bf16, tmp_path):
         target = tmp_path / path.name
         assert ckpt8.rebase(path, target, force=True) == target
         assert target.read_bytes() == whole.read_bytes()
+
+
+def test_rebase_replaces_no_newer_container(files, tmp_path, monkeypatch):
+    """A run that goes on may write its checkpoint again meanwhile."""
+    path = shutil.copy(files[0][1], tmp_path / "step-1.ckpt8")
+    shutil.copy(files[0][0], tmp_path / files[0][0].name)
+    newer = files[1][2].read_bytes()
+    finish = ContainerWriter.finish
+
+    def replaced_before(*arguments):
+        (tmp_path / "newer").write_bytes(newer)
+        (tmp_path / "newer").replace(path)
+        return finish(*arguments)
+
+    monkeypatch.setattr(ContainerWriter, "finish", replaced_before)
+    with pytest.raises(InputError, match="changed while it was read; nothing was written"):
+        ckpt8.rebase(path)
+    assert path.read_bytes() == newer
 
 
 def test_a_delta_read_from_the_specification_alone(files, bf16, tmp_path):

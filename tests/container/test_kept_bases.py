@@ -6,14 +6,16 @@ import contextlib
 import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 from hostile_kit import container_of
 
 from ckpt8.container.bases import KEPT, kept_name
-from ckpt8.container.kept_bases import KeptBases, drop_unneeded, remove_container
+from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
 from ckpt8.container.needed import dependents
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import InputError
 
 
 class Run:
@@ -215,6 +217,65 @@ def test_only_links_are_removed_from_the_folder(run):
     for path in run.folder.glob("*.ckpt8"):
         remove_container(path)
     assert list((run.folder / KEPT).iterdir()) == [mine]
+
+
+@pytest.mark.parametrize("spoilt", ["the copy", "the file", "both", "another file"])
+@pytest.mark.parametrize("act", ["remove", "link"])
+def test_a_copy_among_the_links_stands_for_a_file_only_if_its_frames_hold(act, spoilt, run):
+    """As ``cp -r`` makes them: what is sound of the two stays, and what may be the last of its bytes."""
+    key = run.folder / "0.ckpt8"
+    link = run.folder / KEPT / kept_name(run.seals["0.ckpt8"])
+    sound = key.read_bytes()
+    damaged = sound.replace(b"0.ckpt8", b"x.ckpt8", 1)  # what it holds
+    assert damaged != sound
+    link.unlink()
+    contents = {"the copy": (sound, damaged), "the file": (damaged, sound), "both": (damaged, damaged)}
+    for path, content in zip((key, link), contents.get(spoilt, (sound, b"of somebody")), strict=True):
+        path.write_bytes(content)
+    is_refused = spoilt in ("both", "another file")
+    with pytest.raises(FileExistsError) if is_refused else contextlib.nullcontext(), KeptBases(run.folder) as kept:
+        remove_container(key) if act == "remove" else kept.link(key)
+    if is_refused:
+        assert (key.exists(), link.exists()) == (True, True)
+        assert link.read_bytes() == contents.get(spoilt, (sound, b"of somebody"))[1]
+    else:
+        assert link.read_bytes() == sound
+        assert key.exists() == (act == "link")
+
+
+def test_links_that_folders_share_stay(run):
+    """``bases`` may itself be a link: what another folder needs is not seen from here."""
+    other = run.folder.with_name("other")
+    other.mkdir()
+    (other / KEPT).symlink_to(run.folder / KEPT)
+    for name in ("0.ckpt8", "2.ckpt8"):
+        (run.folder / name).unlink()
+    drop_unneeded(other)
+    with pytest.raises(InputError, match="is a link; containers of other folders may need"):
+        release(other)
+    assert run.below("3.ckpt8") == [run.seals["2.ckpt8"], run.seals["0.ckpt8"]]
+
+
+@pytest.mark.parametrize("failing", ["a folder", "a file"])
+def test_nothing_goes_where_the_file_system_fails(failing, run, monkeypatch):
+    for name in ("1.ckpt8", "2.ckpt8", "3.ckpt8"):
+        path = run.folder / name
+        path.rename(path.with_suffix(".ckpt"))  # as Lightning calls them
+
+    def failed(path, real, is_failing):
+        if is_failing(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real
+
+    real_open, real_list = Path.open, Path.iterdir
+    if failing == "a folder":
+        monkeypatch.setattr(Path, "iterdir", lambda path: failed(path, real_list, run.folder.__eq__)(path))
+    else:
+        is_failing = lambda path: path.suffix == ".ckpt"  # noqa: E731
+        monkeypatch.setattr(Path, "open", lambda path, *a: failed(path, real_open, is_failing)(path, *a))
+    drop_unneeded(run.folder)
+    monkeypatch.undo()
+    assert run.kept() == ["0.ckpt8", "2.ckpt8"]
 
 
 def test_a_file_system_without_links_says_so(run, monkeypatch):

@@ -97,8 +97,13 @@ class SourceFile:
             raise InputError(f"{self.source}: ends at byte {self.source.length}, needed {offset + length}")
 
     def check_unchanged(self) -> None:
-        """Raise InputError when another file has taken the path, or its size or modification time changed."""
+        """Raise InputError when what is read changed: by size, modification time, or in a pool another file."""
         if self._identify(self._place) != self._identity:
+            raise self._changed()
+
+    def check_in_place(self) -> None:
+        """As ``check_unchanged``, also when another file has taken the path."""
+        if self._identify(self.source.path) != self._identity:
             raise self._changed()
 
     def _changed(self) -> InputError:
