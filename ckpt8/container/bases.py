@@ -20,6 +20,7 @@ from ckpt8.container.header import SEAL_BYTES, is_container
 from ckpt8.container.json_fields import Fields
 from ckpt8.container.stored_manifest import manifest_text, parse_manifest
 from ckpt8.core.errors import InputError
+from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
@@ -84,6 +85,12 @@ def files_of(source: Path) -> list[Path]:
         while is_container(found[-1]) and (record := stated_base(found[-1], only='"base"').base) is not None:
             found.append(find_base(found[-1], record, directories()))
     return found
+
+
+def refuse_files_of(target: Path, source: Path) -> None:
+    """Raise OutputError where a target is ``source`` or, of a container, a file below it: see ``refuse_source``."""
+    for each in files_of(source):
+        refuse_source(target, each)
 
 
 def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:

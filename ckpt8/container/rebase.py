@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container import frames, layout
-from ckpt8.container.bases import files_of
+from ckpt8.container.bases import files_of, refuse_files_of
 from ckpt8.container.kept_bases import drop_unneeded
 from ckpt8.container.manifest import FrameTable, Manifest, Pack
 from ckpt8.container.needed import refuse_needed
@@ -21,7 +21,7 @@ from ckpt8.container.symbols import pack_parts
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import as_private_as, refuse_source
+from ckpt8.core.files.atomic import as_private_as
 from ckpt8.core.tensors import Parts
 from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
@@ -70,9 +70,8 @@ def rebase(
             if reader.manifest.base is None:
                 return source
             refuse_needed(source)
-        for each in (reader, *reader.links()):
-            if target is not None:
-                refuse_source(final, each.path)
+        else:
+            refuse_files_of(final, source)
         with as_private_as(*files_of(source)), Workers(threads) as workers:
             write_whole(reader, final, workers, force=force or target is None, progress=progress)
     drop_unneeded(Path(os.path.realpath(final)).parent)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.target_names import CONTAINER
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error
+from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import removing
 
 STATE = "trainer_state.json"
 """The file that Trainer writes last: a directory without it is not complete."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_DISCARDED = re.compile(r"\.checkpoint-\d+\.ckpt8-discarded")
+_DISCARDED = re.compile(r"\.(checkpoint-\d+)\.ckpt8-discarded")
 
 
 def container_of(source: Path) -> Path:
@@ -62,10 +64,17 @@ def discard(source: Path) -> None:
         shutil.rmtree(aside)
 
 
-def remove_discarded(folder: Path) -> None:
-    """Remove the directories that a killed run did not finish removing."""
+def remove_discarded(folder: Path, threads: int | None) -> None:
+    """Remove the directories that a killed run did not finish removing, once their containers hold.
+
+    Raises CheckFailedError where one does not.
+    """
     for path in _entries(folder):
-        if _DISCARDED.fullmatch(path.name):
+        if match := _DISCARDED.fullmatch(path.name):
+            try:
+                verify(container_of(folder / match[1]), threads=threads)
+            except Ckpt8Error as exc:
+                raise CheckFailedError(f"{path}: is kept, what is left of {match[1]} is in it: {exc}") from exc
             shutil.rmtree(path, ignore_errors=True)
 
 

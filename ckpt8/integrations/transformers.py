@@ -100,7 +100,7 @@ class Ckpt8Callback(TrainerCallback):
             return
         folder = Path(args.output_dir)
         if not self._keep:
-            run_folder.remove_discarded(folder)
+            self._remove(run_folder.remove_discarded, folder, self._options["threads"])
         containers = run_folder.containers(folder)
         newest = max(containers, default=0)
         if newest > state.global_step and newest not in run_folder.directories(folder):
@@ -179,7 +179,7 @@ class Ckpt8Callback(TrainerCallback):
     def _remove(self, remove: Callable[..., None], *arguments: Any) -> None:
         try:
             remove(*arguments)
-        except OutputError as exc:
+        except (CheckFailedError, OutputError) as exc:
             self._fail(exc)
 
     def _fail(self, error: BaseException, source: Path | None = None) -> None:

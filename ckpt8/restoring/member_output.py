@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
+from ckpt8.container.bases import refuse_files_of
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
@@ -21,7 +22,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import original_name, restored_path
 from ckpt8.core.buffers import Buffers
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import Check, Guard, refuse_source
+from ckpt8.core.files.atomic import Check, Guard
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.crc import combine, crc32
 from ckpt8.core.files.write_at import write_at
@@ -135,7 +136,7 @@ class Restored:
         """A new result at the path that was given, or the default. Raises OutputError for the source itself."""
         path = restored_path(source, reader.manifest) if given is None else Path(given)
         original = original_name(reader.manifest)
-        refuse_source(path, source)
+        refuse_files_of(path, source)
         has_other = given is None and path.name != original
         return cls(path=path, original=original, other_name=original if has_other else None)
 

@@ -144,6 +144,12 @@ def test_a_base_elsewhere(by, run, run_command, tmp_path, monkeypatch):
         assert code == 0, err
         # convert says what weights under a budget are not for.
         assert err == "" or (arguments[0] == "convert" and "for resuming" in err)
+    base = run / bases(run)[delta]
+    content = base.read_bytes()
+    for arguments in (("restore", away / delta, "-o"), ("rebase", away / delta, "-o"), ("convert", away / delta)):
+        code, _, err = run_command(*arguments, base, "--force", *more)
+        assert (code, "is the file that is read" in err) == (4, True)
+        assert base.read_bytes() == content
     # Without its chain it is as good as with it.
     monkeypatch.delenv("CKPT8_BASE_DIR", raising=False)
     assert not ckpt8.verify(tmp_path / "whole.ckpt8", run / delta.replace(".ckpt8", ".pt")).failures

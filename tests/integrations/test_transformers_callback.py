@@ -227,6 +227,13 @@ def test_a_crash_before_and_in_the_removal(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
     assert names_in(tmp_path) == [".checkpoint-4.ckpt8-discarded", "checkpoint-4.ckpt8"]
+    left, container = tmp_path / ".checkpoint-4.ckpt8-discarded", tmp_path / "checkpoint-4.ckpt8"
+    sound = container.read_bytes()
+    container.write_bytes(sound.replace(sound[len(sound) // 2 :][:16], bytes(16)))
+    with pytest.raises(ckpt8.CheckFailedError, match=f"{left.name}: is kept, what is left of checkpoint-4 is in it"):
+        trainer(tmp_path, [Ckpt8Callback(keep_original=False, strict=True)]).train()
+    assert left.is_dir()
+    container.write_bytes(sound)
     run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], max_steps=8)
     with temporary_checkpoint(tmp_path) as path:
         run.train(resume_from_checkpoint=path)
