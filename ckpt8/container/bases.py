@@ -93,8 +93,12 @@ def refuse_files_of(target: Path, source: Path) -> None:
         refuse_source(target, each)
 
 
-def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()) -> Path:
+def find_base(
+    container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (), *, damaged_too: bool = False
+) -> Path:
     """The file whose seal is that of ``record``, for the delta at ``container``, under whatever name it is there.
+
+    Where there is none, ``damaged_too`` takes a file that states the seal, and whose head does not match it.
 
     Raises InputError, which names the base and all places where it was looked for.
     """
@@ -104,6 +108,8 @@ def find_base(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = (
     places = _places(container, record, base_dirs)
     there = [place for place in places if _is_there(place)]
     damaged = [place for place in there if stated_seal(place) == record.seal]
+    if damaged_too and damaged:
+        return damaged[0]
     state = f"changed: another file is at {_listed(there)}" if there else "missing"
     if damaged:
         state = f"damaged: header or manifest of {_listed(damaged)} does not match the seal"

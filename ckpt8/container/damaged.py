@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import zstandard
 
-from ckpt8.container import frames, header, layout
+from ckpt8.container import bases, frames, header, layout
+from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Pack, StorageRecord
 from ckpt8.container.places import NOWHERE, Locator, Places, check_frame_count
@@ -50,6 +51,9 @@ class DamagedContainer(ContainerReader):
         self.damage: str | None = None
         self.lost: dict[int, set[int]] = {}
         super().__init__(path, base_dirs=base_dirs, pool=pool)
+
+    def _find_base(self, record: BaseRecord) -> Path:
+        return bases.find_base(self.path, record, self.base_dirs, damaged_too=True)
 
     def _open_base(self, path: Path) -> ContainerReader:
         return DamagedContainer(path, base_dirs=self.base_dirs)

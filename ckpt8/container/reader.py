@@ -12,6 +12,7 @@ from ckpt8.codecs.base import Companions
 from ckpt8.codecs.lossless import RAW_PART
 from ckpt8.codecs.rounded_copy import ROUNDED
 from ckpt8.container import bases, header, layout
+from ckpt8.container.base_record import BaseRecord
 from ckpt8.container.copies import check_companions, check_references
 from ckpt8.container.copy_reader import read_copy
 from ckpt8.container.factored_companions import expanded
@@ -82,7 +83,7 @@ class ContainerReader(Closing):
         check_members(self.manifest, str(self.path))
         check_paths(self.manifest, str(self.path))
         if (record := self.manifest.base) is not None:
-            self._base = Base(self, lambda: self._open_base(bases.find_base(self.path, record, self.base_dirs)))
+            self._base = Base(self, lambda: self._open_base(self._find_base(record)))
 
     def close(self) -> None:
         """Close the file, and the files below it."""
@@ -93,6 +94,9 @@ class ContainerReader(Closing):
     def base(self) -> ContainerReader | None:
         """The base of a delta, open; None for other containers. Raises InputError where it is missing or damaged."""
         return None if self._base is None else self._base.reader()
+
+    def _find_base(self, record: BaseRecord) -> Path:
+        return bases.find_base(self.path, record, self.base_dirs)
 
     def _open_base(self, path: Path) -> ContainerReader:
         return ContainerReader(path, kernels=self._kernels, base_dirs=self.base_dirs)
