@@ -50,10 +50,13 @@ class ChainRun:
         self._force, self._keep_raw, self._watch = force, keep_raw, watch
         self._rest = Rest(rest, watched=watch)
         self._done: dict[Path, Look | None] = {}
+        self._raw: set[Path] = set()
 
     def skipped(self) -> dict[Path, str]:
         """What looks like a checkpoint and is left alone, and why. Raises InputError."""
-        return self._order.listing().skipped if self._is_there() else {}
+        skipped = self._order.listing().skipped if self._is_there() else {}
+        newest = "its step is the newest" if self._keep_raw == 1 else f"of the newest {self._keep_raw} steps"
+        return {**skipped, **dict.fromkeys(sorted(self._raw), f"{newest} (--keep-raw)")}
 
     def packed(self) -> list[str]:
         """The names of the directories that ranks have packed: they are compressed, and stay as they are."""
@@ -105,6 +108,7 @@ class ChainRun:
         found = self._order.listing()
         problems = {path: self._rest.problem(path) for path in found.progress}
         left = found.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
+        self._raw = left - self._done.keys()
         taken: set[Path] = set()
         jobs, is_waiting = [], False
         for path, problem in problems.items():

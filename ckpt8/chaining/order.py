@@ -72,7 +72,7 @@ class RunOrder:
             step, epoch = (None, None) if facts is None else (facts.progress.step, facts.progress.epoch)
             problem = entry.skipped
             if entry.is_doubtful and step is None and not (facts and facts.trains):
-                problem = "it holds neither a step nor an optimizer"
+                problem = "no step and no optimizer found"
             if problem is not None:
                 skipped[entry.path] = problem
                 continue

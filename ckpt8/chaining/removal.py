@@ -233,4 +233,4 @@ def _brought_back(aside: Path, source: Path) -> str:
         return f"another {source.name} is there, so that it stays at {aside}"
     except OSError as exc:
         return f"it stays at {aside}, which cannot be renamed: {exc.strerror}"
-    return "it is back"
+    return f"{source.name} is back"

@@ -69,7 +69,7 @@ def no_checkpoint(path: Path) -> str:
         head = file.read(HEAD_BYTES)
     names_one = is_part(path.name) or is_named_shard(path.name) or path.suffix.lower() in (*SUFFIXES, CONTAINER)
     if head and (names_one or b"\0" in head or not _is_utf8(head)):
-        raise OutputError(f"{path}: may be a checkpoint, which no report replaces; give another name")
+        raise OutputError(f"{path}: may be a checkpoint, and a report never replaces one; give another name")
     return any_file(path)
 
 

@@ -53,7 +53,7 @@ def chain(
     """Compress every checkpoint of a run in DIR, oldest first, each beside itself and as a delta where that is smaller.
 
     Checkpoints that are compressed already are skipped: after a kill, run it again. What is being written is left
-    alone; what fails is told, and the others go on. The exit code is the highest of those that failed.
+    alone. Where one fails, a message says why and the others go on; the exit code is the highest of all failures.
     """
     if watch and dry_run:
         raise UsageError("--dry-run says what would be done now, and --watch goes on for ever; leave out one of them")

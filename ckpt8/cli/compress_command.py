@@ -59,8 +59,8 @@ def compress(
     torchrun -m ckpt8 compress DIR -o OUT has the ranks share the slices of a directory of torch.distributed.checkpoint;
     OUT becomes a directory with a .ckpt8 of each rank.
 
-    Several SRC become a .ckpt8 each. What fails is told, and the others go on; the exit code is the highest of those
-    that failed.
+    Several SRC become a .ckpt8 each. Where one fails, a message says why and the others go on; the exit code is the
+    highest of all failures.
     """
     if remove and not stats:
         raise UsageError("--remove verifies by the statistics of a container; leave out --no-stats")

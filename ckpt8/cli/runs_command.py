@@ -61,7 +61,7 @@ def _release(directory: Path, *, as_json: bool) -> None:
 
     found = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
     freed, left = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0)
-    stays = f"; {size(left)} stay in bases/, which containers need that ckpt8 rebase makes whole" if left else ""
+    stays = f"; {size(left)} stay in bases/, since deltas need them; ckpt8 rebase makes a delta whole" if left else ""
     facts = {"path": str(directory), "freed_bytes": freed, "bases_bytes": left}
     lines = [f"{directory}: {size(freed)} freed{stays}"]
     present(facts, lambda console: print_lines(console, lines), as_json=as_json)

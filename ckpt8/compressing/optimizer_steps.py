@@ -1,6 +1,6 @@
 """The step of the optimizer that moves each parameter of a plan, and units that hold a weight with its moments.
 
-A budget is told in these steps. The weight of a parameter is a stream of its unit where the source says which it is,
+A budget counts these steps. The weight of a parameter is a stream of its unit where the source says which it is,
 and where its elements lie as those of the moments do; where a flat one ends before the padding of its moments, zeros
 have to follow it in its storage. Nothing is guessed from values.
 """
@@ -120,7 +120,7 @@ def _step(parameter: Parameter, state: Trained) -> OptimizerStep | str:
     """The step with no weight yet, or why it is not known."""
     group = state.group
     if parameter.rule is None or parameter.rule.kind not in _RULES:
-        return parameter.reason or "its optimizer has no step that a budget is told in"
+        return parameter.reason or "a budget cannot count the steps of its optimizer"
     lr = _rate(group)
     if isinstance(lr, str):
         return lr

@@ -201,7 +201,8 @@ class _Spending:
             for stream in others:
                 shapes = (view.ref.shape for view in self._views[stream.index])
                 reason = next((self._unpaired[shape] for shape in shapes if shape in self._unpaired), None)
-                reason = f"the state of its shape: {reason}" if reason else "no known step of an optimizer moves it"
+                unknown = "no optimizer in the file is known to update it"
+                reason = f"the state of its shape: {reason}" if reason else unknown
                 reason = self._plan.stepless.get(stream.index, reason)
                 self._note([stream], reason, Role.WEIGHT)
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)

@@ -17,7 +17,7 @@ from ckpt8.inspecting.expected_drift import expected_drift, number
 PARTS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments"}
 """The parts of an error in steps, in words."""
 
-COPY = "a copy of weights, which no step moves"
+COPY = "a copy of weights, which no optimizer updates"
 """Why the error of an average of weights is in no figure in steps."""
 
 _ARCHIVED = {codec_id for codec_id, _ in BUDGETED}

@@ -69,7 +69,12 @@ def test_again_skips_what_is_there_and_removes_it_when_asked(run, run_command):
 @pytest.mark.parametrize("remove", [False, True])
 def test_keep_raw_leaves_the_newest(remove, run, run_command):
     folder = run[0].parent
-    rows, _ = chained(run_command, folder, "--keep-raw", 2, *(["--remove"] if remove else []))
+    options = ["--keep-raw", 2, *(["--remove"] if remove else [])]
+    assert (
+        "step-15.pt, step-20.pt: left alone: of the newest 2 steps (--keep-raw)"
+        in run_command("chain", folder, "--dry-run", *options)[1]
+    )
+    rows, _ = chained(run_command, folder, *options)
     assert [row["source"] for row in rows] == [str(path) for path in run[:2]]
     expected = {path.name for path in run[2:]} | {path.with_suffix(".ckpt8").name for path in run[:2]}
     assert set(names(folder)) == expected | (set() if remove else {path.name for path in run[:2]})
@@ -117,7 +122,7 @@ def test_a_whole_file_with_the_name_of_a_part_and_what_is_skipped(run, run_comma
     (folder / "last.pt").symlink_to("model.pt")
     code, out, err = run_command("chain", folder, "--rest", 0)
     assert (code, err) == (0, "")
-    assert "ema.pt, scaler.pt: left alone: it holds neither a step nor an optimizer" in out
+    assert "ema.pt, scaler.pt: left alone: no step and no optimizer found" in out
     assert "last.pt: left alone: it is a link" in out
     found = json.loads(run_command("chain", folder, "--rest", 0, "--json")[1])
     assert {row["source"].rpartition("/")[2] for row in found["checkpoints"]} == {"model.pt"}

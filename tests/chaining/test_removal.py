@@ -259,7 +259,7 @@ def test_what_does_not_hold_any_more_comes_back(what, aside, tmp_path):
     else:
         assert digest(source) == whole
         assert not left.exists()
-        assert str(outcome.error).endswith("; it is back")
+        assert str(outcome.error).endswith(" is back")
 
 
 def test_of_a_directory_half_gone_the_rest_goes_or_is_named(directory, monkeypatch):

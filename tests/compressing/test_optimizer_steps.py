@@ -144,7 +144,7 @@ def test_stable_adamw_of_optimi(tmp_path):
 
 
 def test_came_steps_matrices(tmp_path):
-    """Vectors have no second moment, so that no budget is told in their steps."""
+    """Vectors have no second moment, so that no budget counts their steps."""
     came = pytest.importorskip("came_pytorch")
     net = make_net()
     plan = saved({"model": net.state_dict(), "optimizer": trained(net, came.CAME).state_dict()}, tmp_path)
@@ -163,7 +163,7 @@ def test_rules_without_a_step(kind, options, tmp_path):
     net = make_net()
     plan = saved({"model": net.state_dict(), "optimizer": trained(net, kind, **options).state_dict()}, tmp_path)
     check_units(plan)
-    assert set(steps(plan)) == {"its optimizer has no step that a budget is told in"}
+    assert set(steps(plan)) == {"a budget cannot count the steps of its optimizer"}
 
 
 def test_a_rule_that_is_not_known(tmp_path):

@@ -179,7 +179,7 @@ def at_rest(tree):
     [
         (without_rate, "its learning rate is missing"),
         (with_rate_zero, "its learning rate is zero"),
-        (without_moments, "no step that a budget is told in"),
+        (without_moments, "a budget cannot count the steps of its optimizer"),
         (at_rest, "has not moved anything"),
     ],
 )
@@ -210,7 +210,7 @@ def test_what_no_optimizer_moves_keeps_the_codec_of_flash(tmp_path):
     tree["model"]["half.weight"] = torch.randn(96, 128).bfloat16()
     storages, path = compressed(tree, tmp_path)
     assert ids(storages)["model.frozen.weight"] == "split24/1"
-    assert storages["model.frozen.weight"].reason == "no budget: no known step of an optimizer moves it"
+    assert storages["model.frozen.weight"].reason == "no budget: no optimizer in the file is known to update it"
     assert ids(storages)["model.half.weight"] == "lossless/1"
     assert ids(storages)["model.0.weight"] == "lattice/1"
     assert torch.equal(ckpt8.load(path)["model"]["half.weight"], tree["model"]["half.weight"])

@@ -126,7 +126,7 @@ def test_an_average_is_no_part_of_a_drift():
     manifest = manifest_of(TWO[:3])
     manifest.storages.append(StorageRecord("ema", DType.FLOAT32, 100, Role.WEIGHT, config_of(Lattice()), CAPPED))
     facts = step_facts(manifest, count)
-    assert [row["reason"] for row in facts["outside"]] == ["a copy of weights, which no step moves"]
+    assert [row["reason"] for row in facts["outside"]] == ["a copy of weights, which no optimizer updates"]
     assert not facts["drift"]["is_open"]
 
 

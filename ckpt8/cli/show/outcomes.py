@@ -79,11 +79,11 @@ def preview_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str
 
 
 def total_line(outcomes: Sequence[Outcome], seconds: float) -> str:
-    """The totals of all outcomes, for which a person waited ``seconds``."""
+    """The totals of all outcomes, for which a person waited ``seconds``; a checkpoint that has two counts once."""
     facts = totals(outcomes)
     sizes = _sizes(facts["bytes"], facts["stored_bytes"]) if facts["stored_bytes"] else "nothing was compressed"
     failed = f"; {facts['failed']} failed" if facts["failed"] else ""
-    return f"{counted(len(outcomes), 'checkpoint')}: {sizes} in {seconds:.2f} s{failed}"
+    return f"{counted(len({outcome.source for outcome in outcomes}), 'checkpoint')}: {sizes} in {seconds:.2f} s{failed}"
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "ratio": _ratio(nbytes, stored),
         "seconds": sum(each.seconds for each in outcomes),
         "removed": sum(each.removed for each in outcomes),
-        "failed": sum(each.error is not None for each in outcomes),
+        "failed": len({each.source for each in outcomes if each.error is not None}),
     }
 
 

@@ -118,7 +118,7 @@ class _Matching:
         for number, found in self._options().items():
             if found:
                 raise self._unclear(
-                    f"{self._given.labels[number]} may be {listed((each.path for each in found), _SHOWN)}"
+                    f"{self._given.labels[number]} may be one of {listed((each.path for each in found), _SHOWN)}"
                 )
         numbers, left = self._open()
         if numbers and not len(numbers) == len(left) == 1:

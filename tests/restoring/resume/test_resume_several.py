@@ -131,7 +131,7 @@ def test_order_decides_nothing(layout, strict, tmp_path):
         with pytest.raises(UsageError, match=r"\[0\] may be .*; give a dict with these keys, or (model|optimizer)_at="):
             ckpt8.resume(path, strict=strict, **given)
     if layout == "lightning":
-        with pytest.raises(UsageError, match=r"optimizer\[0\] may be optimizer_states\.0, optimizer_states\.1"):
+        with pytest.raises(UsageError, match=r"optimizer\[0\] may be one of optimizer_states\.0, optimizer_states\.1"):
             ckpt8.resume(path, here.nets, here.optimizers, strict, model_at=PATHS[layout])
     assert same(here.states(), before)
 
@@ -189,7 +189,7 @@ def test_paths_choose(tmp_path):
     there = Gan(1, trained=True, widths=(24, 24), makes=(adamw, adamw))
     here = Gan(7, trained=False, widths=(24, 24), makes=(adamw, adamw))
     path = saved(tmp_path, {**LAYOUTS["keys"](*there.states()), "ema_G": there.nets[0].state_dict()})
-    with pytest.raises(UsageError, match=r"may be netG, netD, ema_G; give a dict with these keys, or model_at="):
+    with pytest.raises(UsageError, match=r"may be one of netG, netD, ema_G; give a dict with these keys, or model_at="):
         ckpt8.resume(path, model=here.nets)
     options = {"model_at": ["netG", "netD"], "optimizer_at": {"a": "optimizerG", "b": "optimizerD"}}
     ckpt8.resume(path, here.nets, dict(zip("ab", here.optimizers, strict=True)), **options)
