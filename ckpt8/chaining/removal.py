@@ -17,7 +17,7 @@ from pathlib import Path
 from ckpt8.chaining.rest import Look, look_at
 from ckpt8.container.head import stated_seal
 from ckpt8.container.manifest import Manifest
-from ckpt8.container.member_paths import is_plain_name
+from ckpt8.container.member_paths import name_problem
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import original_name
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
@@ -178,7 +178,7 @@ def _name_of(start: str, container: Path | None) -> str:
         if container is not None:
             with ContainerReader(container) as reader:
                 name = original_name(reader.manifest)
-            if is_plain_name(name) and _shortened(name) == start:
+            if name_problem(name) is None and _shortened(name) == start:
                 return name
     return start + _CUT
 

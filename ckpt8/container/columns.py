@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ckpt8.container.json_fields import LARGEST, Fields, is_unicode
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 
 T = TypeVar("T")
 FLAGS = ("conj", "neg")
@@ -56,7 +57,7 @@ class Table:
                 case {"from": int(first), **rest} if not rest and type(first) is int:
                     return [read(first + k) for k in range(self.count)]
         except (KeyError, TypeError, ValueError) as exc:
-            raise self._fields.fail(key) from exc
+            raise self._fields.fail(key, str(exc) if isinstance(exc, UnicodeError) else "") from exc
         raise self._fields.fail(key)
 
     def fail(self, key: str) -> InputError:
@@ -85,8 +86,10 @@ def as_step(value: Any) -> int:
 
 def as_text(value: Any) -> str:
     """Reads valid Unicode."""
-    if not isinstance(value, str) or not is_unicode(value):
-        raise ValueError
+    if not isinstance(value, str):
+        raise TypeError
+    if not is_unicode(value):
+        raise UnicodeError(f"{shown(value)} is not valid UTF-8")
     return value
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ckpt8.core.errors import InputError
+from ckpt8.core.text import shown
 
 T = TypeVar("T")
 LARGEST = 1 << 62
@@ -29,9 +30,9 @@ class Fields:
         self._value = value
         self._where = where
 
-    def fail(self, key: str) -> InputError:
-        """The error about a field."""
-        return InputError(f"{self._where} is malformed at {key!r}")
+    def fail(self, key: str, why: str = "") -> InputError:
+        """The error about a field; ``why`` says what is wrong where that is not the type of its value."""
+        return InputError(f"{self._where} is malformed at {key!r}{why and f': {why}'}")
 
     def get(self, key: str, kind: type[T]) -> T:
         """A field of that type; an integer is no bool, and a text is valid Unicode. Raises InputError."""
@@ -39,7 +40,7 @@ class Fields:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise self.fail(key)
         if isinstance(value, str) and not is_unicode(value):
-            raise self.fail(key)
+            raise self.fail(key, f"{shown(value)} is not valid UTF-8")
         return value
 
     def any(self, key: str) -> Any:

@@ -10,11 +10,15 @@ from __future__ import annotations
 import os
 from itertools import dropwhile, pairwise
 
+from ckpt8.container.json_fields import is_unicode
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord
 from ckpt8.core.errors import InputError
 
 MAX_PATH_BYTES = 4096
 """The longest path that systems take."""
+
+MAX_NAME_BYTES = 255
+"""The longest name in a directory that systems take."""
 
 MAX_COMPONENTS = 256
 """The most names in a path: Python cannot remove deeper directories."""
@@ -28,9 +32,27 @@ def is_plain_name(name: str) -> bool:
     return name not in _NO_NAMES and not any(mark in name for mark in _SEPARATORS)
 
 
-def is_inside(path: str) -> bool:
-    """Whether a member's path stays in its directory."""
-    return all(is_plain_name(component) for component in path.split("/"))
+def name_problem(name: str) -> str | None:
+    """What is wrong with a name that a file states, of a file beside it; None where every system takes it."""
+    if not is_plain_name(name):
+        return "is no name of a file"
+    if not is_unicode(name):
+        return "is not valid UTF-8"
+    return f"has a name longer than {MAX_NAME_BYTES} bytes" if len(name.encode()) > MAX_NAME_BYTES else None
+
+
+def path_problem(path: str) -> str | None:
+    """What is wrong with the path of a file in a directory, which a file states; None where every system takes it."""
+    if not is_unicode(path):
+        return "is not valid UTF-8"
+    if len(path.encode()) > MAX_PATH_BYTES:
+        return f"is longer than {MAX_PATH_BYTES} bytes"
+    names = path.split("/")
+    if len(names) > MAX_COMPONENTS:
+        return f"has more than {MAX_COMPONENTS} components"
+    if not all(map(is_plain_name, names)):
+        return "leaves its directory"
+    return next(filter(None, map(name_problem, names)), None)
 
 
 def link_stays_inside(path: str, target: str) -> bool:
@@ -51,6 +73,7 @@ def check_paths(manifest: Manifest, where: str) -> None:
         return
     seen: set[str] = set()
     for member in manifest.members:
+        check_path(member.path, where)
         _check_member(member, where)
         if member.path in seen:
             raise InputError(f"{where}: manifest is malformed: it has two members {member.path[:80]!r}")
@@ -62,14 +85,17 @@ def check_paths(manifest: Manifest, where: str) -> None:
             raise InputError(f"{where}: manifest is malformed: {shown} lies below another member")
 
 
+def check_path(path: str, where: str) -> None:
+    """Raise InputError for the path of a member that no directory can have."""
+    problem = path_problem(path)
+    if problem is not None:
+        raise InputError(f"{where}: holds a member {path[:80]!r}, whose path {problem}; nothing is written")
+
+
 def _check_member(member: MemberRecord, where: str) -> None:
-    shown = repr(member.path[:80])
-    holds, malformed = f"holds a member {shown}, whose path", "manifest is malformed:"
+    shown, malformed = repr(member.path[:80]), "manifest is malformed:"
     no_checkpoint = member.format in (FILE, SYMLINK, DIRECTORY)
     checks = (
-        (len(member.path.encode()) > MAX_PATH_BYTES, f"{holds} is longer than {MAX_PATH_BYTES} bytes"),
-        (member.path.count("/") >= MAX_COMPONENTS, f"{holds} has more than {MAX_COMPONENTS} components"),
-        (not is_inside(member.path), f"{holds} leaves its directory; nothing is written"),
         (member.format == DIRECTORY and member.size, f"{malformed} the directory {shown} has content"),
         (
             member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES,

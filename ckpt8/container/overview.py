@@ -19,6 +19,7 @@ from ckpt8.container.head import read_head
 from ckpt8.container.header import SEAL_BYTES, check_version
 from ckpt8.container.json_fields import Fields
 from ckpt8.container.manifest import SHARED
+from ckpt8.container.member_paths import check_path
 from ckpt8.container.plain_frames import inflate_plain
 from ckpt8.container.stored_manifest import unpack_manifest
 from ckpt8.core.errors import InputError
@@ -74,6 +75,9 @@ class Overview:
         if self._slab % layout.FRAME or not self._slab:
             raise fields.fail("slab")
         self.members = [*fields.each("members", _member), *self._table()]
+        if self.directory is not None:
+            for member in self.members:
+                check_path(member.path, self._where)
 
     def _table(self) -> Iterator[Contained]:
         """The members of a container whose storages share entries."""

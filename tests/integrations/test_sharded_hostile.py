@@ -10,6 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+import ckpt8
+from ckpt8.core.errors import InputError
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -96,6 +98,42 @@ def saved(tmp_path_factory):
     writer = Ckpt8StorageWriter(folder, preset="lossless")
     dcp.save({"w": torch.ones(8), "note": "x"}, storage_writer=writer, no_dist=True)
     return folder, (folder / "ckpt8-dcp.json").read_text()
+
+
+NAMES = {
+    "files": ("__0_0" * 50 + ".ckpt8", "é" * 125 + ".ckpt8", "a\ud800.ckpt8", "a\0.ckpt8"),
+    "tensors": ("\ud800",),
+    "objects": ("\ud800",),
+    "paths": ("\ud800",),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_every_command_refuses_a_name_that_no_system_takes(kind, name, saved, tmp_path):
+    folder, text = saved
+    tree = json.loads(text)
+    if kind == "files":
+        tree["files"][0][0] = name
+    elif kind == "paths":
+        tree["paths"]["w"] = [name]
+    else:
+        tree[kind][name] = tree[kind].popitem()[1]
+    (folder / "ckpt8-dcp.json").write_text(json.dumps(tree))
+    for command in (
+        lambda: ckpt8.verify(folder),
+        lambda: ckpt8.diff(folder, folder),
+        lambda: ckpt8.convert(folder, tmp_path / "out.pt"),
+        lambda: ckpt8.load(folder),
+        lambda: ckpt8.open(folder),
+        lambda: ckpt8.restore(folder, tmp_path / "out"),
+        lambda: ckpt8.restore(folder, tmp_path / "out", salvage=True),
+        lambda: Ckpt8StorageReader(folder).read_metadata(),
+    ):
+        with pytest.raises(InputError) as caught:
+            command()
+        assert str(caught.value).startswith(f"{folder / 'ckpt8-dcp.json'}: names the ")
+        assert repr(name)[:40].rstrip("'") in str(caught.value)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("case", HOSTILE)

@@ -17,9 +17,11 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.checkpoint.readers import entries
-from ckpt8.container.member_paths import is_inside, link_stays_inside
+from ckpt8.container.member_paths import link_stays_inside, path_problem
+from ckpt8.container.overview import Overview
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.restoring import member_output
 
 
@@ -63,6 +65,32 @@ def test_a_tampered_container_without_a_change_is_whole(simple, tmp_path):
 
 
 PATHS = ["../x", "/etc/x", "a/../../x", "a/../x", "..", ".", "", "a//x", "./x", "a/.", "x/", "a\0b", "~/../x", "\ud800"]
+
+
+TOO_LONG = ["x" * 256, "é" * 128, "a/" + "x" * 256 + "/b"]
+
+
+@pytest.mark.parametrize("path", [*TOO_LONG, "\ud800", "a\0b"])
+def test_every_command_refuses_a_name_that_no_directory_takes(path, simple, tmp_path):
+    """``inspect`` and ``verify`` say it before a restore would."""
+    bad = tampered(simple, tmp_path / "x.ckpt8", lambda _, members: members["two.txt"].update(path=path))
+    for command in (
+        lambda: ckpt8.verify(bad),
+        lambda: ckpt8.diff(simple.with_suffix(""), bad),
+        lambda: ckpt8.convert(bad, tmp_path / "out.pt"),
+        lambda: ckpt8.load(bad),
+        lambda: ckpt8.open(bad),
+        lambda: ckpt8.restore(bad, tmp_path / "out"),
+        lambda: ckpt8.restore(bad, tmp_path / "out", salvage=True),
+        lambda: Overview(SourceFile(ByteRange.of(bad))),
+    ):
+        with pytest.raises(InputError) as caught:
+            command()
+        said = str(caught.value)
+        assert said.startswith(f"{bad}: ")
+        assert repr(path)[:60].rstrip("'") in said
+        assert "longer than 255 bytes" in said or path not in TOO_LONG
+    assert everything(tmp_path) == ["x.ckpt8"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -110,7 +138,7 @@ def test_a_link_with_the_content_of_a_hostile_file(simple, tmp_path):
 )
 def test_links_that_stay(path, target):
     assert link_stays_inside(path, target)
-    assert is_inside(path)
+    assert path_problem(path) is None
 
 
 def test_no_chain_of_links_leads_out(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
-from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside
+from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside, path_problem
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange
 from ckpt8.core.files.urls import refuse_url
@@ -81,15 +81,16 @@ def walk(root: Path) -> list[Entry]:
 def _entry(root: Path, path: str) -> Entry | None:
     """The entry at ``path``; None for a directory. Raises InputError for an entry that a container cannot hold."""
     full = root / path
+    if (problem := path_problem(path)) is not None:
+        raise InputError(f"{full}: its path in {root} {problem}; rename it")
     try:
-        path.encode()
         mode = full.lstat().st_mode
         target = os.readlink(full) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - a Path would drop redundant parts
         target.encode()
         leads_out = bool(target) and not link_stays_inside(path, target)
         leads_nowhere = leads_out and not full.is_file()
     except UnicodeEncodeError as exc:
-        raise InputError(f"{full}: its name, or where it leads, is not valid UTF-8; rename it") from exc
+        raise InputError(f"{full}: where it leads is not valid UTF-8; make the link anew") from exc
     except OSError as exc:
         raise InputError(f"{full}: cannot be read: {exc.strerror}") from exc
     if target and not leads_out:

@@ -6,12 +6,13 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt8.container.json_fields import LARGEST, Fields
-from ckpt8.container.member_paths import is_plain_name
+from ckpt8.container.json_fields import LARGEST, Fields, is_unicode
+from ckpt8.container.member_paths import name_problem
 from ckpt8.container.sharded import FOLDER, INDEX, is_part
 from ckpt8.container.sharded.index import FORMAT, VERSION, GlobalTensor, Part, Place, ShardedIndex
 from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
@@ -124,7 +125,7 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
     version = fields.get("version", str)
     if version.partition(".")[0] != VERSION.partition(".")[0]:
         raise UnsupportedError(f"{where}: has version {version}; this ckpt8 reads version {VERSION}")
-    files = _read_files(fields)
+    files = _read_files(fields, where)
     names = list(files)
     tensors = {
         name: _read_tensor(Fields(value, f"{where}: {shown(name)}"), names)
@@ -139,6 +140,10 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
     for name, path in (paths or {}).items():
         if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
             raise fields.fail(name)
+    keys = (key for path in (paths or {}).values() for key in path if type(key) is str)
+    for name in chain(tensors, objects, keys):
+        if not is_unicode(name):
+            raise InputError(f"{where}: names the value {shown(name)}, which is not valid UTF-8")
     known = None if paths is None else {name: tuple(path) for name, path in paths.items()}
     dcp, save_id = fields.optional("dcp", str), fields.optional("save_id", str)
     return ShardedIndex(files, tensors, objects, known, dcp, save_id, _read_part(fields))
@@ -153,11 +158,13 @@ def _read_part(fields: Fields) -> Part | None:
     return Part(part.count("rank", world), world, part.get("save", str))
 
 
-def _read_files(fields: Fields) -> dict[str, str]:
+def _read_files(fields: Fields, where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for each in fields.get("files", list):
         match each:
-            case [str(name), str(seal)] if is_plain_name(name) and _SEAL.fullmatch(seal) and name not in found:
+            case [str(name), str(seal)] if _SEAL.fullmatch(seal) and name not in found:
+                if (problem := name_problem(name)) is not None:
+                    raise InputError(f"{where}: names the file {shown(name)}, which {problem}")
                 found[name] = seal
             case _:
                 raise fields.fail("files")

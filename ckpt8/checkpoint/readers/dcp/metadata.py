@@ -18,7 +18,7 @@ from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.readers.shards import DTYPE_NAMES
 from ckpt8.checkpoint.tree import Global, Inert
 from ckpt8.checkpoint.walk import check_depth
-from ckpt8.container.member_paths import is_inside
+from ckpt8.container.member_paths import path_problem
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, shown
@@ -223,7 +223,7 @@ class _Parser:
             raise self._fail(f"{shown(name)}: a slice that is listed twice")
         self._seen.add((name, start))
         path, offset, length = (entry.get(field) for field in ("relative_path", "offset", "length"))
-        if type(path) is not str or not is_inside(path) or path.rpartition("/")[2] == METADATA:
+        if type(path) is not str or path_problem(path) is not None or path.rpartition("/")[2] == METADATA:
             raise self._fail(f"{shown(name)}: it lies in {shown(path)}, which is no file of the checkpoint")
         if not is_count(offset) or not is_count(length):
             raise self._fail(f"{shown(name)}: its place in {shown(path)} is no count of bytes")
