@@ -6,7 +6,7 @@ that refers to itself ends, and one that shares its parts a billion times takes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,7 @@ Child = tuple[Any, Any]
 """A name, not yet text, and the value under it."""
 
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
-_LEAVES = (TensorRef, StorageRef)
+_LEAVES = frozenset({TensorRef, StorageRef})
 _CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert})
 
 
@@ -48,11 +48,12 @@ def iter_nodes(
     label: str = "checkpoint",
     is_leaf: Callable[[Any], bool] | None = None,
     instead: Mapping[int, Any] = _NOTHING,
+    leaves: Set[type] = _LEAVES,
 ) -> Iterator[tuple[Components, Any]]:
     """As ``iter_leaves``, and every container that is not empty, before its content.
 
     Values for which ``is_leaf`` is true come too, without their content. ``instead`` has values to walk by the ``id``
-    of those whose place they take.
+    of those whose place they take. With no types in ``leaves`` only containers come.
     """
     tree = instead.get(id(tree), tree)
     yield (), tree
@@ -63,7 +64,7 @@ def iter_nodes(
         for name, child in children:
             value = instead.get(id(child), child) if instead else child
             kind = type(value)
-            if kind in _LEAVES or (is_leaf is not None and is_leaf(value)):
+            if kind in leaves or (is_leaf is not None and is_leaf(value)):
                 yield (*path, _component(name)), value
             elif kind in _CONTAINERS and (value or kind is StatefulDict) and id(value) not in seen:
                 if len(frames) >= MAX_DEPTH:
@@ -79,7 +80,7 @@ def iter_nodes(
 
 def check_depth(tree: Any, label: str) -> None:
     """Raise InputError that begins with ``label`` for a tree nested deeper than MAX_DEPTH."""
-    for _ in iter_leaves(tree, label):
+    for _ in iter_nodes(tree, label, leaves=frozenset()):
         pass
 
 

@@ -21,6 +21,7 @@ from ckpt8.compressing.optimizer_steps import give_steps, take_steps
 from ckpt8.compressing.plan import Measured, Plan, Unit, choose, make_plan, plan_joint, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import spend
+from ckpt8.core.collection import without_collection
 
 
 def plan_bundle(bundle: Bundle, policy: Policy, measured: Measured | None = None) -> Plan:
@@ -31,6 +32,7 @@ def plan_bundle(bundle: Bundle, policy: Policy, measured: Measured | None = None
     return plan_policies(bundle, [policy], measured)[0]
 
 
+@without_collection()
 def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured | None = None) -> list[Plan]:
     """The plan of all members under each policy. Raises as ``plan_bundle``."""
     trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
@@ -94,4 +96,4 @@ def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:
         return unit
     bare = SLICE.sub("", parameter.name)
     name = name_of[bare] + parameter.name[len(bare) :] if bare in name_of else parameter.name
-    return replace(unit, parameter=replace(parameter, name=name))
+    return unit if name == parameter.name else Unit(unit.streams, replace(parameter, name=name))

@@ -37,7 +37,6 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.needed import unneeded_file
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.arguments import checked
-from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, as_private_as, refuse_source
 from ckpt8.core.gpu import requested
@@ -280,8 +279,7 @@ def _compressed(
     """What ``run`` returns for a compressor of ``source`` and its policy."""
 
     def compress_as_planned(options: Options, measured: Measured | None) -> R:
-        with without_collection():
-            plan = plan_bundle(source, policy, measured)
+        plan = plan_bundle(source, policy, measured)
         policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
 
         def compress_plan(plan: Plan, base: OpenBase | None, key_reason: str | None) -> R:

@@ -37,6 +37,7 @@ from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.manifest import FrameTable, Manifest, SliceRecord
 from ckpt8.container.sharded.slices import SliceKey
 from ckpt8.container.writer import ContainerWriter
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.crc import combine
 from ckpt8.core.text import size
@@ -202,6 +203,7 @@ class Compressor:
             results.add(result)
         return results
 
+    @without_collection()
     def write_groups(self, writer: ContainerWriter, groups: Iterable[EncodedGroup], results: Results) -> None:
         """Write groups of units that share entries. Raises as ``run``."""
         for group in groups:
@@ -220,6 +222,7 @@ class Compressor:
                 results.add_pack(pack_record(name, streams, tables), streams, errors)
                 self._options.progress(sum(stream.spec.numel * stream.spec.dtype.itemsize for stream in streams))
 
+    @without_collection()
     def publish(self, writer: ContainerWriter, results: Results, policy: Policy) -> Manifest:
         """Write the manifest and give the file its name. Raises OutputError."""
         rules = [rule.text for rule in policy.rules]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
@@ -106,7 +106,7 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
                 ParameterRecord(
                     parameter.name,
                     dict(parameter.moments),
-                    asdict(parameter.rule) if parameter.rule else None,
+                    parameter.rule.to_json() if parameter.rule else None,
                     parameter.reason,
                     error.to_json() if error else None,
                     steps_record(parameter.step, steps),

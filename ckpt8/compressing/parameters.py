@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpt8.checkpoint.meaning.replay_settings import find_rule
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed
 from ckpt8.checkpoint.meaning.roles import ParameterState
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise, rule_of
 from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.core.tensors import DType, TensorSpec
+from ckpt8.optim.card import Card, Form
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE
 
 
@@ -121,24 +122,27 @@ def find_parameters(
 ) -> list[Parameter]:
     """The parameters whose moments fill storages of their own. ``streams`` are by the key that ``states`` use."""
     found, storages = [], {key: stream.storage for key, stream in streams.items()}
+    groups: dict[int, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {}
     for saved in states:
+        if id(saved.group) not in groups:  # with the group, so that its id stays its own
+            groups[id(saved.group)] = saved.group, read_settings(source, storages, saved.group)
         own = {key: value for key, value in saved.state.items() if key in SIDE_STATE}
         numbers = read_settings(source, storages, own)
-        state = replace(saved, state={**saved.state, **numbers}, group=read_settings(source, storages, saved.group))
-        attempts: tuple[Mapping[str, str], ...] = (_all_slots(state), MOMENT_SLOTS)
+        state = replace(saved, state={**saved.state, **numbers}, group=groups[id(saved.group)][1])
+        optimizer = identify_state(state.state, state.group)
+        attempts: tuple[Mapping[str, str], ...] = (_replayed_slots(optimizer), MOMENT_SLOTS)
         for slots in attempts:
             refs = {key: ref for key, ref in state.state.items() if key in slots and isinstance(ref, TensorRef)}
             owned = all(_owns(ref, streams[ref.key], views) for ref in refs.values())
             owned = owned and any(slots[key] != "weight" for key in refs)
             if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
-                found.append(_parameter(streams, state, refs, slots))
+                found.append(_parameter(streams, state, refs, slots, optimizer))
                 break
     return found
 
 
-def _all_slots(state: ParameterState) -> Mapping[str, str]:
+def _replayed_slots(found: tuple[Card, Form] | None) -> Mapping[str, str]:
     """The slots of what a replayed step needs besides statistics, by key; empty where no step is replayed."""
-    found = identify_state(state.state, state.group)
     if found is None or found[1].update != "replayed":
         return {}
     return {each.key: each.slot for each in found[1].tensors if each.is_moment}
@@ -151,11 +155,15 @@ def _owns(ref: TensorRef, stream: Place, views: Mapping[int, list[NamedTensor]])
 
 
 def _parameter(
-    streams: Mapping[str, Place], saved: ParameterState, refs: Mapping[str, TensorRef], slots: Mapping[str, str]
+    streams: Mapping[str, Place],
+    saved: ParameterState,
+    refs: Mapping[str, TensorRef],
+    slots: Mapping[str, str],
+    optimizer: tuple[Card, Form] | None,
 ) -> Parameter:
-    """The parameter of a state; ``refs`` are its tensors by key, ``slots`` the moments that they hold."""
+    """The parameter of a state of ``optimizer``; ``refs`` are its tensors by key, ``slots`` the moments in them."""
     step = saved.state.get("step", saved.group.get("step"))
-    rule = recognise(saved.state, saved.group, step if isinstance(step, (int, float)) else None)
+    rule = rule_of(optimizer, saved.state, saved.group, step if isinstance(step, (int, float)) else None)
     moments = {slots[key]: streams[ref.key].index for key, ref in refs.items() if slots[key] != "weight"}
     shape = next(iter(refs.values())).shape
     confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ckpt8.compressing.plan import Unit
 from ckpt8.container import header
 from ckpt8.container.layout import PACK, entry_names, pack_entry
+from ckpt8.core.collection import without_collection
 
 _ROOM, _ROOM_SHARE, _BUDGET_ROOM_SHARE = 12 << 10, 256, 4096
 """The header may take as many bytes, or this part of the source, before storages share entries. A container under a
@@ -38,6 +39,7 @@ class Group:
                 yield from (pack_entry(_WIDEST, part) for part in codec.layout(stream.spec))
 
 
+@without_collection()
 def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list[Group]]:
     """The units with entries of their own, and groups of the others.
 
@@ -89,6 +91,8 @@ def _is_small(unit: Unit) -> bool:
 
 def _whole(unit: Unit) -> Unit:
     """The unit with all its streams kept whole."""
+    if all(stream.base is None for stream in unit.streams):
+        return unit
     return replace(unit, streams=tuple(replace(stream, base=None) for stream in unit.streams))
 
 

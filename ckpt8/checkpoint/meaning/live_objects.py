@@ -47,6 +47,10 @@ class LiveObjects:
         """As ``iter_nodes``, with the state dicts instead of the objects."""
         return iter_nodes(tree, instead=self.instead)
 
+    def containers(self, tree: object) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """As ``walk``, without tensors and storages."""
+        return iter_nodes(tree, instead=self.instead, leaves=frozenset())
+
 
 def find_live_objects(tree: object) -> LiveObjects:
     """The pickled modules and optimizers in ``tree``."""
@@ -54,7 +58,7 @@ def find_live_objects(tree: object) -> LiveObjects:
     names: dict[Any, str] = {}
     optimizers: list[tuple[Inert, Mapping[str, Any]]] = []
     module = Inside()
-    for path, node in iter_nodes(tree):
+    for path, node in iter_nodes(tree, leaves=frozenset()):
         if not isinstance(node, Inert) or module.holds(path):
             continue
         attributes = _attributes(node)

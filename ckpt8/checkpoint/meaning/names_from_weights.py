@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import dict_groups
@@ -102,13 +103,13 @@ class NamesFromWeights:
 
     def of_member(self, path: str) -> Mapping[str, str]:
         """The names of the parameters of a member by the place of their state, as ``state.17``. Raises InputError."""
-        return parameter_names(self._members[path].tree, self._models_beside(path))
+        return parameter_names(self._members[path].tree, partial(self._models_beside, path))
 
     def beside(self, path: str) -> Beside:
         """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
         models = self._models_beside(path)
         files = {ref: file for each in models for ref, file in each.files.items()}
-        names = bare_names(self._members[path].tree, models)
+        names = bare_names(self._members[path].tree, lambda: models)
         return Beside([Candidate(each.path, each.node) for each in models], names, files)
 
     def _models_beside(self, path: str) -> list[Weights]:
@@ -169,10 +170,10 @@ def _joined(parts: Iterable[Weights]) -> Weights:
     return whole
 
 
-def parameter_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str, str]:
+def parameter_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
     """The known names of the parameters of the optimizers in ``tree``, by the place of their state.
 
-    The models of the ``folder`` serve where ``tree`` itself has none.
+    ``folder`` returns the models that serve where ``tree`` itself has none.
     """
     found = list(_names(tree, folder))
     several = len(found) > 1
@@ -184,18 +185,21 @@ def parameter_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str
     }
 
 
-def bare_names(tree: object, folder: Sequence[Weights] = ()) -> Mapping[str, str]:
+def bare_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
     """As ``parameter_names``, without the keys of models."""
     return {
         place(optimizer, each): name for optimizer, _, names in _names(tree, folder) for each, name in names.items()
     }
 
 
-def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate, Owner, Mapping[int | str, str]]]:
+def _names(
+    tree: object, folder: Callable[[], Sequence[Weights]]
+) -> Iterator[tuple[Candidate, Owner, Mapping[int | str, str]]]:
     """Every optimizer of ``tree`` with its model, and the names of its parameters by identifier."""
     models, optimizers = models_and_optimizers(tree)
-    beside = {} if models else {id(each.node): each for each in folder}
-    candidates = models or [Candidate(each.path, each.node) for each in folder]
+    others = () if models or not optimizers else folder()
+    beside = {id(each.node): each for each in others}
+    candidates = models or [Candidate(each.path, each.node) for each in others]
     owned = owners(optimizers, candidates)
     unnamed = [saved_names(dict_groups(each.node)) == {} for each in optimizers]
     together: dict[int, list[Candidate]] = defaultdict(list)
@@ -207,8 +211,8 @@ def _names(tree: object, folder: Sequence[Weights]) -> Iterator[tuple[Candidate,
         if is_unnamed and len(owner.models) <= _MOST_ALIKE:
             for model in (each for each in owner.models if not each.numbered):
                 weights = beside.get(id(model.node)) or _of_candidate(model)
-                others = [each for each in together.get(id(owner.model), ()) if each is not optimizer]
-                found.append(_names_in([optimizer, *others], weights))
+                same = [each for each in together.get(id(owner.model), ()) if each is not optimizer]
+                found.append(_names_in([optimizer, *same], weights))
         yield optimizer, owner, _agreed(found, owner)
 
 

@@ -86,7 +86,7 @@ def _find_every(tree: object) -> tuple[list[Candidate], dict[int, Candidate], li
     optimizers: list[Candidate] = []
     entry, inert = Inside(), Inside()
     live = find_live_objects(tree)
-    for path, node in live.walk(tree):
+    for path, node in live.containers(tree):
         if entry.holds(path) or (inert.holds(path) and id(node) not in live.origins):
             continue
         if is_optimizer(node):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import TensorRef
@@ -43,6 +43,10 @@ class UpdateRule:
     beta1: float = 0.0
     beta2: float = 0.0
     eps: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Its plain values by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
     @property
     def factor(self) -> float:
@@ -83,7 +87,7 @@ def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
     except TypeError:
         return None
     valid = None not in map(finite, (rule.beta1, rule.beta2, rule.eps)) and type(rule.step) is int
-    return asdict(rule) if valid and rule.kind in get_args(Update) else None
+    return rule.to_json() if valid and rule.kind in get_args(Update) else None
 
 
 def finite(value: Any) -> float | None:
@@ -107,7 +111,13 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
 
     ``state`` is the parameter's optimizer state, ``group`` its parameter group, ``step`` the step found in either.
     """
-    found = identify_state(state, group)
+    return rule_of(identify_state(state, group), state, group, step)
+
+
+def rule_of(
+    found: tuple[Card, Form] | None, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None
+) -> UpdateRule | str:
+    """As ``recognise``, where ``identify_state`` has ``found`` the optimizer."""
     if found is None or found[1].update is None:
         return why_unknown(_tensors(state), state, group) or UNKNOWN
     kind = found[1].update

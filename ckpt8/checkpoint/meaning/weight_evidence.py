@@ -150,7 +150,7 @@ def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
     for tree in trees:
         optimizer = Inside()
         live = find_live_objects(tree)
-        for path, node in live.walk(tree):
+        for path, node in live.containers(tree):
             if optimizer.holds(path):
                 continue
             if is_optimizer(node):
@@ -210,9 +210,11 @@ def _shape(state: Mapping[Any, Any]) -> Shape | None:
 def moment_shape(state: Mapping[Any, Any]) -> Shape | None:
     """The shape of the first moment, of another moment, or of the residual or master of the weight."""
     first = first_moments()
+    if (shown := next((ref for key in first if isinstance(ref := state.get(key), TensorRef)), None)) is not None:
+        return shown.shape
     others = state_roles({key for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape})
     moments = (key for key, role in others.items() if role is not Role.OTHER)
-    keys = (*first, *moments, *(f"{name}_codes" for name in first), "residual", "master")
+    keys = (*moments, *(f"{name}_codes" for name in first), "residual", "master")
     return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
 
 

@@ -27,6 +27,7 @@ from typing import cast
 from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard, refuse_share
 from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.files.urls import refuse_url
@@ -68,8 +69,9 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
         reader = match_reader(file)
         if reader is None:
             raise _refusal(file)
-        opened = reader.read(file)
-        refuse_share(opened.tree, str(path))
+        with without_collection():
+            opened = reader.read(file)
+            refuse_share(opened.tree, str(path))
         yield opened
 
 
