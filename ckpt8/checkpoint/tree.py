@@ -8,12 +8,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Protocol, TypeVar
 
 from ckpt8.checkpoint.share import Share
 from ckpt8.core.files.source_file import SourceFile
-from ckpt8.core.tensors import DType, Role, Strided
+from ckpt8.core.tensors import DType, Role, Strided, contiguous_stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class TensorRef(Strided):
     @classmethod
     def whole(cls, key: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
         """A contiguous tensor from the start of the storage ``key``."""
-        return cls(key, dtype, 0, shape, tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))))
+        return cls(key, dtype, 0, shape, contiguous_stride(shape))
 
 
 @dataclass(slots=True, eq=False)

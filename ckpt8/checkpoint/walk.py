@@ -26,6 +26,9 @@ Child = tuple[Any, Any]
 
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
 _LEAVES = frozenset({TensorRef, StorageRef})
+_PLAIN_KEYS = frozenset({str, int})
+"""Types of keys that nothing lies in; looking at every key in Python would take longer than the walk."""
+
 _CONTAINERS = frozenset({dict, StatefulDict, list, tuple, set, frozenset, Inert})
 
 
@@ -88,7 +91,7 @@ def _children(node: Any, seen: set[int]) -> Iterator[Child]:
     """The children by name. The parts of an object count as containers: several objects may share them."""
     kind = type(node)
     if kind is dict:
-        return _entries(node.items())
+        return iter(node.items()) if _PLAIN_KEYS.issuperset(map(type, node)) else _entries(node.items())
     if kind is StatefulDict:
         return chain(_entries(node.items()), _attributes(node.state, seen))
     if kind is Inert:

@@ -152,6 +152,15 @@ class Strided:
         return True
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements follow each other, in elements: one for each dimension."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
 @dataclass(frozen=True, slots=True)
 class PartSpec:
     """Element type and element count of one part."""

@@ -158,10 +158,14 @@ def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozen
     here = {stream.index for stream in unit.streams}
     for stream in unit.streams:
         record = reader.manifest.storages[stream.index]
-        if not here.issuperset(reader.codec(stream.index).companion_storages.values()):
+        spec, codec = stream.spec, reader.codec(stream.index)
+        if not here.issuperset(codec.companion_storages.values()):
             raise CheckFailedError(f"{reader.path}: {record.name}: is coded with the moments of another parameter")
-        spec = replace(stream.spec, name=record.name, role=record.role)
-        streams.append(replace(stream, spec=spec, codec=reader.codec(stream.index)))
+        if (spec.name, spec.role) != (record.name, record.role):
+            spec = replace(spec, name=record.name, role=record.role)
+        streams.append(
+            stream if (spec, codec) == (stream.spec, stream.codec) else replace(stream, spec=spec, codec=codec)
+        )
     parameter = unit.parameter
     index = None if parameter is None else parameter_of.get(frozenset(parameter.moments.values()))
     if parameter is not None and parameter.replay is not None and index is not None:
@@ -169,7 +173,8 @@ def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozen
         if rule is not None and rule.get("kind") == "momentum":
             # Older files state the error of the momentum, for Lion too.
             parameter = replace(parameter, rule=UpdateRule("momentum"), replay=None)
-    return replace(unit, streams=tuple(streams), parameter=parameter)
+    stored = tuple(streams)
+    return unit if (stored, parameter) == (unit.streams, unit.parameter) else Unit(stored, parameter)
 
 
 def _compare(

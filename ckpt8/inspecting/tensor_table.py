@@ -20,7 +20,6 @@ from ckpt8.compressing.plan import views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
@@ -38,26 +37,25 @@ def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
 
     Raises InputError that names the first tensor of which the manifest of the container says something else.
     """
-    with without_collection():
-        stated = reader.manifest
-        bundle = stored_bundle(reader, workers, decode=False)
-        plan = plan_members(bundle, Policy.of("lossless"))
-        found = describe(bundle, plan)
-        pairs = _Pairs(stated, found, MANIFEST, FILE_INSIDE)
-        views = {
-            pairs.index_of[index]: [View(each.paths, each.ref.shape) for each in views]
-            for index, views in views_of(plan.tensors).items()
-            if index in pairs.index_of
-        }
-        problems = chain(
-            pairs.differences(),
-            _checksum_problems(stated, bundle),
-            role_problems(stated, found, pairs.index_of, views),
-            parameter_problems(stated, found, pairs.index_of, views),
-        )
-        for problem in problems:
-            raise InputError(f"{reader.path}: {problem}; the manifest does not belong to what the container holds")
-        return found
+    stated = reader.manifest
+    bundle = stored_bundle(reader, workers, decode=False)
+    plan = plan_members(bundle, Policy.of("lossless"))
+    found = describe(bundle, plan)
+    pairs = _Pairs(stated, found, MANIFEST, FILE_INSIDE)
+    views = {
+        pairs.index_of[index]: [View(each.paths, each.ref.shape) for each in views]
+        for index, views in views_of(plan.tensors).items()
+        if index in pairs.index_of
+    }
+    problems = chain(
+        pairs.differences(),
+        _checksum_problems(stated, bundle),
+        role_problems(stated, found, pairs.index_of, views),
+        parameter_problems(stated, found, pairs.index_of, views),
+    )
+    for problem in problems:
+        raise InputError(f"{reader.path}: {problem}; the manifest does not belong to what the container holds")
+    return found
 
 
 def table_differences(stored: Manifest, original: Manifest) -> Iterator[str]:
@@ -120,7 +118,7 @@ class _Pairs:
     def _difference(self, stated: TensorRecord, found: TensorRecord) -> str | None:
         for fact in _FACTS:
             mine, theirs = getattr(stated, fact), getattr(found, fact)
-            if sorted(mine) != sorted(theirs) if fact == "flags" else mine != theirs:
+            if mine != theirs and (fact != "flags" or sorted(mine) != sorted(theirs)):
                 return f"{fact} {_shown(mine)} in {self._here}, {_shown(theirs)} in {self._there}"
         expected = self.index_of[found.storage]
         if stated.storage != expected:

@@ -21,6 +21,7 @@ from ckpt8.container.opening import Stored, containers_of, open_stored
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.core.arguments import checked
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import UsageError
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.measuring import Measured, measure
@@ -116,7 +117,7 @@ def verify(
         raise UsageError(f"a limit of the replay error is a number from 0 on, not {max_replay_error}")
     if max_replay_error is not None and not resume_steps:
         raise UsageError("a limit on the replay error needs steps to replay; give --resume-steps N")
-    with open_stored(Path(source), kernels=True) as stored, Workers(threads) as workers:
+    with without_collection(), open_stored(Path(source), kernels=True) as stored, Workers(threads) as workers:
         tables = []
         for reader in containers_of(stored):
             check_frames(reader, workers, progress)

@@ -35,13 +35,16 @@ class FlatKey(NamedTuple):
 
 def flat_states(tensors: Mapping[str, TensorRef]) -> dict[str, FlatKey]:
     """The tensors that are state of a parameter, by name; empty where none is."""
+    keys = {*STATE_ROLES, _STEP}
     found: dict[str, FlatKey] = {}
     shown: set[str] = set()
     shapes: dict[str, Counter[Shape]] = defaultdict(Counter)
     for name, ref in tensors.items():
         parts = _SEPARATOR.split(name, _MOST_COMPONENTS)
-        places = [k for k, part in enumerate(parts) if part in STATE_ROLES or part == _STEP]
-        if len(places) != 1 or len(parts) == 1:
+        if len(parts) == 1 or keys.isdisjoint(parts):
+            continue
+        places = [k for k, part in enumerate(parts) if part in keys]
+        if len(places) != 1:
             continue
         (k,) = places
         found[name] = key = FlatKey(".".join(parts[:k] + parts[k + 1 :]), parts[k])

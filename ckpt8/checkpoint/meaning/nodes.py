@@ -10,6 +10,8 @@ from ckpt8.checkpoint.meaning.flat_states import flat_states
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.walk import Components
 
+_EXTRA_STATE = "_extra_state"
+
 
 @dataclass(slots=True)
 class Inside:
@@ -45,8 +47,15 @@ def holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
     """Whether the tree is a dict of names to tensors, extra states aside."""
     if not isinstance(tree, dict):
         return False
-    values = [value for key, value in tree.items() if not str(key).endswith("_extra_state")]
-    return bool(values) and all(isinstance(key, str) for key in tree) and all(isinstance(v, TensorRef) for v in values)
+    holds_any = False
+    for key, value in tree.items():
+        if not isinstance(key, str):
+            return False
+        if not key.endswith(_EXTRA_STATE):
+            if not isinstance(value, TensorRef):
+                return False
+            holds_any = True
+    return holds_any
 
 
 def dict_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:

@@ -34,8 +34,13 @@ _AROUND = _WRAPPERS | MODEL_ROOTS | {"_modules"}
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Every name mapped to the name without wrappers; to itself where two names would become one."""
     given = list(dict.fromkeys(names))
-    plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in given]
-    if plain:
+    plain = [
+        name
+        if _WRAPPERS.isdisjoint(parts := name.split("."))
+        else ".".join(part for part in parts if part not in _WRAPPERS)
+        for name in given
+    ]
+    if plain and all(name.startswith("module.") for name in plain):
         common = min(len(name) - len(_PARALLEL.sub("", name)) for name in plain)
         plain = [name[common:] for name in plain]
     return dict(zip(given, plain if len(set(plain)) == len(plain) else given, strict=True))

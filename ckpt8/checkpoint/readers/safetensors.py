@@ -78,7 +78,7 @@ def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef
             raise InputError(f"{where}: tensor {shown(name)}: its header entry is malformed")
     if len(counts) > MAX_DIMS:
         raise InputError(f"{where}: tensor {shown(name)}: it has {len(counts)} dimensions, more than {MAX_DIMS}")
-    dtype, shape = _dtype(label, counts, f"{where}: tensor {shown(name)}")
+    dtype, shape = _dtype(label, counts, where, name)
     if first > last or prod(shape) * dtype.itemsize != last - first:
         raise InputError(
             f"{where}: tensor {shown(name)}: {label} of shape {shown(list(shape))} does not have the "
@@ -87,14 +87,18 @@ def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef
     return TensorRef.whole(name, dtype, shape), StorageInfo(name, dtype, start + first, last - first)
 
 
-def _dtype(label: str, shape: list[int], where: str) -> tuple[DType, tuple[int, ...]]:
+def _dtype(label: str, shape: list[int], where: str, name: str) -> tuple[DType, tuple[int, ...]]:
     """The element type, and the shape as torch has it."""
     dtype = DTYPES.get(label)
     if dtype is None:
-        raise UnsupportedError(f"{where}: element type {shown(label)} is not known to this version of ckpt8")
+        raise UnsupportedError(
+            f"{where}: tensor {shown(name)}: element type {shown(label)} is not known to this version of ckpt8"
+        )
     if dtype is DType.FLOAT4_E2M1FN_X2:
         if not shape or shape[-1] % 2:
-            raise UnsupportedError(f"{where}: {label} with rows of an odd length cannot be read by torch")
+            raise UnsupportedError(
+                f"{where}: tensor {shown(name)}: {label} with rows of an odd length cannot be read by torch"
+            )
         return dtype, (*shape[:-1], shape[-1] // 2)
     return dtype, tuple(shape)
 

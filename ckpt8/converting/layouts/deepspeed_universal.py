@@ -22,6 +22,7 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.converting.content import Content, adopt_member
 from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import contiguous_stride
 from ckpt8.core.text import listed
 
 _STATE = re.compile(r"(?P<root>(?:.*/)?)zero/(?P<name>[^/]+)/(?P<key>[^/]+)\.pt")
@@ -95,7 +96,7 @@ def _value(data: Composite, member: DirectoryMember, shape: tuple[int, ...] | No
         return ref
     if len(ref.shape) != 1 or not ref.is_contiguous or prod(shape) != ref.shape[0]:
         raise InputError(f"{data.label}: {member.path} has the shape {ref.shape}, which does not become {shape}")
-    return replace(ref, shape=shape, stride=tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))))
+    return replace(ref, shape=shape, stride=contiguous_stride(shape))
 
 
 def _shape_groups(model: DirectoryMember | None, files: States) -> list[Mapping[str, tuple[int, ...]]]:

@@ -13,6 +13,7 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.checkpoint.walk import format_path, iter_nodes
 from ckpt8.core.arguments import checked
+from ckpt8.core.collection import without_collection
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff.change import Change
 from ckpt8.inspecting.diff.leaves import Found, Tensor, collect
@@ -47,6 +48,7 @@ def diff(
     False
     """
     with (
+        without_collection(),
         open_source(Path(a), threads=threads) as first,
         open_source(Path(b), threads=threads) as second,
         Workers(threads) as workers,

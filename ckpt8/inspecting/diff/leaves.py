@@ -61,14 +61,15 @@ class _Place:
     parameter: str | None = None
 
     def below(self, component: str) -> _Place:
-        return _Place(
-            join(self.own, component)[:_LONGEST],
-            None if self.name is None else join(self.name, component)[:_LONGEST],
-            self.parameter,
-        )
+        own = join(self.own, component)[:_LONGEST]
+        if self.name is None or self.name == self.own:
+            return _Place(own, None if self.name is None else own, self.parameter)
+        return _Place(own, join(self.name, component)[:_LONGEST], self.parameter)
 
     def renamed(self, key: K, names: Mapping[K, str | None], owners: Mapping[K, str]) -> _Place:
         """The place with the name and the parameter that are known under ``key``."""
+        if key not in names and key not in owners:
+            return self
         return _Place(self.own, names.get(key, self.name), owners.get(key, self.parameter))
 
 
@@ -91,9 +92,10 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
             name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name, taken)
             if isinstance(leaf, (TensorRef, StorageRef)):
                 ref = leaf if isinstance(leaf, TensorRef) else _flat(leaf)
-                elements = (id(part), ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg)
-                # An empty tensor shares its place with nothing.
-                first = ties.setdefault(elements, called) if ref.numel else called
+                first = called
+                if ref.numel:  # an empty tensor shares its place with nothing
+                    elements = (id(part), ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg)
+                    first = ties.setdefault(elements, called)
                 role = roles.get(id(leaf), Role.OTHER)
                 parameter = universal.owner(part.path) or place.parameter
                 found.tensors[name] = Tensor(called, ref, part, role, parameter, None if first == called else first)

@@ -44,14 +44,16 @@ _Piece = tuple[int, int, torch.Tensor, torch.Tensor]
 
 def make_pair(a: Tensor, b: Tensor) -> Pair:
     """Pair two tensors of one shape. Raises InputError if both repeat more elements than they store, in two ways."""
-    first, second, repeat = _collapsed(a.ref, b.ref)
-    order = sorted(range(len(first.shape)), key=lambda dim: -first.stride[dim])
-    first, second = _permuted(first, order), _permuted(second, order)
-    if _is_expanded(a, first) and _is_expanded(b, second):
-        if first.stride != second.stride:
-            a.part.data.check_extent(a.name, first)
-        # Windows that overlap: compare the run of elements under them instead.
-        first, second = (replace(ref, shape=(ref.span,), stride=(1,)) for ref in (first, second))
+    first, second, repeat = a.ref, b.ref, 1
+    if not (first.is_contiguous and second.is_contiguous):
+        first, second, repeat = _collapsed(first, second)
+        order = sorted(range(len(first.shape)), key=lambda dim: -first.stride[dim])
+        first, second = _permuted(first, order), _permuted(second, order)
+        if _is_expanded(a, first) and _is_expanded(b, second):
+            if first.stride != second.stride:
+                a.part.data.check_extent(a.name, first)
+            # Windows that overlap: compare the run of elements under them instead.
+            first, second = (replace(ref, shape=(ref.span,), stride=(1,)) for ref in (first, second))
     if a.ref.dtype in OPAQUE or b.ref.dtype in OPAQUE:
         first, second = _as_bytes(first), _as_bytes(second)
     return Pair(a, b, first, second, repeat)
@@ -85,7 +87,9 @@ def compare(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> list
     changes = [Change() for _ in pairs]
     for number, found in workers.map(_measure, _pieces(pairs, progress), ahead=0):
         changes[number].merge(found)
-    return [change.times(pair.repeat) for change, pair in zip(changes, pairs, strict=True)]
+    return [
+        change if pair.repeat == 1 else change.times(pair.repeat) for change, pair in zip(changes, pairs, strict=True)
+    ]
 
 
 def _measure(piece: _Piece) -> tuple[int, Change]:
@@ -107,10 +111,12 @@ def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
 
     for number in sorted(range(len(pairs)), key=place):
         pair = pairs[number]
+        numel = pair.first.numel
+        if not (numel or pair.a.part.crcs or pair.b.part.crcs):
+            continue  # nothing to read, and no checksum of nothing
         views = _View(pair.a, pair.first, progress), _View(pair.b, pair.second, progress)
         opaque = pair.first.dtype is DType.UINT8 and pair.a.ref.dtype in OPAQUE
         itemsize = pair.a.ref.dtype.itemsize if opaque else 0
-        numel = pair.first.numel
         for start in range(0, numel, _READ):
             a, b = (view.read(start, min(start + _READ, numel)) for view in views)
             for at in range(0, len(a), FRAME):

@@ -93,7 +93,12 @@ def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
         _add_members(side, found, members)
     if not side.parts:
         raise InputError(f"{members.path}: holds no checkpoint that can be read; give one that does")
-    trees = (node for part in side.parts for _, node in iter_nodes(part.data.tree) if isinstance(node, Mapping))
+    trees = (
+        node
+        for part in side.parts
+        for _, node in iter_nodes(part.data.tree, leaves=frozenset())
+        if isinstance(node, Mapping)
+    )
     codes = next((names for names in map(quantised_weights, trees) if names), None)
     if codes:
         side.notes.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import json
 import shutil
 
@@ -336,3 +337,20 @@ def test_the_json_of_a_file_may_be_no_json(tmp_path, loaded):
     (paths[1] / "config.json").write_text(json.dumps({"hidden": 48}, indent=2))
     assert facts_of(*paths)["values"]["changed"] == []
     shutil.rmtree(paths[1])
+
+
+def calls(folder, count):
+    """Calls of functions in a comparison of two files with ``count`` empty tensors."""
+    for name in ("a", "b"):
+        save_file({f"layers.{k}.weight": torch.empty(0) for k in range(count)}, folder / f"{name}.safetensors")
+    profile = cProfile.Profile()
+    profile.runcall(ckpt8.diff, folder / "a.safetensors", folder / "b.safetensors", threads=1)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_many_empty_tensors_take_few_steps_each(tmp_path):
+    """Steps are calls of functions. A walk for what holds tensors does not visit every tensor, so 450 are enough."""
+    calls(tmp_path, 10)
+    first, second, third = (calls(tmp_path, count) for count in (1000, 2000, 4000))
+    assert (second - first) / 1000 < 450
+    assert third - second < 2.1 * (second - first)
