@@ -21,6 +21,7 @@ from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
 from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.container.member_file import MemberFile
+from ckpt8.core.collection import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.text import listed
@@ -136,7 +137,8 @@ def _calls(source: SourceFile) -> TorchCalls:
 def _check(source: SourceFile, reader: _TorchReader, calls: TorchCalls | None = None) -> OpenCheckpoint:
     """The structure of a file for torch. Raises InputError or UnsupportedError for a file that torch must not load."""
     calls = calls or _calls(source)
-    checkpoint = reader.read(source, calls)
+    with without_collection():
+        checkpoint = reader.read(source, calls)
     if calls.foreign:
         raise UnsupportedError(
             f"{source.source}: holds {listed(sorted(calls.foreign), _SHOWN)}, which torch does not allow and nothing "

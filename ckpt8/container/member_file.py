@@ -102,7 +102,7 @@ class MemberFile(io.RawIOBase):
         return length
 
     def _read(self, view: memoryview, start: int, pieces: list[Piece]) -> None:
-        if self._workers is not None and len(pieces) > 2:
+        if self._workers is not None and len(pieces) > 2 and len(view) > _RUN_BYTES:
             for _ in self._workers.map(lambda piece: self.fill(piece, view[piece.start - start :]), pieces):
                 pass
         else:
@@ -174,8 +174,7 @@ class MemberFile(io.RawIOBase):
 
     def _fill_anew(self, piece: Piece, target: memoryview, *, keep: bool) -> None:
         record = self._reader.manifest.storages[piece.storage]
-        spec = self._reader.chunk_spec(piece.storage, piece.chunk)
-        length = spec.numel * spec.dtype.itemsize
+        length = min(record.numel - piece.chunk * frames.FRAME, frames.FRAME) * record.dtype.itemsize
         if len(target) < length or not self._decode(record, piece, target):
             chunk = self._chunk(record, piece, length, keep=keep)
             target[:] = memoryview(chunk)[piece.origin : piece.origin + len(target)]

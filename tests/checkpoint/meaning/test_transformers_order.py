@@ -125,7 +125,7 @@ def test_the_order_and_the_groups_of_the_trainer(kind):
         }
         weights = Weights(ordered=False, order=order_of(kind), trainer=True)
         weights.add({name: ref(name, saved[name]) for name in sorted(saved)})
-        found = parameter_names(optimizer, lambda: [weights])
+        found = parameter_names(optimizer, lambda weights=weights: [weights])
         expected = {f"state.{k}": name for k, (_, name) in enumerate(listed)}
         assert found.items() <= expected.items()
         if None not in names:
