@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
@@ -78,18 +78,21 @@ def stated_base(container: Path, only: str | None = None) -> Stated:
         return Stated(file.read(size - SEAL_BYTES, SEAL_BYTES).hex(), record)
 
 
-def files_of(source: Path) -> list[Path]:
-    """A source and, of a container, the files below it, as far as they are found."""
+def files_of(source: Path, *, damaged_too: bool = False) -> list[Path]:
+    """A source and, of a container, the files below it.
+
+    Raises InputError where one is missing or has a damaged head; ``damaged_too`` returns what was found up to it.
+    """
     found = [source]
-    with suppress(InputError):
+    with suppress(InputError) if damaged_too else nullcontext():
         while is_container(found[-1]) and (record := stated_base(found[-1], only='"base"').base) is not None:
             found.append(find_base(found[-1], record, directories()))
     return found
 
 
-def refuse_files_of(target: Path, source: Path) -> None:
-    """Raise OutputError where a target is ``source`` or, of a container, a file below it: see ``refuse_source``."""
-    for each in files_of(source):
+def refuse_any(target: Path, sources: Iterable[Path]) -> None:
+    """Raise OutputError where a target is one of ``sources``: see ``refuse_source``."""
+    for each in sources:
         refuse_source(target, each)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container import frames, layout
-from ckpt8.container.bases import files_of, refuse_files_of
+from ckpt8.container.bases import files_of, refuse_any
 from ckpt8.container.kept_bases import drop_unneeded
 from ckpt8.container.manifest import FrameTable, Manifest, Pack
 from ckpt8.container.needed import refuse_needed
@@ -65,14 +65,15 @@ def rebase(
             return source
         raise UsageError(f"{source}: is a directory of containers of ranks, which need no base; copy it as it is")
     final = source if target is None else Path(target)
+    sources = files_of(source)
     with ContainerReader(source, kernels=True) as reader:
         if target is None:
             if reader.manifest.base is None:
                 return source
             refuse_needed(source)
         else:
-            refuse_files_of(final, source)
-        with as_private_as(*files_of(source)), Workers(threads) as workers:
+            refuse_any(final, sources)
+        with as_private_as(*sources), Workers(threads) as workers:
             write_whole(reader, final, workers, force=force or target is None, progress=progress)
     drop_unneeded(Path(os.path.realpath(final)).parent)
     return final

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
-from ckpt8.container.bases import refuse_files_of
+from ckpt8.container.bases import refuse_any
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
@@ -132,11 +132,12 @@ class Restored:
     left: Sequence[str] = ()
 
     @classmethod
-    def at(cls: type[R], source: Path, given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
-        """A new result at the path that was given, or the default. Raises OutputError for the source itself."""
+    def at(cls: type[R], sources: Sequence[Path], given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
+        """A new result at the path that was given, or the default for the first source. Raises OutputError for any."""
+        source = sources[0]
         path = restored_path(source, reader.manifest) if given is None else Path(given)
         original = original_name(reader.manifest)
-        refuse_files_of(path, source)
+        refuse_any(path, sources)
         has_other = given is None and path.name != original
         return cls(path=path, original=original, other_name=original if has_other else None)
 

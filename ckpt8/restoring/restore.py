@@ -76,13 +76,14 @@ def restore(
     'back.pt'
     """
     if salvage:
-        with as_private_as(*files_of(Path(source))):
+        sources = files_of(Path(source), damaged_too=True)
+        with as_private_as(*sources):
             if (directory := find_sharded(Path(source))) is not None:
                 # Needs torch.distributed.checkpoint, which takes as long to import as torch.
                 from ckpt8.restoring.sharded_salvage import salvage_directory
 
                 return salvage_directory(directory, target, force=force, threads=threads, progress=progress)
-            return run(source, target, force=force, threads=threads, progress=progress)
+            return run(sources, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
 
 
@@ -105,12 +106,13 @@ def restore_original(
             result.left = sorted(each.name for each in source.iterdir() if each.name != packed.name)
         return result
     refuse_directory(source)
+    sources = files_of(source)
     with (
-        as_private_as(*files_of(source)),
+        as_private_as(*sources),
         ContainerReader(source, kernels=True) as reader,
         Workers(threads) as workers,
     ):
-        result = Restored.at(source, target, reader)
+        result = Restored.at(sources, target, reader)
         writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))
         if reader.manifest.directory is not None:
             with new_directory(result.path, reader, force=force) as directory:

@@ -13,6 +13,7 @@ A member is in one of four states:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -113,24 +114,23 @@ class Salvage(Restored):
 
 
 def salvage(
-    source: str | os.PathLike[str],
+    sources: Sequence[Path],
     target: str | os.PathLike[str] | None,
     *,
     force: bool,
     threads: int | None,
     progress: Progress,
 ) -> Salvage:
-    """Write what is intact, as ``restore`` does. Raises InputError where nothing is, and OutputError."""
-    source = Path(source)
+    """Write what is intact of the first source; the others are the files below it. Raises InputError, OutputError."""
     try:
-        reader = DamagedContainer(source)
+        reader = DamagedContainer(sources[0])
     except InputError as exc:
         # Of the same class: the container may be of a later version (UnsupportedError) and not damaged.
         raise type(exc)(f"{exc}; nothing can be recovered") from exc
     with reader, Workers(threads) as workers:
         # First of all: the states of the members follow from the lost chunks.
         find_lost(reader, workers)
-        result = Salvage.at(source, target, reader)
+        result = Salvage.at(sources, target, reader)
         result.damage, result.base = reader.damage, reader.damage_below()
         salvaging = _Salvaging(reader, workers, progress)
         if reader.manifest.directory is not None:

@@ -183,7 +183,7 @@ def test_a_model_and_its_masters_in_several_files(tmp_path):
     save_file(rounded({name: weights[name] for name in names[:3]}), root / "model-1.safetensors")
     save_file(rounded({name: weights[name] for name in names[3:]}), root / "model-2.safetensors")
     torch.save(adamw(list(weights.values()), master_param=weights.values()), root / "optimizer.pt")
-    manifest = ckpt8.compress(root)
+    manifest = ckpt8.compress(root, tmp_path / "run.ckpt8")
     assert of_copies(manifest) == {("reference/1", None)}
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
     for name in ("model-1.safetensors", "model-2.safetensors"):

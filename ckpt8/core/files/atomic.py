@@ -134,11 +134,11 @@ class AtomicOutput(Closing):
             raise OutputError(f"{target}: exists and is not a {cls.what}")
         if not force and (target.exists() or target.is_symlink()):
             raise _exists(target)
-        return check(_as_written(target, target.resolve())) if target.exists() else None
+        return check(target.resolve()) if target.exists() else None
 
     def _look(self) -> str | None:
         """The description of the existing target, if any. Raises OutputError if it must stay."""
-        return self._check(_as_written(self.target, self._final)) if self._final.exists() else None
+        return self._check(self._final) if self._final.exists() else None
 
     @property
     def path(self) -> Path:
@@ -267,11 +267,6 @@ def refuse_source(target: Path, source: Path) -> None:
             raise OutputError(f"{target}: is the file that is read; give another name")
         if source.is_dir() and source.resolve() in target.resolve().parents:
             raise OutputError(f"{target}: lies in the directory {source}; give a place outside of it")
-
-
-def _as_written(target: Path, final: Path) -> Path:
-    """``target`` as the user wrote it, for messages, where it leads to ``final`` without a link; else ``final``."""
-    return target if target.absolute() == final else final
 
 
 def any_file(path: Path) -> str:

@@ -66,7 +66,7 @@ class Report:
         if distributions is None:
             distributions = checkpoint_distributions(self._path, full=self._full)
         replay = None if self._replay is None else read_replay(self._replay, facts.get("stored_bytes"))
-        sources = [*files_of(self._path), *filter(None, (self._original, self._replay))]
+        sources = [*files_of(self._path, damaged_too=True), *filter(None, (self._original, self._replay))]
         write_page(self._target, page(facts, distributions, replay), sources, force=self._force)
 
 
