@@ -58,7 +58,8 @@ class MemberFile(io.RawIOBase):
             self._crc_fields.setdefault(storage, []).append(place)
             self._patches[place] = bytes(CRC_BYTES)
         self._places = sorted(self._patches)
-        self._last: tuple[tuple[int, int], bytearray] | None = None
+        # By whether it is of the skeleton: small reads take turns between that and tensors.
+        self._last: dict[bool, tuple[tuple[int, int], bytearray]] = {}
         self.error: Ckpt8Error | None = None
         """The error of the last failed read."""
 
@@ -159,7 +160,7 @@ class MemberFile(io.RawIOBase):
     def fill(self, piece: Piece, view: memoryview, *, keep: bool = False) -> None:
         """Decode one piece into the start of ``view``. Thread-safe. With ``keep`` the next read may use its chunk."""
         target = view[: piece.stop - piece.start]
-        last = self._last
+        last = self._last.get(piece.storage == self._skeleton)
         if last is not None and last[0] == (piece.storage, piece.chunk):
             target[:] = memoryview(last[1])[piece.origin : piece.origin + len(target)]
         else:
@@ -193,7 +194,7 @@ class MemberFile(io.RawIOBase):
         out = _tensor(memoryview(chunk)).view(record.dtype.torch)
         self._reader.fill_chunk(piece.storage, piece.chunk, out)
         if keep:
-            self._last = ((piece.storage, piece.chunk), chunk)
+            self._last[piece.storage == self._skeleton] = (piece.storage, piece.chunk), chunk
         return chunk
 
     def _patch(self, piece: Piece, target: memoryview) -> None:

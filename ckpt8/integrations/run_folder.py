@@ -71,11 +71,16 @@ def remove_discarded(folder: Path, threads: int | None) -> None:
     """
     for path in _entries(folder):
         if match := _DISCARDED.fullmatch(path.name):
-            try:
-                verify(container_of(folder / match[1]), threads=threads)
-            except Ckpt8Error as exc:
-                raise CheckFailedError(f"{path}: is kept, what is left of {match[1]} is in it: {exc}") from exc
+            check(folder / match[1], f"{path}: is kept, what is left of {match[1]} is in it", threads)
             shutil.rmtree(path, ignore_errors=True)
+
+
+def check(source: Path, kept: str, threads: int | None) -> None:
+    """Raise CheckFailedError, which begins with ``kept``, where the container of a directory does not hold."""
+    try:
+        verify(container_of(source), threads=threads)
+    except Ckpt8Error as exc:
+        raise CheckFailedError(f"{kept}: {exc}") from exc
 
 
 def _entries(folder: Path) -> list[Path]:

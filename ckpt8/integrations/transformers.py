@@ -168,13 +168,19 @@ class Ckpt8Callback(TrainerCallback):
         best = _best(state)
         if (error := job.exception()) is not None:
             self._fail(error, compressed)
-        else:
-            self._remove(run_folder.rotate, run_folder.container_of(compressed), limit, best)
-            if not self._keep:
-                self._verified.append(compressed)
+        elif not self._keep:
+            self._verified.append(compressed)
         for source in [path for path in self._verified if path != best]:
             self._verified.remove(source)
-            self._remove(run_folder.discard, source)
+            self._remove(self._discard, source, source == compressed)
+        # After that: a limit may remove the container of what was the best until now.
+        if error is None:
+            self._remove(run_folder.rotate, run_folder.container_of(compressed), limit, best)
+
+    def _discard(self, source: Path, is_new: bool) -> None:
+        if not is_new and source.exists():
+            run_folder.check(source, f"{source}: is kept, its container does not hold", self._options["threads"])
+        run_folder.discard(source)
 
     def _remove(self, remove: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -386,8 +386,8 @@ def test_every_call_of_the_system_fails_once(act, tmp_path, monkeypatch):
         assert os.strerror(calls.code) in text
         assert isinstance(error, ckpt8.OutputError) or "files cannot be linked there" in text
         if calls.code != errno.EIO and "cannot be written" in text:
-            assert re.search(r"; it needs (at most|about) [0-9.]+ kB", text)
-            assert ("are free" in text) == (calls.code == errno.ENOSPC)
+            # What is free is not said: the temporary still counts as used, and then goes.
+            assert re.search(r"; it needs (at most|about) [0-9.]+ kB$", text)
         for original in originals.iterdir():
             source, container = folder / original.name, folder / f"{original.stem}.ckpt8"
             if source.exists():

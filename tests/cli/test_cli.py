@@ -166,13 +166,19 @@ def test_what_is_no_checkpoint_is_refused_by_every_command(kind, run, tmp_path):
         assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "chain", "runs", "rebase", "diff", "convert"])
 def test_missing_files_and_directories_are_refused(command, run, tmp_path):
+    missing = tmp_path / "missing.pt"
+    more = {"diff": [missing], "convert": [tmp_path / "x.safetensors"]}.get(command, [])
+    said = f"ckpt8: {missing}: cannot be read: No such file or directory\n"
+    assert run(command, missing, *more) == (3, "", said)
+    if command not in COMMANDS:
+        return
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a.txt").write_text("x")
     before = snapshot(tmp_path)
-    for path in ("missing.pt", "missing/x.pt", "full/a.txt/x.pt", "empty", "full", "x" * 300):
+    for path in ("missing/x.pt", "full/a.txt/x.pt", "empty", "full", "x" * 300):
         assert_refused(run(command, tmp_path / path), 3)
     assert snapshot(tmp_path) == before
 

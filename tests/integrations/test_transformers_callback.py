@@ -171,6 +171,24 @@ def test_a_checkpoint_that_is_no_longer_the_best_is_removed(limit, tmp_path):
     assert [str(path) for path in directories] == [best]
 
 
+def test_a_best_checkpoint_whose_container_was_damaged_since_stays(tmp_path):
+    """It was verified when it was written; until another is the best, anything may happen to it."""
+    container = tmp_path / "checkpoint-2.ckpt8"
+
+    class Damage(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 3:
+                content = container.read_bytes()
+                container.write_bytes(content.replace(content[len(content) // 2 :][:16], bytes(16)))
+
+    schedule = {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    run = trainer(tmp_path, [Ckpt8Callback(keep_original=False), Damage()], max_steps=4, **schedule)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-2: is kept, .*checkpoint-2\.ckpt8"):
+        run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
+    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-2.ckpt8", "checkpoint-4", "checkpoint-4.ckpt8"]
+
+
 def test_an_old_container_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
     def denied(_):
         raise PermissionError(13, "Permission denied")

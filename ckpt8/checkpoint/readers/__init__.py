@@ -82,10 +82,6 @@ def _as_source(path: Path) -> ByteRange:
             holds = next(path.iterdir(), None)
             what = "an empty directory; give a checkpoint file"
             raise InputError(f"{path}: {'a directory; give one of the checkpoint files inside it' if holds else what}")
-        if not path.exists():
-            raise InputError(f"{path}: no such file")
-        if not path.is_file():
-            raise InputError(f"{path}: not a regular file; give the path of a checkpoint file")
     except OSError as exc:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
     source = ByteRange.of(path)

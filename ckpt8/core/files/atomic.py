@@ -7,7 +7,6 @@ import ctypes
 import errno
 import os
 import re
-import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from ckpt8.core.closing import Closing
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.partial import Partial, locked, partial_path, remove
 from ckpt8.core.files.urls import refuse_url
-from ckpt8.core.text import size
 
 Check = Callable[[Path], str]
 """Describes what is at a path. Raises OutputError where it must not be replaced, and OSError."""
@@ -154,14 +152,8 @@ class AtomicOutput(Closing):
             raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{self._needs(exc)}") from exc
 
     def _needs(self, error: OSError) -> str:
-        """The room that the output needs and that is free, where an error says that there is too little."""
-        if error.errno not in _NO_ROOM or self._room is None:
-            return ""
-        free = ""
-        if error.errno == errno.ENOSPC:
-            with contextlib.suppress(OSError):
-                free = f", and {size(shutil.disk_usage(self._final.parent).free)} are free"
-        return f"; it needs {self._room()}{free}"
+        """The room that the output needs, where an error says that there is too little."""
+        return f"; it needs {self._room()}" if error.errno in _NO_ROOM and self._room is not None else ""
 
     def _open_up(self, file: Path | int) -> None:
         """Give a file or directory of the output, which is open to nobody so far, its permissions. Raises OSError."""

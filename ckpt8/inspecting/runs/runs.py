@@ -30,8 +30,8 @@ def runs(directory: str | os.PathLike[str]) -> Run:
     """
     root = Path(directory)
     refuse_url(root)
-    if not root.is_dir():
-        raise InputError(f"{root}: {'is a file' if root.exists() else 'no such directory'}; give the folder of a run")
+    if root.is_file():
+        raise InputError(f"{root}: is a file; give the folder of a run")
     found = find(root)
     with without_collection():
         rows = _joined([row for place in found.places if (row := read(place)) is not None])

@@ -69,10 +69,10 @@ def test_what_is_not_a_file_is_named(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     for path, message in [
-        (tmp_path / "missing.pt", "no such file"),
+        (tmp_path / "missing.pt", "cannot be read: No such file"),
         (empty, "an empty directory"),
         (tmp_path, "a directory; give"),
-        (pipe, "not a regular file"),
+        (pipe, "is not a regular file"),
     ]:
         with pytest.raises(InputError, match=f"^{path}: {message}"), open_checkpoint(path):
             pass

@@ -124,7 +124,7 @@ def test_scales_beside_8_bit_weights(tmp_path, dtype, rows):
 def test_other_checkpoints_are_refused(inputs, tmp_path):
     with pytest.raises(CheckFailedError, match="no weight or moment"):
         inspect_readiness(inputs / "lightning.ckpt", original=inputs / "gpt_adamw.pt")
-    with pytest.raises(InputError, match="no such file"):
+    with pytest.raises(InputError, match="No such file"):
         inspect_readiness(tmp_path / "nothing.pt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("no tensors")

@@ -110,7 +110,7 @@ def test_one_line_for_what_does_not_compare(run, inputs):
     assert re.fullmatch(r"ckpt8: [^\n]*no weight or moment[^\n]*\n", err)
     code, out, err = run(inputs / "lightning.ckpt", "--against", inputs / "nothing.pt", "--readiness")
     assert (code, out) == (3, "")
-    assert re.fullmatch(r"ckpt8: [^\n]*no such file\n", err)
+    assert re.fullmatch(r"ckpt8: [^\n]*No such file or directory\n", err)
 
 
 def test_names_cannot_command_the_terminal(run, tmp_path):

@@ -311,7 +311,7 @@ def test_a_flip_in_a_skeleton_is_seen_where_it_is_read(tmp_path):
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no such directory"):
+    with pytest.raises(InputError, match="No such file or directory"):
         ckpt8.runs(tmp_path / "none")
     (tmp_path / "notes.txt").write_text("no checkpoint")
     (tmp_path / "LICENSE").write_text("a text")

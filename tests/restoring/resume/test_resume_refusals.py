@@ -215,7 +215,7 @@ def test_a_file_without_what_is_asked_for(tmp_path):
     refused(write(tmp_path, {"step": 1, "x": torch.ones(2)}), model, None, "holds no model state dict", UsageError)
     refused(write(tmp_path, model.state_dict()), None, optimizer, "holds no optimizer state", UsageError)
     refused(write(tmp_path, {"model": [model]}), None, optimizer, "holds no optimizer state", UsageError)
-    refused(tmp_path / "missing.pt", model, None, "no such file", InputError)
+    refused(tmp_path / "missing.pt", model, None, "No such file", InputError)
 
 
 def test_a_model_without_memory(tmp_path):
