@@ -13,14 +13,12 @@ from ckpt8.chaining.placing import placed
 from ckpt8.chaining.rest import Look, Rest
 from ckpt8.checkpoint.run_folder import packed_in
 from ckpt8.compressing.base_choice import AUTO
-from ckpt8.compressing.compress import default_target
-from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.gpu import requested
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
 
@@ -174,7 +172,5 @@ def chain_options(
     preset: str | None, budget: float | None, rules: Sequence[str], device: str, threads: int | None, *, delta: bool
 ) -> dict[str, object]:
     """The arguments of ``compress`` for a chain. Raises UsageError for those that no checkpoint can have."""
-    Policy.of(preset, rules, budget)
-    requested(device)
     base = AUTO if delta else None
-    return {"preset": preset, "budget": budget, "rules": rules, "device": device, "threads": threads, "base": base}
+    return checked_options(preset=preset, budget=budget, rules=rules, device=device, threads=threads, base=base)

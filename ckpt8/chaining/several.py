@@ -9,12 +9,9 @@ from pathlib import Path
 
 from ckpt8.chaining.jobs import Job, Settings, finishing
 from ckpt8.chaining.placing import source_name
-from ckpt8.compressing.compress import default_target
-from ckpt8.compressing.compressor import Options
-from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.urls import refuse_url
-from ckpt8.core.gpu import requested
 
 
 def target_in(folder: Path, source: Path) -> Path:
@@ -33,7 +30,7 @@ def collected(
     Raises UsageError for arguments that no source can have and for two sources with the same target, OutputError for
     the folder.
     """
-    _check(settings)
+    checked_options(**settings.options)
     targets = {source: default_target(source) if folder is None else target_in(folder, source) for source in sources}
     _refuse_twice(sources, targets)
     is_new = folder is not None and _make(folder, dry=dry)
@@ -60,13 +57,6 @@ def job_for(source: Path, target: Path, settings: Settings, *, force: bool) -> J
     """The job for a source. A container of that name may be of another checkpoint, so that it is verified."""
     is_there = not force and source_name(target) == source.name
     return Job(source, target, settings, force=force, present=is_there, doubted=is_there)
-
-
-def _check(settings: Settings) -> None:
-    options = settings.options
-    Policy.of(options["preset"], options["rules"], options["budget"], options["max_update_error"])
-    Options(options["threads"], options["stats"], options["max_update_error"])
-    requested(options["device"])
 
 
 def _refuse_twice(sources: Sequence[Path], targets: dict[Path, Path]) -> None:

@@ -142,7 +142,7 @@ def restore(
         found = api.restore(src, output, salvage=True, force=force, threads=threads)
         present(found.to_json(), lambda console: print_lines(console, found.lines()), as_json=as_json)
         if not found.complete:
-            raise CheckFailedError(f"{src}: is damaged; not everything in it was recovered for certain")
+            raise CheckFailedError(f"{src}: not everything in it was recovered for certain")
         return
     with open_stored(src) as stored:
         total = sum(member.size for member in stored.manifest.members)

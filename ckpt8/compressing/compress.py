@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -59,6 +59,15 @@ def default_target(source: Path) -> Path:
         name = directory_name(source)
         return (source if source.name == name else source.resolve()).with_name(name + CONTAINER)
     return source.with_suffix(CONTAINER)
+
+
+def checked_options(**options: Any) -> dict[str, Any]:
+    """Arguments for later calls of ``compress`` or ``save``. Raises UsageError for what no checkpoint can have."""
+    bound = options.get("max_update_error")
+    Policy.of(options["preset"], options["rules"], options["budget"], bound)
+    Options(options["threads"], options.get("stats", True), bound)
+    requested(options.get("device", "auto"))
+    return options
 
 
 @checked

@@ -20,7 +20,7 @@ from ckpt8.container.header import SEAL_BYTES, is_container
 from ckpt8.container.json_fields import Fields
 from ckpt8.container.stored_manifest import manifest_text, parse_manifest
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import refuse_source
+from ckpt8.core.files.atomic import as_private_as, refuse_source
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 _directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
@@ -94,6 +94,16 @@ def refuse_any(target: Path, sources: Iterable[Path]) -> None:
     """Raise OutputError where a target is one of ``sources``: see ``refuse_source``."""
     for each in sources:
         refuse_source(target, each)
+
+
+@contextmanager
+def sources_of(source: Path, target: Path | None = None, *, damaged_too: bool = False) -> Iterator[list[Path]]:
+    """``files_of`` for a block whose outputs are no more open than they. Raises OutputError for a target among them."""
+    sources = files_of(source, damaged_too=damaged_too)
+    if target is not None:
+        refuse_any(target, sources)
+    with as_private_as(*sources):
+        yield sources
 
 
 def find_base(

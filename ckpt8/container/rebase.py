@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container import frames, layout
-from ckpt8.container.bases import files_of, refuse_any
+from ckpt8.container.bases import sources_of
 from ckpt8.container.kept_bases import drop_unneeded
 from ckpt8.container.manifest import FrameTable, Manifest, Pack
 from ckpt8.container.needed import refuse_needed
@@ -21,7 +21,6 @@ from ckpt8.container.symbols import pack_parts
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import as_private_as
 from ckpt8.core.tensors import Parts
 from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
@@ -65,15 +64,12 @@ def rebase(
             return source
         raise UsageError(f"{source}: is a directory of containers of ranks, which need no base; copy it as it is")
     final = source if target is None else Path(target)
-    sources = files_of(source)
-    with ContainerReader(source, kernels=True) as reader:
+    with sources_of(source, None if target is None else final), ContainerReader(source, kernels=True) as reader:
         if target is None:
             if reader.manifest.base is None:
                 return source
             refuse_needed(source)
-        else:
-            refuse_any(final, sources)
-        with as_private_as(*sources), Workers(threads) as workers:
+        with Workers(threads) as workers:
             write_whole(reader, final, workers, force=force or target is None, progress=progress)
     drop_unneeded(Path(os.path.realpath(final)).parent)
     return final

@@ -8,14 +8,13 @@ from importlib import import_module
 from pathlib import Path
 
 from ckpt8.checkpoint.readers.entries import is_directory
-from ckpt8.container.bases import files_of, refuse_any
+from ckpt8.container.bases import sources_of
 from ckpt8.converting import writers
 from ckpt8.converting.publishing import PUBLISHED, weights_snr
 from ckpt8.converting.quantizing.scheme import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import as_private_as
 from ckpt8.core.workers import Progress
 
 _QUANTIZING = "compressed-tensors"
@@ -78,12 +77,10 @@ def convert(
         (keep,) if isinstance(keep, str) else tuple(keep),
         None if config is None else Path(config),
     )
-    sources = files_of(path)
-    refuse_any(wanted, sources)
-    in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
-    found = _choose_format(request, to, in_directory=in_directory)
-    report = Report(str(wanted), found)
-    with as_private_as(*sources):
+    with sources_of(path, wanted):
+        in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
+        found = _choose_format(request, to, in_directory=in_directory)
+        report = Report(str(wanted), found)
         import_module(f"{writers.__name__}.{writers.WRITERS[found]}").write(request, report)
     if found in PUBLISHED or key is not None:
         report.weights_snr, report.warning = weights_snr(path, member, key)

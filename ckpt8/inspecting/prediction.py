@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing import lockstep
+from ckpt8.compressing.budget import Budget
 from ckpt8.compressing.bundle_plan import plan_policies
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.group_encoder import GroupEncoder
@@ -58,11 +59,14 @@ _UNITS_SAMPLED = 256
 """Units of a group to encode for a prediction."""
 
 
+_POLICIES = {preset: Policy.of(preset) for preset in PRESETS} | {
+    f"budget {steps:g}": Policy.of(budget=steps) for steps in BUDGETS
+}
+
+
 def plans_of(source: Bundle) -> dict[str, Plan]:
     """The plan of every preset, by its name, and of BUDGETS, as ``budget 0.3``."""
-    policies = {preset: Policy.of(preset) for preset in PRESETS}
-    policies |= {f"budget {steps:g}": Policy.of(budget=steps) for steps in BUDGETS}
-    return dict(zip(policies, plan_policies(source, list(policies.values())), strict=True))
+    return dict(zip(_POLICIES, plan_policies(source, list(_POLICIES.values())), strict=True))
 
 
 def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Plan]) -> dict[str, Any]:
@@ -73,7 +77,8 @@ def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Pl
     """
     with Workers() as workers:
         predicted = {
-            name: _Prediction(source, skeletons, plan).run(workers, plans["archive"]) for name, plan in plans.items()
+            name: _Prediction(source, skeletons, plan).run(workers, plans["archive"], _POLICIES[name].budget)
+            for name, plan in plans.items()
         }
     return {"predicted": predicted, "unpredicted": _unpredicted(plans["archive"])}
 
@@ -117,8 +122,8 @@ class _Prediction:
         self._structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
         self._meter = ErrorMeter(source)
 
-    def run(self, workers: Workers, stepped: Plan) -> dict[str, Any]:
-        """The figures. ``stepped`` is a plan that knows the steps of the parameters."""
+    def run(self, workers: Workers, stepped: Plan, budget: Budget | None) -> dict[str, Any]:
+        """The figures under a ``budget``. ``stepped`` is a plan that knows the steps of the parameters."""
         units, found = self._measured(workers)
         is_exact = not self._plan.is_lossy
         if not is_exact and not any(map(_has_step, units)):
@@ -130,6 +135,9 @@ class _Prediction:
         error = StepError(1.0) if is_exact else StepError()
         for each in found:
             error.merge(each.error)
+        if budget is not None and error.energy > (most := budget.steps**2 * error.step):
+            # Such a file is encoded again.
+            error = replace(_scaled(error, most / error.energy), step=error.step)
         size = self._size(found)
         return {"bytes": size, "ratio": self._source.size / max(size, 1), **self._figures(error, stepped)}
 

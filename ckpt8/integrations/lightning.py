@@ -26,9 +26,7 @@ from ckpt8.checkpoint.replacing import problem_of
 from ckpt8.checkpoint.sources.stored_member import member_index
 from ckpt8.compressing.background import PendingSave, wait_for
 from ckpt8.compressing.base_choice import only_auto
-from ckpt8.compressing.compress import save
-from ckpt8.compressing.compressor import Options
-from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.compress import checked_options, save
 from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.member_file import MemberFile
@@ -102,17 +100,15 @@ class Ckpt8CheckpointIO(CheckpointIO):
         max_update_error: float | None = None,
     ) -> None:
         super().__init__()
-        Options(threads, stats, max_update_error)
-        Policy.of(preset, rules, budget, max_update_error)
-        self._options: dict[str, Any] = {
-            "preset": preset,
-            "budget": budget,
-            "rules": tuple(rules),
-            "base": only_auto(base),
-            "threads": threads,
-            "stats": stats,
-            "max_update_error": max_update_error,
-        }
+        self._options = checked_options(
+            preset=preset,
+            budget=budget,
+            rules=tuple(rules),
+            base=only_auto(base),
+            threads=threads,
+            stats=stats,
+            max_update_error=max_update_error,
+        )
         self._background = background
         self._pending: PendingSave | None = None
 

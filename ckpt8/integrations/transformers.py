@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ckpt8.compressing.base_choice import only_auto
-from ckpt8.compressing.compress import compress
-from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.compress import checked_options, compress
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.core.lazy import lazy_names
@@ -80,14 +79,9 @@ class Ckpt8Callback(TrainerCallback):
         strict: bool = False,
         threads: int | None = None,
     ) -> None:
-        Policy.of(preset, rules, budget)
-        self._options: dict[str, Any] = {
-            "preset": preset,
-            "budget": budget,
-            "rules": tuple(rules),
-            "base": only_auto(base),
-            "threads": threads,
-        }
+        self._options = checked_options(
+            preset=preset, budget=budget, rules=tuple(rules), base=only_auto(base), threads=threads
+        )
         self._keep = keep_original
         self._background = background
         self._strict = strict

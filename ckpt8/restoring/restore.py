@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from ckpt8.container.bases import files_of
+from ckpt8.container.bases import sources_of
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
@@ -76,8 +76,7 @@ def restore(
     'back.pt'
     """
     if salvage:
-        sources = files_of(Path(source), damaged_too=True)
-        with as_private_as(*sources):
+        with sources_of(Path(source), damaged_too=True) as sources:
             if (directory := find_sharded(Path(source))) is not None:
                 # Needs torch.distributed.checkpoint, which takes as long to import as torch.
                 from ckpt8.restoring.sharded_salvage import salvage_directory
@@ -106,9 +105,8 @@ def restore_original(
             result.left = sorted(each.name for each in source.iterdir() if each.name != packed.name)
         return result
     refuse_directory(source)
-    sources = files_of(source)
     with (
-        as_private_as(*sources),
+        sources_of(source) as sources,
         ContainerReader(source, kernels=True) as reader,
         Workers(threads) as workers,
     ):

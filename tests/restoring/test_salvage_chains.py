@@ -24,8 +24,10 @@ def files(tmp_path):
     return found
 
 
-def test_what_needs_a_missing_base_is_named_and_the_rest_saved(files, tmp_path):
+def test_what_needs_a_missing_base_is_named_and_the_rest_saved(files, tmp_path, run_command):
     files[0].unlink()
+    said = f"ckpt8: {files[2]}: not everything in it was recovered for certain\n"  # it is not damaged itself
+    assert run_command("restore", files[2], "-o", tmp_path / "y.pt", "--salvage")[::2] == (1, said)
     found = ckpt8.restore(files[2], tmp_path / "x.pt", salvage=True)
     assert not found.complete
     assert "is missing; looked for" in found.base

@@ -48,16 +48,9 @@ def preview_total(outcomes: Sequence[Outcome]) -> str:
 
 def preview_totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Bytes of what would be compressed, and of its containers as whole files; counts."""
-    new = [outcome for outcome in outcomes if outcome.predicted is not None]
-    nbytes, predicted = sum(each.bytes for each in new), sum(each.predicted or 0 for each in new)
-    return {
-        "dry_run": True,
-        "bytes": nbytes,
-        "predicted_bytes": predicted,
-        "ratio": _ratio(nbytes, predicted),
-        "would_remove": sum(each.would_remove for each in outcomes),
-        "failed": sum(each.error is not None for each in outcomes),
-    }
+    predicted = [(outcome.bytes, outcome.predicted) for outcome in outcomes if outcome.predicted is not None]
+    removed = sum(each.would_remove for each in outcomes)
+    return {"dry_run": True, **_totals(outcomes, "predicted_bytes", predicted), "would_remove": removed}
 
 
 def preview_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str, Any]:
@@ -88,16 +81,19 @@ def total_line(outcomes: Sequence[Outcome], seconds: float) -> str:
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Bytes of all that have a container, and of their containers; counts and seconds."""
-    whole = [outcome for outcome in outcomes if outcome.stored is not None]
-    nbytes, stored = sum(each.bytes for each in whole), sum(each.stored or 0 for each in whole)
+    stored = [(outcome.bytes, outcome.stored) for outcome in outcomes if outcome.stored is not None]
     return {
-        "bytes": nbytes,
-        "stored_bytes": stored,
-        "ratio": _ratio(nbytes, stored),
+        **_totals(outcomes, "stored_bytes", stored),
         "seconds": sum(each.seconds for each in outcomes),
         "removed": sum(each.removed for each in outcomes),
-        "failed": len({each.source for each in outcomes if each.error is not None}),
     }
+
+
+def _totals(outcomes: Sequence[Outcome], key: str, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Sums of ``sizes`` before and after, the latter as ``key``, and the number of sources that failed."""
+    before, after = sum(size for size, _ in sizes), sum(size for _, size in sizes)
+    failed = len({each.source for each in outcomes if each.error is not None})
+    return {"bytes": before, key: after, "ratio": _ratio(before, after), "failed": failed}
 
 
 def outcome_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str, Any]:
