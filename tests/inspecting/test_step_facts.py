@@ -16,6 +16,7 @@ from ckpt8.cli.show.steps import (
     show_optimizers,
     show_predictions,
     step_lines,
+    steps_phrase,
 )
 from ckpt8.codecs import config_of
 from ckpt8.codecs.companded8 import Companded8
@@ -236,6 +237,12 @@ def test_the_lines_of_one_optimizer():
         "steps         1 (budget 1) over 1 parameter: weights 0.548, first moments 0.548, second moments 0.632",
         "loss drift    0.0085 expected, 0.00425 to 0.017",
     ]
+
+
+def test_an_error_above_the_budget_is_named_also_where_three_digits_hide_it():
+    facts = step_facts(manifest_of([(0, None, (1e-4, 3e-5, 3e-5, 4.04e-5))]), count)
+    assert steps_phrase(facts) == "error 1 steps (budget 1, exceeded by 0.002)"
+    assert step_lines(facts)[0].startswith("steps         1 (budget 1, exceeded by 0.002) over 1 parameter: ")
 
 
 def test_the_lines_of_two_optimizers_and_of_what_is_left_out():

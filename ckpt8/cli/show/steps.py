@@ -12,6 +12,9 @@ from ckpt8.cli.show.tables import Table, number, show_table
 from ckpt8.core.text import counted, percent, size
 from ckpt8.inspecting.step_facts import PARTS
 
+_ROUNDING = 1e-6
+"""Steps that sums of floats may exceed a budget by."""
+
 _HEALING = 0.01
 """From this NMSE of the update on, a report says why the loss hardly shows it."""
 
@@ -36,7 +39,14 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
 def steps_phrase(steps: Mapping[str, Any]) -> str:
     """The error in steps beside its budget, for a line about more than that."""
     known = "in steps unknown" if steps["steps"] is None else f"{number(steps['steps'])} steps"
-    return f"error {known} (budget {number(steps['budget'])})"
+    return f"error {known} ({_budget_phrase(steps)})"
+
+
+def _budget_phrase(steps: Mapping[str, Any]) -> str:
+    """The budget, and by how much the error exceeds it: its three digits may hide that."""
+    budget = steps["budget"]
+    more = 0 if None in (budget, steps["steps"]) else steps["steps"] - budget
+    return f"budget {number(budget)}" + (f", exceeded by {number(more)}" if more > _ROUNDING else "")
 
 
 def fallback_phrase(steps: Mapping[str, Any]) -> str | None:
@@ -79,7 +89,7 @@ def healing_line(update: Mapping[str, Any] | None, steps: Mapping[str, Any] | No
 
 def figure_phrases(steps: Mapping[str, Any]) -> list[str]:
     """A known error in steps, the budget, over what it is, and its parts."""
-    whole = f"{number(steps['steps'])} (budget {number(steps['budget'])})"
+    whole = f"{number(steps['steps'])} ({_budget_phrase(steps)})"
     return [f"{whole} over {counted(steps['parameters'], 'parameter')}", *part_phrases(steps)]
 
 
