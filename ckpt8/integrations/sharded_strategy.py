@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ from typing import Any
 import torch
 
 from ckpt8.container.header import is_container
+from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile
+from ckpt8.core.files.partial import remove
 from ckpt8.integrations import removing
 from ckpt8.integrations.sharded_state import PacksSlices, load_model, load_optimizers, save_packed
 from ckpt8.restoring.restore import restore
@@ -44,13 +45,13 @@ class Ckpt8StrategyMixin(PacksSlices):
         if storage_options is not None:
             raise UsageError("Ckpt8StrategyMixin has no storage_options; leave them out")
         path = Path(self.broadcast(filepath))
-        if self.global_rank == 0 and not is_sharded(path):
-            _make_room(path)
-        self.barrier()
         states = {"state_dict": checkpoint.pop("state_dict")}
         states |= {_optimizer(number): each for number, each in enumerate(checkpoint.pop("optimizer_states", []))}
         with contextlib.ExitStack() as stack:
             rest = None
+            if self.global_rank == 0:
+                stack.enter_context(_in_place_of(path))
+            self.barrier()
             if self.global_rank == 0:
                 path.mkdir(parents=True, exist_ok=True)
                 rest = stack.enter_context(AtomicFile(path / _REST, force=True))
@@ -98,10 +99,26 @@ def _optimizer(number: int) -> str:
     return f"optimizer_{number}"
 
 
-def _make_room(path: Path) -> None:
-    """Remove a checkpoint of another kind of this name, as Lightning does. Raises OutputError."""
-    with removing(path):
-        if path.is_file():
-            path.unlink()
-        elif (path / _REST).is_file():
-            shutil.rmtree(path)
+@contextlib.contextmanager
+def _in_place_of(path: Path) -> Iterator[None]:
+    """Set a checkpoint of another kind aside, which Lightning removes, until the block has written ``path``.
+
+    Where the block fails it comes back. What a kill left aside goes with it. Raises OutputError.
+    """
+    is_other = not is_sharded(path) and (path.is_file() or (path / _REST).is_file())
+    aside = path.with_name(f".{path.name}.ckpt8-discarded")
+    if is_other:
+        remove(aside)
+        with removing(path):
+            path.rename(aside)
+    try:
+        yield
+    except BaseException:
+        if is_other:
+            remove(path)
+            aside.rename(path)
+        raise
+    with removing(aside):
+        if aside.is_file():
+            remove_container(aside)
+    remove(aside)

@@ -47,6 +47,30 @@ def test_a_save_that_fails_leaves_the_rest_of_the_checkpoint_before(tmp_path, mo
     assert sorted(each.name for each in path.iterdir()) == before
 
 
+@pytest.mark.parametrize("names", [["last.ckpt"], ["last.ckpt/meta.pt", "last.ckpt/__0_0.distcp"]])
+def test_a_checkpoint_of_another_kind_goes_when_the_new_one_is_written(names, tmp_path, monkeypatch):
+    """A file, or the plain slices of Lightning."""
+    path = tmp_path / "last.ckpt"
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        torch.save(checkpoint(1), tmp_path / name)
+
+    def fails(folder, *_):
+        (folder / "__0_0.ckpt8").write_bytes(b"a part")
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded_strategy, "save_packed", fails)
+        with pytest.raises(OSError, match="the disk is gone"):
+            Packed().save_checkpoint(checkpoint(2), path)
+    assert sorted(str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()) == sorted(names)
+    assert all(torch.load(tmp_path / name)["epoch"] == 1 for name in names)
+    Packed().save_checkpoint(checkpoint(2), path)
+    assert torch.load(path / "meta.pt")["epoch"] == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert not (path / "__0_0.distcp").exists()
+
+
 def test_the_rest_is_written_before_the_weights_are_replaced(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     Packed().save_checkpoint(checkpoint(1), path)
