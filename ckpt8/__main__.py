@@ -54,8 +54,7 @@ def main() -> None:
     try:
         # Modules live until the exit: the garbage collector need not look through them.
         gc.disable()
-        from ckpt8.cli.guard import guarded
-        from ckpt8.cli.streams import open_streams
+        from ckpt8.cli.guard import guarded, open_streams
 
         open_streams()
         guarded(_run)

@@ -1,4 +1,7 @@
-"""``ckpt8.chain``: every checkpoint of a run into a chain of containers, oldest first."""
+"""``ckpt8.chain``: every checkpoint of a run into a chain of containers, oldest first.
+
+Decides which container a checkpoint of a run gets, and whether it is there already.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,65 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckpt8.chaining.jobs import Job, Outcome, Settings, finishing
-from ckpt8.chaining.order import RunOrder
-from ckpt8.chaining.placing import placed
-from ckpt8.chaining.rest import Look, Rest
-from ckpt8.checkpoint.run_folder import packed_in
-from ckpt8.compressing.base_choice import AUTO
+from ckpt8.chaining.order import Look, Rest, RunOrder, last_change, look_at
+from ckpt8.checkpoint.replacing import packed_in
 from ckpt8.compressing.compress import checked_options, default_target
+from ckpt8.compressing.deltas import AUTO
 from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
+from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.container.target_names import CONTAINER, SUFFIXES, original_name
 from ckpt8.core.arguments import checked
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
+
+
+def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -> Job:
+    """The job for ``source``: its container is ``run.ckpt8``, or ``run.bin.ckpt8`` where that belongs to ``run.pt``.
+
+    ``taken`` are the targets of other jobs; that of this one is added. A container of another checkpoint of the same
+    name is in the way, unless ``force`` replaces it.
+    """
+    places = [path for path in _places(source) if path not in taken]
+    target = next((path for path in places if source_name(path) == source.name), None)
+    is_present = target is not None
+    target = target or next((path for path in places if not os.path.lexists(path)), None)
+    if target is None and force:
+        target = next(iter(places), None)
+    if target is None:
+        target = _places(source)[0]
+        error = OutputError(f"{target}: is in the way of {source}: it was not made from it; move it away")
+        return Job(source, target, settings, problem=error)
+    taken.add(target)
+    is_doubted = is_present and _is_older(target, source)
+    return Job(source, target, settings, force=force, present=is_present, doubted=is_doubted)
+
+
+def _places(source: Path) -> list[Path]:
+    """Where the container may be, in the order of preference: only a suffix that says nothing of the step goes."""
+    short, long = default_target(source), source.with_name(source.name + CONTAINER)
+    return list(dict.fromkeys((short, long) if source.suffix.lower() in SUFFIXES else (long, short)))
+
+
+def source_name(target: Path) -> str | None:
+    """The name of what a container was made from; None for another file, and for a damaged one."""
+    try:
+        if not is_container(target):
+            return None
+        with ContainerReader(target) as reader:
+            return original_name(reader.manifest)
+    except Ckpt8Error:
+        return None
+
+
+def _is_older(target: Path, source: Path) -> bool:
+    try:
+        return target.stat().st_mtime_ns < last_change(look_at(source))
+    except OSError:
+        return True
+
 
 REST = 10.0
 """Seconds that a checkpoint must not change before it is compressed."""

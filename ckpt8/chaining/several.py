@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ckpt8.chaining.chain import source_name
 from ckpt8.chaining.jobs import Job, Settings, finishing
-from ckpt8.chaining.placing import source_name
 from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.core.errors import OutputError, UsageError
-from ckpt8.core.files.urls import refuse_url
+from ckpt8.core.files.source_file import refuse_url
 
 
 def target_in(folder: Path, source: Path) -> Path:

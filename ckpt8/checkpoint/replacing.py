@@ -3,6 +3,10 @@
 Removing a directory removes every file in it. So its content must show that it holds a checkpoint, and every file in it
 must either be written again under the same path, or have a name that frameworks give to files of one checkpoint. A
 directory without any file may be removed too.
+
+The checkpoints in the folder of a run: which entries they are, their steps, whether they are complete.
+
+Nothing here reads more than the first bytes of a file.
 """
 
 from __future__ import annotations
@@ -11,17 +15,26 @@ import codecs
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
+from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.readers import match_reader
-from ckpt8.checkpoint.readers.shards import is_named_shard
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.entries import is_named_shard
+from ckpt8.checkpoint.tree import iter_nodes
+from ckpt8.checkpoint.vocabulary import words
+from ckpt8.container import sharded
 from ckpt8.container.header import HEAD_BYTES, is_container
-from ckpt8.container.needed import unneeded_file
+from ckpt8.container.kept_bases import unneeded_file
+from ckpt8.container.overview import Overview
 from ckpt8.container.sharded import INDEX, PART
 from ckpt8.container.target_names import CONTAINER, SUFFIXES
 from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
@@ -177,3 +190,319 @@ class _Contents:
             yield f"holds {path[:80]!r}, which is no part of a checkpoint"
         elif not self._holds_checkpoint and status.st_size:
             self._holds_checkpoint = is_named_shard(entry.name) or _is_checkpoint(Path(entry.path))
+
+
+_NUMBER = r"[-_=.]?(\d{1,18})(?![a-z\d]|\.\d|-of-)"
+"""A number after a word: none of ``7b``, ``0.5`` and ``00001-of-00002``."""
+
+
+def _after(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![a-z])(?:{words}){_NUMBER}", re.IGNORECASE)
+
+
+_STEPS = (
+    _after(r"(?:global[-_]?)?steps?|iters?|iterations?|itr|updates?"),
+    re.compile(r"(?<![a-z\d.])(\d{1,18})[-_]?(?:steps?|iters?|iterations?)(?![a-z])", re.IGNORECASE),
+    re.compile(r"(?<![a-z])checkpoint_\d+_(\d{1,18})$"),  # fairseq: epoch and updates
+    _after(r"checkpoint|ckpt(?!8(?!\d))|chkpt|batch|ba"),
+)
+"""The number of a step behind or before a word for it; the first that matches counts."""
+
+_NUMBERED = (
+    _after(r"snapshot|model|net|network|weights?|optim|optimizer|saved?|ema_0\.\d+|[gd](?=_)"),
+    re.compile(r"(?:^|(?<![a-z])run[-_.])(\d{3,18})$|^(\d{1,18})$", re.IGNORECASE),
+)
+"""The number of a step in names that writers give to files: ``model_2500``, ``2500``."""
+
+_EPOCH = re.compile(
+    r"(?<![a-z])(?:epochs?|ep)[-_=.]?(\d{1,9})(?![a-z\d])|(?<![a-z\d.])(\d{1,9})[-_]?epochs?(?![a-z])"
+    r"|(?<![a-z])checkpoint_(\d{1,9})_\d+$",
+    re.IGNORECASE,
+)
+_LONE = re.compile(r"(?<![a-z\d])(\d{1,18})(?![a-z\d])", re.IGNORECASE)
+"""A number that is no part of a word."""
+
+_NAMES = frozenset({"best", "checkpoint", "ckpt", "final", "init", "last", "latest", "model", "resume", "snapshot"})
+"""Words in the name of a file that is a checkpoint, though it has no number."""
+
+_SILENT = (".bin",)
+"""Suffixes that other files have, too."""
+
+_NUMBERED_PART = re.compile(r"(?:model|optimizer)[._-]?\d+\.\w+")
+_OF_ONE = re.compile(
+    rf"{re.escape(METADATA)}|{re.escape(sharded.INDEX)}|{sharded.PART}|random_states_\d+\.pkl|.*_optim_states\.pt"
+)
+"""Files that stand in the folder of one checkpoint only."""
+
+_PART = re.compile(
+    r"(?:.*[._-])?(model|adapter|optim|optimizer|scheduler|lr_scheduler|rng|scaler|ema|training_args|recipe_state"
+    r"|random_states|zero_pp_rank|consolidated|model_states|optim_states)(?:[._-].*)?"
+)
+"""Names of the parts of a checkpoint, without the suffix, and what such a part is."""
+
+_SHARD = re.compile(r"-of-\d+|rank_?\d+|random_states_\d+|rng_state_\d+")
+_MAY_BE = frozenset({CONTAINER, *SUFFIXES, ".tar", ".model", ""})
+
+_DEEPEST = 3
+"""Folders inside a checkpoint: DeepSpeed, Megatron and FSDP have one for a rank or a model."""
+
+TRAINER_STATE = "trainer_state.json"
+"""The file in which Trainer keeps step and losses."""
+
+_TRAINER_FIRST = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth"})
+"""Files of Trainer that no other program writes; ``trainer_state.json`` comes after them."""
+
+_POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+"""The files that DeepSpeed and Megatron write beside a checkpoint once it is complete."""
+
+_POINTED = re.compile(r"global_step\d+|iter_\d{7}")
+
+
+class RunEntry(NamedTuple):
+    """A checkpoint in the folder of a run.
+
+    One that ``is_doubtful`` has the name of a part, or one that says nothing. ``skipped``: why it is none.
+    """
+
+    path: Path
+    is_doubtful: bool = False
+    skipped: str | None = None
+
+
+def bare_name(name: str) -> str:
+    """A name without the suffixes of checkpoints and containers."""
+    while (path := Path(name)).suffix.lower() in (CONTAINER, *SUFFIXES, ".tar"):
+        name = path.stem
+    return name
+
+
+def step_in_name(name: str) -> int | None:
+    """The step in the name of a file or directory, as training programs write it; an epoch is none."""
+    return _last_number(bare_name(name), (*_STEPS, *_NUMBERED))
+
+
+def step_in_path(path: str) -> int | None:
+    """The step in the name of a file, else in the names of the folders above it, the nearest first."""
+    *above, name = path.split("/")
+    steps = (_last_number(folder, _STEPS) for folder in reversed(above))
+    return next((step for step in (step_in_name(name), *steps) if step is not None), None)
+
+
+def epoch_in_name(name: str) -> int | None:
+    """The epoch in the name of a file or directory."""
+    return _last_number(bare_name(name), (_EPOCH,))
+
+
+def _last_number(text: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
+    for pattern in patterns:
+        if found := list(pattern.finditer(text)):
+            return int(next(filter(None, found[-1].groups())))
+    return None
+
+
+def is_numbered(name: str) -> bool:
+    """Whether a name has a number that stands alone, so that nothing writes under it again and again."""
+    text = bare_name(name)
+    return any(pattern.search(text) for pattern in (*_STEPS, *_NUMBERED, _EPOCH, _LONE))
+
+
+def written_once(paths: Iterable[Path]) -> list[Path]:
+    """Those that nothing writes again and again, by their names: with a number.
+
+    Where no name has one, those without a word such as ``last``.
+    """
+    found = list(paths)
+    numbered = [path for path in found if is_numbered(path.name)]
+    return numbered or [path for path in found if not _has_word(path)]
+
+
+def _has_word(path: Path) -> bool:
+    return not _NAMES.isdisjoint(words(path.stem))
+
+
+def may_be_checkpoint(name: str) -> bool:
+    """Whether a file of this name may be a checkpoint, a container, or a part of one."""
+    suffix = os.path.splitext(name)[1]  # noqa: PTH122 - a name is no path
+    return suffix in _MAY_BE or suffix[1:].isdigit()
+
+
+def is_one_checkpoint(names: Iterable[str]) -> bool:
+    """Whether one of the files in a folder shows that the folder is one checkpoint."""
+    return any(map(_OF_ONE.fullmatch, names))
+
+
+def parts_in(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of the files in a folder that are one checkpoint together; none if each is one of its own.
+
+    They are parts by their names, such as ``model.safetensors`` and ``optimizer.pt``. Where several are a model, or
+    several an optimizer, each is a file of its own, unless it is a shard. So are all where training goes on from the
+    model alone, since the state of its optimizer is in it.
+    """
+    names = list(names)
+    roles: dict[str, str] = {}
+    variants = defaultdict[str, set[str]](set)
+    for name in names:
+        stem = os.path.splitext(name)[0]  # noqa: PTH122 - a name is no path
+        if may_be_checkpoint(name) and (match := _PART.fullmatch(stem)) is not None:
+            roles[name] = match[1]
+            if not _SHARD.search(name):
+                variants[match[1]].add(stem)
+    parts = [name for name, role in roles.items() if len(variants[role]) < 2]
+    if TRAINER_STATE in names:
+        return parts
+    if len(set(map(bare_name, parts))) < 2:
+        return []
+    return [] if any(roles[name] == "model" and _is_whole(folder / name) for name in parts) else parts
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file holds weights and the state of their optimizer."""
+    try:
+        with closing(SourceFile(ByteRange.of(path))) as file:
+            if not file.source.length:
+                return False
+            if is_container(path):
+                return bool(Overview(file).parameters)
+            reader = match_reader(file)
+            return reader is not None and any(
+                is_optimizer(node) for at, node in iter_nodes(reader.read(file).tree) if at
+            )
+    except InputError:
+        return False
+
+
+def checkpoints_in(folder: Path) -> list[RunEntry]:
+    """The raw checkpoints in a folder, by name, and what looks like one and is skipped. Raises InputError.
+
+    A hidden entry, a container and what ranks have packed are neither. A folder that is one checkpoint has none.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            found = sorted(entries, key=lambda each: each.name)
+        names = [each.name for each in found if each.is_file()]
+        if is_one_checkpoint(names):
+            return []
+        parts = set(parts_in(folder, filter(_is_visible, names)))
+        return [run_entry for each in found if (run_entry := _run_entry(each, parts)) is not None]
+    except NotADirectoryError as exc:
+        raise InputError(f"{folder}: is no folder; give that of a run, or ckpt8 compress a checkpoint") from exc
+    except OSError as exc:
+        raise InputError(f"{folder}: cannot be read: {exc.strerror}") from exc
+
+
+def run_in(folder: Path) -> list[str]:
+    """The names of the checkpoints and containers in a folder, if it is that of a run; else none. Raises InputError.
+
+    It is one where they are of several steps or epochs, or where there are containers among them.
+    """
+    raw = [each.path.name for each in checkpoints_in(folder) if not each.is_doubtful and each.skipped is None]
+    found = (path for path in folder.iterdir() if _is_visible(path.name) and is_container(path))
+    packed = [path.name for path in found if re.fullmatch(sharded.RANK_FILE, path.name) is None]
+    names = sorted((*raw, *packed))
+    steps = {(step_in_name(name), epoch_in_name(name)) for name in names} - {(None, None)}
+    return names if raw and (packed or len(steps) > 1) else []
+
+
+def packed_in(folder: Path) -> list[str]:
+    """The names of the directories in a folder that ranks have packed, as a whole or with other files around that."""
+    try:
+        return sorted(each.name for each in folder.iterdir() if _is_visible(each.name) and _is_packed(each))
+    except OSError:
+        return []
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(PARTIAL)
+
+
+def _is_packed(path: Path) -> bool:
+    return any(name == sharded.INDEX or sharded.is_part(name) for _, name in _files(path))
+
+
+def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | None:
+    path = Path(entry.path)
+    if not _is_visible(entry.name) or entry.name.endswith(CONTAINER):
+        return None
+    if entry.is_dir():
+        is_checkpoint = _is_checkpoint_directory(path) and not _is_packed(path)
+    else:
+        is_checkpoint = entry.is_file() and (is_named_shard(entry.name) or _is_checkpoint_file(path))
+    if not is_checkpoint:
+        return None
+    if entry.is_symlink():
+        return RunEntry(path, skipped="it is a link")
+    if entry.name in parts or is_named_shard(entry.name):
+        return RunEntry(path, skipped="it is a part of a checkpoint of several files")
+    has_part_name = is_part(path.name) and _NUMBERED_PART.fullmatch(path.name) is None
+    return RunEntry(path, not entry.is_dir() and (has_part_name or not (is_numbered(path.name) or _has_word(path))))
+
+
+def _is_checkpoint_file(path: Path) -> bool:
+    """Whether a file is a checkpoint, or has the name of one and may be damaged."""
+    suffix = path.suffix.lower()
+    if suffix in SUFFIXES and suffix not in _SILENT:
+        return not is_container(path)
+    return _is_known(path)
+
+
+def _is_known(path: Path) -> bool:
+    try:
+        with closing(SourceFile(ByteRange.of(path))) as file:
+            return bool(file.source.length) and not is_container(path) and match_reader(file) is not None
+    except InputError:
+        return False
+
+
+def _is_checkpoint_directory(path: Path) -> bool:
+    """Whether a directory holds the files of one checkpoint: by their names, or by its own name and their content."""
+    has_step = any(pattern.search(path.name) for pattern in (*_STEPS, _EPOCH))
+    for folder, name in _files(path):
+        if is_named_shard(name):
+            return True
+        if (is_part(name) or (has_step and not is_numbered(name))) and _is_known(path / folder / name):
+            return True
+    return False
+
+
+def _files(root: Path) -> Iterator[tuple[str, str]]:
+    """Folder and name of the files in a directory and a few levels below."""
+    for folder, folders, names in os.walk(root):
+        inside = os.path.relpath(folder, root)
+        depth = 0 if inside == "." else inside.count(os.sep) + 1
+        folders[:] = sorted(folders) if depth < _DEEPEST else []
+        yield from ((inside, name) for name in sorted(names))
+
+
+def incomplete(path: Path) -> str | None:
+    """Why the program that writes a checkpoint has not finished it, from its own files; None where nothing says so."""
+    if not path.is_dir():
+        return None
+    if (problem := _not_pointed_at(path)) is not None:
+        return problem
+    files = set(_files(path))
+    at_top = {name for folder, name in files if folder == "."}
+    if not at_top.isdisjoint(_TRAINER_FIRST) and TRAINER_STATE not in at_top:
+        return f"it has no {TRAINER_STATE} yet"
+    described = {folder for folder, name in files if name == METADATA}
+    for folder, name in files:
+        if is_named_shard(name) and described.isdisjoint((folder, ".", *map(str, Path(folder).parents))):
+            return f"its shards have no {METADATA} yet"
+    tags = {folder for folder, _ in files if _POINTED.fullmatch(folder)}
+    return next((problem for tag in sorted(tags) if (problem := _not_pointed_at(path / tag)) is not None), None)
+
+
+def _not_pointed_at(path: Path) -> str | None:
+    """Why a folder of DeepSpeed or Megatron is not complete: its pointer is older than its files, and names another."""
+    if _POINTED.fullmatch(path.name) is None:
+        return None
+    try:
+        for pointer in (path.with_name(name) for name in _POINTERS):
+            if pointer.is_file():
+                named = pointer.read_text(errors="replace")[:200].strip()
+                newest = max((path / folder / name).lstat().st_mtime_ns for folder, name in _files(path))
+                is_named = named == path.name or (named.isdecimal() and int(named) == step_in_name(path.name))
+                if not is_named and pointer.stat().st_mtime_ns < newest:
+                    return f"{pointer.name} does not name it yet"
+    except (OSError, ValueError):
+        return "its files change"
+    return None

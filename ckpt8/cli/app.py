@@ -12,16 +12,19 @@ import typer
 from typer.core import TyperGroup
 
 from ckpt8 import __version__
-from ckpt8.cli.bases import finding_bases
-from ckpt8.cli.bench_command import bench
-from ckpt8.cli.chain_command import chain
-from ckpt8.cli.compress_command import compress
-from ckpt8.cli.convert_command import convert
-from ckpt8.cli.guard import guarded, one_object, shielded
-from ckpt8.cli.options import Container, Force, Json, Output, Threads, stopwatch
-from ckpt8.cli.output import console, present, print_json, print_lines, progress_bar, waited
-from ckpt8.cli.rebase_command import rebase
-from ckpt8.cli.runs_command import runs
+from ckpt8.cli.commands import bench, chain, compress, convert, rebase, runs
+from ckpt8.cli.guard import (
+    console,
+    guarded,
+    one_object,
+    present,
+    print_json,
+    print_lines,
+    progress_bar,
+    shielded,
+    waited,
+)
+from ckpt8.cli.options import Container, Force, Json, Output, Threads, finding_bases, stopwatch
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable, size
 
@@ -103,7 +106,7 @@ def inspect(
         with progress_bar(f"inspect {path.name}", path, enabled=full and not as_json) as progress:
             facts = inspect_checkpoint(path, tensors=tensors, full=full, progress=progress)
     if readiness:
-        from ckpt8.inspecting.readiness.readiness import inspect_readiness
+        from ckpt8.inspecting.readiness import inspect_readiness
 
         facts["readiness"] = inspect_readiness(path, full=full, original=against)
     if report is not None:
@@ -135,7 +138,7 @@ def restore(
     --force replaces checkpoints: a directory only if it holds nothing else, another file only if -o names it.
     """
     from ckpt8.container.opening import containers_of, open_stored
-    from ckpt8.inspecting.foreign import names_in_container, warning
+    from ckpt8.inspecting.container import names_in_container, warning
     from ckpt8.restoring import restore as api
 
     if salvage:
@@ -187,8 +190,8 @@ def verify(
     """Check every byte of SRC, and with --against every error figure that it states."""
     from dataclasses import asdict
 
-    from ckpt8.cli.show.verify import show_verified
-    from ckpt8.core.startup import settle
+    from ckpt8.cli.show.outcomes import show_verified
+    from ckpt8.core.workers import settle
     from ckpt8.inspecting.verify import verify as run
 
     settle()
@@ -225,7 +228,7 @@ def diff(
 ) -> None:
     """Show what differs between A and B, and by how much. Exit code 0: they are identical. 1: they differ."""
     from ckpt8.cli.show.diff import show
-    from ckpt8.inspecting.diff.diff import diff as run
+    from ckpt8.inspecting.diff import diff as run
 
     with progress_bar(f"diff {a.name} {b.name}", a, b, enabled=not as_json) as progress:
         found = run(a, b, threads=threads, progress=progress)

@@ -2,27 +2,227 @@
 
 Expected errors have theirs in ``core.errors``. Anything else is INTERNAL: the process lacks memory, files or threads,
 or ckpt8 has a defect; the line says which.
+
+How commands print their progress and results. Nothing here imports typer, and JSON does not import rich.
+
+The standard streams and the environment of a command, such that no terminal, pipe or locale ends it in a traceback.
+
+A closed stream stays closed to its user: no file that the command opens gets its number. What stdout does not take
+raises ``StdoutError``; what stderr does not take is dropped. A character that the encoding of a stream lacks is
+replaced.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import functools
+import io
+import json
 import os
+import select
 import signal
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from ckpt8.cli.output import console, print_lines, stated, waited, waiting, write_json
-from ckpt8.cli.streams import StdoutError, check_environment
 from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
 from ckpt8.core.files.atomic import noting_replaced
 from ckpt8.core.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+_UNWRAPPED = 500
+
+
+SCHEMA = 1
+"""The version of the keys of ``--json``, in all commands: 2 when one of them changes its name or meaning, or goes.
+
+A new key leaves the number as it is. A program that reads the output checks ``schema`` and ignores unknown keys.
+"""
+
+
+stated: dict[str, Any] = {}
+"""What the running command states, printed at its end: only then it is known whether it fails, and how long it took."""
+
+_begun: ContextVar[float | None] = ContextVar("_begun", default=None)
+
+
+def print_json(facts: Mapping[str, Any]) -> None:
+    """Have ``facts`` printed as one JSON object on stdout at the end of the command, see ``guard.one_object``."""
+    stated.update(facts)
+
+
+def write_json(facts: Mapping[str, Any]) -> None:
+    """Print one JSON object on stdout, with ``schema`` first."""
+    sys.stdout.write(json.dumps({"schema": SCHEMA, **facts}, allow_nan=False, ensure_ascii=True) + "\n")
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Start the clock of ``waited``, unless it runs."""
+    token = _begun.set(_begun.get() or time.perf_counter())
+    try:
+        yield
+    finally:
+        _begun.reset(token)
+
+
+def waited() -> float:
+    """Seconds that a person has waited for the command: from the start of the program on, with all imports.
+
+    Only the start of the interpreter is missing, some hundredths of a second. ``stopwatch`` is for the work alone.
+    """
+    now = time.perf_counter()
+    return now - (_begun.get() or now)
+
+
+def console() -> Console:
+    """The console on stdout. It wraps lines on a terminal only: a log or a pipe gets whole names.
+
+    ``:name:`` stays text and does not become an emoji.
+    """
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED
+    return Console(highlight=False, emoji=False, width=width)
+
+
+def present(facts: Mapping[str, Any], show: Callable[[Console], object], *, as_json: bool) -> None:
+    """Print ``facts`` as JSON, or have ``show`` print them on the console."""
+    if as_json:
+        print_json(facts)
+    else:
+        show(console())
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print lines without markup; escape unprintable characters of names."""
+    for line in lines:
+        console.print(printable(line), markup=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar(
+    label: str, *sources: Path, total: int = 0, done: int = 0, enabled: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Show throughput and time left; yield a function to call with the number of bytes just done.
+
+    A full bar is ``total`` bytes, or those of ``sources``; ``done`` of them are done already. Silent unless stderr is a
+    terminal.
+    """
+    if not enabled or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from ckpt8.checkpoint.readers.entries import size_of
+
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task(printable(label), total=total or sum(map(size_of, sources)), completed=done)
+        yield lambda done: bar.advance(task, done)
+
+
+_ASCII = {"Δ": "d", "…": "...", "·": "-", "→": "->", "²": "^2", "×": "x", "√": "sqrt"}
+_ERRORS = "ckpt8.replace"
+_SIZES = ("COLUMNS", "LINES", "JUPYTER_COLUMNS", "JUPYTER_LINES", "TERMINAL_WIDTH")
+_SMALLEST, _LARGEST = 10, 10_000
+"""Columns or lines. Help is padded to the width, and what is narrower shows nothing."""
+
+
+class StdoutError(Exception):
+    """Standard output took not all that was written. No OSError, for which libraries have exit codes of their own."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.closed_pipe = error.errno == errno.EPIPE
+
+
+class Stdout(io.FileIO):
+    """Writes all or raises StdoutError, to a descriptor that does not block as well."""
+
+    def write(self, content: Any) -> int:
+        """Write ``content``. Raises StdoutError."""
+        try:
+            while (count := super().write(content)) is None:
+                select.select([], [self], [])
+        except OSError as exc:
+            raise StdoutError(exc) from exc
+        return count
+
+
+class _Stderr(io.FileIO):
+    """Drops what the system does not take."""
+
+    def write(self, content: Any) -> int:
+        """Write ``content`` if possible."""
+        with contextlib.suppress(OSError):
+            return super().write(content) or len(content)
+        return len(content)
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start : error.end]
+    return "".join(_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in found), error.end
+
+
+def open_streams() -> None:
+    """Make ``sys.stdin``, ``sys.stdout`` and ``sys.stderr`` usable, whatever the process was started with."""
+    # Stdout is opened for reading: a write must fail.
+    for descriptor, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, flags)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the whole process
+    sys.stdout = text_stream(Stdout(1, "w", closefd=False), _encoding(sys.stdout))
+    sys.stderr = text_stream(_Stderr(2, "w", closefd=False), _encoding(sys.stderr))
+
+
+def _encoding(stream: TextIO | None) -> str:
+    return "utf-8" if stream is None else stream.encoding
+
+
+def text_stream(raw: io.FileIO, encoding: str) -> TextIO:
+    """A text stream over ``raw`` that replaces what ``encoding`` lacks."""
+    codecs.register_error(_ERRORS, _replaced)
+    by_line = isinstance(raw, _Stderr) or raw.isatty()
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, _ERRORS, line_buffering=by_line)
+
+
+def check_environment() -> None:
+    """Bound the size of the terminal that the environment states, and forget one that is no number.
+
+    rich and typer take any digits: a width of 0, or one of a thousand million columns.
+    """
+    for name in _SIZES:
+        text = os.environ.get(name)
+        if text is not None and (not (text.isascii() and text.isdigit() and len(text) < 20) or not int(text)):
+            del os.environ[name]
+        elif text is not None:
+            os.environ[name] = str(min(max(int(text), _SMALLEST), _LARGEST))
+
 
 INTERNAL = 70
 """The exit code of an error that no command expects; EX_SOFTWARE of sysexits.h."""

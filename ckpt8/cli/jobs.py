@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckpt8.chaining.jobs import Job, Outcome
-from ckpt8.cli.guard import reported
-from ckpt8.cli.output import console, print_lines, progress_bar, waited
+from ckpt8.cli.guard import console, print_lines, progress_bar, reported, waited
 from ckpt8.cli.show.outcomes import (
     outcome_facts,
     outcome_line,

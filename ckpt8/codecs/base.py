@@ -1,22 +1,103 @@
-"""The contract of every codec: how it stores a tensor, and what other packages may ask about that."""
+"""The contract of every codec: how it stores a tensor, and what other packages may ask about that.
+
+Copies: storages whose elements are those of other storages, maybe rounded.
+
+Cuts a tensor and its parts into tiles.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from importlib import import_module
+from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
-from ckpt8.codecs.copied import Copied
-from ckpt8.codecs.cutting import TILE, pieces, take
 from ckpt8.core import backend as backends
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+
+class Run(NamedTuple):
+    """``length`` elements of a copy, rounded from ``storage`` from element ``start`` on.
+
+    Without a storage they all have the bits ``start``, of the type that masters are rounded to: padding.
+    """
+
+    storage: int | None
+    start: int
+    length: int
+
+
+class Copied:
+    """Elements copied from other storages: ``runs`` in the order of the copy."""
+
+    runs: tuple[Run, ...]
+
+    is_exact: ClassVar[bool] = True
+    """Whether the copy comes back bit for bit, which takes masters that ``keeps_masters``."""
+
+    def rounded_type(self, copy: DType) -> DType:  # noqa: ARG002
+        """What the fp32 elements of masters are rounded to for a copy of element type ``copy``."""
+        return DType.BFLOAT16
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """The first element of every run, then the number of all elements."""
+        return list(accumulate((run.length for run in self.runs), initial=0))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the copy."""
+        return self._starts[-1]
+
+    def cut(self, first: int, count: int) -> Iterator[Run]:
+        """The runs of ``count`` elements from ``first`` on."""
+        at = bisect_right(self._starts, first) - 1
+        while count:
+            run, skipped = self.runs[at], first - self._starts[at]
+            length = min(count, run.length - skipped)
+            yield Run(run.storage, run.start if run.storage is None else run.start + skipped, length)
+            at, first, count = at + 1, first + length, count - length
+
+
+TILE = 1 << 18
+"""Elements that a codec handles at once, so that its temporaries stay in the L2 cache."""
+
+
+class HasLayout(Hashable, Protocol):
+    """A codec, as far as cutting needs it."""
+
+    def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
+        """As ``Codec.layout``."""
+
+
+@lru_cache(maxsize=256)
+def pieces(
+    codec: HasLayout, dtype: DType, numel: int, step: int = TILE
+) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
+    """Cut a flat tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
+    found = []
+    part_start = dict.fromkeys(codec.layout(TensorSpec("", Role.OTHER, dtype, (numel,))), 0)
+    for start in range(0, numel, step):
+        stop = min(start + step, numel)
+        run = codec.layout(TensorSpec("", Role.OTHER, dtype, (stop - start,)))
+        cuts = {name: slice(part_start[name], part_start[name] + part.numel) for name, part in run.items()}
+        found.append((slice(start, stop), cuts))
+        part_start = {name: cut.stop for name, cut in cuts.items()}
+    return tuple(found)
+
+
+def take(parts: Mapping[str, torch.Tensor], cuts: Mapping[str, slice]) -> Parts:
+    """Views of ``parts`` at ``cuts``."""
+    return {name: parts[name][cut] for name, cut in cuts.items()}
+
 
 Direction = Literal["encode", "decode"]
 StateKey = Literal["master", "moment1", "moment2"]

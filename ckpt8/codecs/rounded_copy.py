@@ -24,8 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions
-from ckpt8.codecs.copied import Copied, Run
+from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Copied, Run
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec

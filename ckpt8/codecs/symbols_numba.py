@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ckpt8.codecs import symbols
-from ckpt8.core.numba_kernels import f4, i4, kernel
+from ckpt8.core.numba import f4, i4, kernel
 
 u4 = np.uint32
 

@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.copied import Copied, Run
+from ckpt8.codecs.base import Copied, Run
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
-from ckpt8.compressing import by_tile, lockstep
+from ckpt8.compressing import lockstep
+from ckpt8.compressing.deltas import OpenBase
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.open_base import OpenBase
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, symbols
@@ -26,7 +26,7 @@ from ckpt8.container.differences import difference
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
-from ckpt8.core.files.crc import crc32
+from ckpt8.core.files.source_file import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
 from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.workers import Workers, scratch_elements
@@ -205,7 +205,7 @@ class ChunkEncoder:
             if unit.streams[0].codec.copied is not None:
                 parts = [self._pack_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
             elif tiled is not None:
-                parts = by_tile.encode(unit.streams, originals, first, bases, tiled if measures else None)
+                parts = lockstep.encode_by_tile(unit.streams, originals, first, bases, tiled if measures else None)
             else:
                 parts = lockstep.encode(
                     unit.streams, originals, first, self._backend, self._checkpoint, bases, reuse=reuse

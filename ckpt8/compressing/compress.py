@@ -15,26 +15,21 @@ import torch
 
 from ckpt8.checkpoint.gate import refusal_of
 from ckpt8.checkpoint.readers.entries import directory_name, is_directory
-from ckpt8.checkpoint.replacing import checkpoint_file
-from ckpt8.checkpoint.run_folder import run_in
+from ckpt8.checkpoint.replacing import checkpoint_file, run_in
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint
-from ckpt8.checkpoint.walk import format_path, iter_nodes
+from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
 from ckpt8.compressing.background import PendingSave, start, wait_for
-from ckpt8.compressing.base_choice import Auto, Wanted, bases_kept, is_unlinked, wanted
-from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.chained import chained
 from ckpt8.compressing.compressor import Compressor, Options, Unwritten, within_budget
+from ckpt8.compressing.deltas import Auto, OpenBase, Wanted, bases_kept, chained, is_unlinked, wanted
 from ckpt8.compressing.gpu_encoder import choose_encoder
-from ckpt8.compressing.open_base import OpenBase
-from ckpt8.compressing.plan import Measured, Plan
-from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.plan import Measured, Plan, Policy
 from ckpt8.container.bases import looked_for_in
-from ckpt8.container.json_fields import is_unicode
+from ckpt8.container.columns import is_unicode
+from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
-from ckpt8.container.needed import unneeded_file
 from ckpt8.container.target_names import CONTAINER, default_path
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, OutputError, UsageError

@@ -6,42 +6,269 @@ writer rolls the unit back and tries the next codecs, lossless ones at last: see
 
 ``run`` does all of it. ``pack`` stops when every chunk is packed in memory and the codec of every unit is final. From
 then on the source is not needed: the ``Unwritten`` that ``pack`` returns writes the same file later.
+
+Packs groups of small units: the parts of their storages one behind the other, in worker threads.
+
+A unit is encoded on its own unless its bytes are stored as they are. One that is refused falls back alone: its
+storages go, with the next codecs, to packs beside those of the others.
+
+Chooses the storages that share entries: small ones of one role and codec, where the header would be long otherwise.
+
+Lossless storages form groups one by one. The lossy moments of a parameter stay together: the codec of all of them
+changes where one is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.codecs import config_of
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
-from ckpt8.compressing.group_encoder import EncodedGroup, GroupEncoder, PackedGroup, pack_record, store_group
+from ckpt8.compressing.deltas import check_base
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest
-from ckpt8.compressing.open_base import check_base
-from ckpt8.compressing.plan import Measured, Plan, Refusal, Share, Unit
-from ckpt8.compressing.policy import Policy
-from ckpt8.compressing.sharing import PACK_NAME, share
-from ckpt8.compressing.step_measure import exceeded_share, excess
-from ckpt8.compressing.unit_errors import UnitErrors
-from ckpt8.container import frames, header, layout
-from ckpt8.container.base_record import BaseRecord
+from ckpt8.compressing.plan import LOSSLESS, Measured, Plan, Policy, Refusal, Share, Stream, Unit
+from ckpt8.compressing.unit_errors import UnitErrors, exceeded_share, excess
+from ckpt8.container import frames, header
 from ckpt8.container.facts import NO_PARAMETER
-from ckpt8.container.manifest import FrameTable, Manifest, SliceRecord
-from ckpt8.container.sharded.slices import SliceKey
+from ckpt8.container.header import PACK, entry_names, pack_entry
+from ckpt8.container.manifest import BaseRecord, FrameTable, Manifest, Pack, SliceRecord
+from ckpt8.container.sharded.reading import SliceKey
+from ckpt8.container.symbol_modes import Packing
 from ckpt8.container.writer import ContainerWriter
-from ckpt8.core.collection import without_collection
+from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.crc import combine
+from ckpt8.core.files.source_file import combine, crc32
+from ckpt8.core.tensors import Parts
 from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
+
+_ROOM, _ROOM_SHARE, _BUDGET_ROOM_SHARE = 12 << 10, 256, 4096
+"""The header may take as many bytes, or this part of the source, before storages share entries. A container under a
+budget is so much smaller that its header counts for more."""
+
+_EMPTY_RECORD = 40
+"""What a storage without elements counts, which has no entries but a record in the manifest."""
+
+PACK_NAME = "ckpt8.shared"
+_WIDEST = f"{PACK_NAME}{10**8}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Small units whose streams, place by place, have one role, element type and codec. All are kept whole."""
+
+    units: Sequence[Unit]
+
+    def names(self) -> Iterator[str]:
+        """Names as long as those of its entries: a lossy group may need as many for the units that are refused."""
+        for stream in self.units[0].streams:
+            for codec in stream.codecs:
+                yield from (pack_entry(_WIDEST, part) for part in codec.layout(stream.spec))
+
+
+@without_collection()
+def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list[Group]]:
+    """The units with entries of their own, and groups of the others.
+
+    ``size`` are the bytes of the source; with 0 small units are grouped where the header would have 12 KiB.
+    """
+    is_under_budget = any(stream.second is not None for unit in units for stream in unit.streams)
+    part = _BUDGET_ROOM_SHARE if is_under_budget else _ROOM_SHARE
+    if not _is_header_long(units, max(_ROOM, size // part), slab):
+        return list(units), []
+    own: list[Unit] = []
+    alike: dict[Hashable, list[Unit]] = defaultdict(list)
+    for unit in units:
+        for each in _parts_of(unit):
+            if _is_small(each):
+                alike[tuple((s.spec.role, s.spec.dtype, s.codec, s.second) for s in each.streams)].append(each)
+            else:
+                own.append(each)
+    groups = []
+    for found in alike.values():
+        for run in _cut(found):
+            if len(run) > 1:
+                groups.append(Group([_whole(unit) for unit in run]))
+            else:
+                own += run
+    return own, groups
+
+
+def _is_header_long(units: Iterable[Unit], room: int, slab: int) -> bool:
+    taken = 0
+    for stream in (stream for unit in units for stream in unit.streams):
+        entries = entry_names(stream.codec, stream.spec, slab)
+        taken += sum(map(header.reserved_entry, entries)) if entries else _EMPTY_RECORD
+        if taken > room:
+            return True
+    return False
+
+
+def _parts_of(unit: Unit) -> list[Unit]:
+    """The streams of a lossless unit one by one, if nothing is measured of them together."""
+    if len(unit.streams) == 1 or not unit.is_plain:
+        return [unit]
+    return [Unit((stream,)) for stream in unit.streams]
+
+
+def _is_small(unit: Unit) -> bool:
+    depends = any(stream.codec.companions or stream.codec.copied is not None for stream in unit.streams)
+    return unit.numel <= PACK and not depends
+
+
+def _whole(unit: Unit) -> Unit:
+    """The unit with all its streams kept whole."""
+    if all(stream.base is None for stream in unit.streams):
+        return unit
+    return replace(unit, streams=tuple(replace(stream, base=None) for stream in unit.streams))
+
+
+def _cut(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Runs of units that have at most PACK elements."""
+    run: list[Unit] = []
+    numel = 0
+    for unit in units:
+        if run and numel + unit.numel > PACK:
+            yield run
+            run, numel = [], 0
+        run.append(unit)
+        numel += unit.numel
+    yield run
+
+
+FindRefusal = Callable[[Unit, UnitErrors], "Refusal | None"]
+"""Why the codecs of a unit cannot keep it although they took it."""
+
+
+@dataclass(slots=True)
+class EncodedUnit:
+    """A unit with its final codecs, its errors, and the crc32 of the bytes of each stream as in ``Chunk``."""
+
+    unit: Unit
+    errors: UnitErrors
+    crcs: list[int]
+
+
+@dataclass(slots=True)
+class PackedGroup:
+    """The units of a group, and every pack that they need: its streams, its parts and how its symbols are packed."""
+
+    units: list[EncodedUnit] = field(default_factory=list)
+    packs: list[tuple[list[Stream], Parts, dict[str, Packing]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EncodedGroup:
+    """As ``PackedGroup``, compressed: (stored bytes, crc32) of every frame by part."""
+
+    units: list[EncodedUnit]
+    packs: list[tuple[list[Stream], dict[str, list[tuple[bytes | memoryview, int]]], dict[str, Packing]]]
+
+
+def store_group(group: PackedGroup) -> EncodedGroup:
+    """Compress a packed group."""
+    packs = [
+        (streams, {name: frames.encode_part(name, part, how.get(name)) for name, part in parts.items()}, how)
+        for streams, parts, how in group.packs
+    ]
+    return EncodedGroup(group.units, packs)
+
+
+def pack_record(name: str, streams: Sequence[Stream], tables: dict[str, FrameTable]) -> Pack:
+    """The record of a pack."""
+    spec = streams[0].spec
+    starts = list(accumulate((stream.spec.numel for stream in streams), initial=0))
+    indices = [stream.index for stream in streams]
+    return Pack(name, spec.dtype, spec.role, config_of(streams[0].codec), indices, starts, tables)
+
+
+class GroupEncoder:
+    """Packs groups of units of one checkpoint on the CPU. Thread-safe."""
+
+    def __init__(self, checkpoint: Checkpoint, encoder: ChunkEncoder, refusal_of: FindRefusal) -> None:
+        self._checkpoint = checkpoint
+        self._encoder = encoder
+        self._refusal_of = refusal_of
+
+    def pack(self, group: Group) -> PackedGroup:
+        """Read and pack a group. Raises InputError."""
+        packed, units = PackedGroup(), group.units
+        while units:
+            units = self._pack(units, packed)
+        return packed
+
+    def stored(self, group: Group) -> EncodedGroup:
+        """Read, pack and compress a group. Raises InputError."""
+        return store_group(self.pack(group))
+
+    def _pack(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
+        """Pack those units that their codecs take; return the others with the next codecs."""
+        if all(unit.is_plain for unit in units):
+            self._pack_at_once(units, packed)
+            return []
+        return self._pack_each(units, packed)
+
+    def _pack_each(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
+        """As ``_pack``: every unit is encoded and measured on its own."""
+        refused: list[Unit] = []
+        kept: list[Unit] = []
+        found: list[list[Parts]] = []
+        for unit in units:
+            chunk = self._encoder.encode((unit, 0))
+            self._encoder.finish(unit, chunk.errors)
+            refusal = chunk.refused or self._refusal_of(unit, chunk.errors)
+            if refusal is not None:
+                refused.append(unit.fallback(refusal))
+                continue
+            kept.append(unit)
+            found.append(chunk.parts)
+            packed.units.append(EncodedUnit(unit, chunk.errors, chunk.crcs))
+        for place in range(len(units[0].streams) if kept else 0):
+            parts = [each[place] for each in found]
+            joined = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+            packed.packs.append(([unit.streams[place] for unit in kept], *self._encoder.pack_symbols(joined)))
+        return refused
+
+    def _pack_at_once(self, units: Sequence[Unit], packed: PackedGroup) -> None:
+        """Pack units that are stored as they are."""
+        rows = []
+        for streams in zip(*(unit.streams for unit in units), strict=True):
+            parts, crcs = self._encode(streams)
+            packed.packs.append((list(streams), parts, {}))
+            rows.append(crcs)
+        packed.units += [
+            EncodedUnit(unit, UnitErrors(), list(crcs))
+            for unit, crcs in zip(units, zip(*rows, strict=True), strict=True)
+        ]
+
+    def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int]]:
+        """The parts of lossless streams of one element type, one behind the other, and their checksums."""
+        content = frames.host_bytes(sum(stream.storage.nbytes for stream in streams))
+        view = frames.bytes_of(content)
+        at, crcs = 0, []
+        for stream in streams:
+            stop = at + stream.spec.numel * stream.spec.dtype.itemsize
+            own = view[at:stop]
+            if len(own):
+                self._checkpoint.read_into(stream.storage.offset, own)
+            crcs.append(crc32(own) if stream.storage.crc32 is not None else 0)
+            at = stop
+        return LOSSLESS.encode(content[:at].view(streams[0].spec.dtype.torch)), crcs
+
 
 R = TypeVar("R")
 
@@ -147,7 +374,7 @@ class Compressor:
         self._key_reason = key_reason
         self._plan = plan
         self._options = options
-        self._slab = layout.SLAB
+        self._slab = header.SLAB
         self._measures = options.stats and plan.is_lossy
         self._encoder = encoder or ChunkEncoder(source, measure=self._measures)
         # No method: a cycle of references would keep the source's files until the next collection.
@@ -218,7 +445,7 @@ class Compressor:
                 if any(stream.spec.numel for stream in streams):
                     for part, planes in parts.items():
                         tables[part].add(planes, packings.get(part))
-                        writer.append(layout.pack_entry(name, part), [frame for frame, _ in planes])
+                        writer.append(header.pack_entry(name, part), [frame for frame, _ in planes])
                 results.add_pack(pack_record(name, streams, tables), streams, errors)
                 self._options.progress(sum(stream.spec.numel * stream.spec.dtype.itemsize for stream in streams))
 
@@ -262,7 +489,7 @@ class Compressor:
         errors = self._no_errors(unit)
         packed: list[PackedChunk] = []
         refused: Refusal | None = None
-        for _ in range(layout.chunk_count(unit.numel)):
+        for _ in range(header.chunk_count(unit.numel)):
             chunk = next(chunks)
             refused = refused or chunk.refused
             if refused is None:
@@ -283,7 +510,7 @@ class Compressor:
         while True:
             names, longest = list(shared), list(shared)
             for stream in streams:
-                found = [layout.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
+                found = [header.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
                 names += found[0]
                 most: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
                 longest += most
@@ -311,7 +538,7 @@ class Compressor:
             self._no_errors(unit),
             [0] * len(unit.streams),
         )
-        slabs = layout.slab_chunks(unit.numel, self._slab)
+        slabs = header.slab_chunks(unit.numel, self._slab)
         for k, slab in enumerate(slabs):
             stored: list[_Planes] = [{part: [] for part in table} for table in result.tables]
             for chunk in slab:
@@ -322,7 +549,7 @@ class Compressor:
             for stream, parts in zip(unit.streams, stored, strict=True):
                 for part, planes in parts.items():
                     if result.refused is None:
-                        writer.append(layout.entry_name(stream.spec.name, part, k, len(slabs)), planes)
+                        writer.append(header.entry_name(stream.spec.name, part, k, len(slabs)), planes)
         self._encoder.finish(unit, result.errors)
         return result
 
@@ -338,7 +565,7 @@ class Compressor:
 
 
 def _chunks_of(units: Iterable[Unit]) -> Iterator[Work]:
-    return ((unit, chunk) for unit in units for chunk in range(layout.chunk_count(unit.numel)))
+    return ((unit, chunk) for unit in units for chunk in range(header.chunk_count(unit.numel)))
 
 
 def _refusal(bound: float | None, shares: Mapping[int, Share], unit: Unit, errors: UnitErrors) -> Refusal | None:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.copied import Run
+from ckpt8.codecs.base import Run
 from ckpt8.compressing.chunk_encoder import (
     ChunkEncoder,
     EncodedChunk,
@@ -29,12 +29,11 @@ from ckpt8.compressing.chunk_encoder import (
     read_bytes,
     store,
 )
-from ckpt8.compressing.open_base import OpenBase
+from ckpt8.compressing.deltas import OpenBase
 from ckpt8.container import frames
-from ckpt8.core.buffers import Buffers
 from ckpt8.core.gpu import CudaTransfer, Mark, cut_row, padded, row_bytes
 from ckpt8.core.tensors import DType
-from ckpt8.core.workers import Workers
+from ckpt8.core.workers import Buffers, Workers
 
 R = TypeVar("R")
 

@@ -15,7 +15,7 @@ from ckpt8.checkpoint.meaning.confidence import Confidence
 from ckpt8.checkpoint.meaning.replayed import Order
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
-from ckpt8.codecs.cutting import TILE, take
+from ckpt8.codecs.base import TILE, take
 from ckpt8.codecs.error_measures import (
     Pair,
     factored_step_sums,
@@ -28,11 +28,19 @@ from ckpt8.codecs.error_measures import (
 )
 from ckpt8.codecs.error_stats import StepError, UpdateError
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.one_pass import BudgetedTiles, cuts_of, measure_packed, tiles_of
 from ckpt8.compressing.parameters import Parameter, Replay
 from ckpt8.compressing.plan import Unit, read_tensor
-from ckpt8.compressing.step_measure import StepScales
-from ckpt8.compressing.unit_errors import Moments, TiledErrors, UnitErrors, errors_of
+from ckpt8.compressing.unit_errors import (
+    BudgetedTiles,
+    Moments,
+    StepScales,
+    TiledErrors,
+    UnitErrors,
+    cuts_of,
+    errors_of,
+    measure_packed,
+    tiles_of,
+)
 from ckpt8.container.frames import FRAME
 from ckpt8.core.backend import for_checkpoint, resolve
 from ckpt8.core.tensors import Parts, Role

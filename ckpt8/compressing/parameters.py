@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ckpt8.checkpoint.meaning.replay_settings import find_rule
-from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed
+from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
 from ckpt8.checkpoint.meaning.roles import ParameterState
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise, rule_of
 from ckpt8.checkpoint.scalars import read_settings

@@ -14,11 +14,17 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt8.container.base_record import BaseRecord, read_base
-from ckpt8.container.head import holds_seal, read_head, stated_seal
-from ckpt8.container.header import SEAL_BYTES, is_container
-from ckpt8.container.json_fields import Fields
-from ckpt8.container.stored_manifest import manifest_text, parse_manifest
+from ckpt8.container.columns import Fields
+from ckpt8.container.header import (
+    SEAL_BYTES,
+    holds_seal,
+    is_container,
+    manifest_text,
+    parse_manifest,
+    read_head,
+    stated_seal,
+)
+from ckpt8.container.manifest import BaseRecord, read_base
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import as_private_as, refuse_source
 from ckpt8.core.files.source_file import ByteRange, SourceFile

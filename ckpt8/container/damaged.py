@@ -18,15 +18,13 @@ from pathlib import Path
 import torch
 import zstandard
 
-from ckpt8.container import bases, frames, header, layout
-from ckpt8.container.base_record import BaseRecord
+from ckpt8.container import bases, frames, header
+from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count
 from ckpt8.container.header import Entry
-from ckpt8.container.manifest import Pack, StorageRecord
-from ckpt8.container.places import NOWHERE, Locator, Places, check_frame_count
+from ckpt8.container.manifest import BaseRecord, Pack, StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import FilePool
+from ckpt8.core.files.source_file import FilePool, crc32
 from ckpt8.core.tensors import Parts
 
 _SEARCHED = 1 << 27
@@ -74,8 +72,8 @@ class DamagedContainer(ContainerReader):
         """The lost runs [start, stop) of a storage, in elements."""
         numel, lost = self.manifest.storages[storage].numel, self.lost.get(storage, set())
         # A run starts at a lost chunk whose predecessor is not lost, and stops after one whose successor is not.
-        starts = sorted(chunk * layout.FRAME for chunk in lost if chunk - 1 not in lost)
-        stops = sorted(min((chunk + 1) * layout.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
+        starts = sorted(chunk * header.FRAME for chunk in lost if chunk - 1 not in lost)
+        stops = sorted(min((chunk + 1) * header.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
         return list(zip(starts, stops, strict=True))
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
@@ -221,20 +219,20 @@ class DamagedContainer(ContainerReader):
             if record.pack is not None:
                 continue
             check_frame_count(record, str(self.path))
-            slabs = layout.slab_chunks(record.numel, self.manifest.slab)
+            slabs = header.slab_chunks(record.numel, self.manifest.slab)
             layouts = self.codec(index).layout(self.spec(index))
             for part, table in record.parts.items():
-                planes = layout.planes(layouts[part]) if part in layouts else 0
+                planes = header.planes(layouts[part]) if part in layouts else 0
                 for k, chunks in enumerate(slabs):
                     lengths = table.lengths[chunks.start * planes : chunks.stop * planes]
                     if lengths:
                         facts = sum(lengths), lengths[0], table.crcs[chunks.start * planes]
-                        yield layout.entry_name(record.name, part, k, len(slabs)), facts
+                        yield header.entry_name(record.name, part, k, len(slabs)), facts
         for pack in self.manifest.packs:
             for part, table in pack.parts.items():
                 if table.lengths:
                     facts = sum(table.lengths), table.lengths[0], table.crcs[0]
-                    yield layout.pack_entry(pack.name, part), facts
+                    yield header.pack_entry(pack.name, part), facts
 
     def _fill_hole(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> Iterator[Entry]:
         """Find entries of ``missing`` one after the other from ``start`` on, and remove them from it."""

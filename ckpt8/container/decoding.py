@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from ckpt8.container.layout import FRAME, chunk_count
+from ckpt8.container.header import FRAME, chunk_count
 from ckpt8.container.manifest import Pack, TensorRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.elements import assign
 from ckpt8.core.errors import InputError
-from ckpt8.core.workers import Progress, Workers, scratch_elements
+from ckpt8.core.workers import Progress, Workers, assign, scratch_elements
 
 Chunk = tuple[int, int]
 """The index of a storage, and the number of one of its chunks."""

@@ -3,6 +3,8 @@
 A part of one byte per element is one plane; a wider part is cut into its bytes, most significant first. A frame is
 an independent zstd frame with its content size, or the plane itself where zstd hardly makes it smaller; the
 stored length tells which. The manifest holds the stored length and the crc32 of the stored bytes.
+
+Reads one part of a chunk: every frame of it, checked, and inflated to its place in a row of planes.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import torch
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.container.layout import FRAME, MAX_WINDOW
+from ckpt8.container import header
+from ckpt8.container.checks import PartPlace
+from ckpt8.container.header import FRAME, MAX_WINDOW
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.crc import crc32
+from ckpt8.core.files.source_file import SourceFile, crc32
 from ckpt8.core.tensors import PartSpec
+from ckpt8.core.workers import scratch, scratch_elements
 
 __all__ = ["FRAME", "bytes_of", "check", "decode_part", "encode_part", "host_bytes", "inflate"]
 
@@ -148,3 +153,31 @@ def decode_part(row: torch.Tensor, spec: PartSpec) -> torch.Tensor:
     if size == 1:
         return row.view(spec.dtype.torch)
     return torch.stack(tuple(reversed(row.view(size, -1).unbind())), dim=1).view(spec.dtype.torch).view(-1)
+
+
+def read_part(
+    file: SourceFile, place: PartPlace | None, spec: PartSpec, chunk: int, where: str, *, reuse: bool = False
+) -> tuple[torch.Tensor, Packing | None]:
+    """One part of a chunk; if it holds symbols, a row of planes and how they are packed.
+
+    With ``reuse`` this row is in a buffer of this thread, until it reads another so. Raises InputError, which begins
+    with ``where``, for damage.
+    """
+    if place is None:
+        raise InputError(f"{where}: is not to be found")
+    count = header.planes(spec)
+    packing = Packing(place.table.modes[chunk], spec.numel) if spec.is_symbols else None
+    lengths = [spec.nbytes // count] * count if packing is None else packing.plane_lengths
+    total, at = sum(lengths), 0
+    row = scratch_elements("row", torch.uint8, total) if reuse and packing is not None else host_bytes(total)
+    view = bytes_of(row)
+    for k, length in enumerate(lengths, chunk * count):
+        plane, size = view[at : at + length], place.table.lengths[k]
+        # A plane that zstd did not make smaller is stored as it is.
+        stored = plane if size == length else scratch("stored", size)
+        file.read_into(place.offsets[k], stored)
+        check(stored, place.table.crcs[k], where)
+        if size != length:
+            inflate(stored, plane, where)
+        at += length
+    return decode_part(row, spec), packing

@@ -4,17 +4,34 @@
 
 safetensors demands that the entries cover the data without holes or overlaps, in any order of keys; ckpt8 writes and
 reads them in the order of their offsets. Every entry has dtype U8.
+
+Reads header, manifest and seal of a container, and what a file states as its seal.
+
+Where everything of a storage lies: chunks of 2^20 elements, slabs of whole chunks, one entry per part and slab.
+
+Inflates the frames of plain bytes, such as skeletons, without torch.
+
+Stores the JSON of a manifest in one frame of zstd, within the bounds of a reader.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import zstandard
+
+from ckpt8.codecs import Codec
+from ckpt8.container.symbol_modes import PLANES
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.json_text import parse_json
+from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
+from ckpt8.core.tensors import PartSpec, TensorSpec
 
 MAX_HEADER = 100_000_000
 """safetensors' own limit in bytes."""
@@ -153,3 +170,183 @@ def parse(text: bytes, data_bytes: int, where: str) -> list[Entry]:
     if position != data_bytes:
         raise InputError(f"{where}: holds {data_bytes} bytes of data, the header describes {position}; truncated?")
     return entries
+
+
+class Head(NamedTuple):
+    """The entries but manifest and seal, the stored manifest, and the offset that entries count from."""
+
+    entries: list[Entry]
+    manifest: bytes
+    data_start: int
+
+
+def read_head(file: SourceFile, where: str) -> Head:
+    """The head of a container, once header and manifest match the seal. Raises InputError."""
+    size = file.source.length
+    if size < LENGTH_BYTES + 2:
+        raise InputError(f"{where}: is not a ckpt8 file ({size} bytes)")
+    length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
+    if length > min(MAX_HEADER, size - LENGTH_BYTES):
+        raise InputError(f"{where}: is not a ckpt8 file, or is cut off")
+    head = file.read(0, LENGTH_BYTES + length)
+    start = len(head)
+    entries = parse(head[LENGTH_BYTES:], size - start, where)
+    if [entry.name for entry in entries[-2:]] != [MANIFEST, SEAL]:
+        raise InputError(f"{where}: does not end in a manifest and a seal")
+    manifest, seal = entries[-2:]
+    stored = file.read(start + manifest.start, manifest.nbytes)
+    if file.read(start + seal.start, seal.nbytes) != hashlib.sha256(head + stored).digest():
+        raise InputError(f"{where}: header or manifest does not match the seal; the file is damaged")
+    return Head(entries[:-2], stored, start)
+
+
+def holds_seal(path: Path, seal: str) -> bool:
+    """Whether a file states this seal, in hexadecimal digits, and its header and manifest match it.
+
+    Most files are told by their last bytes, and no more of them is read.
+    """
+    if stated_seal(path) != seal:
+        return False
+    try:
+        with closing(SourceFile(ByteRange.of(path))) as file:
+            read_head(file, str(path))
+    except InputError:
+        return False
+    return True
+
+
+def stated_seal(path: Path) -> str | None:
+    """The last bytes of a container, which should be its seal, in hexadecimal digits; None for any other file."""
+    if not is_container(path):
+        return None
+    try:
+        with path.open("rb") as file:
+            file.seek(-SEAL_BYTES, 2)
+            return file.read().hex()
+    except OSError:
+        return None
+
+
+FRAME = 1 << 20
+"""Elements of a storage that one frame covers."""
+
+MAX_WINDOW = 1 << 24
+"""The most bytes that the decoder of a zstd frame keeps."""
+
+SLAB = 1 << 24
+"""Elements in a slab unless the header would grow past the limit of safetensors."""
+
+PACK = 1 << 16
+"""The most elements of all storages that share entries: what one damaged frame can lose of them."""
+
+
+def chunk_count(numel: int) -> int:
+    """Number of chunks of a storage."""
+    return -(-numel // FRAME)
+
+
+def chunk_spec(spec: TensorSpec, chunk: int) -> TensorSpec:
+    """The specification of one chunk of a storage: FRAME elements, the last one fewer."""
+    return replace(spec, shape=(min(FRAME, spec.numel - chunk * FRAME),))
+
+
+def slab_chunks(numel: int, slab: int) -> list[range]:
+    """The chunks of every slab, in order."""
+    total, step = chunk_count(numel), slab // FRAME
+    return [range(first, min(first + step, total)) for first in range(0, total, step)]
+
+
+def entry_name(storage: str, part: str, slab: int, slabs: int) -> str:
+    """Name of the entry of one part of one slab; the number is left out where there is only one slab."""
+    return f"{storage}/{part}" if slabs == 1 else f"{storage}/{part}@{slab}"
+
+
+def pack_entry(pack: str, part: str) -> str:
+    """Name of the entry of one part of a pack. Names of other entries have a slash behind that of their storage."""
+    return f"{pack}:{part}"
+
+
+def pack_layout(codec: Codec, spec: TensorSpec, numels: Iterable[int]) -> dict[str, tuple[PartSpec, list[int]]]:
+    """For each part of a pack its specification, and the first element of every storage in it and the number of all.
+
+    ``spec`` gives role and element type. A storage is encoded on its own; the parts follow each other.
+    """
+    parts = codec.layout(replace(spec, shape=(0,)))
+    sizes: dict[int, list[int]] = {}
+    starts: list[list[int]] = [[0] for _ in parts]
+    for numel in numels:
+        if numel not in sizes:
+            sizes[numel] = [part.numel for part in codec.layout(replace(spec, shape=(numel,))).values()]
+        for found, size in zip(starts, sizes[numel], strict=True):
+            found.append(found[-1] + size)
+    return {
+        name: (replace(part, numel=found[-1]), found) for (name, part), found in zip(parts.items(), starts, strict=True)
+    }
+
+
+def entry_names(codec: Codec, spec: TensorSpec, slab: int) -> list[str]:
+    """Names of all entries of a storage in the order in which they are written."""
+    slabs = len(slab_chunks(spec.numel, slab))
+    return [entry_name(spec.name, part, k, slabs) for k in range(slabs) for part in codec.layout(spec)]
+
+
+def planes(part: PartSpec) -> int:
+    """Frames that one chunk of a part takes: one for each byte of its elements, some of them empty for symbols."""
+    return PLANES if part.is_symbols else part.dtype.itemsize
+
+
+def inflate_plain(stored: bytes, length: int, where: str) -> bytes:
+    """The ``length`` bytes of one plane. Raises InputError when the frame does not hold as many."""
+    if len(stored) == length:
+        return stored
+    try:
+        declared = zstandard.get_frame_parameters(stored)
+        if declared.content_size == length and declared.window_size <= MAX_WINDOW:
+            return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompress(stored)
+    except zstandard.ZstdError as exc:
+        raise InputError(f"{where}: frame cannot be decompressed: {exc}") from exc
+    raise InputError(f"{where}: frame does not declare the {length} bytes it must hold")
+
+
+_FLOOR = 1 << 20
+_RATIO = 64
+"""A manifest may inflate to 1 MiB plus 64 times its stored size: most stay below 12."""
+
+_LEVELS = (9, -1, -10, -100, -1000, -10_000, -100_000)
+"""Levels of zstd, the best one first. Nearly equal records compress better than a reader accepts."""
+
+
+def pack_manifest(tree: dict[str, Any], rest: int) -> bytes:
+    """The stored manifest of a container of ``rest`` more bytes, as small as a reader accepts it."""
+    text = json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+    costs = cost(text)
+    for level in _LEVELS:
+        stored = zstandard.ZstdCompressor(level=level).compress(text)
+        if len(text) <= _FLOOR + _RATIO * len(stored) and costs <= _allowed(rest + len(stored)):
+            break
+    return stored
+
+
+def unpack_manifest(stored: bytes, size: int, where: str) -> Any:
+    """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
+    return parse_manifest(manifest_text(stored, where), size, where)
+
+
+def manifest_text(stored: bytes, where: str) -> bytes:
+    """The JSON of a stored manifest. Raises InputError."""
+    try:
+        declared = zstandard.frame_content_size(stored)
+        if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
+            raise InputError(f"{where}: manifest declares an implausible size")
+        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
+    except zstandard.ZstdError as exc:
+        raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc
+
+
+def parse_manifest(text: bytes, size: int, where: str) -> Any:
+    """The tree of the JSON of a manifest in a container of ``size`` bytes. Raises InputError."""
+    return parse_json(text, f"{where}: manifest", _allowed(size))
+
+
+def _allowed(size: int) -> int:
+    return FREE + MANIFEST_COST * size

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ckpt8.container import frames
+from ckpt8.container.checks import CRC_BYTES, member_runs
 from ckpt8.container.manifest import StorageRecord
-from ckpt8.container.member_layout import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error
 from ckpt8.core.workers import Workers

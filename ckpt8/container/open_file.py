@@ -12,8 +12,8 @@ from ckpt8.container.decoding import decode_tensor
 from ckpt8.container.facts import tensor_facts
 from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.damaged import CheckpointDirectory
 from ckpt8.container.sharded.reading import find_sharded
-from ckpt8.container.sharded.tensors import CheckpointDirectory
 from ckpt8.core.arguments import checked
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import UsageError

@@ -12,19 +12,13 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ckpt8.codecs.lossless import RAW_PART, Lossless
-from ckpt8.container import layout
-from ckpt8.container.base_record import BaseRecord, read_base
-from ckpt8.container.columns import Table, as_count, as_step, as_text, below, or_null
-from ckpt8.container.head import read_head
-from ckpt8.container.header import SEAL_BYTES, check_version
-from ckpt8.container.json_fields import Fields
-from ckpt8.container.manifest import SHARED
-from ckpt8.container.member_paths import check_path
-from ckpt8.container.plain_frames import inflate_plain
-from ckpt8.container.stored_manifest import unpack_manifest
+from ckpt8.container import header
+from ckpt8.container.checks import check_path
+from ckpt8.container.columns import Fields, Table, as_count, as_step, as_text, below, or_null
+from ckpt8.container.header import SEAL_BYTES, check_version, inflate_plain, read_head, unpack_manifest
+from ckpt8.container.manifest import SHARED, BaseRecord, read_base
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.files.source_file import SourceFile, crc32
 from ckpt8.core.tensors import DType
 
 _LONGEST = 1 << 26
@@ -72,7 +66,7 @@ class Overview:
         self.budget = fields.optional("budget", dict)
         self.base: BaseRecord | None = read_base(fields)
         self._slab = fields.count("slab")
-        if self._slab % layout.FRAME or not self._slab:
+        if self._slab % header.FRAME or not self._slab:
             raise fields.fail("slab")
         self.members = [*fields.each("members", _member), *self._table()]
         if self.directory is not None:
@@ -144,23 +138,23 @@ class Overview:
         """
         name = storage.record.get("name", str)
         lengths, crcs = table.counts("lengths"), table.counts("crcs", 1 << 32)
-        chunks = 1 if storage.is_shared else layout.chunk_count(storage.of)
+        chunks = 1 if storage.is_shared else header.chunk_count(storage.of)
         if not chunks == len(lengths) == len(crcs):
             raise InputError(f"{self._where}: {name}: has frames that do not fit its {storage.of} elements")
         if storage.is_shared:
-            entry = self._entries.get(layout.pack_entry(name, part))
+            entry = self._entries.get(header.pack_entry(name, part))
         else:
-            slabs = len(layout.slab_chunks(storage.of, self._slab))
-            entry = self._entries.get(layout.entry_name(name, part, 0, slabs))
+            slabs = len(header.slab_chunks(storage.of, self._slab))
+            entry = self._entries.get(header.entry_name(name, part, 0, slabs))
         found = []
         offset = 0
-        for chunk in range(min(chunks, layout.chunk_count(stop))):
+        for chunk in range(min(chunks, header.chunk_count(stop))):
             if entry is None or offset + lengths[chunk] > entry.nbytes:
                 raise InputError(f"{self._where}: {name}: frames of {part!r} do not fill their entry")
             stored = self._file.read(self._start + entry.start + offset, lengths[chunk])
             if crc32(stored) != crcs[chunk]:
                 raise InputError(f"{self._where}: {name}: checksum does not match; the file is damaged")
-            count = storage.of if storage.is_shared else min(layout.FRAME, storage.of - chunk * layout.FRAME)
+            count = storage.of if storage.is_shared else min(header.FRAME, storage.of - chunk * header.FRAME)
             found.append(inflate_plain(stored, count * size, self._where))
             offset += lengths[chunk]
         return b"".join(found)
@@ -173,9 +167,9 @@ def _member(fields: Fields) -> Contained:
 def _shared(record: Fields, columns: Fields) -> Iterator[tuple[int, _Storage]]:
     """The storages of a pack by index."""
     table = Table(columns, "storages")
-    numels = table.each("numel", below(layout.PACK + 1))
+    numels = table.each("numel", below(header.PACK + 1))
     *starts, of = accumulate(numels, initial=0)
-    if of > layout.PACK:
+    if of > header.PACK:
         raise columns.fail("numel")
     codec = columns.get("codec", dict)
     indices = accumulate(table.each("storages", as_step))

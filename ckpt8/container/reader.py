@@ -1,42 +1,218 @@
-"""Reads a ``.ckpt8``: the seal first, then the manifest, then any chunk of any storage on its own."""
+"""Reads a ``.ckpt8``: the seal first, then the manifest, then any chunk of any storage on its own.
+
+Reads storages that share entries. A thread keeps the packs that it used last: their storages are read in turn.
+
+Reads the elements of copies, which are rounded from masters that are other storages.
+
+What the parts of a difference count from: the parts of its base, or those of the base's decoded elements.
+
+The companions of chunks that row and column statistics in a container give.
+
+The bytes of a member outside its tensors, without torch: what ``inspect`` needs to name what a pickle would call.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.base import Companions
+from ckpt8.codecs.base import Companions, Run
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.codecs.rounded_copy import ROUNDED
-from ckpt8.container import bases, header, layout
-from ckpt8.container.base_record import BaseRecord
-from ckpt8.container.copies import check_companions, check_references
-from ckpt8.container.copy_reader import read_copy
-from ckpt8.container.factored_companions import expanded
-from ckpt8.container.head import read_head
-from ckpt8.container.header import Entry
-from ckpt8.container.links import Base, check_deltas
-from ckpt8.container.manifest import Manifest, Pack
-from ckpt8.container.manifest_reading import read_manifest
-from ckpt8.container.member_layout import check_members
-from ckpt8.container.member_paths import check_paths
-from ckpt8.container.pack_reader import PackReader
-from ckpt8.container.places import Locator, Places
-from ckpt8.container.stored_manifest import unpack_manifest
+from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
+from ckpt8.container import bases, header
+from ckpt8.container.checks import (
+    Base,
+    Locator,
+    Places,
+    check_companions,
+    check_deltas,
+    check_members,
+    check_paths,
+    check_references,
+    member_runs,
+)
+from ckpt8.container.header import FRAME, Entry, inflate_plain, read_head, unpack_manifest
+from ckpt8.container.manifest import BaseRecord, Manifest, Pack, StorageRecord
+from ckpt8.container.manifest_json import read_manifest
 from ckpt8.container.symbol_modes import Packing
-from ckpt8.core.backend import for_checkpoint
-from ckpt8.core.closing import Closing
-from ckpt8.core.collection import without_collection
-from ckpt8.core.errors import InputError
-from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
+from ckpt8.core.backend import Backend, for_checkpoint
+from ckpt8.core.closing import Closing, without_collection
+from ckpt8.core.errors import InputError, RefusedError
+from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile, crc32
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import torch
+
+
+_KEPT = 16
+"""Packs that a thread keeps: more than a checkpoint has roles and element types."""
+
+ReadPart = Callable[[Pack, str, PartSpec, str], "torch.Tensor"]
+"""Reads one part of a pack for the storage of a name. Raises InputError for damage."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """A pack in memory: its parts, where each storage begins in them, and its elements if these were asked for."""
+
+    record: Pack
+    codec: Codec
+    specs: dict[str, tuple[PartSpec, list[int]]]
+    parts: Parts
+    elements: torch.Tensor | None = None
+
+
+class PackReader:
+    """Gives the parts and the elements of storages in packs. Thread-safe."""
+
+    def __init__(self, codec_of: Callable[[Pack], Codec], read: ReadPart) -> None:
+        self._codec_of = codec_of
+        self._read = read
+        self._local = threading.local()
+
+    def parts(self, record: StorageRecord, only: Collection[str] | None = None) -> Parts:
+        """The parts of one storage, all or ``only`` some."""
+        pack, at = self._open(record), record.place
+        parts = self._read_parts(pack, record, only)
+        return {part: parts[part][pack.specs[part][1][at] : pack.specs[part][1][at + 1]] for part in parts}
+
+    def elements(self, record: StorageRecord, backend: Backend | None) -> torch.Tensor | None:
+        """The decoded elements of one storage; None where its codec decodes it only on its own."""
+        pack = self._open(record)
+        if not pack.codec.by_element:
+            return None
+        if pack.elements is None:
+            parts = self._read_parts(pack, record, None)
+            pack.elements = pack.codec.decode(parts, pack.record.spec, backend=backend)
+        starts = pack.record.starts
+        return pack.elements[starts[record.place] : starts[record.place + 1]]
+
+    def _read_parts(self, pack: _Open, record: StorageRecord, only: Collection[str] | None) -> Parts:
+        """The parts of the whole pack, all or ``only`` some."""
+        wanted = [part for part in pack.specs if only is None or part in only]
+        for part in wanted:
+            if part not in pack.parts:
+                pack.parts[part] = self._read(pack.record, part, pack.specs[part][0], record.name)
+        return {part: pack.parts[part] for part in wanted}
+
+    def _open(self, record: StorageRecord) -> _Open:
+        owner = record.pack
+        assert owner is not None  # noqa: S101
+        kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("kept", OrderedDict())
+        found = kept.get(owner)
+        if found is None:
+            codec = self._codec_of(owner)
+            found = kept[owner] = _Open(owner, codec, header.pack_layout(codec, owner.spec, owner.numels), {})
+            if len(kept) > _KEPT:
+                kept.popitem(last=False)
+        else:
+            kept.move_to_end(owner)
+        return found
+
+
+class Chunks(Protocol):
+    """An open container."""
+
+    def codec(self, storage: int) -> Codec:
+        """The codec of a storage."""
+
+    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+        """The parts of one chunk."""
+
+    def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
+        """One decoded chunk."""
+
+
+def read_copy(chunks: Chunks, runs: Iterable[Run], numel: int, dtype: DType) -> torch.Tensor:
+    """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
+    from ckpt8.container import frames
+
+    out = frames.host_bytes(numel * dtype.itemsize).view(dtype.torch)
+    at, last, rounded = 0, (-1, -1), out
+    for storage, start, count in runs:
+        begin, stop = at, at + count
+        if storage is None:
+            fill_padding(out[begin:stop], start)
+            at = stop
+            continue
+        while at < stop:
+            chunk, into = divmod(start + at - begin, header.FRAME)
+            if (storage, chunk) != last:
+                last, rounded = (storage, chunk), _rounded_chunk(chunks, storage, chunk, dtype)
+            length = min(stop - at, header.FRAME - into)
+            out[at : at + length] = rounded[into : into + length]
+            at += length
+    return out
+
+
+def _rounded_chunk(chunks: Chunks, storage: int, chunk: int, dtype: DType) -> torch.Tensor:
+    """One chunk of a master rounded to ``dtype``; to bf16 from its upper parts alone where it has them."""
+    codec = chunks.codec(storage)
+    if codec.upper_parts and dtype is DType.BFLOAT16:
+        return codec.upper(chunks.read_parts(storage, chunk, codec.upper_parts))
+    return round_to(dtype, chunks.read_chunk(storage, chunk))
+
+
+class _Base(Protocol):
+    @property
+    def backend(self) -> Backend | None: ...
+
+    def codec(self, storage: int) -> Codec: ...
+
+    def chunk_spec(self, storage: int, chunk: int) -> TensorSpec: ...
+
+    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts: ...
+
+    def where(self, storage: int) -> str: ...
+
+
+def predicted_parts(codec: Codec, base: _Base, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+    """The parts, all or ``only`` some, that those of a chunk under ``codec`` are compared with.
+
+    They are those of ``storage`` of the base. A lattice with another step or salt counts from the points next to the
+    decoded weights of the base. Raises InputError.
+    """
+    below = base.codec(storage)
+    if codec == below:
+        return base.read_parts(storage, chunk, only)
+    spec, first = base.chunk_spec(storage, chunk), chunk * FRAME
+    elements = below.decode(base.read_parts(storage, chunk), spec, backend=base.backend, first=first)
+    try:
+        parts = codec.encode(elements, backend=base.backend, first=first)
+    except RefusedError as exc:
+        raise InputError(f"{base.where(storage)}: {exc}, and no difference counts from that") from exc
+    return parts if only is None else {name: parts[name] for name in only if name in parts}
+
+
+class _Reader(Protocol):
+    def codec(self, storage: int) -> Codec: ...
+
+    def chunk_spec(self, storage: int, chunk: int) -> TensorSpec: ...
+
+    def read_chunk(self, storage: int, chunk: int) -> torch.Tensor: ...
+
+
+def expanded(reader: _Reader, storage: int, chunk: int) -> Parts:
+    """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
+    factored = reader.codec(storage).factored
+    if not factored:
+        return {}
+    from ckpt8.codecs.factored import expand
+
+    first, numel = chunk * FRAME, reader.chunk_spec(storage, chunk).numel
+    return {
+        name: expand(each, reader.read_chunk(each.rows, 0), reader.read_chunk(each.columns, 0), first, numel)
+        for name, each in factored.items()
+    }
 
 
 class ContainerReader(Closing):
@@ -128,7 +304,7 @@ class ContainerReader(Closing):
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)
         manifest = read_manifest(unpack_manifest(stored, self.size, where), where)
-        if manifest.frame != layout.FRAME or manifest.slab % layout.FRAME or not manifest.slab:
+        if manifest.frame != header.FRAME or manifest.slab % header.FRAME or not manifest.slab:
             raise InputError(f"{where}: manifest is malformed at 'slab'")
         return manifest
 
@@ -156,7 +332,7 @@ class ContainerReader(Closing):
 
     def chunk_spec(self, storage: int, chunk: int) -> TensorSpec:
         """The specification of one chunk of a storage."""
-        return layout.chunk_spec(self.spec(storage), chunk)
+        return header.chunk_spec(self.spec(storage), chunk)
 
     def _locate(self, entries: dict[str, Entry]) -> dict[int | Pack, Places]:
         """Where all frames lie: by storage, or by pack. Raises InputError."""
@@ -197,7 +373,6 @@ class ContainerReader(Closing):
         if base is None:
             return self._read_own(storage, chunk, only, reuse=reuse)
         from ckpt8.container.differences import total
-        from ckpt8.container.predicted import predicted_parts
         from ckpt8.container.symbols import unpack_parts
 
         # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
@@ -214,12 +389,12 @@ class ContainerReader(Closing):
         self, storage: int, chunk: int, only: Collection[str] | None, *, reuse: bool
     ) -> tuple[Parts, dict[str, Packing]]:
         """As ``read_packed`` of a storage in no pack, but differences as they are."""
-        from ckpt8.container.part_reader import read_part
+        from ckpt8.container.frames import read_part
 
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
         copied: Parts = {}
         if codec.copied is not None:
-            runs = codec.copied.cut(chunk * layout.FRAME, spec.numel)
+            runs = codec.copied.cut(chunk * header.FRAME, spec.numel)
             copied[ROUNDED] = read_copy(self, runs, spec.numel, codec.copied.rounded_type(spec.dtype))
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
@@ -237,7 +412,7 @@ class ContainerReader(Closing):
     def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec, name: str) -> torch.Tensor:
         """One part of a pack. Raises InputError that names the tensor ``name``, for which it is read."""
         from ckpt8.container import frames
-        from ckpt8.container.part_reader import read_part
+        from ckpt8.container.frames import read_part
         from ckpt8.container.symbols import unpack_parts
 
         if not pack.numel:
@@ -281,7 +456,7 @@ class ContainerReader(Closing):
 
         Symbols are in a buffer of this thread, until it decodes another chunk.
         """
-        spec, first = self.chunk_spec(storage, chunk), chunk * layout.FRAME
+        spec, first = self.chunk_spec(storage, chunk), chunk * header.FRAME
         # Companions first: while they are decoded, there are no other parts in memory.
         companions = self.companions(storage, chunk)
         parts = self.read_parts(storage, chunk, reuse=True)
@@ -309,3 +484,59 @@ class ContainerReader(Closing):
         out = frames.host_bytes(spec.numel * spec.dtype.itemsize).view(spec.dtype.torch)
         self.fill_chunk(storage, chunk, out)
         return out
+
+
+class SkeletonFile(SourceFile):
+    """A member whose tensors are zero. Messages name the container. The caller closes that."""
+
+    def __init__(self, reader: ContainerReader, member: int) -> None:
+        record = reader.manifest.members[member]
+        self.source = ByteRange(reader.path, 0, record.size, record.path)
+        self._reader = reader
+        self._skeleton = record.skeleton
+        runs = member_runs(reader.manifest, member, str(reader.path))
+        self._runs = [run for run in runs if run.storage == self._skeleton]
+        self._starts = [run.start for run in self._runs]
+        self._stops = [run.stop for run in self._runs]
+        self._last: tuple[int, bytes] = (-1, b"")
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the container."""
+        return self._reader.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``. Raises InputError for damage and behind the end."""
+        self._check_extent(offset, len(buffer))
+        buffer[:] = bytes(len(buffer))
+        stop = offset + len(buffer)
+        for at in range(bisect_right(self._stops, offset), bisect_left(self._starts, stop)):
+            run = self._runs[at]
+            start, end = max(run.start, offset), min(run.stop, stop)
+            while start < end:
+                chunk, into = divmod(run.origin + start - run.start, FRAME)
+                part = self._chunk(chunk)[into : into + end - start]
+                buffer[start - offset : start - offset + len(part)] = part
+                start += len(part)
+
+    def _chunk(self, chunk: int) -> bytes:
+        if self._last[0] != chunk:
+            stored = self._reader.manifest.storages[self._skeleton]
+            if stored.pack is None:
+                content = self._frame(self._skeleton, chunk, self._reader.chunk_spec(self._skeleton, chunk).numel)
+            else:
+                start, stop = stored.pack.starts[stored.place : stored.place + 2]
+                content = self._frame(stored.pack, 0, stored.pack.numel)[start:stop]
+            self._last = (chunk, content)
+        return self._last[1]
+
+    def _frame(self, owner: int | Pack, index: int, length: int) -> bytes:
+        """The content of one frame of a storage or a pack."""
+        stored = self._reader.stored_frame(owner, RAW_PART, index)
+        return inflate_plain(stored, length, str(self.source))
+
+    def check_unchanged(self) -> None:
+        """Nothing to check: every frame is checked when it is read."""
+
+    def close(self) -> None:
+        """The caller closes the container."""

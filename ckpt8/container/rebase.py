@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt8.container import frames, layout
+from ckpt8.container import frames, header
 from ckpt8.container.bases import sources_of
-from ckpt8.container.kept_bases import drop_unneeded
+from ckpt8.container.kept_bases import drop_unneeded, refuse_needed
 from ckpt8.container.manifest import FrameTable, Manifest, Pack
-from ckpt8.container.needed import refuse_needed
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.container.symbol_modes import Packing
@@ -141,7 +140,7 @@ def _slabs(reader: ContainerReader) -> Iterator[_Slab]:
             if owner.numel:
                 yield _Slab(owner, range(1))
         elif places:
-            slabs = layout.slab_chunks(reader.manifest.storages[owner].numel, reader.manifest.slab)
+            slabs = header.slab_chunks(reader.manifest.storages[owner].numel, reader.manifest.slab)
             yield from (_Slab(owner, chunks, k, len(slabs)) for k, chunks in enumerate(slabs))
 
 
@@ -154,7 +153,7 @@ def _offset(reader: ContainerReader, slab: _Slab) -> int:
 
 
 def _chunks(reader: ContainerReader, owner: int | Pack) -> int:
-    return 1 if isinstance(owner, Pack) else layout.chunk_count(reader.manifest.storages[owner].numel)
+    return 1 if isinstance(owner, Pack) else header.chunk_count(reader.manifest.storages[owner].numel)
 
 
 def _nbytes(reader: ContainerReader, slab: _Slab) -> int:
@@ -162,16 +161,16 @@ def _nbytes(reader: ContainerReader, slab: _Slab) -> int:
     if isinstance(slab.owner, Pack):
         return slab.owner.numel * slab.owner.dtype.itemsize
     record = reader.manifest.storages[slab.owner]
-    stop = min(slab.chunks.stop * layout.FRAME, record.numel)
-    return (stop - slab.chunks.start * layout.FRAME) * record.dtype.itemsize
+    stop = min(slab.chunks.stop * header.FRAME, record.numel)
+    return (stop - slab.chunks.start * header.FRAME) * record.dtype.itemsize
 
 
 def _names(reader: ContainerReader, slab: _Slab) -> list[str]:
     """The names of its entries, in the order of its parts."""
     if isinstance(slab.owner, Pack):
-        return [layout.pack_entry(slab.owner.name, part) for part in slab.owner.parts]
+        return [header.pack_entry(slab.owner.name, part) for part in slab.owner.parts]
     record = reader.manifest.storages[slab.owner]
-    return [layout.entry_name(record.name, part, slab.number, slab.slabs) for part in record.parts]
+    return [header.entry_name(record.name, part, slab.number, slab.slabs) for part in record.parts]
 
 
 def _copy(reader: ContainerReader, writer: ContainerWriter, slab: _Slab) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpt8.container.checks import is_plain_name
 from ckpt8.container.manifest import Manifest
-from ckpt8.container.member_paths import is_plain_name
 from ckpt8.core.errors import OutputError
 
 CONTAINER = ".ckpt8"

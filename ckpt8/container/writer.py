@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ckpt8.container import header
-from ckpt8.container.header import Entry
+from ckpt8.container.header import Entry, pack_manifest
+from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.manifest_json import manifest_json
-from ckpt8.container.needed import unneeded_file
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.stored_manifest import pack_manifest
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import Ckpt8Error, OutputError
 from ckpt8.core.files.atomic import AtomicFile, Room

@@ -1,14 +1,28 @@
-"""Chooses what to convert of a source: a model, and its optimizer."""
+"""Chooses what to convert of a source: a model, and its optimizer.
+
+An opened source: one tree over one address space, and the files that are not in it.
+
+The address space is a Composite. It takes over the storages of members, with a prefix before their keys.
+
+Tensors for a target: cast when somebody reads them, or held in memory.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
-from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.walk import format_path, iter_nodes
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.sources.composite import Composite, add_prefix, computed
+from ckpt8.checkpoint.tree import Held, TensorRef, format_path, iter_nodes
+from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 
 _LISTED = 20
@@ -61,3 +75,64 @@ def check_optimizer(label: str, optimizer: Candidate) -> None:
 def model_tensors(model: Candidate) -> dict[str, TensorRef]:
     """The tensors of a state dict by name."""
     return {name: value for name, value in model.node.items() if isinstance(value, TensorRef)}
+
+
+SINGLE_FILE = "file"
+"""The layout of a source that is no directory."""
+
+
+@dataclass(slots=True)
+class Content:
+    """An opened source.
+
+    ``data`` is the checkpoint with its tree; ``layout`` is an id of ``sources.LAYOUTS``, or ``file``. ``others`` are
+    members that the tree does not hold; a writer of directories may copy them. ``notes`` are lines for the report about
+    anything else that the tree does not hold. ``ordered``: the weights have the order of the model, so that order tells
+    weights of one shape apart.
+    """
+
+    data: Composite
+    layout: str = SINGLE_FILE
+    others: list[DirectoryMember] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ordered: bool = True
+
+
+def adopt_member(data: Composite, member: DirectoryMember, node: Any) -> Any:
+    """A part of a member's tree, with keys of ``data``. The first call for a member gives its storages to ``data``."""
+    prefix = f"{member.path}/"
+    storages = member.checkpoint.storages
+    if not storages or prefix + storages[0].key not in data:
+        data.adopt(member.checkpoint, prefix)
+    return add_prefix(node, prefix)
+
+
+FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
+"""The element types that can be cast."""
+
+
+def hold(data: Composite, values: torch.Tensor) -> TensorRef:
+    """A tensor of ``data`` with the values of one in memory, such as a step."""
+    content = Held(bytes(bytes_of(values.contiguous())))
+    return data.tensor(content, DType.from_label(str(values.dtype)), tuple(values.shape))
+
+
+def cast(data: Composite, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
+    """``ref`` in ``dtype``, contiguous: rounded to nearest, halves to even, float64 by way of float32.
+
+    Raises InputError for a tensor that was expanded. Reading it raises InputError, and UsageError, opened by ``name``,
+    where a finite value would become infinite in fp16.
+    """
+    if ref.dtype is dtype:
+        return ref
+    data.check_extent(name, ref)
+
+    def convert(start: int, stop: int) -> torch.Tensor:
+        values = data.elements(ref, start, stop)
+        found = values.to(dtype.torch)
+        if dtype is DType.FLOAT16 and bool((found.isinf() & values.isfinite()).any()):
+            largest = float(values[values.isfinite()].abs().max())
+            raise UsageError(f"{data.label}: {name}: {largest:.6g} is beyond the range of float16; use bfloat16")
+        return found
+
+    return computed(data, dtype, ref.shape, convert)

@@ -11,7 +11,7 @@ from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.container.bases import sources_of
 from ckpt8.converting import writers
 from ckpt8.converting.publishing import PUBLISHED, weights_snr
-from ckpt8.converting.quantizing.scheme import LARGEST
+from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError

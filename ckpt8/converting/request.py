@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.container.needed import unneeded_file
-from ckpt8.converting.content import Content
-from ckpt8.converting.quantizing.scheme import LARGEST
+from ckpt8.container.kept_bases import unneeded_file
+from ckpt8.converting.choice import Content
+from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.sources import open_content
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import AtomicFile, Guard
-from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Guard
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress

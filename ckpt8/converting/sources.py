@@ -13,12 +13,13 @@ from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.opening import check_storages, open_source
-from ckpt8.checkpoint.walk import iter_nodes
+from ckpt8.checkpoint.tree import iter_nodes
 from ckpt8.container.opening import is_stored
 from ckpt8.container.sharded import FOLDER
 from ckpt8.container.sharded.reading import find_sharded
-from ckpt8.converting.content import SINGLE_FILE, Content
-from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory, per_rank
+from ckpt8.converting.choice import SINGLE_FILE, Content
+from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory
+from ckpt8.converting.layouts import ranks as per_rank
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.text import listed, printable
 

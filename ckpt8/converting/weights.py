@@ -1,21 +1,38 @@
-"""The weights to write: their names, their element types, and the one name that tied weights keep."""
+"""The weights to write: their names, their element types, and the one name that tied weights keep.
+
+A run of ``ckpt8.optim`` as the published optimizers would have saved it; reading it computes it.
+
+The streaming form of ``restoring.unpack``: moments and weights are references to tensors. Reading one decodes a moment,
+or joins a 16-bit weight and its residual, block by block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
 
+import torch
+
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
-from ckpt8.checkpoint.meaning.state_dicts import Candidate
-from ckpt8.checkpoint.sources.composite import Composite
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, weight_checks
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.composite import Composite, Streamer, computed
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import BUFFERS
-from ckpt8.converting.choice import model_tensors
-from ckpt8.converting.computed import FLOATS, cast
+from ckpt8.codecs import Codec, codec_from_config
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.converting.choice import FLOATS, cast, check_optimizer, choose_model, choose_optimizer, model_tensors
+from ckpt8.converting.publishing import HEADS, module_of
 from ckpt8.converting.request import Report
-from ckpt8.converting.ties import HEADS, module_of
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
+from ckpt8.optim.known_optimizers import CARDS
+from ckpt8.optim.packed_tensor import Moment, weight_check
+from ckpt8.optim.state_conversion import join_weight, unpack
+from ckpt8.restoring.unpack import is_packed, join_weights, of_model
 
 
 @dataclass(slots=True)
@@ -76,3 +93,144 @@ def strip_wrappers(names: Iterable[str], report: Report) -> dict[str, str]:
     if changed:
         report.notes.append(f"names without wrappers, as in {changed[0]}")
     return plain
+
+
+_MASK63 = (1 << 63) - 1
+
+
+def choose_run(data: Composite, key: str | None, advice: str) -> tuple[Candidate, Candidate]:
+    """The model and the optimizer of a run, both unpacked in the tree.
+
+    Raises UsageError that ends with ``advice`` for a source without an optimizer, and what the functions called raise.
+    """
+    optimizer = choose_optimizer(data)
+    if optimizer is None:
+        raise UsageError(f"{data.label}: holds no optimizer{advice}")
+    unpack_tree(data)
+    return choose_model(data, key), optimizer
+
+
+def unpack_tree(data: Composite) -> None:
+    """Unpack all state of ``ckpt8.optim`` in the tree, in place: optimizers, and the weights that they complete.
+
+    Raises UsageError and InputError as ``unpack_optimizer`` and ``joined_weights`` do, before it changes the tree.
+    """
+    models, optimizers = find(data.tree)
+    packed = [each for each in optimizers if is_packed(each)]
+    for each in packed:
+        check_optimizer(data.label, each)
+    plain = [(each, unpack_optimizer(data, each)) for each in packed]
+    weights = [(model, joined_weights(data, model)) for model in models] if plain else []
+    for model, joined in weights:
+        model.node.update(joined)
+    for each, state in plain:
+        each.node.update(state)
+
+
+def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
+    """A packed state dict in the layout of torch, optimi, came-pytorch or lion-pytorch, its moments computed.
+
+    Raises UsageError where the published optimizer cannot express it, InputError for a malformed one.
+    """
+    try:
+        return unpack(optimizer.node, partial(step_number, data), partial(_moments, data))
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise InputError(f"{data.label}: {optimizer.path}: a malformed packed optimizer state ({exc})") from exc
+
+
+def step_number(data: Composite, value: Any) -> int:
+    """A step, saved as a number or a tensor, as an int. Raises ValueError where it is not whole."""
+    number = read_scalar(data, data.storage(value.key), value) if isinstance(value, TensorRef) else value
+    if number is None or number != int(number):
+        raise ValueError("a step is not a whole number")
+    return int(number)
+
+
+def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, TensorRef]:
+    found = {}
+    for name, each in CARDS[group["rule"]].tensors.items():
+        if f"{name}_codes" in state:
+            codec = codec_from_config(group[each.slot])
+            found[name] = _decoded(data, name, state[f"{name}_codes"], state[f"{name}_scales"], codec)
+        elif name in state:
+            found[name] = state[name]
+    return found
+
+
+def _decoded(data: Composite, name: str, codes: TensorRef, scales: TensorRef, codec: Codec) -> TensorRef:
+    """The fp32 moment ``name`` of its codes and scales. Raises ValueError where they do not belong together."""
+    data.check_extent(name, codes)
+    data.check_extent(name, scales)
+    if -(-codes.numel // GROUP) != scales.numel:
+        raise ValueError(f"{name} has {scales.numel} scales for {codes.numel} codes")
+
+    def decode(start: int, stop: int) -> torch.Tensor:
+        state = {
+            f"{name}_codes": data.elements(codes, start, stop),
+            f"{name}_scales": data.elements(scales, start // GROUP, -(-stop // GROUP)),
+        }
+        return Moment.of(name, codec, state).read(0, stop - start)
+
+    return computed(data, DType.FLOAT32, codes.shape, decode)
+
+
+def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
+    """The fp32 weights of a model that a packed optimizer completes, by name, tied names included.
+
+    Raises UsageError where it is not certain which weight a residual completes.
+    """
+    refs = model_tensors(model)
+    check = cache(lambda name: _weight_check(data, name, refs[name]))
+
+    def join(parameter: SavedParameter, key: str, codec: Codec) -> tuple[str, TensorRef]:
+        part: TensorRef = parameter.state[key]
+        data.check_extent(parameter.name, part)
+        name = _find_weight(data.label, refs, parameter, part, check)
+        return name, part if part.dtype is DType.FLOAT32 else _joined(data, refs[name], part, codec)
+
+    def is_copy(name: str, other: str) -> bool:
+        some = any(bool(block.any()) for block in data.blocks(refs[name]))
+        return some and Streamer(data).equal(refs[name], refs[other])
+
+    return join_weights(refs, of_model(saved_parameters(data.tree), refs), join, is_copy)
+
+
+def _find_weight(
+    label: str,
+    refs: Mapping[str, TensorRef],
+    parameter: SavedParameter,
+    part: TensorRef,
+    check: Callable[[str], int],
+) -> str:
+    """The name of the 16-bit weight that ``part`` completes. Raises UsageError unless it is certain.
+
+    Names and order propose a weight. The check in the parameter's group decides, among all weights of its shape.
+    """
+    expected = weight_checks(parameter.group).get(parameter.identifier)
+    alike = [name for name, ref in refs.items() if ref.shape == part.shape and ref.dtype.itemsize == 2]
+    proposed = [name for name in alike if refs[name] is parameter.weight]
+    for names in (proposed, alike):
+        found = {refs[name].key: name for name in reversed(names) if check(name) == expected}
+        if len(found) == 1:
+            return next(iter(found.values()))
+    what = "more than one weight" if found else "no weight"
+    raise UsageError(f"{label}: {parameter.name}: its optimizer state completes {what} of the model")
+
+
+def _weight_check(data: Composite, name: str, ref: TensorRef) -> int:
+    """The ``weight_check`` of a weight, block by block. Raises InputError."""
+    data.check_extent(name, ref)
+    total = first = 0
+    for block in data.blocks(ref):
+        total += weight_check(block, first)
+        first += len(block)
+    return total & _MASK63
+
+
+def _joined(data: Composite, weight: TensorRef, residual: TensorRef, codec: Codec) -> TensorRef:
+    """The fp32 weight of a 16-bit one and its residual."""
+
+    def join(start: int, stop: int) -> torch.Tensor:
+        return join_weight(data.elements(weight, start, stop), data.elements(residual, start, stop), codec)
+
+    return computed(data, DType.FLOAT32, weight.shape, join)

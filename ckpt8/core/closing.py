@@ -1,7 +1,13 @@
-"""A base for objects that are closed at the end of a ``with`` block."""
+"""A base for objects that are closed at the end of a ``with`` block.
+
+Lets work that builds millions of records do without Python's search for cycles, which takes half of its time.
+"""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,3 +25,15 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Nothing is searched for cycles inside, in any thread; what reference counts free is freed as ever."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -3,11 +3,19 @@
 zstandard, torch and file reads all release the GIL. Each thread runs torch with one intra-op thread; the caller's own
 setting stays. The threads are not those of ``concurrent.futures``, which accept no work once the interpreter exits: a
 save in the background may still have most of its work to do then.
+
+Buffers that are used again: what threads allocate and free in turn, the allocator keeps in pieces of no use.
+
+Runs of the elements of a tensor of any strides, counted in the order of its dimensions.
+
+Set-up of a process that works on tensors.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import threading
 from collections import deque
@@ -19,6 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt8.core.backend import SMALLEST_FOR_NUMBA, resolve
 from ckpt8.core.closing import Closing
 
 _KEEP_BYTES = 24 << 20
@@ -171,3 +180,69 @@ def scratch_elements(slot: int | str, dtype: torch.dtype, numel: int) -> torch.T
     if not numel:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(scratch(slot, numel * dtype.itemsize), dtype=torch.uint8).view(dtype)
+
+
+_SMALLEST = 1 << 20
+
+
+class Buffers:
+    """A pool of flat uint8 buffers; it grows to as many as are in use at once. Thread-safe."""
+
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """The smallest free buffer of at least ``nbytes``, or a new one; its content is arbitrary."""
+        with self._lock:
+            fitting = [k for k, buffer in enumerate(self._free) if len(buffer) >= nbytes]
+            if fitting:
+                return self._free.pop(min(fitting, key=lambda k: len(self._free[k])))
+        return self._make(max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Give back a buffer that no copy uses any more."""
+        with self._lock:
+            self._free.append(buffer)
+
+
+def rows(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """The views of a tensor, whole rows and parts of rows, that make up its elements ``start`` to ``stop``."""
+    if (start, stop) == (0, x.numel()):
+        yield x
+        return
+    inner = x[0].numel()
+    while start < stop:
+        row, into = divmod(start, inner)
+        whole = (stop - start) // inner if into == 0 else 0
+        if whole:
+            yield x[row : row + whole]
+            start += whole * inner
+        else:
+            taken = min(stop - start, inner - into)
+            yield from rows(x[row], into, into + taken)
+            start += taken
+
+
+def assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """Set the elements from ``start`` on, counted in the order of dimensions, of a tensor of any stride."""
+    flat = [target.view(-1)[start : start + len(values)]] if target.is_contiguous() else None
+    for part in flat or rows(target, start, start + len(values)):
+        part.copy_(values[: part.numel()].view(part.shape))
+        values = values[part.numel() :]
+
+
+def settle(*, kernels: bool = False) -> None:
+    """Hide all objects made so far from the garbage collector, which takes a tenth of a second to look through them.
+
+    For our own processes only: none of these objects is freed before the exit. ``kernels`` also starts numba, which
+    otherwise starts with the first chunk of a large checkpoint.
+    """
+    if kernels and resolve(None, torch.device("cpu"), SMALLEST_FOR_NUMBA) == "numba":
+        from ckpt8.core.numba import start
+
+        start()
+    gc.freeze()
+    # Some libraries count their remaining objects at exit.
+    atexit.register(gc.unfreeze)

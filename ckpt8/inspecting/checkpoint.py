@@ -8,13 +8,12 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.opening import check_storages
-from ckpt8.compressing.plan import Plan
-from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.plan import Plan, Policy
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
-from ckpt8.core.collection import without_collection
-from ckpt8.inspecting.foreign import foreign_flags, names_of
-from ckpt8.inspecting.manifest_facts import (
+from ckpt8.core.closing import without_collection
+from ckpt8.inspecting.container import foreign_flags, names_of
+from ckpt8.inspecting.facts import (
     low_bit_state,
     parameter_facts,
     sizes_by,
@@ -22,12 +21,9 @@ from ckpt8.inspecting.manifest_facts import (
     unrecognised,
     whole_shapes,
 )
-from ckpt8.inspecting.opening import describe, open_any
-from ckpt8.inspecting.prediction import plans_of, predict
-from ckpt8.inspecting.survey.layers import layers_of
-from ckpt8.inspecting.survey.origin import origin_of
-from ckpt8.inspecting.survey.pieces import subject_of
-from ckpt8.inspecting.survey.survey import Progress, survey
+from ckpt8.inspecting.origin import layers_of, origin_of
+from ckpt8.inspecting.prediction import describe, open_any, plans_of, predict
+from ckpt8.inspecting.survey import Progress, subject_of, survey
 
 
 def inspect_checkpoint(

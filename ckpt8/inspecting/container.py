@@ -1,24 +1,33 @@
-"""Facts about a ``.ckpt8`` or a directory of them: without options from manifests alone, and without torch."""
+"""Facts about a ``.ckpt8`` or a directory of them: without options from manifests alone, and without torch.
+
+Names in pickles that ``torch.load`` refuses with ``weights_only``: without it, it imports and may call them.
+
+Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
+from ckpt8.checkpoint.readers import READERS, get_reader
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.readers.pickle.torch_rules import foreign_names
+from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error
-from ckpt8.container.base_record import base_json
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
-from ckpt8.container.manifest import Manifest, MemberRecord
+from ckpt8.container.manifest import Manifest, MemberRecord, base_json
 from ckpt8.container.opening import Stored, containers_of, open_stored
-from ckpt8.container.reader import ContainerReader
-from ckpt8.core.collection import without_collection
+from ckpt8.container.reader import ContainerReader, SkeletonFile
+from ckpt8.core.closing import without_collection
+from ckpt8.core.errors import Ckpt8Error
 from ckpt8.core.tensors import Role
-from ckpt8.inspecting.foreign import foreign_flags, names_in_container
-from ckpt8.inspecting.manifest_facts import (
+from ckpt8.core.text import listed
+from ckpt8.inspecting.facts import (
     asked_words,
     dtypes,
     frameworks_by_folder,
@@ -26,11 +35,63 @@ from ckpt8.inspecting.manifest_facts import (
     parameter_facts,
     shown_names,
     sizes_by,
+    step_facts,
     unrecognised,
     whole_shapes,
 )
-from ckpt8.inspecting.step_facts import step_facts
-from ckpt8.inspecting.survey.layers import layers_of
+from ckpt8.inspecting.origin import layers_of
+
+FOREIGN = "foreign_globals"
+"""The kind of the flag."""
+
+_SHOWN, _LISTED, _MOST = 5, 20, 1000
+"""Names in a warning, in a report, and in JSON."""
+
+
+def names_of(member: DirectoryMember) -> Iterator[tuple[str, list[str]]]:
+    """The path of an open member and the names in it, if there are any."""
+    if isinstance(member.checkpoint, OpenCheckpoint) and (found := foreign_names(member.checkpoint.names)):
+        yield member.path, found
+
+
+def names_in_container(reader: ContainerReader) -> Iterator[tuple[str, list[str]]]:
+    """As ``names_of``, for every member of a container; of a damaged one, ``verify`` says so."""
+    for index, record in enumerate(reader.manifest.members):
+        if record.format in READERS and reader.is_plain(record.skeleton):
+            try:
+                checkpoint = get_reader(record.format).read(SkeletonFile(reader, index))
+            except Ckpt8Error:
+                continue
+            yield from names_of(DirectoryMember(record.path, checkpoint))
+
+
+def foreign_flags(found: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+    """A red flag for each member with such names, in the form of ``survey``; ``globals`` lists the names."""
+    return [
+        {
+            "kind": FOREIGN,
+            "tensor": path,
+            "count": len(names),
+            "of": len(names),
+            "fraction": 1.0,
+            "sampled": False,
+            "message": listed(names, _LISTED),
+            "globals": list(names[:_MOST]),
+        }
+        for path, names in found
+    ]
+
+
+def warning(target: str, found: Iterable[tuple[str, Sequence[str]]]) -> str | None:
+    """What ``restore`` says of them, in a line; None where there are none."""
+    names = dict.fromkeys(name for _, each in found for name in each)
+    if not names:
+        return None
+    return (
+        f"{target}: refers to {listed(names, _SHOWN)}, which torch.load refuses with weights_only=True, and without it "
+        "imports and may call; load it so only if you trust where it came from"
+    )
+
 
 _WORST = 5
 
@@ -57,7 +118,7 @@ def inspect_container(
             visit(reader)
         found = _not_surveyed(manifest)
         if full:
-            from ckpt8.inspecting.survey.survey import survey_decoded
+            from ckpt8.inspecting.survey import survey_decoded
 
             found = survey_decoded(path)
         found["flags"][:0] = foreign_flags(each for one in containers_of(reader) for each in names_in_container(one))
@@ -102,15 +163,14 @@ def _rank_facts(stored: Stored) -> dict[str, Any] | None:
 def _measure_again(stored: Stored, original: Path) -> list[str]:
     """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
-    from ckpt8.inspecting.measuring import measure
+    from ckpt8.inspecting.verify import measure
 
     with Workers() as workers:
         if isinstance(stored, ContainerReader):
             measured = measure(stored, original, workers)
             measured.replace_stated(stored.manifest)
             return measured.differing
-        from ckpt8.inspecting.sharded import differing_values, measure_ranks
-        from ckpt8.inspecting.slice_originals import open_originals
+        from ckpt8.inspecting.verify import differing_values, measure_ranks, open_originals
 
         with open_originals(stored, original, workers) as originals:
             differing = []

@@ -2,43 +2,74 @@
 
 Sizes are good to about a percent for trained weights, errors in steps to some percent, but too large by far where a few
 rows of an embedding carry the step and none is in the sample.
+
+Opens any source in one form: a bundle to read from, and a manifest that describes it.
+
+A ``.ckpt8`` opens as the members that it was made from, with the values that it gives back. The manifest of a raw
+checkpoint is the one that its container would have.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from ckpt8 import __version__
+from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.budget import Budget
-from ckpt8.compressing.bundle_plan import plan_policies
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
-from ckpt8.compressing.group_encoder import GroupEncoder
-from ckpt8.compressing.manifest_records import steps_record
+from ckpt8.compressing.compressor import Group, GroupEncoder, share
+from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest, steps_record
+from ckpt8.compressing.masters import plan_policies
 from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.optimizer_steps import take_steps
-from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
-from ckpt8.compressing.policy import PRESETS, Policy
-from ckpt8.compressing.sharing import Group, share
-from ckpt8.compressing.step_measure import exceeded_share
-from ckpt8.container import frames, layout, symbols
+from ckpt8.compressing.plan import PRESETS, Plan, Policy, Refusal, Unit, read_elements
+from ckpt8.compressing.unit_errors import UnitErrors, exceeded_share
+from ckpt8.container import frames, header, symbols
+from ckpt8.container import header as layout
 from ckpt8.container.facts import NO_BUDGET, NOT_MEASURED, SKELETON_ROLE
-from ckpt8.core.collection import without_collection
+from ckpt8.container.manifest import Manifest
+from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.manifest_facts import skeleton_roles
-from ckpt8.inspecting.opening import describe
+from ckpt8.inspecting.facts import skeleton_roles, step_figures
 from ckpt8.inspecting.sampling import PER_TENSOR
-from ckpt8.inspecting.step_facts import step_figures
+
+
+@contextmanager
+def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
+    """Open a checkpoint file, a directory or, if ``containers``, a ``.ckpt8`` of either.
+
+    Raises InputError for damage, and for a directory that holds no tensors.
+    """
+    with open_source(path, containers=containers) as bundle:
+        # A distributed checkpoint is one even where no tensor in it has elements.
+        known = bundle.holds_tensors or any(isinstance(member, DcpMember) for member in bundle.found)
+        if bundle.directory is not None and not known:
+            raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
+        yield bundle
+
+
+def describe(source: Bundle, plan: Plan) -> Manifest:
+    """The manifest that a container of ``source`` would have, without sizes of parts and without errors."""
+    manifest = Manifest(f"ckpt8 {__version__}", "", [], header.SLAB, frames.FRAME)
+    results = Results()
+    for unit in plan.units:
+        results.add(UnitResult(unit, [{} for _ in unit.streams], UnitErrors(), []))
+    fill_manifest(manifest, source, plan, results)
+    return manifest
+
 
 BUDGETS = (0.3, 2.0, 5.0)
 """Budgets to predict beside the presets, in steps."""

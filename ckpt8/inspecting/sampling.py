@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.container import layout
+from ckpt8.container import header
 from ckpt8.container.frames import FRAME
 
 PER_TENSOR = 1 << 15
@@ -72,7 +72,7 @@ class ChunkSampling:
 
     def __call__(self, numel: int) -> list[tuple[int, list[slice]]]:
         """Chunks of a tensor of ``numel`` elements, and the windows of each, in elements from its beginning."""
-        count = layout.chunk_count(numel)
+        count = header.chunk_count(numel)
         chosen = range(count) if self.most is None else _spread(count - 1, min(count, self.chunks))
         most = self.most and self.most // max(len(chosen), 1)
         return [

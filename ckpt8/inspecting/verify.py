@@ -3,34 +3,446 @@
 Opening a container checks its seal; ``check_frames`` reads and decodes all other bytes; ``check_table`` compares the
 tensors that the manifest lists with those that the decoded members have. ``check_statistics`` compares what it states
 with what is measured against the original.
+
+Measures a container again, against the checkpoint that it was made from; trusts no figure that it states.
+
+``measure`` takes the original and the stored planes, and repeats the measurements of ``compress``.
+
+Compares the containers of ranks with the plain directory that the same checkpoint was saved to.
+
+What the containers of ranks were made from, put together again from a plain directory of the same checkpoint.
+
+A rank saves an object of its own, with slices of tensors. Its file is in the container; the bytes of the slices come
+from the directory, however that cuts the tensors.
+
+Compares what two files of torch.save hold, without importing a class: any object, with the tensors in it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
-from ckpt8.codecs.error_stats import UpdateError, read_error, read_step_error
-from ckpt8.container.decoding import check_frames
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.composite import Composite, cut, put
+from ckpt8.checkpoint.sources.distributed import Part, ShardedFiles, adopt_parts, gather_box, sharded_bundle
+from ckpt8.checkpoint.sources.objects import RestBuilder
+from ckpt8.checkpoint.sources.opening import check_storages, open_source
+from ckpt8.checkpoint.sources.stored_member import MemberSource, read_member
+from ckpt8.checkpoint.tree import Checkpoint, Inert, StatefulDict, StorageInfo, StorageRef, TensorRef
+from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error, read_step_error
+from ckpt8.compressing.chunk_encoder import check_source, read_chunk, read_master, rounded_masters
+from ckpt8.compressing.manifest_records import steps_record
+from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing.optimizer_steps import give_steps
+from ckpt8.compressing.parameters import Parameter
+from ckpt8.compressing.plan import Policy, Stream, Unit
+from ckpt8.compressing.unit_errors import UnitErrors
+from ckpt8.container import frames, header
+from ckpt8.container.decoding import check_frames, scratch_tensor
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.member_file import MemberFile
 from ckpt8.container.opening import Stored, containers_of, open_stored
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.joined import JoinedReader
+from ckpt8.container.sharded.reading import SliceKey
+from ckpt8.converting.layouts import dcp
 from ckpt8.core.arguments import checked
-from ckpt8.core.collection import without_collection
-from ckpt8.core.errors import UsageError
+from ckpt8.core.closing import without_collection
+from ckpt8.core.errors import CheckFailedError, UsageError
+from ckpt8.core.files.source_file import ByteRange, combine
+from ckpt8.core.tensors import Parts
+from ckpt8.core.text import box_text, shown
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.inspecting.measuring import Measured, measure
-from ckpt8.inspecting.replay.figures import ReplayFigures
-from ckpt8.inspecting.replay.replay import replay_files
-from ckpt8.inspecting.sharded import differing_values, measure_ranks, replay_ranks
-from ckpt8.inspecting.slice_originals import open_originals
-from ckpt8.inspecting.step_facts import step_facts
+from ckpt8.inspecting.diff_sides import Equality, Leaves
+from ckpt8.inspecting.facts import step_facts
+from ckpt8.inspecting.prediction import describe
+from ckpt8.inspecting.replay import ReplayFigures, ReplaySource, StepFigures, replay, replay_files
 from ckpt8.inspecting.tensor_table import check_table, table_differences
+
+_GIVE = "give the checkpoint that it was made from"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredUpdate:
+    """The error of a parameter's update, and the parameter with the rule that it is measured by."""
+
+    error: UpdateError
+    parameter: Parameter
+
+    def disagreement(self, stored: UpdateError) -> str | None:
+        """The first figure that differs from a stored one; None if all agree.
+
+        Products of whole matrices depend on the machine, so that their figures agree to 1 %.
+        """
+        is_whole = self.parameter.replay is not None and self.parameter.replay.is_whole
+        return self.error.disagreement(stored, 0.01, all_close=True) if is_whole else self.error.disagreement(stored)
+
+
+@dataclass(slots=True)
+class Measured:
+    """Errors measured against an original: by storage index, and by parameter index.
+
+    ``steps`` are in the measure of a budget, by parameter index, as a container states them. ``differing`` names the
+    lossless storages whose bytes differ from the original. ``table`` has the tensors of the original.
+    """
+
+    table: Manifest
+    storages: dict[int, ErrorStats] = field(default_factory=dict)
+    parameters: dict[int, MeasuredUpdate] = field(default_factory=dict)
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    differing: list[str] = field(default_factory=list)
+
+    def replace_stated(self, manifest: Manifest) -> None:
+        """Put these errors in place of those that ``manifest`` states."""
+        for index, record in enumerate(manifest.storages):
+            record.error = self.storages[index].to_json() if index in self.storages else None
+        for index, parameter in enumerate(manifest.parameters):
+            update = self.parameters.get(index)
+            parameter.error = update.error.to_json() if update else None
+            parameter.steps = self.steps.get(index)
+            if update is not None and update.parameter.rule is not None:
+                parameter.rule, parameter.reason = asdict(update.parameter.rule), None
+
+
+def measure(reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None) -> Measured:
+    """Compare a container with the checkpoint it was made from.
+
+    Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError if the original has
+    another structure, InputError if either file is damaged.
+    """
+    with open_source(original, containers=False, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
+        return measure_source(reader, source, workers, progress)
+
+
+def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, progress: Progress) -> Measured:
+    """As ``measure``, with an open original."""
+    _check_structure(reader, source)
+    plan = plan_bundle(source, Policy.of("lossless"))
+    if reader.manifest.budget is not None:
+        give_steps(plan, source)
+    parameter_of = {
+        frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
+    }
+    units = [_as_stored(reader, unit, parameter_of) for unit in plan.units]
+    measured = Measured(describe(source, plan))
+    meter = ErrorMeter(source)
+    compare = partial(_compare, reader, source, meter)
+    results = workers.map(compare, ((u, c) for u in units for c in range(header.chunk_count(u.numel))))
+    for unit in units:
+        errors = UnitErrors.for_unit(unit)
+        sums = [0] * len(unit.streams)
+        for chunk in range(header.chunk_count(unit.numel)):
+            differing, found, crcs = next(results)
+            measured.differing += differing
+            errors.merge(found)
+            for k, stream in enumerate(unit.streams):
+                length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
+                sums[k] = combine(sums[k], crcs[k], length)
+                progress(length)
+        check_source(unit, sums, source.label)
+        meter.finish(unit, errors)
+        measured.storages.update(errors.streams)
+        parameter = unit.parameter
+        index = parameter_of.get(frozenset(parameter.moments.values())) if parameter else None
+        if errors.update is not None and parameter is not None and index is not None:
+            measured.parameters[index] = MeasuredUpdate(errors.update, parameter)
+        if parameter is not None and index is not None:
+            steps = steps_record(parameter.step, errors.steps)
+            measured.steps |= {} if steps is None else {index: steps}
+    source.check_unchanged()
+    measured.differing = list(dict.fromkeys(measured.differing))
+    return measured
+
+
+def _check_structure(reader: ContainerReader, source: Bundle) -> None:
+    """Raise CheckFailedError unless both have the same members, with the same storages in the same places."""
+    manifest = reader.manifest
+    here = [(member.path, member.checkpoint.format) for member in source.members]
+    there = [(record.path, record.format) for record in manifest.members]
+    is_directory = source.directory is not None
+    if is_directory != (manifest.directory is not None) or len(here) != len(there) or (is_directory and here != there):
+        differ = sorted({path for path, _ in set(here) ^ set(there)})
+        which = f"only one of them has {differ[0]!r}, in that format" if differ else "only one of them is a directory"
+        raise CheckFailedError(f"{reader.path}: was not made from {source.path}: {which}; {_GIVE}")
+    for member, record in zip(source.members, manifest.members, strict=True):
+        stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in record.segments)
+        storages = enumerate(member.checkpoint.source_storages, member.first)
+        found = sorted((storage.offset, storage.nbytes, index) for index, storage in storages)
+        if member.checkpoint.size != record.size or found != stored or member.skeleton != record.skeleton:
+            where = f" in {record.path!r}" if manifest.directory is not None else ""
+            raise CheckFailedError(
+                f"{reader.path}: was not made from {source.path}: its storages differ{where}; {_GIVE}"
+            )
+
+
+def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozenset[int], int]) -> Unit:
+    """A unit of the original, with the names, roles, codecs and the kind of figure that it has in the container."""
+    streams = []
+    here = {stream.index for stream in unit.streams}
+    for stream in unit.streams:
+        record = reader.manifest.storages[stream.index]
+        spec, codec = stream.spec, reader.codec(stream.index)
+        if not here.issuperset(codec.companion_storages.values()):
+            raise CheckFailedError(f"{reader.path}: {record.name}: is coded with the moments of another parameter")
+        if (spec.name, spec.role) != (record.name, record.role):
+            spec = replace(spec, name=record.name, role=record.role)
+        streams.append(
+            stream if (spec, codec) == (stream.spec, stream.codec) else replace(stream, spec=spec, codec=codec)
+        )
+    parameter = unit.parameter
+    index = None if parameter is None else parameter_of.get(frozenset(parameter.moments.values()))
+    if parameter is not None and parameter.replay is not None and index is not None:
+        rule = reader.manifest.parameters[index].rule
+        if rule is not None and rule.get("kind") == "momentum":
+            # Older files state the error of the momentum, for Lion too.
+            parameter = replace(parameter, rule=UpdateRule("momentum"), replay=None)
+    stored = tuple(streams)
+    return unit if (stored, parameter) == (unit.streams, unit.parameter) else Unit(stored, parameter)
+
+
+def _compare(
+    reader: ContainerReader, source: Bundle, meter: ErrorMeter, work: tuple[Unit, int]
+) -> tuple[list[str], UnitErrors, list[int]]:
+    """For one chunk: names of lossless streams that differ, errors of lossy ones, and crc32s of the original."""
+    unit, chunk = work
+    read = [read_chunk(source, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
+    originals, crcs = [x for x, _ in read], [crc for _, crc in read]
+    parts = [reader.read_parts(stream.index, chunk) for stream in unit.streams]
+    differing = [
+        stream.spec.name
+        for stream, x, part in zip(unit.streams, originals, parts, strict=True)
+        if not (_is_copy(source, stream, chunk, x) if stream.lossy else _equal(reader, stream, chunk, x, part))
+    ]
+    if not unit.measured:
+        return differing, UnitErrors.for_unit(unit), crcs
+    return differing, meter.measure(unit, chunk * frames.FRAME, originals, parts), crcs
+
+
+def _is_copy(source: Bundle, stream: Stream, chunk: int, x: torch.Tensor) -> bool:
+    """Whether the original is the rounded copy of masters that a container says it is; True for what is no copy."""
+    copied = stream.codec.copied
+    if copied is None:
+        return True
+    first, master = chunk * frames.FRAME, partial(read_master, source)
+    rounded = rounded_masters(copied, stream.spec.dtype, first, len(x), master)
+    return torch.equal(rounded.view(torch.uint8), x.view(torch.uint8))
+
+
+def _equal(reader: ContainerReader, stream: Stream, chunk: int, x: torch.Tensor, parts: Parts) -> bool:
+    out = scratch_tensor(reader, stream.index, chunk)
+    first, companions = chunk * frames.FRAME, reader.companions(stream.index, chunk)
+    stream.codec.decode(parts, stream.chunk_spec(chunk), out=out, first=first, companions=companions)
+    return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
+
+
+_OPEN_FILES = 4
+"""Containers that are open for decoding at a time; each keeps a decoded chunk."""
+
+
+class Originals:
+    """The plain directory ``path``. ``data`` and ``parts`` are its slices; ``bundles`` are the originals of ranks."""
+
+    def __init__(self, joined: JoinedReader, source: Bundle, workers: Workers) -> None:
+        members = [member for member in source.found if isinstance(member, DcpMember)]
+        homes = {id(member.home): member.home for member in members}
+        if len(homes) != 1:
+            raise CheckFailedError(
+                f"{joined.path}: was not made from {source.path}, which holds {len(homes)} checkpoints of "
+                "torch.distributed.checkpoint; give the directory that the same state was saved to"
+            )
+        self.path, self.source = source.path, source
+        self.home: DcpCheckpoint = next(iter(homes.values()))
+        self._member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, member=0, workers=workers))
+        self._check_same(joined)
+        for member in members:
+            check_storages(member.checkpoint, f"{source.path}: {member.path}")
+        self.data = Composite(str(source.path))
+        parts = adopt_parts(self.data, members)
+        self.bundles = [self._bundle(reader, joined.slices[reader.path.name], parts) for reader in joined.readers]
+        self.together = Bundle(source.path, [bundle.found[0] for bundle in self.bundles], source.directory)
+
+    def _check_same(self, joined: JoinedReader) -> None:
+        """Raise CheckFailedError unless both hold the same values, of the same types and shapes."""
+        stated, index = self.home.metadata.tensors, joined.index
+        known = {*index.tensors, *index.objects}
+        names = set(self.home.metadata.names) | stated.keys()
+        where = f"{joined.path}: was not made from {self.path}"
+        for name in sorted(names ^ known):
+            raise CheckFailedError(f"{where}: only one of them has {shown(name)}; give the same checkpoint")
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in stated.items()}
+        for name in known:
+            tensor = index.tensors.get(name)
+            if kinds.get(name) != (None if tensor is None else (tensor.dtype, tensor.shape)):
+                raise CheckFailedError(f"{where}: {shown(name)} is of another type or shape; give the same checkpoint")
+
+    def _bundle(
+        self, reader: ContainerReader, slices: Mapping[SliceKey, Any], parts: Mapping[str, list[Part]]
+    ) -> Bundle:
+        """The original of one rank."""
+        tensors = self.home.metadata.tensors
+        refs: dict[int, TensorRef] = {}
+        for (name, offsets), record in slices.items():
+            box, dtype = (offsets, tuple(record.shape)), tensors[name].dtype
+            refs[record.storage] = gather_box(self.data, shown(name), dtype, box, parts.get(name, []))
+        member = reader.manifest.members[0]
+        source = MemberSource(reader, ByteRange(reader.path, 0, member.size), partial(self._member_file, reader))
+        stored = read_member(reader, 0, source)
+        places = {(offset, reader.manifest.storages[index].nbytes): index for offset, index in member.segments}
+        original = _Original(self.data, stored, places, refs)
+        return Bundle(self.path, [DirectoryMember(member.path, original)])
+
+
+class _Original:
+    """The object that a rank saved, as a Checkpoint. ``refs`` are its slices in ``data``, by number of a storage."""
+
+    def __init__(
+        self, data: Composite, stored: Any, places: Mapping[tuple[int, int], int], refs: Mapping[int, TensorRef]
+    ) -> None:
+        self._data, self._stored = data, stored
+        self.format: str = stored.format
+        self.size: int = stored.size
+        self.tree: Any = stored.tree
+        # The checksums in the file are those of the values that the container gives back.
+        self.storages: Sequence[StorageInfo] = [
+            replace(storage, crc32=None, crc_fields=()) for storage in stored.storages
+        ]
+        runs = []
+        for storage in self.storages:
+            index = places.get((storage.offset, storage.nbytes))
+            if storage.nbytes and index is not None and index in refs:
+                runs.append((storage.offset, storage.offset + storage.nbytes, refs[index]))
+        self._runs = sorted(runs, key=lambda run: run[0])
+        self._lock = threading.Lock()
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` from the directory where ``offset`` lies in a slice, else from the container."""
+        at = bisect_right(self._runs, offset, key=lambda run: run[0]) - 1
+        with self._lock:
+            if at < 0 or offset >= self._runs[at][1]:
+                self._stored.read_into(offset, buffer)
+                return
+            start, _, ref = self._runs[at]
+            for first, end, place in cut(offset - start, buffer, ref.dtype.itemsize):
+                put(self._data.elements(ref, first, end), place)
+
+    def check_unchanged(self) -> None:
+        """Raise InputError when a file of the directory changed since it was opened."""
+        self._data.check_unchanged()
+
+
+@contextmanager
+def open_originals(joined: JoinedReader, original: Path, workers: Workers) -> Iterator[Originals]:
+    """Open the plain directory that the same checkpoint was saved to. Raises CheckFailedError, InputError."""
+    with open_source(original, containers=False) as source:
+        yield Originals(joined, source, workers)
+
+
+def same_object(a: Checkpoint, b: Checkpoint) -> bool:
+    """Whether two files hold the same object. Raises InputError for damage.
+
+    Tensors are the same where type, shape and the bits of all elements are, however their storages are laid out.
+    """
+    return _Comparison(a, b).same(a.tree, b.tree)
+
+
+class _Comparison:
+    def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
+        self._a, self._b = RestBuilder(a), RestBuilder(b)
+        self._is_value, self._equal = Leaves(), Equality()
+        # By id: both trees keep their nodes.
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def same(self, a: Any, b: Any) -> bool:
+        """Whether two nodes of the trees are the same. Nodes that lead back to themselves are, if all else is."""
+        if self._is_value(a) or self._is_value(b):
+            return self._is_value(a) and self._is_value(b) and self._equal(a, b)
+        if type(a) is not type(b):
+            return False
+        pair = id(a), id(b)
+        if pair not in self._known:
+            self._known[pair] = True
+            self._known[pair] = self._compare(a, b)
+        return self._known[pair]
+
+    def _compare(self, a: Any, b: Any) -> bool:
+        if isinstance(a, TensorRef):
+            return (a.dtype, a.shape) == (b.dtype, b.shape) and _bits_equal(self._a.build(a), self._b.build(b))
+        if isinstance(a, StorageRef):
+            place = (a.dtype, a.numel, a.offset) == (b.dtype, b.numel, b.offset)
+            return place and bytes(self._a.build(a)) == bytes(self._b.build(b))
+        if isinstance(a, Inert):
+            return a.name == b.name and all(
+                self.same(getattr(a, field), getattr(b, field)) for field in ("args", "state", "items", "pairs")
+            )
+        if isinstance(a, dict):
+            states = (each.state if isinstance(each, StatefulDict) else None for each in (a, b))
+            return a.keys() == b.keys() and all(self.same(a[key], b[key]) for key in a) and self.same(*states)
+        return len(a) == len(b) and all(map(self.same, a, b))
+
+
+def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one type and shape have the same bits."""
+    flat = [each.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for each in (a, b)]
+    return torch.equal(*flat)
+
+
+_DIFFERS = "differs from the original"
+
+
+def measure_ranks(
+    joined: JoinedReader, originals: Originals, workers: Workers, progress: Progress = lambda _: None
+) -> Iterator[tuple[ContainerReader, Measured]]:
+    """Each container with what is measured of it. Raises as ``measure``."""
+    for reader, bundle in zip(joined.readers, originals.bundles, strict=True):
+        yield reader, measure_source(reader, bundle, workers, progress)
+
+
+def replay_ranks(joined: JoinedReader, originals: Originals, steps: int, workers: Workers) -> ReplayFigures:
+    """Replay the parameters of all ranks, each put together from its slices."""
+    figures = ReplayFigures([StepFigures() for _ in range(steps)])
+    both = (originals.source, sharded_bundle(joined, workers))
+    first, second = (ReplaySource(_assembled(bundle)).of_member("") for bundle in both)
+    replay(first, second, figures, workers)
+    return figures
+
+
+def differing_values(joined: JoinedReader, originals: Originals, workers: Workers) -> Iterator[str]:
+    """A line for every value that torch.save has written, and that is another one in the original."""
+    files, home = ShardedFiles(joined, workers), originals.home
+    for name, place in joined.index.objects.items():
+        changed = files.value(name, place) != home.content(name)
+        if changed and not same_object(files.open_value(name, place), home.open_value(name)):
+            yield f"{name}: {_DIFFERS}"
+    for name, tensor in joined.index.tensors.items():
+        for box in tensor.boxes() if not tensor.is_whole else ():
+            if (kept := tensor.pickled(box)) is not None:
+                part = name + box_text(box.offsets, box.sizes, tensor.shape)
+                original = home.part(name, (box.offsets, box.sizes))
+                if original is None:
+                    yield f"{part}: {_DIFFERS} in how it is cut or kept, so that it cannot be compared"
+                elif not same_object(files.open_value(name, kept), original):
+                    yield f"{part}: {_DIFFERS}"
+
+
+def _assembled(source: Bundle) -> Bundle:
+    members = [member for member in source.found if isinstance(member, DcpMember)]
+    return Bundle.of(dcp.assemble(Bundle(source.path, members, source.directory)).data, source.label)
+
 
 _OTHER_KIND = "the stored figures are of another kind"
 

@@ -13,8 +13,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
-from ckpt8.core.files.atomic import AtomicFile
-from ckpt8.core.files.partial import remove
+from ckpt8.core.files.atomic import AtomicFile, remove
 from ckpt8.integrations import removing
 from ckpt8.integrations.sharded_state import PacksSlices, load_model, load_optimizers, save_packed
 from ckpt8.restoring.restore import restore

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ckpt8.compressing.base_choice import only_auto
 from ckpt8.compressing.compress import checked_options, compress
+from ckpt8.compressing.deltas import only_auto
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.core.lazy import lazy_names

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root, root_mean
 from ckpt8.optim.packed import PackedOptimizer, Params
+from ckpt8.optim.packed_tensor import Block, Factored, Values, clipping, inverse_root, root_mean
 
 
 def adafactor(

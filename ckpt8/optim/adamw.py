@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs.companded8.reference import divide, square_root
-from ckpt8.optim.blocks import Block, Values
 from ckpt8.optim.packed import PackedOptimizer, Params
-from ckpt8.optim.rounding import power
+from ckpt8.optim.packed_tensor import Block, Values, power
 
 
 def adam(

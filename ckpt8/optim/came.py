@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs.companded8.reference import divide
-from ckpt8.optim.blocks import Block, Factored, Values, clipping, inverse_root
 from ckpt8.optim.packed import PackedOptimizer, Params
+from ckpt8.optim.packed_tensor import Block, Factored, Values, clipping, inverse_root
 
 
 def came(

@@ -22,10 +22,9 @@ from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.companded8.reference import as_groups, square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS, TENSORS
-from ckpt8.optim.master_weights import residual_dtype
 from ckpt8.optim.packed import PackedOptimizer
-from ckpt8.optim.published_layouts import step_of
-from ckpt8.optim.state_conversion import StateDict, join_weight, moments_of, pack
+from ckpt8.optim.packed_tensor import residual_dtype
+from ckpt8.optim.state_conversion import StateDict, join_weight, moments_of, pack, step_of
 
 _SMALLEST_SCALE = 1e-12
 _LEVELS = {torch.int8: 127.0, torch.int16: 32767.0}

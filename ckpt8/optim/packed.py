@@ -8,28 +8,161 @@ reproducible, resumes bit for bit, and does not depend on tile size or threads.
 On a CUDA device Triton kernels take the step, with the same results (see ``triton``): a few launches for all of a
 group, and the host reads nothing, so a CUDA graph can capture steps. There ``step`` lies on the device. A parameter
 that the kernels cannot update is updated as on a CPU, and a warning says why.
+
+Checks the options of a parameter group, and turns its codecs into the configurations that are saved.
+
+Checks a packed state dict against an optimizer and copies it; raises before anything changes.
+
+``torch.optim.Optimizer.load_state_dict`` casts state to the element type of the parameter, which destroys codes and
+scales, and it shares memory with the state dict. This module does neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from ckpt8.codecs.cutting import TILE
+from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
+from ckpt8.codecs.base import TILE, StateKey
 from ckpt8.core.errors import UsageError
 from ckpt8.core.lazy import resolve
-from ckpt8.optim.blocks import Block, flat_blocks, row_blocks
-from ckpt8.optim.master_weights import CHECKS, weight_check
+from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.packed_state import PackedState
-from ckpt8.optim.packed_tensor import PackedTensor
-from ckpt8.optim.packing_options import MOMENT2, check_group
-from ckpt8.optim.rounding import stream_key
-from ckpt8.optim.state_dicts import matched_state
+from ckpt8.optim.packed_tensor import (
+    CHECKS,
+    Block,
+    PackedTensor,
+    flat_blocks,
+    master_part,
+    row_blocks,
+    stream_key,
+    weight_check,
+)
 from ckpt8.optim.triton.dispatch import Fused, Work
+
+MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"
+"""The default codec of second moments, chosen by the measurements in ``rounding``."""
+
+_LIMITS = {"betas": 1.0, **dict.fromkeys(("lr", "weight_decay", "momentum", "clip_threshold", "d", "eps"), math.inf)}
+"""Settings whose numbers lie in [0, limit), and their limits."""
+
+
+def as_codec(given: Any) -> Codec:
+    """A codec from text, as in ``companded8(Q=31)``, or from its stored configuration. Raises UsageError."""
+    if isinstance(given, Mapping):
+        return codec_from_config(given)
+    if not isinstance(given, str):
+        raise UsageError(f"{given!r} is neither the name of a codec nor a stored configuration")
+    cls, fields = parse_codec(given)
+    codec: Codec = cls(**fields)
+    return codec
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Replace the codecs of a group by their configurations. Raises UsageError for invalid options."""
+    for key in get_args(StateKey):
+        codec = as_codec(group[key])
+        if not codec.trains(key):
+            raise UsageError(f"{key}={group[key]!r}: this codec does not hold {key}")
+        group[key] = config_of(codec)
+    master = codec_from_config(group["master"])
+    for param in group["params"]:
+        master_part(param.dtype, master)
+    card = card_of(group["rule"])
+    for key, limit in _LIMITS.items():
+        given, several = group.get(key, 0.0), card.settings.get(key, 1) > 1
+        if several and not isinstance(given, (tuple, list)):
+            raise UsageError(f"{key} must be several numbers, not {given!r}")
+        for value in given if several else (given,):
+            if value is not None or key not in card.nullable:
+                _check_number(key, value, limit)
+    for key, kind in (("maximize", bool), ("seed", int)):
+        if not isinstance(group[key], kind):
+            raise UsageError(f"{key} must be of the type {kind.__name__}, not {group[key]!r}")
+
+
+def _check_number(key: str, value: Any, limit: float) -> None:
+    """Raise UsageError unless ``value``, a number or a tensor of one, lies in [0, limit)."""
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.0 <= number < limit:
+        raise UsageError(f"{key} must be a number in [0, {limit:g}), not {value!r}")
+
+
+Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
+"""Element type and shape of every entry of a saved state; None for an entry that is no tensor."""
+
+State = defaultdict[torch.Tensor, dict[str, Any]]
+
+
+def matched_state(optimizer: PackedState, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
+    """New parameter groups and state for ``optimizer``, copied from a state dict. Raises UsageError."""
+    saved = state_dict["param_groups"]
+    sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    if sizes != expected:
+        raise UsageError(f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}")
+    extra = state_dict["state"].keys() - {identifier for group in saved for identifier in group["params"]}
+    if extra:
+        raise UsageError(f"state of parameters that no group has: {sorted(map(str, extra))[:5]}")
+    groups = [_matched_group(*pair, optimizer.rule_id) for pair in zip(optimizer.param_groups, saved, strict=True)]
+    state: State = defaultdict(dict)
+    for group, given in zip(groups, saved, strict=True):
+        for param, identifier in zip(group["params"], given["params"], strict=True):
+            if found := state_dict["state"].get(identifier):
+                state[param] = _matched_tensors(optimizer, group, param, found, f"state of parameter {identifier}")
+    return groups, state
+
+
+def _matched_group(current: Mapping[str, Any], given: Mapping[str, Any], rule_id: str) -> dict[str, Any]:
+    if given.get("rule") != rule_id:
+        raise UsageError(
+            f"state of {given.get('rule', 'another optimizer')!r} does not fit {rule_id!r}; "
+            "see ckpt8.optim.state_conversion"
+        )
+    kept = {key: deepcopy(value) for key, value in given.items() if key not in ("params", CHECKS)}
+    group = {**current, **kept, "params": current["params"]}
+    check_group(group)
+    return group
+
+
+def _matched_tensors(
+    optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
+) -> dict[str, torch.Tensor]:
+    found: Found = {
+        name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+        for name, value in given.items()
+    }
+    problem = layout_problem(optimizer, group, param, found)
+    if problem is not None:
+        raise UsageError(f"{what}: {problem}")
+    state = optimizer.initial_state(group, param, exact_names(found))
+    for name, tensor in state.items():
+        tensor.copy_(given[name])
+    return state
+
+
+def exact_names(found: Found) -> set[str]:
+    """The exact tensors of a state: moments under their own name, and a residual of 16 bits."""
+    return {name for name, what in found.items() if name != "residual" or (what and what[0] == torch.int16)}
+
+
+def layout_problem(optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, found: Found) -> str | None:
+    """Why ``param`` cannot have a state of these element types and shapes, or None."""
+    layout = optimizer.state_layout(group, param, exact_names(found))
+    if found.keys() != layout.keys():
+        return f"has {', '.join(sorted(found))}, expected {', '.join(sorted(layout))}"
+    for name, (dtype, shape) in layout.items():
+        what = found[name]
+        if what != (dtype, shape):
+            return f"{name} is {'no tensor' if what is None else f'{what[0]} {what[1]}'}, expected {dtype} {shape}"
+    return None
+
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 Cut = tuple[int, int, Block]

@@ -19,8 +19,7 @@ from ckpt8.codecs.split32 import Split32
 from ckpt8.core.tensors import is_small
 from ckpt8.optim.card import Card
 from ckpt8.optim.known_optimizers import card_of
-from ckpt8.optim.master_weights import exact_residual, master_part
-from ckpt8.optim.packed_tensor import Moment, StateLayout, moment_layout
+from ckpt8.optim.packed_tensor import Moment, StateLayout, exact_residual, master_part, moment_layout
 
 
 class PackedState(torch.optim.Optimizer):

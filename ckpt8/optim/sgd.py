@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.blocks import Block, Values
 from ckpt8.optim.packed import PackedOptimizer, Params
+from ckpt8.optim.packed_tensor import Block, Values
 
 
 def sgd(

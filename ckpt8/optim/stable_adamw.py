@@ -18,9 +18,8 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs.companded8.reference import square_root
-from ckpt8.optim.blocks import Block, Values, root_mean
 from ckpt8.optim.packed import PackedOptimizer, Params
-from ckpt8.optim.rounding import power
+from ckpt8.optim.packed_tensor import Block, Values, power, root_mean
 
 
 def debiased(beta: float, step: int) -> float:

@@ -13,21 +13,19 @@ import torch
 
 from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
 from ckpt8.container.bases import refuse_any
+from ckpt8.container.checks import link_stays_inside
 from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.member_file import MemberFile, Piece
-from ckpt8.container.member_paths import link_stays_inside
-from ckpt8.container.needed import unneeded_file
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.target_names import original_name, restored_path
-from ckpt8.core.buffers import Buffers
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import Check, Guard
-from ckpt8.core.files.atomic_directory import AtomicDirectory
-from ckpt8.core.files.crc import combine, crc32
+from ckpt8.core.files.atomic import AtomicDirectory, Check, Guard
+from ckpt8.core.files.source_file import combine, crc32
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.text import listed, size
-from ckpt8.core.workers import Progress, Workers
+from ckpt8.core.workers import Buffers, Progress, Workers
 
 _AHEAD = 1
 """Batches per thread that may wait to be written: writing one takes less time than decoding it."""

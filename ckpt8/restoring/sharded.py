@@ -26,17 +26,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
-from ckpt8.checkpoint.readers.dcp.nesting import nest
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA, nest
 from ckpt8.checkpoint.replacing import checkpoint_directory
-from ckpt8.checkpoint.sources.sharded import ShardedFiles
-from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.sources.composite import Streamer
+from ckpt8.checkpoint.sources.distributed import ShardedFiles
 from ckpt8.container.sharded import INDEX
 from ckpt8.container.sharded.index import Place, ShardedIndex
 from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.core.errors import UnsupportedError, UsageError
-from ckpt8.core.files.atomic import Guard, refuse_source
-from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source
 from ckpt8.core.files.write_at import write_at
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Progress, Workers

@@ -22,7 +22,7 @@ from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.optim.master_weights import weight_check
+from ckpt8.optim.packed_tensor import weight_check
 from ckpt8.optim.state_conversion import join_weight, unpack
 
 Weight = TypeVar("Weight")

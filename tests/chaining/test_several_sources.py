@@ -137,16 +137,16 @@ def test_remove(count, run, run_command):
 
 def test_a_source_that_is_kept_is_told_after_its_container(run, run_command, monkeypatch):
     """The container is there, and what it holds is shown; only the removal failed."""
-    from ckpt8.chaining import removal
+    from ckpt8.chaining import jobs
 
-    verify = removal.verify
+    verify = jobs.verify
 
     def and_then_it_changes(container, source, **options):
         result = verify(container, source, **options)
         os.utime(source)
         return result
 
-    monkeypatch.setattr(removal, "verify", and_then_it_changes)
+    monkeypatch.setattr(jobs, "verify", and_then_it_changes)
     code, out, err = run_command("compress", run[0], "--remove")
     assert code == 3
     assert "is kept" in err

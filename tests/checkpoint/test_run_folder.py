@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt8.checkpoint.run_folder import checkpoints_in, incomplete, step_in_name
+from ckpt8.checkpoint.replacing import checkpoints_in, incomplete, step_in_name
 from ckpt8.core.errors import InputError
 
 TREE = {"weight": torch.zeros(4, 4)}

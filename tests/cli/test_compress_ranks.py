@@ -19,8 +19,7 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.app import app
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
-from ckpt8.integrations.dcp.plain_directory import share_of
-from ckpt8.integrations.dcp.sharing import SharingPlanner
+from ckpt8.integrations.dcp.sharing import SharingPlanner, share_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

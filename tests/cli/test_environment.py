@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8.cli import guard, streams
+from ckpt8.cli import guard
 from ckpt8.cli.show.tables import wrap
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="streams and limits of POSIX")
@@ -96,7 +96,7 @@ def test_a_terminal_of_any_size(size, run_command, files, tmp_path, monkeypatch)
 def test_any_encoding_shows_every_name(encoding, run_command, files, tmp_path, monkeypatch):
     for command, code in commands(files, tmp_path).items():
         with (tmp_path / "shown").open("wb") as file:
-            shown = streams.text_stream(streams.Stdout(file.fileno(), "w", closefd=False), encoding)
+            shown = guard.text_stream(guard.Stdout(file.fileno(), "w", closefd=False), encoding)
             monkeypatch.setattr(sys, "stdout", shown)
             assert run_command(*command)[0] == code, command
         text = (tmp_path / "shown").read_bytes().decode(encoding)
@@ -178,8 +178,8 @@ def test_a_stdout_that_fails_in_any_command(code, run_command, files, tmp_path, 
         reader, writer = os.pipe()
         os.close(reader)
         target = writer if code == errno.EPIPE else os.open("/dev/full", os.O_WRONLY)
-        raw = streams.Stdout(target, "w", closefd=False)
-        monkeypatch.setattr(sys, "stdout", streams.text_stream(raw, "utf-8"))
+        raw = guard.Stdout(target, "w", closefd=False)
+        monkeypatch.setattr(sys, "stdout", guard.text_stream(raw, "utf-8"))
         found, _, err = run_command(*command)
         if command != ("explode",):
             assert found == (141 if code == errno.EPIPE else 4), command
@@ -192,7 +192,7 @@ def test_a_stdout_that_does_not_block(files):
     """As a program sets it that reads from several pipes: what is written waits for room."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    stream = streams.text_stream(streams.Stdout(writer, "w", closefd=False), "utf-8")
+    stream = guard.text_stream(guard.Stdout(writer, "w", closefd=False), "utf-8")
     child = os.fork()
     if not child:
         os.close(writer)
@@ -239,7 +239,7 @@ def test_an_unexpected_error_is_one_line_and_its_own_code(error, said, run_comma
         "ckpt8.compressing.compress",
         "ckpt8.restoring.restore.restore_original",
         "ckpt8.inspecting.verify.verify",
-        "ckpt8.inspecting.diff.diff.diff",
+        "ckpt8.inspecting.diff.diff",
         "ckpt8.converting.convert.convert",
     ):
         monkeypatch.setattr(function, fail)

@@ -64,7 +64,7 @@ def test_inspect_of_a_container_needs_nothing_that_is_heavy(packed, flags):
 
 def test_the_overview_of_a_run_needs_nothing_that_is_heavy(packed):
     modules = imported("runs", packed.parent)
-    assert {"ckpt8.inspecting.runs.originals", "rich.console"} <= modules
+    assert {"ckpt8.inspecting.runs", "rich.console"} <= modules
     assert not modules & HEAVY
 
 

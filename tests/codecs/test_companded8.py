@@ -11,8 +11,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8, reference
-from ckpt8.codecs.cutting import TILE
 from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 

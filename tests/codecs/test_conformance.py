@@ -15,11 +15,11 @@ from neighbour_kit import registered
 
 from ckpt8 import codecs
 from ckpt8.codecs import codec_class, codec_from_config, config_of, parse_codec
+from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.cutting import TILE
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.policy import PRESETS
+from ckpt8.compressing.plan import PRESETS
 from ckpt8.core.errors import RefusedError, UnsupportedError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 

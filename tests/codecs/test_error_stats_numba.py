@@ -13,9 +13,9 @@ from ckpt8.codecs import error_measures as stats
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_chunk
-from ckpt8.compressing.policy import Policy
+from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.plan import Policy
 from ckpt8.core import backend
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
@@ -46,7 +46,7 @@ def assert_same_figures(found, expected):
 
 @pytest.mark.parametrize(("low", "high"), [(-3, 0), (-44, -30), (-20, 30)])
 def test_weights(low, high):
-    from ckpt8.codecs import error_stats_numba as stats_numba
+    from ckpt8.codecs import error_numba as stats_numba
 
     x = spread(1, low, high)
     codec = Split24()
@@ -61,7 +61,7 @@ def test_weights(low, high):
 @pytest.mark.parametrize("second", [Companded8(signed=False, Q=255), Companded8(signed=False, Q=63, p=0.5)], ids=repr)
 @pytest.mark.parametrize(("low", "high", "eps"), [(-4, -1, 1e-8), (-12, -9, 1e-8), (-17, 2, 1e-15), (-3, 0, 0.1)])
 def test_both_moments_and_the_update(second, low, high, eps):
-    from ckpt8.codecs import error_stats_numba as stats_numba
+    from ckpt8.codecs import error_numba as stats_numba
 
     first, rule = Companded8(), UpdateRule("adam", 100, 0.9, 0.999, eps)
     m, v = spread(2, low, high), spread(3, low, high).square_()

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from ckpt8.codecs.cutting import TILE
+from ckpt8.codecs.base import TILE
 from ckpt8.codecs.split24 import Split24
 from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec

@@ -25,7 +25,7 @@ from ckpt8.compressing.chunk_encoder import store
 from ckpt8.container import writer as writers
 from ckpt8.container.manifest_json import manifest_json
 from ckpt8.core.errors import OutputError, UsageError
-from ckpt8.core.files import partial
+from ckpt8.core.files import atomic
 
 PRESETS = ("flash", "compact", "archive", "lossless")
 
@@ -419,7 +419,7 @@ def test_a_fork_leaves_the_save_to_the_parent(tmp_path, gate):
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
-        partial._remove_unfinished()
+        atomic._remove_unfinished()
         background.wait_for(target)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -17,12 +17,12 @@ from resume_kit import same
 import ckpt8
 from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.buffers import Buffers
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import copy_to_row, requested, row_bytes, row_views
+from ckpt8.core.workers import Buffers
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.restoring.resume import resume as run
-from ckpt8.restoring.resume.gpu_copy import DeviceCopy
+from ckpt8.restoring.resume.fills import DeviceCopy
 
 PRESETS = ("flash", "compact", "archive", "lossless")
 CASES = [

@@ -8,7 +8,7 @@ import torch
 from reference_kit import LAYOUTS, adamw, masters
 
 import ckpt8
-from ckpt8.codecs.copied import Run
+from ckpt8.codecs.base import Run
 from ckpt8.codecs.rounded_copy import DELTA, ROUNDED, HalfReference
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec

@@ -9,10 +9,10 @@ from test_damage import unpack
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, store
-from ckpt8.compressing.policy import Policy
-from ckpt8.container import layout, symbols
+from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.plan import Policy
+from ckpt8.container import header, symbols
 from ckpt8.core import backend
 from ckpt8.core.workers import Workers
 
@@ -32,7 +32,7 @@ def test_a_packed_chunk_holds_planes_of_bytes(source):
         work = [
             (unit, chunk)
             for unit in plan.units
-            for chunk in range(layout.chunk_count(unit.numel))
+            for chunk in range(header.chunk_count(unit.numel))
             if len(unit.streams) > 1
         ]
         packed = list(encoder.packed(work, workers))

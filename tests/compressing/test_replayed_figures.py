@@ -18,13 +18,12 @@ from own_optimizer_kit import registered
 import ckpt8
 from ckpt8.checkpoint.meaning import replayed
 from ckpt8.cli import app as cli
-from ckpt8.compressing import sharing
+from ckpt8.compressing import compressor
 from ckpt8.container import reader as container_reader
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
-from ckpt8.inspecting.distributions.container import container_distributions
+from ckpt8.inspecting.distributions import checkpoint_distributions, container_distributions
 from ckpt8.optim import known_optimizers as known
 
 SHAPE = (300, 260)
@@ -428,7 +427,7 @@ SMALL_AND_LARGE = {
 @pytest.mark.filterwarnings("ignore")
 def test_the_figure_counts_parameters_that_are_exact(name, shared, tmp_path, monkeypatch):
     """Biases, norms and small matrices take their steps too: a replay counts them, whoever shares entries."""
-    monkeypatch.setattr(sharing, "_ROOM", 0 if shared else 1 << 40)
+    monkeypatch.setattr(compressor, "_ROOM", 0 if shared else 1 << 40)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 40))
     optimizer = SMALL_AND_LARGE[name](model)

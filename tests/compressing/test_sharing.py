@@ -13,7 +13,7 @@ from small_kit import ALL_LOSSY, adamw_state, mixed
 import ckpt8
 from ckpt8.codecs.error_stats import read_error
 from ckpt8.container import header
-from ckpt8.container.layout import PACK
+from ckpt8.container.header import PACK
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container

@@ -14,8 +14,7 @@ from torch import nn
 import ckpt8
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS
-from ckpt8.compressing.spending import row_length
-from ckpt8.compressing.step_statistics import SAMPLE, Spread, _windows
+from ckpt8.compressing.spending import SAMPLE, Spread, _windows, row_length
 from ckpt8.core import backend
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting.container import inspect_container

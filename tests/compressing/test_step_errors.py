@@ -17,14 +17,12 @@ from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.compressing import by_tile, lockstep, one_pass
+from ckpt8.compressing import lockstep, unit_errors
 from ckpt8.compressing.budget import carry
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.one_pass import BudgetedTiles
 from ckpt8.compressing.parameters import OptimizerStep, Parameter
 from ckpt8.compressing.plan import Stream, Unit
-from ckpt8.compressing.step_measure import StepScales
-from ckpt8.compressing.unit_errors import UnitErrors
+from ckpt8.compressing.unit_errors import BudgetedTiles, StepScales, UnitErrors
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
@@ -182,9 +180,9 @@ def test_a_chunk_encoded_in_the_memory_of_its_originals_has_the_same_parts_and_e
     whole = lockstep.encode(unit.streams, originals, first, "numba", meter)
     expected = meter.measure(unit, first, originals, whole)
     for tile in (1 << 16, 1 << 20, 256 * 33):
-        monkeypatch.setattr(one_pass, "_TILE", tile)
+        monkeypatch.setattr(unit_errors, "_TILE", tile)
         tiled, given = meter.tiled(unit, originals), [x.clone() for x in originals]
-        parts = by_tile.encode(unit.streams, given, first, [None] * 3, tiled)
+        parts = lockstep.encode_by_tile(unit.streams, given, first, [None] * 3, tiled)
         for mine, theirs in zip(parts, whole, strict=True):
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -192,7 +190,7 @@ def test_a_chunk_encoded_in_the_memory_of_its_originals_has_the_same_parts_and_e
     broken = [x.clone() for x in originals]
     broken[1][70_000] = math.nan
     with pytest.raises(RefusedError) as refusal:
-        by_tile.encode(unit.streams, broken, first, [None] * 3, None)
+        lockstep.encode_by_tile(unit.streams, broken, first, [None] * 3, None)
     assert refusal.value.storage == unit.streams[1].index
 
 
@@ -255,7 +253,7 @@ def test_came_takes_second_moments_from_its_row_and_column_statistics():
 @pytest.mark.parametrize("with_weight", [True, False])
 def test_the_fused_kernel_finds_the_same(with_weight):
     pytest.importorskip("numba", reason="numba is not installed")
-    from ckpt8.codecs.budgeted_stats_numba import BudgetedSums
+    from ckpt8.codecs.error_numba import BudgetedSums
 
     was = state()
     generator = torch.Generator().manual_seed(3)

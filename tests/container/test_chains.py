@@ -12,8 +12,8 @@ from plain_reader import Plain
 import ckpt8
 from ckpt8.container import bases
 from ckpt8.container.bases import KEPT, kept_name
-from ckpt8.container.head import stated_seal
-from ckpt8.container.needed import dependents
+from ckpt8.container.header import stated_seal
+from ckpt8.container.kept_bases import dependents
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.errors import InputError, OutputError

@@ -13,7 +13,7 @@ from test_format import FORMAT, agrees
 from test_symbols import MODES, fill, holding
 
 import ckpt8
-from ckpt8.container import layout
+from ckpt8.container import header
 from ckpt8.container.symbol_modes import Mode
 
 CHUNK = 1 << 20
@@ -57,7 +57,7 @@ def test_second_moments_from_rows_and_columns(preset, inputs, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_chunks_and_slabs_under_a_budget(dtype, tmp_path, monkeypatch):
     """Rows and columns of factors begin anew in every chunk, the dither and the rows of the tensor do not."""
-    monkeypatch.setattr(layout, "SLAB", CHUNK)
+    monkeypatch.setattr(header, "SLAB", CHUNK)
     manifest, path = written(run_of([(1100, 1000), (70_000,)], dtype=dtype), tmp_path, budget=1)
     plain = agrees(path)
     assert codecs(plain) >= STEPPED
@@ -81,8 +81,8 @@ def test_packs_of_symbols(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_copies_of_decoded_masters(layout, dtype, tmp_path):
-    _, path = written(tree_of(layout, dtype, masters()), tmp_path, preset="archive")
+def test_copies_of_decoded_masters(header, dtype, tmp_path):
+    _, path = written(tree_of(header, dtype, masters()), tmp_path, preset="archive")
     assert codecs(agrees(path)) >= {"reference/2", *STEPPED}
 
 

@@ -12,8 +12,7 @@ import pytest
 from hostile_kit import container_of
 
 from ckpt8.container.bases import KEPT, kept_name
-from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
-from ckpt8.container.needed import dependents
+from ckpt8.container.kept_bases import KeptBases, dependents, drop_unneeded, release, remove_container
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 

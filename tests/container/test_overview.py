@@ -11,8 +11,7 @@ from small_kit import mixed
 
 import ckpt8
 from ckpt8.container.overview import Overview
-from ckpt8.container.reader import ContainerReader
-from ckpt8.container.skeleton_file import SkeletonFile
+from ckpt8.container.reader import ContainerReader, SkeletonFile
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 

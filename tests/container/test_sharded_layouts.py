@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt8.container.sharded.collecting import RankFile, collect
-from ckpt8.container.sharded.index import GlobalTensor, Place, ShardedIndex
-from ckpt8.container.sharded.layouts import Grid, Listed
+from ckpt8.container.sharded.index import GlobalTensor, Grid, Listed, Place, ShardedIndex
 from ckpt8.container.sharded.reading import parse_index
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType

@@ -8,8 +8,7 @@ import torch
 
 import ckpt8
 from ckpt8.container.member_file import MemberFile
-from ckpt8.container.reader import ContainerReader
-from ckpt8.container.skeleton_file import SkeletonFile
+from ckpt8.container.reader import ContainerReader, SkeletonFile
 
 
 def test_any_window_has_the_bytes_of_the_source_with_zeros_for_tensors(tmp_path: Path):

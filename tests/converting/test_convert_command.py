@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 
 import torch
 from converting_kit import listing
-
-from ckpt8.converting.writers import WRITERS
 
 
 def test_the_report(run_command, forms, tmp_path):
@@ -60,16 +57,6 @@ def test_exit_codes_and_single_lines(run_command, forms, tmp_path):
         assert err.startswith("ckpt8: ")
         assert err.count("\n") == 1
         assert listing(tmp_path) == before
-
-
-def test_help_needs_no_torch():
-    script = (
-        "import sys\nfrom ckpt8.__main__ import main\nsys.argv = ['ckpt8', 'convert', '--help']\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules\n"
-    )
-    environment = {**os.environ, "COLUMNS": "200"}
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
-    assert all(name in result.stdout for name in WRITERS)
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path):

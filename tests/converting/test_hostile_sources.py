@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 import ckpt8
 from ckpt8.checkpoint.sources.composite import add_prefix
-from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.walk import iter_leaves
+from ckpt8.checkpoint.tree import TensorRef, iter_leaves
 from ckpt8.core.errors import Ckpt8Error, InputError
 from ckpt8.core.tensors import DType
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt8.core.files.crc import combine
+from ckpt8.core.files.source_file import combine
 
 PIECES = st.binary(max_size=300)
 

@@ -266,9 +266,9 @@ def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
     """numba's own cache compares the file of the kernel, not those of what it calls."""
     package = shutil.copytree(Path(ckpt8.__file__).parent, tmp_path / "source" / "ckpt8")
     called, caller = package / "called.py", package / "caller.py"
-    called.write_text("from ckpt8.core.numba_kernels import kernel\n\n@kernel\ndef own(x):\n    return x + x\n")
+    called.write_text("from ckpt8.core.numba import kernel\n\n@kernel\ndef own(x):\n    return x + x\n")
     caller.write_text(
-        "from ckpt8.called import own\nfrom ckpt8.core.numba_kernels import kernel\n\n"
+        "from ckpt8.called import own\nfrom ckpt8.core.numba import kernel\n\n"
         "@kernel\ndef more(x):\n    return own(x) + 1\n"
     )
 

@@ -8,7 +8,7 @@ import sys
 SCRIPT = """
 import os, resource, sys
 from pathlib import Path
-from ckpt8.core.files.partial import Partial
+from ckpt8.core.files.atomic import Partial
 
 partial = Partial(Path(sys.argv[1]) / "run", directory=True)
 (partial.path / "inner" / "most").mkdir(parents=True)
@@ -31,7 +31,7 @@ def test_a_directory_goes_where_no_more_files_can_be_opened(tmp_path):
 TEMPORARY = """
 import os, resource, sys
 from pathlib import Path
-from ckpt8.core.files.temporary import temporary_directory
+from ckpt8.core.files.atomic import temporary_directory
 
 with temporary_directory("t-", Path(sys.argv[1])) as path:
     (path / "inner").mkdir()

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from ckpt8.cli.bench.child import run_child
-from ckpt8.core.files.temporary import deferred, temporary_directory
+from ckpt8.core.files.atomic import deferred, temporary_directory
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 

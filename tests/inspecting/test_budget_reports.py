@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt8
 from ckpt8.core.errors import CheckFailedError
-from ckpt8.inspecting import expected_drift as expected
+from ckpt8.inspecting import facts as expected
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 

@@ -8,7 +8,7 @@ from dcp_kit import run_processes, save_small
 import ckpt8
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.readiness.readiness import inspect_readiness
+from ckpt8.inspecting.readiness import inspect_readiness
 
 PARAMETERS = 6
 """Of the model of make_dcp: three layers with weight and bias."""

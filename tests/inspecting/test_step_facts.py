@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from ckpt8.cli.show.steps import (
+from ckpt8.cli.show.tables import (
     HEALS,
     drift_text,
     healing_line,
@@ -27,8 +27,8 @@ from ckpt8.codecs.vscaled import VScaled
 from ckpt8.container.facts import CAPPED, total_errors
 from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspecting import expected_drift as expected
-from ckpt8.inspecting.step_facts import step_facts, step_figures
+from ckpt8.inspecting import facts as expected
+from ckpt8.inspecting.facts import step_facts, step_figures
 
 BUDGET = {"steps": 1.0, "u_max": 1.0, "cap": 0.25}
 

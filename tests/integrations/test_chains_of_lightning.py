@@ -17,7 +17,7 @@ from lattice_kit import check_weights, record  # noqa: E402
 
 from ckpt8.compressing.background import wait_for  # noqa: E402
 from ckpt8.container.bases import kept_name  # noqa: E402
-from ckpt8.container.needed import dependents  # noqa: E402
+from ckpt8.container.kept_bases import dependents  # noqa: E402
 from ckpt8.container.reader import ContainerReader  # noqa: E402
 from ckpt8.container.writer import ContainerWriter  # noqa: E402
 from ckpt8.core.errors import UsageError  # noqa: E402

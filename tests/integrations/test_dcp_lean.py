@@ -15,7 +15,7 @@ from memory_kit import run_measured
 
 import ckpt8
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
-from ckpt8.integrations.dcp.sources import Sources
+from ckpt8.integrations.dcp.rank_file import Sources
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -17,8 +17,7 @@ from ckpt8.container.sharded.collecting import RankFile, collect
 from ckpt8.container.sharded.index import GlobalTensor
 from ckpt8.core.tensors import DType, Role
 from ckpt8.integrations.dcp import Ckpt8SavePlanner
-from ckpt8.integrations.dcp.copied_statistics import Copy, without_copies
-from ckpt8.integrations.dcp.families import count_parted
+from ckpt8.integrations.dcp.planner import Copy, count_parted, without_copies
 
 SHAPES = llama(layers=2)
 

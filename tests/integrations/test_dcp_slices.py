@@ -11,7 +11,7 @@ import ckpt8
 from ckpt8.container.frames import FRAME
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
-from ckpt8.integrations.dcp.slices import SliceReader
+from ckpt8.integrations.dcp.reader import SliceReader
 from ckpt8.integrations.dcp.tree import Naming, Slot, build, tensor_names
 
 SHAPES = {

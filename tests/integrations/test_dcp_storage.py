@@ -25,7 +25,7 @@ from ckpt8.cli.app import app
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded.index import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.core.files.partial import partial_path
+from ckpt8.core.files.atomic import partial_path
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 

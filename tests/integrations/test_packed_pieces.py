@@ -17,7 +17,7 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.errors import CheckFailedError, UnsupportedError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.same_object import same_object
+from ckpt8.inspecting.verify import same_object
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")

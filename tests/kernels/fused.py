@@ -13,7 +13,7 @@ import torch
 from optim_cases import advance, assert_same_state, build, set_grads
 
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.triton import launches as plans
+from ckpt8.optim.triton import dispatch as plans
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -17,11 +17,10 @@ from triton.runtime.jit import JITFunction
 
 from ckpt8.codecs.lattice import triton as lattice
 from ckpt8.codecs.rclog import triton as rclog
-from ckpt8.codecs.symbols_triton import BLOCK
-from ckpt8.codecs.triton_blocks import OPTIONS
+from ckpt8.codecs.triton_blocks import OPTIONS, SYMBOL_BLOCK
 from ckpt8.codecs.vscaled import triton as vscaled
 
-PER_THREAD = BLOCK // (32 * OPTIONS["num_warps"])
+PER_THREAD = SYMBOL_BLOCK // (32 * OPTIONS["num_warps"])
 POINTERS = {"codes": "*i32", "flags": "*i32", "rows": "*i16", "columns": "*i16", "factors": "*i16", "sums": "*i64"}
 POINTERS |= {"second": "*fp32", "original": "*fp32"}
 INTEGERS = ("S", "numbers", "skipped", "length", "across", "lowest", "highest")
@@ -54,7 +53,7 @@ def _cache(tmp_path_factory):
 def compiled(name, kind, capability, folder, **constants) -> Compiled:
     """The kernel of that name for elements of a ``kind``."""
     types = {**TYPES, "weights": kind, "moments": kind}
-    return Compiled(KERNELS[name], types, constants, capability, folder, BLOCK)
+    return Compiled(KERNELS[name], types, constants, capability, folder, SYMBOL_BLOCK)
 
 
 def assert_wide_parts(kernel, direction, size, gathered=0) -> None:

@@ -23,8 +23,7 @@ from test_compile import Compiled, floating, resource_usage  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ckpt8.optim.triton import blocks as state  # noqa: E402
-from ckpt8.optim.triton import matrices, prologue, steps  # noqa: E402
+from ckpt8.optim.triton import kernels, prologue  # noqa: E402
 
 PACKED = {"first": 127, "second": 255, "fourth_root": True, "aligned": True}
 PLAIN = {"first": 0, "second": 0, "fourth_root": False, "aligned": True}
@@ -49,9 +48,9 @@ KERNELS = {
     ("lion", "step_kernel"): {"rule": "lion", **VECTORS, **ONE_MOMENT},
     ("came", "sum_kernel"): {"summand": "squared_direction", **ONE_MOMENT},
     ("came", "step_kernel"): {"rule": "came", **ONE_MOMENT},
-    ("came", "tile_kernel"): {"pair": 1, "even": True, "tile": matrices.TILE},
-    ("came", "average_kernel"): {"pair": 0, "line": matrices.LINE},
-    ("came", "factor_kernel"): {"pair": 0, "line": matrices.LINE},
+    ("came", "tile_kernel"): {"pair": 1, "even": True, "tile": kernels.TILE},
+    ("came", "average_kernel"): {"pair": 0, "line": kernels.LINE},
+    ("came", "factor_kernel"): {"pair": 0, "line": kernels.LINE},
     ("came_vector", "sum_kernel"): {"summand": "squared_direction", **VECTORS},
     ("came_vector", "step_kernel"): {"rule": "came", **VECTORS},
 }
@@ -63,7 +62,7 @@ MODULES = {"adam": "adamw", "came_vector": "came"}
 BYTES = {"bf16": (2, 2, 1), "fp32": (4, 4, 0), "fp16": (2, 2, 4), "linear": (2, 2, 2), "small": (2, 2, 2)}
 """Of a gradient, a parameter and what completes it."""
 
-PER_THREAD = state.BLOCK // (32 * state.OPTIONS["num_warps"])
+PER_THREAD = kernels.BLOCK // (32 * kernels.OPTIONS["num_warps"])
 TARGETS = pytest.mark.parametrize(
     "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
 )
@@ -80,7 +79,7 @@ def _cache(tmp_path_factory):
 class Fused(Compiled):
     """As ``Compiled``, for kernels that find their tensors in a table."""
 
-    def __init__(self, kernel, constants, capability: int, folder: Path, options=state.OPTIONS):
+    def __init__(self, kernel, constants, capability: int, folder: Path, options=kernels.OPTIONS):
         signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i64") for name in kernel.arg_names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -93,8 +92,8 @@ class Fused(Compiled):
 
 def block_kernel(module, name, layout, masked, capability, folder) -> Fused:
     found = importlib.import_module(f"ckpt8.optim.triton.{MODULES.get(module, module)}")
-    kernel = getattr(steps if name in ("step_kernel", "sum_kernel") else found, name)
-    constants = {**LAYOUTS[layout], **KERNELS[module, name], "masked": masked, "block": state.BLOCK}
+    kernel = getattr(kernels if name in ("step_kernel", "sum_kernel") else found, name)
+    constants = {**LAYOUTS[layout], **KERNELS[module, name], "masked": masked, "block": kernels.BLOCK}
     constants |= {key: getattr(found, constants[key]) for key in ("rule", "summand") if key in constants}
     return Fused(kernel, {k: v for k, v in constants.items() if k in kernel.arg_names}, capability, folder)
 

@@ -153,9 +153,9 @@ def kill_rounds(server: Server, run: Run, kills: int, seed: int) -> Outcome:
 
 def die(moment: str) -> None:
     """Have this process kill itself at a moment of its first removal of a directory."""
-    from ckpt8.chaining import removal
+    from ckpt8.chaining import jobs
 
-    rename, remove = removal.rename_new, removal.remove
+    rename, remove = jobs.rename_new, jobs.remove
 
     def kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -174,6 +174,6 @@ def die(moment: str) -> None:
             kill()
         remove(path)
 
-    removal.rename_new = rename_new
+    jobs.rename_new = rename_new
     if moment == "within the removal":
-        removal.remove = remove_some
+        jobs.remove = remove_some

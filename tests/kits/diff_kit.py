@@ -9,7 +9,7 @@ import torch
 from gpt_kit import Run
 from safetensors.torch import save_file
 
-from ckpt8.cli.bench.gpt import GPTConfig, RunConfig
+from ckpt8.cli.bench.training import GPTConfig, RunConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=48, block_size=16)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ckpt8.cli.bench import gpt
-from ckpt8.cli.bench.gpt import GPTConfig, OptimizerFactory, RunConfig
+from ckpt8.cli.bench import training
+from ckpt8.cli.bench.training import GPTConfig, OptimizerFactory, RunConfig
 
 SIZES = {
     "mini": GPTConfig(n_layer=2, n_head=4, n_embd=88, block_size=64),
@@ -17,7 +17,7 @@ SIZES = {
 }
 
 
-class Run(gpt.Run):
+class Run(training.Run):
     """A run that takes steps of its optimizer, and continues from a checkpoint."""
 
     def advance(self) -> float:

@@ -12,7 +12,7 @@ _SCRIPT = """
 import json, sys
 import torch
 import ckpt8
-from ckpt8.core.startup import settle
+from ckpt8.core.workers import settle
 
 def memory(field):
     with open("/proc/self/status") as file:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
-from ckpt8.checkpoint.meaning.replay_settings import find_rule
+from ckpt8.checkpoint.meaning.replayed import find_rule
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.scalars import read_settings
-from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.tree import TensorRef
 
 INNER = ("optimizer", "base_optimizer")

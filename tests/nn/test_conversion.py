@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import ckpt8
-from ckpt8.cli.bench.gpt import GPTConfig, RunConfig, build_model
+from ckpt8.cli.bench.training import GPTConfig, RunConfig, build_model
 from ckpt8.core.errors import UsageError
 from ckpt8.nn import SwitchBackLinear, switchback, to_linear
 

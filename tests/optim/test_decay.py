@@ -9,9 +9,8 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.optim.packed import PackedOptimizer
-from ckpt8.optim.packing_options import MOMENT2
-from ckpt8.optim.rounding import encode_second_moment, random_bits, stream_key, weight_noise
+from ckpt8.optim.packed import MOMENT2, PackedOptimizer
+from ckpt8.optim.packed_tensor import encode_second_moment, random_bits, stream_key, weight_noise
 
 LINEAR = "companded8(signed=False, Q=255)"
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from optim_cases import ARGUMENTS, PLAIN, SHAPES, advance, build, make_params, s
 from own_optimizer_kit import PlainEma
 
 from ckpt8.optim.adamw import adam
-from ckpt8.optim.blocks import flat_blocks
+from ckpt8.optim.packed_tensor import flat_blocks
 
 ORACLES = {
     "AdamW": lambda params, **kw: torch.optim.AdamW(params, foreach=False, **kw),

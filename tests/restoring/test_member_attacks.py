@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.checkpoint.readers import entries
-from ckpt8.container.member_paths import link_stays_inside, path_problem
+from ckpt8.container.checks import link_stays_inside, path_problem
 from ckpt8.container.overview import Overview
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt8
-from ckpt8.compressing import sharing
+from ckpt8.compressing import compressor
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError
 
 FRAME = 1 << 20
@@ -32,7 +32,7 @@ FRAME = 1 << 20
 def own_entries():
     """Nothing shares entries, as in a large checkpoint; ``test_sharing`` damages what shares them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "_ROOM", 1 << 40)
+        patch.setattr(compressor, "_ROOM", 1 << 40)
         yield
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ckpt8
 from ckpt8 import InputError, OutputError, UsageError
-from ckpt8.container.layout import FRAME
+from ckpt8.container.header import FRAME
 from ckpt8.container.reader import ContainerReader
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 

@@ -15,7 +15,7 @@ from torch import nn
 import ckpt8
 from ckpt8.codecs.base import Factors
 from ckpt8.codecs.factored import expand
-from ckpt8.compressing import factored_moments, sharing
+from ckpt8.compressing import compressor, spending
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error, InputError
 
@@ -53,7 +53,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("came")
     torch.save(trained(), folder / "run.pt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "_ROOM", 1 << 40)
+        patch.setattr(compressor, "_ROOM", 1 << 40)
         ckpt8.compress(folder / "run.pt", preset="archive")
     ckpt8.restore(folder / "run.ckpt8", folder / "back.pt")
     return folder
@@ -176,7 +176,7 @@ def test_lossy_statistics_give_no_steps(run, tmp_path):
 
 
 def test_statistics_longer_than_a_chunk_give_no_steps(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(factored_moments, "FRAME", 2999)
+    monkeypatch.setattr(spending, "FRAME", 2999)
     (tmp_path / "run.pt").write_bytes((run / "run.pt").read_bytes())
     ckpt8.compress(tmp_path / "run.pt", preset="archive")
     found = reasons(tmp_path / "run.ckpt8")

@@ -19,7 +19,7 @@ from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.restoring.resume import resume as resuming
-from ckpt8.restoring.resume.gpu_copy import DeviceCopy
+from ckpt8.restoring.resume.fills import DeviceCopy
 
 FRAME = 1 << 20
 RULE = "*.exp_avg=neighbour"
@@ -172,10 +172,10 @@ def test_a_lost_second_moment_takes_its_first_with_it(run, tmp_path):
 
 
 def test_inspect_predicts_the_size(run, monkeypatch):
-    from ckpt8.compressing import policy
+    from ckpt8.compressing import plan
     from ckpt8.core.tensors import Role
 
-    monkeypatch.setitem(policy.PRESETS["flash"], Role.MOMENT1, Neighbour())
+    monkeypatch.setitem(plan.PRESETS["flash"], Role.MOMENT1, Neighbour())
     predicted = inspect_checkpoint(run / "run.pt")
     size = (run / "run.ckpt8").stat().st_size
     assert abs(predicted["predicted"]["flash"]["bytes"] - size) < 0.02 * size

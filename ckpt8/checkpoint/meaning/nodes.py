@@ -1,14 +1,105 @@
-"""What a node of a checkpoint's tree is by its form: the state dict of an optimizer, or of a model."""
+"""What a node of a checkpoint's tree is by its form: the state dict of an optimizer, or of a model.
+
+The state of an optimizer in a flat file: every tensor under a path that names its parameter and its key.
+
+    state.0.exp_avg   layer.weight.exp_avg   exp_avg.layer.weight   optimizer/state/0/exp_avg_sq
+
+The key is one component of the path, and the rest of the path is its owner. It counts where it is the last component
+after a dot, where the owner has another moment of the same shape, or where a weight with the name of the owner has it.
+
+Pickled modules and optimizers as the state dicts that they would give, read from the inert objects alone.
+
+    module      the entries of ``_parameters`` and ``_buffers``, its own and those of all in ``_modules``, by name
+    optimizer   ``state`` and ``param_groups``; its parameters are the tensors themselves, and become numbers
+
+An optimizer and a module of one file hold the same tensors, so the module names the parameters of the optimizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
-from ckpt8.checkpoint.meaning.flat_states import flat_states
-from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.walk import Components
+from ckpt8.checkpoint.tree import Components, Inert, TensorRef, iter_nodes
+from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES
+
+Shape = tuple[int, ...]
+
+_SEPARATOR = re.compile(r"[./]")
+_MOST_COMPONENTS = 32
+"""Of a longer path the rest counts as one component."""
+
+_STEP = "step"
+
+
+class FlatKey(NamedTuple):
+    """What a tensor of the state is: the ``key`` of the parameter ``owner``."""
+
+    owner: str
+    key: str
+
+
+def flat_states(tensors: Mapping[str, TensorRef]) -> dict[str, FlatKey]:
+    """The tensors that are state of a parameter, by name; empty where none is."""
+    keys = {*STATE_ROLES, _STEP}
+    found: dict[str, FlatKey] = {}
+    shown: set[str] = set()
+    shapes: dict[str, Counter[Shape]] = defaultdict(Counter)
+    for name, ref in tensors.items():
+        parts = _SEPARATOR.split(name, _MOST_COMPONENTS)
+        if len(parts) == 1 or keys.isdisjoint(parts):
+            continue
+        places = [k for k, part in enumerate(parts) if part in keys]
+        if len(places) != 1:
+            continue
+        (k,) = places
+        found[name] = key = FlatKey(".".join(parts[:k] + parts[k + 1 :]), parts[k])
+        if key.key in MOMENT_SLOTS:
+            shapes[key.owner][ref.shape] += 1
+            if name.endswith(f".{key.key}"):
+                shown.add(key.owner)
+    if not shapes:
+        return {}
+    weights = _Named((name, ref) for name, ref in tensors.items() if name not in found)
+    for owner, counts in shapes.items():
+        if max(counts.values()) > 1 or any(map(partial(weights.has, owner), counts)):
+            shown.add(owner)
+    return {name: key for name, key in found.items() if key.owner in shown}
+
+
+def flat_weights(tensors: Mapping[str, TensorRef], states: Mapping[str, FlatKey]) -> set[str]:
+    """The names of the tensors beside the state that have the name and the shape of an owner."""
+    owners = _Named((key.owner, tensors[name]) for name, key in states.items() if key.key in MOMENT_SLOTS)
+    return {name for name, ref in tensors.items() if name not in states and owners.has(name, ref.shape)}
+
+
+class _Named:
+    """Tensors by name: two names mean the same where one is the end of the other."""
+
+    def __init__(self, tensors: Iterable[tuple[str, TensorRef]]) -> None:
+        self._whole: dict[str, set[Shape]] = defaultdict(set)
+        self._ends: dict[str, set[Shape]] = defaultdict(set)
+        for name, ref in tensors:
+            ends = list(_ends(name))
+            self._whole[ends[0]].add(ref.shape)
+            for end in ends:
+                self._ends[end].add(ref.shape)
+
+    def has(self, name: str, shape: Shape) -> bool:
+        """Whether there is a tensor of this name and shape."""
+        ends = list(_ends(name))
+        return shape in self._ends.get(ends[0], ()) or any(shape in self._whole.get(end, ()) for end in ends)
+
+
+def _ends(name: str) -> Iterator[str]:
+    """The name with dots between its components, and all its ends."""
+    parts = _SEPARATOR.split(name, _MOST_COMPONENTS)
+    return (".".join(parts[k:]) for k in range(len(parts)))
+
 
 _EXTRA_STATE = "_extra_state"
 
@@ -86,3 +177,129 @@ def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
     if isinstance(names, list) and len(names) == len(identifiers):
         return list(zip(identifiers, map(str, names), strict=True))
     return [(each, each if isinstance(each, str) else None) for each in identifiers]
+
+
+_LONGEST_NAME = 512
+
+_MOST_USES = 8
+"""A part that more objects share counts for the first of them: a hostile file may have any number."""
+
+
+@dataclass(slots=True)
+class LiveObjects:
+    """The outermost pickled modules and the optimizers of a tree.
+
+    ``instead`` are their state dicts by the ``id`` of the object, ``modules`` the ``id`` of those that are of modules,
+    ``origins`` the objects by the ``id`` of the state dict. ``weights`` and ``buffers`` are the ``id`` of tensors.
+    """
+
+    instead: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    modules: set[int] = field(default_factory=set)
+    origins: dict[int, Inert] = field(default_factory=dict)
+    weights: set[int] = field(default_factory=set)
+    buffers: set[int] = field(default_factory=set)
+    _uses: Counter[int] = field(default_factory=Counter)
+
+    def may_use(self, part: object) -> bool:
+        """Whether one more object may count with a part that it shares."""
+        self._uses[id(part)] += 1
+        return self._uses[id(part)] <= _MOST_USES
+
+    def walk(self, tree: object) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """As ``iter_nodes``, with the state dicts instead of the objects."""
+        return iter_nodes(tree, instead=self.instead)
+
+    def containers(self, tree: object) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """As ``walk``, without tensors and storages."""
+        return iter_nodes(tree, instead=self.instead, leaves=frozenset())
+
+
+def find_live_objects(tree: object) -> LiveObjects:
+    """The pickled modules and optimizers in ``tree``."""
+    found = LiveObjects()
+    names: dict[Any, str] = {}
+    optimizers: list[tuple[Inert, Mapping[str, Any]]] = []
+    module = Inside()
+    for path, node in iter_nodes(tree, leaves=frozenset()):
+        if not isinstance(node, Inert) or module.holds(path):
+            continue
+        attributes = _attributes(node)
+        if _is_module(attributes):
+            module.enter(path)
+            tensors = _module(node, found)
+            for name, ref in tensors.items():
+                names.setdefault(_place(ref), name)
+            found.modules.add(id(tensors))
+            _add(found, node, tensors)
+        elif isinstance(attributes.get("state"), dict) and isinstance(attributes.get("param_groups"), list):
+            optimizers.append((node, attributes))
+    for optimizer, state in optimizers:
+        _add(found, optimizer, _optimizer(state, names, found))
+    return found
+
+
+def _add(found: LiveObjects, node: Inert, state_dict: dict[Any, Any]) -> None:
+    found.instead[id(node)] = state_dict
+    found.origins[id(state_dict)] = node
+
+
+def _attributes(node: Inert) -> dict[str, Any]:
+    """The ``__dict__`` of an object, with or without the values of slots beside it."""
+    state = node.state[0] if isinstance(node.state, tuple) and len(node.state) == 2 else node.state
+    return state if isinstance(state, dict) else {}
+
+
+def _is_module(attributes: Mapping[str, Any]) -> bool:
+    return isinstance(attributes.get("_parameters"), dict) and isinstance(attributes.get("_modules"), dict)
+
+
+def _place(ref: TensorRef) -> tuple[object, ...]:
+    return ref.key, ref.offset, ref.shape, ref.stride
+
+
+def _module(module: Inert, found: LiveObjects) -> dict[str, TensorRef]:
+    """The state dict of a module. A module that it holds several times has the first of its names."""
+    tensors: dict[str, TensorRef] = {}
+    seen = set()
+    waiting = [("", module)]
+    while waiting:
+        prefix, node = waiting.pop()
+        attributes = _attributes(node)
+        if id(node) in seen or len(prefix) > _LONGEST_NAME or not _is_module(attributes):
+            continue
+        if not found.may_use(node):
+            continue
+        seen.add(id(node))
+        for key, ids in (("_parameters", found.weights), ("_buffers", found.buffers)):
+            own = attributes.get(key)
+            for name, ref in own.items() if isinstance(own, dict) else ():
+                if isinstance(ref, TensorRef) and isinstance(name, str):
+                    tensors[prefix + name[:_LONGEST_NAME]] = ref
+                    ids.add(id(ref))
+        children = [(f"{prefix}{name}.", child) for name, child in attributes["_modules"].items()]
+        waiting += [(name, child) for name, child in reversed(children) if isinstance(child, Inert)]
+    return tensors
+
+
+def _optimizer(attributes: Mapping[str, Any], names: Mapping[Any, str], found: LiveObjects) -> dict[str, Any]:
+    """The state dict of an optimizer, with ``param_names`` in each group whose parameters all have one."""
+    numbers: dict[Any, int] = {}
+    groups = []
+    for group in attributes["param_groups"]:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            groups.append(group)
+            continue
+        if not found.may_use(group["params"]):
+            continue
+        refs = [ref for ref in group["params"] if isinstance(ref, TensorRef)]
+        found.weights.update(map(id, refs))
+        known = [names.get(_place(ref)) for ref in refs]
+        own = {**group, "params": [numbers.setdefault(_place(ref), len(numbers)) for ref in refs]}
+        if "param_names" not in group and known and None not in known:
+            own["param_names"] = known
+        groups.append(own)
+    states = {
+        numbers.get(_place(each), each) if isinstance(each, TensorRef) else each: state
+        for each, state in (attributes["state"].items() if found.may_use(attributes["state"]) else ())
+    }
+    return {"state": states, "param_groups": groups}

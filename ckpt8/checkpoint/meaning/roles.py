@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpt8.checkpoint.meaning.flat_states import flat_states, flat_weights
-from ckpt8.checkpoint.meaning.live_objects import LiveObjects, find_live_objects
 from ckpt8.checkpoint.meaning.nodes import (
+    LiveObjects,
+    find_live_objects,
+    flat_states,
+    flat_weights,
     is_bare_state_dict,
     is_flat_optimizer,
     is_optimizer,
@@ -25,10 +27,18 @@ from ckpt8.checkpoint.meaning.nodes import (
     parameter_groups,
 )
 from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
-from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, weights_of_states
-from ckpt8.checkpoint.tree import Labelled, NamedTensor, StorageRef, TensorRef
+from ckpt8.checkpoint.meaning.state_dicts import evident_weights, weights_of_states
+from ckpt8.checkpoint.tree import (
+    Components,
+    Labelled,
+    NamedTensor,
+    StorageRef,
+    TensorRef,
+    format_path,
+    iter_leaves,
+    iter_nodes,
+)
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
-from ckpt8.checkpoint.walk import Components, format_path, iter_leaves, iter_nodes
 from ckpt8.core.tensors import Role, is_small
 from ckpt8.core.text import printable
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES, WHOLE_SHAPE, state_roles

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt8.checkpoint.meaning.dcp_pairs import slice_pairs
+from ckpt8.checkpoint.meaning.dcp import slice_pairs
 from ckpt8.checkpoint.meaning.deepspeed import Universal
-from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
+from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.scalars import read_settings

@@ -13,13 +13,11 @@ from itertools import permutations
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import Inside, is_optimizer
-from ckpt8.checkpoint.meaning.ownership import parts_of
+from ckpt8.checkpoint.meaning.pairing import parts_of
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
-from ckpt8.checkpoint.meaning.state_dicts import find_all
-from ckpt8.checkpoint.meaning.weight_evidence import evident_weights, untied, weights_of
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.meaning.state_dicts import evident_weights, find_all, untied, weights_of
+from ckpt8.checkpoint.tree import TensorRef, iter_nodes
 from ckpt8.checkpoint.vocabulary import is_average
-from ckpt8.checkpoint.walk import iter_nodes
 from ckpt8.core.tensors import SMALL_NUMEL
 
 _MOST = 32

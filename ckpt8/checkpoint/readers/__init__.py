@@ -24,13 +24,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard, refuse_share
+from ckpt8.checkpoint.readers.entries import is_named_shard, lone_shard, refuse_share
 from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
-from ckpt8.core.collection import without_collection
+from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.core.files.urls import refuse_url
+from ckpt8.core.files.source_file import ByteRange, SourceFile, refuse_url
 
 READERS: dict[str, str] = {
     "torch-zip": "ckpt8.checkpoint.readers.torch_zip",

@@ -15,10 +15,8 @@ from pathlib import Path
 
 from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
-from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, Slice, read_metadata
-from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
-from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, kept
-from ckpt8.checkpoint.readers.shards import is_named_shard, lone_shard
+from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, Slice, read_metadata, rewritten
+from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_named_shard, kept, lone_shard
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
 from ckpt8.container.sharded import INDEX, RANK_FILE, is_part

@@ -1,18 +1,33 @@
-"""The entries of a directory: files, links and empty directories by path, and the same as open members."""
+"""The entries of a directory: files, links and empty directories by path, and the same as open members.
+
+The tree of a torch file from its bytes outside of the tensors: no storage need be there, and none is looked for.
+
+For reports over many files; a reader checks more, and takes three times as long.
+
+The files of one rank, which mean nothing without those of the other ranks: what they hold, and those to refuse.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import stat
+import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.pickle.rebuild import EMPTY, is_distributed
+from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE, StorageTable
+from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, TensorRef, format_path, iter_leaves, iter_nodes
+from ckpt8.container.checks import MAX_COMPONENTS, link_stays_inside, path_problem
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
-from ckpt8.container.member_paths import MAX_COMPONENTS, link_stays_inside, path_problem
-from ckpt8.core.errors import InputError
-from ckpt8.core.files.source_file import ByteRange
-from ckpt8.core.files.urls import refuse_url
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, refuse_url
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +132,120 @@ def size_of(path: Path) -> int:
 def kept(why: Exception | str, source: ByteRange) -> str:
     """The text of a member's ``reason``, from the error that ``source`` raised."""
     return f"kept as it is: {str(why).removeprefix(f'{source}: ')}"
+
+
+_NAME = b"/data.pkl"
+_LENGTHS = struct.Struct("<26x2H")
+"""Of the name and the extra field, in a local header of a zip file."""
+
+_PICKLES_BEFORE = 3
+"""Magic number, version and system stand in front of the tree in a file of torch before 1.6."""
+
+
+def tree_of_head(format_id: str, head: bytes, where: str) -> Any:
+    """The tree of a file of the format, which begins with the bytes ``head``; None for formats without values.
+
+    Raises InputError, also where the head ends within the pickle.
+    """
+    stream = io.BytesIO(head)
+    if format_id == "torch-zip":
+        stream.seek(_start_of_pickle(head, where))
+    elif format_id == "torch-legacy":
+        for _ in range(_PICKLES_BEFORE):
+            load_pickle(stream, len(head), where)
+    else:
+        return None
+    return load_pickle(stream, len(head), where, StorageTable(where).load)
+
+
+def _start_of_pickle(head: bytes, where: str) -> int:
+    name = head.find(_NAME)
+    at = head.rfind(LOCAL_SIGNATURE, 0, max(name, 0))
+    if at >= 0 and at + _LENGTHS.size <= name:
+        name_length: int
+        extra_length: int
+        name_length, extra_length = _LENGTHS.unpack_from(head, at)
+        if at + _LENGTHS.size + name_length == name + len(_NAME):
+            return name + len(_NAME) + extra_length
+    raise InputError(f"{where}: has no data.pkl at its start")
+
+
+_SHARD_SUFFIX = ".distcp"
+_COALESCED = "buckets_coalesced"
+
+
+def is_named_shard(name: str) -> bool:
+    """Whether a file has the name of a shard, which torch.distributed.checkpoint writes next to its ``.metadata``.
+
+    Content cannot tell: a shard of one slice looks like a file of torch.save, one of several like a damaged file.
+    """
+    return name.endswith(_SHARD_SUFFIX)
+
+
+def lone_shard(where: str) -> UnsupportedError:
+    """The error for a shard that no ``.metadata`` lists."""
+    return UnsupportedError(
+        f"{where}: a file of a distributed checkpoint without the .metadata that tells what is in it; "
+        "give the folder of the checkpoint"
+    )
+
+
+def check_shares(tree: Any, names: Collection[str], where: str) -> None:
+    """Leave out the tensors of which this rank has nothing. ``names`` are the globals of the pickle.
+
+    Raises UnsupportedError for a tensor whose place in the whole is not understood, and for one that shares its storage
+    with what tells the place.
+    """
+    if not any(map(is_distributed, names)):
+        return
+    keys, rests = set(), []
+    for path, node in iter_nodes(tree):
+        if type(node) is TensorRef:
+            keys.add(node.key)
+            rests += [node.share.rest] if node.share is not None else []
+        elif type(node) is Inert and any(type(each) is Global and is_distributed(each.name) for each in node.args):
+            raise UnsupportedError(
+                f"{where}: a file of one rank: the place of {shown(format_path(path))} in the whole tensor is not known"
+            )
+        elif isinstance(node, dict):
+            empty = [key for key, value in node.items() if type(value) is Inert and value.name == EMPTY]
+            rests += [node.pop(key) for key in empty]
+    if any(leaf.key in keys for _, leaf in iter_leaves(rests)):
+        raise UnsupportedError(f"{where}: a file of one rank: a tensor shares its storage with the mesh of the ranks")
+
+
+def refuse_share(tree: Any, where: str) -> None:
+    """Raise UnsupportedError for the tree of a file with a part of a tensor that is spread over ranks."""
+    if any(
+        type(leaf) is TensorRef and leaf.share is not None and leaf.share.whole != leaf.shape
+        for _, leaf in iter_leaves(tree)
+    ):
+        raise UnsupportedError(
+            f"{where}: the file of one rank, with its parts of the tensors; give the folder with the files of all ranks"
+        )
+
+
+def refuse_buckets(tree: Any, where: str) -> None:
+    """Raise UnsupportedError for a ``distrib_optim.pt`` of Megatron."""
+    if _is_megatron_optimizer(tree):
+        raise UnsupportedError(
+            f"{where}: a distrib_optim.pt of Megatron: buckets of an optimizer without names or shapes; "
+            "save in the torch_dist format, with an optimizer that is sharded by parameter"
+        )
+
+
+def _is_megatron_optimizer(tree: Any) -> bool:
+    """Whether this is the state of a distributed optimizer: by buffer, then by type of parameter and gradient."""
+    if type(tree) is not dict:
+        return False
+    buffers = [value for key, value in tree.items() if type(key) is int]
+    return _COALESCED in tree or any(type(buffer) is dict and any(map(_is_dtypes, buffer)) for buffer in buffers)
+
+
+def _is_dtypes(key: Any) -> bool:
+    types = key if type(key) is tuple else (key,)
+    return bool(types) and all(type(each) is Global and each.name in DTYPE_NAMES for each in types)
+
+
+DTYPE_NAMES = frozenset(f"torch.{dtype.label}" for dtype in DType)
+"""The names of element types in a pickle."""

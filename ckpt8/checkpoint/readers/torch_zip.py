@@ -5,17 +5,25 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 
+from ckpt8.checkpoint.readers.entries import check_shares, refuse_buckets
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
-from ckpt8.checkpoint.readers.shards import check_shares, refuse_buckets
-from ckpt8.checkpoint.readers.storage_table import StorageTable, longest_pickle
-from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE, STORED, ZipEntry, find_prefix, read_directory
-from ckpt8.checkpoint.readers.zip_end import END_BYTES, END_SIGNATURE, NO_COMMENT, read_end_records
-from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
-from ckpt8.checkpoint.walk import check_depth
+from ckpt8.checkpoint.readers.pickle.torch_rules import TorchCalls
+from ckpt8.checkpoint.readers.zip_directory import (
+    END_BYTES,
+    END_SIGNATURE,
+    LOCAL_SIGNATURE,
+    NO_COMMENT,
+    STORED,
+    StorageTable,
+    ZipEntry,
+    find_prefix,
+    longest_pickle,
+    read_directory,
+    read_end_records,
+)
+from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, check_depth
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.files.source_file import SourceFile, crc32
 from ckpt8.core.text import shown
 
 MAX_SMALL_RECORD_BYTES = 64 * 2**20

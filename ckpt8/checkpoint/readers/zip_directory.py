@@ -7,6 +7,10 @@ that states a CRC.
 
 Layouts are those of PKWARE's APPNOTE 6.3: 4.3.7 local header, 4.3.9 data descriptor, 4.3.12 central
 directory, 4.3.14 to 4.3.16 end records, 4.5.3 zip64 extra field.
+
+The end records of a zip file: where its directory lies and how many entries it has.
+
+The storages that the pickle of a torch file names, in the zip format and in the legacy one.
 """
 
 from __future__ import annotations
@@ -14,10 +18,118 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ckpt8.checkpoint.readers.zip_end import read_end_records
+from ckpt8.checkpoint.readers.pickle.rebuild import is_count
+from ckpt8.checkpoint.tree import Global, StorageRef
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import shown
+
+MAX_DIRECTORY_BYTES = 64 * 2**20
+"""Room for about half a million records."""
+_MAX_COMMENT_BYTES = 65_535
+END_SIGNATURE = b"PK\x05\x06"
+_END = struct.Struct("<4s4H2IH")
+END_BYTES = _END.size
+NO_COMMENT = b"\0\0"
+_LOCATOR = struct.Struct("<4sIQI")
+_END_64 = struct.Struct("<4sQ2H2I4Q")
+_UNCOUNTED_64 = 12  # the signature and the length field, which the length does not count
+_ALL_SATURATED = (0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
+_TORCH_VERSIONS = (0x031E, 45)
+
+
+@dataclass(frozen=True, slots=True)
+class EndRecords:
+    """The directory's ``offset`` and ``size`` in bytes, and its entry ``count``.
+
+    ``torch_style``: every field has the value that torch's zip library would write.
+    """
+
+    offset: int
+    size: int
+    count: int
+    torch_style: bool
+
+
+def read_end_records(file: SourceFile) -> EndRecords:
+    """Find and check the end records. Raises InputError, or UnsupportedError for several zip files in one."""
+    position, comment, numbers = _find_end(file)
+    locator = position - _LOCATOR.size
+    lead = file.read(locator, _LOCATOR.size) if locator >= 0 else b""
+    if lead[:4] == b"PK\x06\x07":
+        return _zip64_end(file, locator, lead, numbers, comment)
+    disk, start_disk, here, count, size, offset = numbers
+    if disk or start_disk or here != count:
+        raise InputError(f"{file.source}: damaged zip file: it claims to be one of several disks")
+    _check_extent(file, offset, size, position)
+    return EndRecords(offset, size, count, torch_style=not comment)
+
+
+def _find_end(file: SourceFile) -> tuple[int, int, tuple[int, ...]]:
+    """The last end record whose comment ends with the file: position, comment length, numbers. Raises InputError."""
+    span = min(file.source.length, _END.size + _MAX_COMMENT_BYTES)
+    base = file.source.length - span
+    tail = file.read(base, span)
+    at = tail.rfind(END_SIGNATURE)
+    while at >= 0:
+        if at + _END.size <= span:
+            _, *numbers, comment = _END.unpack_from(tail, at)
+            if at + _END.size + comment == span:
+                return base + at, comment, tuple(numbers)
+        at = tail.rfind(END_SIGNATURE, 0, at + 3)
+    raise InputError(
+        f"{file.source}: damaged zip file: it has no end record; it may be cut off, copy or download it again"
+    )
+
+
+def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, ...], comment: int) -> EndRecords:
+    _, disk, position, disks = _LOCATOR.unpack(lead)
+    if disk or disks != 1:
+        raise InputError(f"{file.source}: damaged zip file: it claims to be one of several disks")
+    if position + _END_64.size > locator:
+        raise _misplaced(file)
+    record = _END_64.unpack(file.read(position, _END_64.size))
+    signature, length, made_by, needed, disk, start_disk, here, count, size, offset = record
+    if signature != b"PK\x06\x06" or position + _UNCOUNTED_64 + length != locator:
+        raise _misplaced(file)
+    true_numbers = (0, 0, here, count, size, offset)
+    # Each field of the old record holds the true number, or says "see the zip64 record".
+    limits = (0xFFFF, 0xFFFF, *_ALL_SATURATED)
+    agree = all(got in (true, limit) for got, true, limit in zip(numbers, true_numbers, limits, strict=True))
+    if disk or start_disk or here != count or not agree:
+        raise InputError(f"{file.source}: damaged zip file: its two end records do not agree")
+    _check_extent(file, offset, size, position)
+    saturated = tuple(map(min, true_numbers[2:], _ALL_SATURATED))
+    torch_style = (
+        numbers == (0, 0, *saturated)
+        and (made_by, needed) == _TORCH_VERSIONS
+        and length == _END_64.size - _UNCOUNTED_64
+        and not comment
+    )
+    return EndRecords(offset, size, count, torch_style)
+
+
+def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
+    """Raise InputError unless the directory ends exactly where the end records start."""
+    if size > MAX_DIRECTORY_BYTES:
+        raise InputError(f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}")
+    if offset + size == end:
+        return
+    if offset + size < end and size and file.read(end - size, 4) == b"PK\x01\x02":
+        raise _misplaced(file)
+    raise InputError(f"{file.source}: damaged zip file: its directory is not where the end record says")
+
+
+def _misplaced(file: SourceFile) -> UnsupportedError:
+    """The error for offsets that are too small: most likely several zip files are joined, as in a ``.distcp``."""
+    return UnsupportedError(
+        f"{file.source}: its zip directory is not where the end record says; it is damaged, or several zip "
+        f"files joined together as in a .distcp shard: give the folder of a distributed checkpoint instead"
+    )
+
 
 LOCAL_SIGNATURE = b"PK\x03\x04"
 STORED = 0
@@ -252,3 +364,78 @@ def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
 
 def _mismatch(file: SourceFile, name: str) -> InputError:
     return InputError(f"{file.source}: damaged zip file: record {name!r} does not match its directory entry")
+
+
+MAX_PICKLE_BYTES = 512 * 2**20
+_FREE_PICKLE_BYTES = 16 * 2**20
+_PICKLE_RATIO = 64
+"""A pickle in a container may be 64 times as long as the container, plus 16 MiB. Real ones stay below 20 times."""
+
+
+def longest_pickle(file: SourceFile) -> int:
+    """The most bytes that the pickle of a checkpoint may have, by the bytes that the file takes on the disk."""
+    return min(MAX_PICKLE_BYTES, _FREE_PICKLE_BYTES + _PICKLE_RATIO * file.stored)
+
+
+class StorageTable:
+    """Collects the storages that a pickle names. ``load`` is the ``persistent_load`` of the pickle machine.
+
+    ``declared`` maps each key to the forms under which the pickle names it, (dtype, element count), in their order.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.declared: dict[str, dict[tuple[DType, int], None]] = {}
+
+    def load(self, pid: Any) -> StorageRef | Global:
+        """Resolve a persistent id. Raises InputError for anything but a storage or an old module class."""
+        is_id = type(pid) is tuple and len(pid) in (4, 5, 6)
+        if is_id and pid[0] == "module" and len(pid) == 4 and type(pid[1]) is Global:
+            # Before 1.6 a pickled module carried its source text with its class.
+            return pid[1]
+        if not is_id or pid[0] != "storage" or len(pid) == 4:
+            raise InputError(f"{self.label}: damaged pickle: a persistent id is not that of a storage")
+        _, kind, key, location, numel = pid[:5]
+        if type(kind) is not Global or type(key) is not str or type(location) is not str:
+            raise InputError(f"{self.label}: damaged pickle: a storage has no type, key or location")
+        if not is_count(numel):
+            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has no valid element count")
+        dtype = self._dtype(kind.name)
+        self.declared.setdefault(key, {})[dtype, numel] = None
+        if len(pid) == 5 or pid[5] is None:
+            return StorageRef(key, dtype, numel)
+        # Old files have views of a storage: (key of the view, offset, length), in elements of the storage.
+        if type(pid[5]) is not tuple or len(pid[5]) != 3:
+            raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
+        name, offset, length = pid[5]
+        counts = type(name) is str and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
+        if not counts or offset + length > numel:
+            raise InputError(f"{self.label}: damaged pickle: a view reaches outside storage {shown(key)}")
+        return StorageRef(key, dtype, length, offset)
+
+    def _dtype(self, kind: str) -> DType:
+        """The element type of a storage class of any module (``torch.cuda.FloatStorage``). Raises UnsupportedError."""
+        name = kind.rpartition(".")[2]
+        if name == "UntypedStorage":
+            return DType.UINT8
+        try:
+            return DType.from_storage_class(name)
+        except KeyError:
+            raise UnsupportedError(
+                f"{self.label}: storage type {shown(kind)} is not known to this version of ckpt8"
+            ) from None
+
+    def dtype_for(self, key: str, nbytes: int) -> DType:
+        """The element type of a storage of ``nbytes`` bytes; UINT8 where the pickle names it under several.
+
+        Raises InputError when the pickle states another size.
+        """
+        forms = self.declared[key]
+        for dtype, numel in forms:
+            if numel * dtype.itemsize != nbytes:
+                raise InputError(
+                    f"{self.label}: storage {shown(key)} has {nbytes} bytes, "
+                    f"but the pickle names it with {numel} elements of {dtype.label}"
+                )
+        dtypes = {dtype for dtype, _ in forms}
+        return dtypes.pop() if len(dtypes) == 1 else DType.UINT8

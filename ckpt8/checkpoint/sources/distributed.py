@@ -1,19 +1,245 @@
-"""One checkpoint of torch.distributed.checkpoint as a tree: tensors put together from slices, nested as they were."""
+"""One checkpoint of torch.distributed.checkpoint as a tree: tensors put together from slices, nested as they were.
+
+Puts a tensor together from boxes of it in different places, when somebody reads it.
+
+Nests the values of a distributed checkpoint again, as the state dict was before torch flattened its names.
+
+Models and optimizers go where a training run saved as one file has them, whether the names came from a nested state
+dict, a flattened one, or torchtitan's with the weights at the top.
+
+A directory of containers of ranks as a distributed checkpoint: the one that torch's own writer would have written.
+
+Every container is a file of it, whose slices are decoded when somebody reads them.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial, reduce
+from math import prod
+from operator import getitem
+from pathlib import Path
+from typing import Any, cast
 
+import torch
+
+from ckpt8.checkpoint.readers import torch_zip
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.sources.composite import Composite, add_prefix
-from ckpt8.checkpoint.sources.dcp_nesting import build_tree
-from ckpt8.checkpoint.sources.slices import Part, gather
-from ckpt8.checkpoint.walk import iter_leaves, iter_nodes
-from ckpt8.core.errors import InputError
+from ckpt8.checkpoint.readers.dcp.metadata import KeyPath, Metadata, Slice, StoredTensor, nest
+from ckpt8.checkpoint.readers.dcp.names import GROUPS, PARAMETERS, STATE
+from ckpt8.checkpoint.readers.entries import directory_name
+from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.composite import Composite, add_prefix, computed
+from ckpt8.checkpoint.sources.stored_member import MemberSource
+from ckpt8.checkpoint.tree import (
+    Held,
+    Labelled,
+    OpenCheckpoint,
+    StorageInfo,
+    StorageRef,
+    TensorRef,
+    iter_leaves,
+    iter_nodes,
+)
+from ckpt8.checkpoint.vocabulary import model_path
+from ckpt8.container.frames import bytes_of
+from ckpt8.container.manifest import DCP, TensorRecord
+from ckpt8.container.member_file import MemberFile
+from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded.index import Box, Place, check_cover
+from ckpt8.container.sharded.joined import JoinedReader
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, Window
+from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import shown
+from ckpt8.core.workers import Workers
+
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor: where it begins, and a tensor with its content."""
+
+    offsets: tuple[int, ...]
+    ref: TensorRef
+
+
+def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], parts: Sequence[Part]) -> TensorRef:
+    """The tensor made of ``parts``. Raises InputError, with its ``name``, unless they cover each element once."""
+    filled = [part for part in parts if part.ref.numel]
+    for part in filled:
+        data.check_extent(name, part.ref)
+    if not prod(shape):
+        return data.tensor(Held(b""), dtype, shape)
+    check_cover(f"{data.label}: {name}", shape, [(part.offsets, part.ref.shape) for part in filled])
+    if len(filled) == 1:
+        return filled[0].ref
+    kind = getattr(torch, _INTEGERS[dtype.itemsize])
+
+    def assemble(start: int, stop: int) -> torch.Tensor:
+        flat = torch.empty(stop - start, dtype=kind, device="cpu")
+        for at, box in _boxes(shape, start, stop):
+            target = flat[at - start : at - start + prod(box[1])].view(box[1])
+            for part in filled:
+                _copy_part(data, part, box, target)
+        return flat
+
+    return computed(data, dtype, shape, assemble)
+
+
+def gather_box(data: Composite, name: str, dtype: DType, box: Box, parts: Sequence[Part]) -> TensorRef:
+    """A box of the tensor made of ``parts``. Raises InputError as ``gather``."""
+    inside = []
+    for part in parts:
+        both = [
+            (max(mine, theirs), min(mine + size, theirs + length))
+            for mine, size, theirs, length in zip(*box, part.offsets, part.ref.shape, strict=True)
+        ]
+        if all(first < end for first, end in both):
+            ref = part.ref
+            steps = zip(both, part.offsets, ref.stride, strict=True)
+            start = ref.offset + sum((first - at) * stride for (first, _), at, stride in steps)
+            ref = replace(ref, offset=start, shape=tuple(end - first for first, end in both))
+            inside.append(Part(tuple(first - at for (first, _), at in zip(both, box[0], strict=True)), ref))
+    return gather(data, name, dtype, box[1], inside)
+
+
+def _copy_part(data: Composite, part: Part, box: Box, target: torch.Tensor) -> None:
+    """Copy the elements of a box that ``part`` holds into ``target``, which has the shape of the box."""
+    ref, first = part.ref, part.ref.offset
+    sizes = []
+    for dim, (mine, theirs) in enumerate(zip(part.offsets, box[0], strict=True)):
+        start, stop = max(mine, theirs), min(mine + ref.shape[dim], theirs + box[1][dim])
+        if start >= stop:
+            return
+        target = target.narrow(dim, start - theirs, stop - start)
+        first += (start - mine) * ref.stride[dim]
+        sizes.append(stop - start)
+    found = data.elements(replace(ref, offset=first, shape=tuple(sizes)), 0, prod(sizes))
+    target.copy_(found.view(target.dtype).view(sizes))
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Boxes that make up elements ``start`` to ``stop`` of a tensor, each with the position of its first element.
+
+    Whole rows and parts of rows: at most two boxes for each dimension.
+    """
+    if not shape:
+        yield start, ((), ())
+        return
+    inner = prod(shape[1:])
+    while start < stop:
+        row, into = divmod(start, inner)
+        rows = (stop - start) // inner if into == 0 else 0
+        if rows:
+            yield start, ((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            start += rows * inner
+        else:
+            taken = min(stop - start, inner - into)
+            for at, (offsets, sizes) in _boxes(shape[1:], into, into + taken):
+                yield row * inner + at, ((row, *offsets), (1, *sizes))
+            start += taken
+
+
+_MODEL, _NAMES = "model", "param_names"
+
+
+def build_tree(home: DcpCheckpoint, values: Mapping[str, Any], data: Composite) -> dict[str, Any]:
+    """The state dict of ``values``, given by name, in the order of the saved state dict.
+
+    Its tensors are those of ``data``. Optimizers have the layout of torch: numbers for parameters, and known names in
+    ``param_names``. Raises InputError for names that contradict each other.
+    """
+    known = home.metadata.paths
+    order = [name for name in known if name in values] + [name for name in values if name not in known]
+    places = _Places(home)
+    top = nest(((name, places.find_path(name), values[name]) for name in order), data.label)
+    for path in dict.fromkeys(places.optimizers.values()):
+        _rebuild(reduce(getitem, path, cast("Any", top)), data)
+    return top
+
+
+class _Places:
+    """Finds the path of each value. ``optimizers`` are the paths of optimizers, by the names that roles give them."""
+
+    def __init__(self, home: DcpCheckpoint) -> None:
+        self._metadata, self._roles = home.metadata, home.roles
+        self.optimizers: dict[str, KeyPath] = {}
+        paths = self._metadata.paths
+        flat = [name for name, path in paths.items() if len(path) == 1]
+        weights = [name for name in flat if name in home.metadata.tensors and self._roles.role(name) is Role.WEIGHT]
+        elsewhere = any(path[0] == _MODEL for path in paths.values())
+        self._model_at_top = bool(weights) and not elsewhere and len(flat) < len(paths)
+
+    def find_path(self, name: str) -> KeyPath:
+        """The keys that lead to a value."""
+        state, option = self._roles.states.get(name), self._roles.options.get(name)
+        path = self._metadata.paths.get(name)
+        key = state or option
+        if key is not None:
+            optimizer = self._optimizer(name, key.optimizer)
+            inside = () if path is None else path[len(optimizer) :]
+            if len(inside) > 2 and (inside[1] == key.parameter or type(inside[1]) is int):
+                # The path tells which dots separate dictionaries inside a state or a group; the name does not.
+                return *optimizer, str(inside[0]), str(inside[1]), *inside[2:]
+            return *optimizer, GROUPS if state is None else STATE, key.parameter, key.key
+        if path is None:
+            return model_path(name) or (name,)
+        if self._model_at_top and len(path) == 1 and name in self._metadata.tensors:
+            return _MODEL, name
+        return path
+
+    def _optimizer(self, name: str, optimizer: str) -> KeyPath:
+        if optimizer not in self.optimizers:
+            path = self._metadata.paths.get(name, ())
+            starts = (path[:k] for k in range(len(path)) if ".".join(map(str, path[:k])) == optimizer)
+            self.optimizers[optimizer] = next(starts, tuple(optimizer.split(".")) if optimizer else ())
+        return self.optimizers[optimizer]
+
+
+def _rebuild(optimizer: Any, data: Composite) -> None:
+    """Give an optimizer a list of groups that list their parameters by number, and key its states by these numbers."""
+    states, found = optimizer.get(STATE, {}), optimizer.get(GROUPS, {})
+    if type(states) is not dict or type(found) is not dict or not all(type(group) is dict for group in found.values()):
+        return
+    groups = [*_groups(found, list(states), data)]
+    numbers: dict[Any, int] = {}
+    for group in groups:
+        listed = group[PARAMETERS]
+        if listed and all(isinstance(each, str) for each in listed):
+            group.setdefault(_NAMES, list(listed))
+            group[PARAMETERS] = [numbers.setdefault(name, len(numbers)) for name in listed]
+        elif all(type(each) is int for each in listed):
+            numbers.update((str(each), each) for each in listed)
+    optimizer[STATE] = {numbers.get(parameter, parameter): state for parameter, state in states.items()}
+    optimizer[GROUPS] = groups
+
+
+def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data: Composite) -> Iterator[dict[str, Any]]:
+    """The groups of an optimizer: numbered groups as they are; groups of one parameter, merged where settings agree."""
+    numbered = {owner: group for owner, group in found.items() if isinstance(group.get(PARAMETERS), list)}
+    for owner in sorted(numbered, key=lambda owner: (len(str(owner)), str(owner))):
+        yield {**numbered[owner], PARAMETERS: list(numbered[owner][PARAMETERS])}
+    alike: dict[str, list[str]] = defaultdict(list)
+    for owner in (each for each in found if each not in numbered):
+        alike[repr({key: _plain(value, data) for key, value in found[owner].items()})].append(owner)
+    for owners in alike.values():
+        yield {**found[owners[0]], PARAMETERS: owners}
+    if not found and parameters:
+        yield {PARAMETERS: parameters}
+
+
+def _plain(value: Any, data: Composite) -> Any:
+    """A setting to compare: its content where it is a tensor of one number, such as a learning rate."""
+    if not isinstance(value, TensorRef) or value.numel != 1:
+        return value
+    return value.dtype, value.shape, bytes(bytes_of(data.elements(value, 0, 1)))
+
 
 _DEEPEST = 64
 """The deepest nesting of a value that is no tensor."""
@@ -66,3 +292,126 @@ def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
         raise InputError(f"{shown(name)}: an object with tensors in it")
     data.adopt(opened, prefix)
     return value
+
+
+_NO_FILE = "__0_0.ckpt8"
+"""The file that stands for those of a checkpoint that has none, as all of its tensors are without elements."""
+
+_OPEN_FILES = 4
+"""Containers that are open for decoding at a time; each keeps a decoded chunk."""
+
+
+@contextmanager
+def open_sharded(path: Path, *, threads: int | None = None) -> Iterator[Bundle]:
+    """Open a directory of containers as a distributed checkpoint. Raises InputError."""
+    with JoinedReader(path, kernels=True) as joined, Workers(threads) as workers:
+        yield sharded_bundle(joined, workers)
+
+
+def sharded_bundle(joined: JoinedReader, workers: Workers) -> Bundle:
+    """Open containers as a distributed checkpoint. Raises InputError."""
+    return Bundle(joined.path, ShardedFiles(joined, workers).members(), directory_name(joined.path))
+
+
+class ShardedFiles:
+    """Opens the files of a checkpoint."""
+
+    def __init__(self, joined: JoinedReader, workers: Workers) -> None:
+        self._joined = joined
+        self._member_file = lru_cache(_OPEN_FILES)(partial(_member_file, workers=workers))
+        self._sources = {reader.path.name: self._source(reader) for reader in joined.readers}
+        self._offsets = {
+            reader.path.name: {storage: offset for offset, storage in reader.manifest.members[0].segments}
+            for reader in joined.readers
+        }
+
+    def _source(self, reader: ContainerReader) -> MemberSource:
+        if len(reader.manifest.members) != 1:
+            raise InputError(f"{reader.path}: holds {len(reader.manifest.members)} files, not the state of one rank")
+        size = reader.manifest.members[0].size
+        return MemberSource(reader, ByteRange(reader.path, 0, size), partial(self._member_file, reader))
+
+    def members(self) -> list[DcpMember]:
+        """All files, with the metadata that the plain checkpoint would have."""
+        index = self._joined.index
+        metadata = Metadata(None, 0, paths=dict(index.paths or {}))
+        records: dict[str, list[tuple[Slice, TensorRecord]]] = defaultdict(list)
+        values: dict[str, Place] = dict(index.objects)
+        torn: set[str] = set()
+        for name, tensor in index.tensors.items():
+            boxes = tensor.boxes()
+            pickled = [place for box in boxes if (place := tensor.pickled(box)) is not None]
+            if pickled and len(pickled) < len(boxes):
+                raise UnsupportedError(
+                    f"{self._joined.path}: {shown(name)}: only some of its parts are plain tensors; load it with "
+                    "Ckpt8StorageReader"
+                )
+            if pickled:
+                values[name] = pickled[0]
+                torn |= {name} if len(boxes) > 1 else set()
+                continue
+            metadata.tensors[name] = StoredTensor(tensor.dtype, tensor.shape)
+            for box in boxes:
+                record = self._joined.slices[box.file][name, box.offsets]
+                at = self._offset(box.file, record)
+                piece = Slice(name, box.file, at, record.nbytes, (box.offsets, box.sizes), ())
+                metadata.slices.append(piece)
+                records[box.file].append((piece, record))
+            if not boxes:
+                nothing = (0,) * len(tensor.shape), tensor.shape
+                metadata.slices.append(Slice(name, next(iter(index.files), _NO_FILE), 0, 0, nothing, ()))
+        windows = {name: self._window(name, place) for name, place in values.items()}
+        for name, window in windows.items():
+            path = values[name].file
+            metadata.slices.append(Slice(name, path, window.source.offset, window.source.length, None, ()))
+        home = DcpCheckpoint(metadata)
+        # Only its class can join what torch.save has written in parts.
+        home.add_values({name: window for name, window in windows.items() if name not in torn})
+        members = [self._member(home, reader, records[reader.path.name]) for reader in self._joined.readers]
+        if metadata.tensors and not members:
+            return [DcpMember(_NO_FILE, Held(b"", DCP, tree=Labelled(())), home=home, parts=[])]
+        return members
+
+    def value(self, name: str, place: Place) -> bytes:
+        """What torch.save wrote for a value, or for a part of one. Raises InputError where it is damaged."""
+        return self._window(name, place).read(0, place.length)
+
+    def open_value(self, name: str, place: Place) -> OpenCheckpoint:
+        """As ``value``, as a checkpoint of its own."""
+        return torch_zip.read(self._window(name, place))
+
+    def _offset(self, file: str, record: TensorRecord) -> int:
+        offset = self._offsets[file].get(record.storage)
+        if offset is None:
+            raise InputError(f"{self._joined.path / file}: {shown(record.name)}: is in no file of the container")
+        return offset
+
+    def _window(self, name: str, place: Place) -> Window:
+        """The bytes of a value that torch.save wrote."""
+        record = self._joined.objects(place.file)
+        assert record is not None  # noqa: S101 - checked when the containers were joined
+        start = self._offset(place.file, record) + place.start
+        return Window(self._sources[place.file], start, place.length, f"value {shown(name)}")
+
+    def _member(
+        self, home: DcpCheckpoint, reader: ContainerReader, records: list[tuple[Slice, TensorRecord]]
+    ) -> DcpMember:
+        storages: dict[str, StorageInfo] = {}  # tied weights share one
+        parts: list[tuple[Slice, TensorRef]] = []
+        for piece, record in sorted(records, key=lambda each: each[0].offset):
+            stored = reader.manifest.storages[record.storage]
+            key = str(record.storage)
+            storages[key] = StorageInfo(key, stored.dtype, piece.offset, stored.nbytes)
+            whole = StorageRef(key, DType.UINT8, stored.nbytes)
+            try:
+                ref = make_tensor(whole, record.dtype, record.offset, tuple(record.shape), tuple(record.stride))
+            except ValueError as exc:
+                raise InputError(f"{reader.path}: {record.name}: does not fit its storage: {exc}") from exc
+            parts.append((piece, ref))
+        named = tuple(home.named(piece, ref) for piece, ref in parts)
+        checkpoint = OpenCheckpoint(DCP, self._sources[reader.path.name], [*storages.values()], Labelled(named))
+        return DcpMember(reader.path.name, checkpoint, home=home, parts=parts)
+
+
+def _member_file(reader: ContainerReader, workers: Workers) -> MemberFile:
+    return MemberFile(reader, 0, workers)

@@ -23,7 +23,7 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.zip_directory import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.errors import OutputError, UsageError
-from ckpt8.core.files.partial import Partial
+from ckpt8.core.files.atomic import Partial
 
 Read = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes of a storage from a first one on. Thread-safe."""

@@ -12,12 +12,10 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_distributed
-from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, walk
-from ckpt8.checkpoint.readers.shards import refuse_share
+from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, refuse_share, walk
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.distributed import tree_of
-from ckpt8.checkpoint.sources.sharded import open_sharded, sharded_bundle
+from ckpt8.checkpoint.sources.distributed import open_sharded, sharded_bundle, tree_of
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo
 from ckpt8.container.decoding import check_frames
@@ -28,8 +26,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
-from ckpt8.core.files.crc import crc32
-from ckpt8.core.files.source_file import ByteRange
+from ckpt8.core.files.source_file import ByteRange, crc32
 from ckpt8.core.workers import Workers
 
 _OPEN_FILES = 4

@@ -14,12 +14,11 @@ from ckpt8.checkpoint.readers import READERS, get_reader
 from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs import Codec
-from ckpt8.container import layout
-from ckpt8.container.factored_companions import expanded
+from ckpt8.container import header
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.reader import ContainerReader, expanded
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
@@ -199,14 +198,14 @@ class StoredParts:
         index = self._whole(ref)
         assert index is not None  # noqa: S101
         read = partial(self._reader.read_parts, index, only=names)
-        for chunk, parts in enumerate(self._workers.map(read, range(layout.chunk_count(ref.numel)))):
+        for chunk, parts in enumerate(self._workers.map(read, range(header.chunk_count(ref.numel)))):
             yield chunk * FRAME, parts
 
     def encoded(self, ref: TensorRef) -> Iterator[EncodedChunk]:
         """The chunks of ``ref``, each with what decodes it. Raises InputError for damage."""
         index = self._whole(ref)
         assert index is not None  # noqa: S101
-        yield from self._workers.map(partial(self._read, index), range(layout.chunk_count(ref.numel)))
+        yield from self._workers.map(partial(self._read, index), range(header.chunk_count(ref.numel)))
 
     def _read(self, index: int, chunk: int) -> EncodedChunk:
         reader, codec = self._reader, self._reader.codec(index)

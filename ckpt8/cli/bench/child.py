@@ -3,6 +3,14 @@
 There, ``main(MODULE, JOB)`` imports the module and prints the result of its ``work(job)`` as JSON. The process begins a
 session. Whatever ends the wait for it, an interrupt say, first ends all processes of that session. It imports from
 where its parent does: with ``-m`` it would take a ``torch.py`` in the working directory for torch.
+
+Peak memory: of this process, from the kernel's record, and of a session of processes, from samples.
+
+The memory of a session is that of all its processes. Pages that several share, such as those a fork has not written to,
+count once: the kernel's proportional set size (PSS) divides each by the number of its users. The kernel keeps no peak
+of PSS, hence the samples. Both figures include mapped pages of files that are in memory.
+
+Starts the ranks of one gloo job for ``bench --ranks``, as torchrun does, and collects what they measured.
 """
 
 from __future__ import annotations
@@ -11,19 +19,95 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-from ckpt8.cli.bench.memory import SessionPeak
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
-from ckpt8.core.files.temporary import deferred
+from ckpt8.core.files.atomic import deferred
+
+_PROC = Path("/proc")
+
+
+def peak_memory() -> int:
+    """The peak resident memory of this process, in bytes.
+
+    On Linux ``ru_maxrss`` outlives an exec, and a child of a large process would be as large as that.
+    """
+    # macOS counts bytes, others kilobytes.
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+class PeakMemory:
+    """The peak memory of this process beyond what it has now; where the system keeps one peak for all time, of that."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):
+            (_PROC / "self" / "clear_refs").write_text("5")
+        self._before = _status("VmRSS")
+
+    def taken(self) -> int:
+        """Bytes beyond those of the beginning."""
+        return max(peak_memory() - self._before, 0)
+
+
+def _status(name: str) -> int:
+    """A size from the kernel's record of this process; 0 where it keeps none."""
+    status = _PROC / "self" / "status"
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+@dataclass(slots=True)
+class SessionPeak:
+    """The largest memory of all processes of a session in any sample.
+
+    ``session`` is the process that began it. ``nbytes`` stays 0 if the system has no PSS.
+    """
+
+    session: int
+    nbytes: int = 0
+    processes: int = 0
+
+    def sample(self) -> None:
+        """Take one sample."""
+        sizes = [size for pid in _members(self.session) if (size := _pss(pid))]
+        self.nbytes = max(self.nbytes, sum(sizes))
+        self.processes = max(self.processes, len(sizes))
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session: all descendants of its first one that did not begin a session of their own."""
+    found = []
+    for folder in _PROC.glob("[0-9]*"):
+        # A process may end in between.
+        with contextlib.suppress(OSError):
+            # The name of the command, in brackets, may have any characters.
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                found.append(int(folder.name))
+    return found
+
+
+def _pss(pid: int) -> int:
+    """Proportional set size of a process in bytes; 0 when it ended."""
+    with contextlib.suppress(OSError):
+        for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
 
 _INTERVAL = 0.01
 """Seconds between samples of memory."""
@@ -109,3 +193,50 @@ def main(module: str, job: str) -> None:
         sys.stderr.write(f"{exc}\n")
         sys.exit(exc.exit_code)
     sys.stdout.write(json.dumps(result))
+
+
+Process = subprocess.Popen[bytes]
+
+_RANK = "ckpt8.cli.bench.ranks"
+_RANK_INTERVAL = 0.05
+"""Seconds between looks at the ranks."""
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """What each rank of the job measured, in ``ranks``. Raises Ckpt8Error if one fails."""
+    folder, world = Path(job["folder"]), job["ranks"]
+    with ExitStack() as stack:
+        outputs = [[stack.enter_context(TemporaryFile(dir=folder)) for _ in range(2)] for _ in range(world)]
+        ranks = [_start(job, rank, _environment(rank, world), *files) for rank, files in enumerate(outputs)]
+        try:
+            failed = _wait(ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        texts = [[text_of(file) for file in files] for files in outputs]
+        if failed is not None:
+            raise failure_of(ranks[failed].returncode, texts[failed][1])
+        return {"ranks": [json.loads(said) for said, _ in texts]}
+
+
+def _start(job: dict[str, Any], rank: int, environment: dict[str, str], out: IO[bytes], err: IO[bytes]) -> Process:
+    code = "from ckpt8.cli.bench.child import main; main(*sys.argv[1:])"
+    command = python(code, _RANK, json.dumps({**job, "rank": rank}))
+    return subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **environment})  # noqa: S603
+
+
+def _wait(processes: list[Process]) -> int | None:
+    """Wait for all; the number of the first that fails, at once, since the others wait for it."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        if failed is not None or None not in codes:
+            return failed
+        time.sleep(_RANK_INTERVAL)
+
+
+def _environment(rank: int, world: int) -> dict[str, str]:
+    """What torchrun sets for the ranks of one machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
+    return {name: str(number) for name, number in numbers.items()}

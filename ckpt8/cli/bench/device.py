@@ -26,7 +26,7 @@ from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.core.files.temporary import temporary_directory
+from ckpt8.core.files.atomic import temporary_directory
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim import CAME, SGD, AdamW, Lion, StableAdamW
 

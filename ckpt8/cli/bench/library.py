@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 import ckpt8.inspecting.verify
-import ckpt8.restoring.load
 import ckpt8.restoring.restore
-from ckpt8.cli.bench.jobs import Job
 from ckpt8.cli.bench.probe import flush
-from ckpt8.cli.bench.source import load_file
-from ckpt8.core.startup import settle
+from ckpt8.cli.bench.source import Job, load_file
+from ckpt8.core.workers import settle
 
 Run = Callable[[], object]
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import zstandard
 
-from ckpt8.cli.bench.child import python
-from ckpt8.cli.bench.jobs import Job, Source
-from ckpt8.cli.bench.memory import peak_memory
+from ckpt8.cli.bench.child import peak_memory, python
+from ckpt8.cli.bench.source import Job, Source
 
 _CHUNK = 1 << 22
 _PIECE = 1 << 27
@@ -121,7 +120,7 @@ def _zipnn(job: Job) -> Callable[[], object]:
 
 def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
     """The start of each command on tensors: Python, torch and numba."""
-    command = python("from ckpt8.core.startup import settle; settle(kernels=True)")
+    command = python("from ckpt8.core.workers import settle; settle(kernels=True)")
     return lambda: subprocess.run(command, check=True)  # noqa: S603
 
 

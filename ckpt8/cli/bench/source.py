@@ -1,10 +1,14 @@
-"""Looks at the checkpoint to measure: its size, the files that torch opens, the layout for ZipNN; and opens them."""
+"""Looks at the checkpoint to measure: its size, the files that torch opens, the layout for ZipNN; and opens them.
+
+A checkpoint to measure, and a job of one operation on it. Imports no torch: ``cp`` and zstd run without it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,44 @@ from safetensors.torch import load_file as load
 from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.readers import safetensors
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.cli.bench.jobs import Source
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
+
+RANKS_DO = ("save", "load", "async_save")
+"""What ranks measure, on each of two sides."""
+
+OWN, PLAIN = "ckpt8", "dcp"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint. ``nbytes`` is the size of its files.
+
+    ``loaded`` are the members with tensors that ``torch.load(weights_only=True)`` or safetensors open, relative to the
+    path; an empty one is the path itself. ``layout`` is the floating type of most of its bytes.
+    """
+
+    path: str
+    nbytes: int
+    directory: bool
+    loaded: Sequence[str]
+    layout: str
+
+    @property
+    def files(self) -> list[Path]:
+        """The paths of ``loaded``."""
+        return [Path(self.path) / member if member else Path(self.path) for member in self.loaded]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``container`` holds ``source`` already; an operation writes to ``target``."""
+
+    source: Source
+    container: Path
+    target: Path
+    threads: int
+
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
 

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.cli.bench.jobs import OWN, PLAIN
 from ckpt8.cli.bench.probe import START
+from ckpt8.cli.bench.source import OWN, PLAIN
 from ckpt8.cli.show.tables import Table, show_table
 from ckpt8.core.text import counted, printable_tree, size
 

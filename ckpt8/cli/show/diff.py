@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from ckpt8.cli.show.tables import number, shape_text, show_table
 from ckpt8.core.text import printable_tree, size
-from ckpt8.inspecting.manifest_facts import ROLE_WORDS
+from ckpt8.inspecting.facts import ROLE_WORDS
 
 _LISTED, _VALUES, _LAYERS, _MOMENT_LAYERS = 10, 16, 12, 4
 _LONGEST = 80

@@ -1,31 +1,250 @@
-"""Shows the facts of ``inspect`` in a terminal, and the summary of ``compress``."""
+"""Shows the facts of ``inspect`` in a terminal, and the summary of ``compress``.
+
+Shows the origin, sizes, settings and red flags of a checkpoint in a terminal of any width.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.checkpoint.meaning.quantised_state import line as low_bit_line
-from ckpt8.cli.show.overview import (
-    base_line,
-    optimizer_line,
-    say,
-    show_flags,
-    show_hyperparameters,
-    show_layers,
-    show_origin,
-    show_origins,
-    show_roles,
+from ckpt8.cli.show.tables import (
+    Share,
+    bars,
+    codec_text,
+    healing_line,
+    number,
+    shape_text,
+    show_optimizers,
+    show_predictions,
+    show_table,
+    step_lines,
+    wrap,
 )
-from ckpt8.cli.show.steps import healing_line, show_optimizers, show_predictions, step_lines
-from ckpt8.cli.show.tables import codec_text, number, shape_text, show_table
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.core.text import counted, differing_line, listed, printable, printable_tree, size
-from ckpt8.inspecting.manifest_facts import FIGURE_WORDS
+from ckpt8.core.text import counted, differing_line, listed, percent, printable, printable_tree, size
+from ckpt8.inspecting.container import FOREIGN
+from ckpt8.inspecting.facts import FIGURE_WORDS
+
+_MOST_GROUPS = 16
+_EXAMPLES = 3
+_MOST_ROWS = 4
+
+FLAG_TITLES = {
+    FOREIGN: "names in a pickle that torch.load refuses with weights_only, and without it may call",
+    "nan": "NaN",
+    "inf": "Inf",
+    "negative_moment2": "second moments below zero",
+    "zero_moment": "moments that are all zero",
+    "dead_rows": "dead rows: no moment that is not zero",
+    "bf16_in_fp32": "fp32 that holds bf16 values",
+    "stored_twice": "the same weights stored more than once",
+    "moment2_fp16_zero": "second moments that fp16 would flush to zero",
+    "fp16_scales": "moments that FlashOptim's fp16 scales would lose",
+}
+_LOST_IN_FP16 = ("moment2_fp16_zero", "fp16_scales")
+"""Kinds that only hurt if somebody stores the checkpoint in fp16."""
+
+_SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad")
+_NUMBER = re.compile(r"(.*?)(\d+)")
+
+
+def say(console: Console, text: str, style: str = "", *, indent: str = "") -> None:
+    """Print text without markup, broken between words at the width of the terminal."""
+    lines = wrap(text, console.width, first=indent, more=f"{indent}  ")
+    console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+
+
+def show_origin(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print the framework, step, epoch and number of parameters, if known."""
+    version = f" {facts['version']}" if facts["version"] else ""
+    parameters = sum(group["parameters"] for group in facts["layers"])
+    words = [
+        f"{facts['framework']}{version}" if facts["framework"] else "",
+        f"step {facts['step']:,}" if facts["step"] is not None else "",
+        f"epoch {facts['epoch']:.4g}" if facts["epoch"] is not None else "",
+        counted(parameters, "parameter") if parameters else "",
+    ]
+    if any(words):
+        say(console, ", ".join(filter(None, words)))
+    show_origins(console, facts["origins"])
+
+
+def show_origins(console: Console, origins: Iterable[Mapping[str, Any]]) -> None:
+    """Print the program, step and epoch of every checkpoint in a directory, if they are of several programs."""
+    for row in origins:
+        version = f" {row['version']}" if row.get("version") else ""
+        words = [
+            f"{row['framework']}{version}" if row["framework"] else "of unknown origin",
+            f"step {row['step']:,}" if row.get("step") is not None else "",
+            f"epoch {row['epoch']:.4g}" if row.get("epoch") is not None else "",
+        ]
+        say(console, f"{row['path']}: {', '.join(filter(None, words))}", indent="  ")
+
+
+def base_line(facts: Mapping[str, Any]) -> str:
+    """What a delta says of its base."""
+    base = facts["base"]
+    below = counted(base["links"], "file")
+    return (
+        f"delta to {base['path']}, {below} below it, {counted(facts['differences'], 'storage')} stored as differences"
+    )
+
+
+def optimizer_line(row: Mapping[str, Any]) -> str:
+    """The parameters of one update rule, and its step."""
+    step = f" at step {row['step']:,}" if row["step"] else ""
+    return f"optimizer state of {counted(row['parameters'], 'parameter')}, update rule {row['rule']}{step}"
+
+
+def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the options of every optimizer: first those that all its groups share, then each group's own."""
+    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+        groups = [row for row in rows if row["optimizer"] == optimizer]
+        options = [group["options"] for group in groups]
+        shared = {
+            key: options[0][key]
+            for key in _SHOWN_OPTIONS
+            if key in options[0] and all(key in each and each[key] == options[0][key] for each in options)
+        }
+        label = optimizer if len({row["optimizer"] for row in rows}) > 1 else ""
+        if shared:
+            say(console, ": ".join(filter(None, (label, _listed(shared)))), indent="  ")
+        for group in groups[:_MOST_ROWS]:
+            own = {key: group["options"][key] for key in _SHOWN_OPTIONS if key in group["options"].keys() - shared}
+            if own:
+                say(console, f"{_listed(own)}: {counted(group['parameters'], 'parameter')}", indent="  ")
+        if len(groups) > _MOST_ROWS:
+            say(console, f"and {len(groups) - _MOST_ROWS:,} more groups", indent="  ")
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key} {_value(value)}" for key, value in options.items() if value is not False and value is not None
+    )
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_value, value))})"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def show_roles(console: Console, roles: Iterable[Mapping[str, Any]], total: int) -> None:
+    """Print the bytes of each role and element type as bars."""
+    shares = [
+        Share(
+            f"{row['role']} {row['dtype']}", row["bytes"] / max(total, 1), (f"{row['elements']:,}", *_size(row, total))
+        )
+        for row in roles
+    ]
+    _show_bars(console, "Elements and bytes by role", shares)
+
+
+def show_layers(console: Console, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Print the bytes of each layer as bars. Consecutive layers of equal sizes share a line."""
+    total = sum(group["bytes"] for group in groups)
+    joined = list(_joined(groups))
+    kept = sorted(joined, key=lambda row: -row["bytes"])[: _MOST_GROUPS - 1] if len(joined) > _MOST_GROUPS else joined
+    rest = [row for row in joined if row not in kept]
+    rows = [row for row in joined if row in kept]
+    if rest:
+        rows.append({"label": counted(len(rest), "smaller group"), "bytes": sum(row["bytes"] for row in rest)})
+    shares = [Share(row["label"], row["bytes"] / max(total, 1), _size(row, total)) for row in rows]
+    _show_bars(console, "Bytes by layer, with the state of its parameters", shares)
+
+
+def _size(row: Mapping[str, Any], total: int) -> tuple[str, str]:
+    return size(row["bytes"]), percent(row["bytes"] / max(total, 1))
+
+
+def _show_bars(console: Console, title: str, shares: Sequence[Share]) -> None:
+    if shares:
+        console.print()
+        say(console, title, "bold")
+        lines = bars(shares, console.width, ascii_only=console.options.ascii_only)
+        console.print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _joined(groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows {label, bytes}. Neighbours with consecutive numbers and equal sizes become one."""
+    for _, items in groupby(enumerate(groups), key=_stack):
+        run = [group for _, group in items]
+        label, last = run[0]["group"], _NUMBER.fullmatch(run[-1]["group"])
+        if len(run) > 1 and last is not None:
+            label = f"{label}-{last[2]} ({len(run)} alike)"
+        yield {"label": label, "bytes": sum(group["bytes"] for group in run)}
+
+
+def _stack(item: tuple[int, Mapping[str, Any]]) -> object:
+    """A key that a numbered group shares with the next number of equal sizes in the next place."""
+    place, group = item
+    name = _NUMBER.fullmatch(group["group"])
+    if name is None or len(name[2]) > 9:
+        return place
+    return name[1], int(name[2]) - place, group["roles"]
+
+
+def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Mapping[str, Any]) -> None:
+    """Print the red flags by kind, the worst tensors of each, and how much was read to find them."""
+    console.print()
+    say(console, "Red flags", "bold")
+    say(console, looked_at(sample, flags))
+    for kind, title, extent, lines in flags_by_kind(flags, _EXAMPLES):
+        say(console, f"{title}: {extent}", "yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
+        for line in lines:
+            say(console, line, indent="    ")
+
+
+def flags_by_kind(flags: Sequence[Mapping[str, Any]], most: int) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Every kind that occurs, its title, its extent, and lines about its first flags, at most ``most``."""
+    for kind, title in FLAG_TITLES.items():
+        if found := [flag for flag in flags if flag["kind"] == kind]:
+            lines = [f"{_listed_names(flag, most)}: {flag['message']}" for flag in found[:most]]
+            more = [f"and {len(found) - most:,} more"] if len(found) > most else []
+            yield kind, title, _extent(kind, found), lines + more
+
+
+def _listed_names(flag: Mapping[str, Any], most: int) -> str:
+    names = flag.get("tensors") or [flag["tensor"]]
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return f"{' = '.join(names[:most])}{more}"
+
+
+def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
+    """The number of tensors with flags of this kind, and the share of lost values."""
+    if kind == "stored_twice":
+        return counted(len(found), "time")
+    if kind == FOREIGN:
+        return counted(len(found), "file")
+    where = counted(len(found), "parameter" if kind == "dead_rows" else "tensor")
+    if kind not in _LOST_IN_FP16:
+        return where
+    share = percent(sum(each["count"] for each in found) / sum(each["of"] for each in found))
+    return f"{share} of the {'groups' if kind == 'fp16_scales' else 'values'} in {where}"
+
+
+def looked_at(sample: Mapping[str, Any], flags: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on how much ``inspect`` read to find flags and, unless values have some, that there are none."""
+    found = any(flag["kind"] != FOREIGN for flag in flags)
+    count, total = sample["elements"], sample["of"]
+    if not total:
+        return "the checkpoint has no floating-point tensors to look at"
+    if not count:
+        return f"not looked for: none of the {counted(total, 'element')} was read; --full reads all"
+    if sample["full"]:
+        return f"looked at all {counted(total, 'element')}" + ("" if found else ": none")
+    seen = f"looked at {percent(count / total)} of {counted(total, 'element')}; --full reads all"
+    return seen if found else f"{seen}; none seen in those"
+
 
 _RANKS = 16
 """Files of ranks that are listed; there may be a thousand."""

@@ -1,13 +1,26 @@
-"""Shows what became of many checkpoints: a line for each, and their totals."""
+"""Shows what became of many checkpoints: a line for each, and their totals.
+
+Shows the report of ``convert`` in a terminal.
+
+Shows the result of ``verify`` in a terminal, and the figures of replayed steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ckpt8.chaining.jobs import Outcome
-from ckpt8.cli.show.steps import fallback_phrase, steps_phrase
-from ckpt8.core.text import counted, size
+from ckpt8.cli.guard import print_lines
+from ckpt8.cli.show.tables import Table, fallback_phrase, measured_lines, number, show_optimizers, steps_phrase
+from ckpt8.converting.quantizing import lines as quantized
+from ckpt8.converting.request import Report
+from ckpt8.core.text import counted, listed, size
+from ckpt8.inspecting.replay import left_out
+from ckpt8.inspecting.verify import Verification
 
 
 def outcome_line(outcome: Outcome) -> str:
@@ -128,3 +141,57 @@ def _sizes(nbytes: int, stored: int) -> str:
 
 def _ratio(nbytes: int, stored: int) -> float | None:
     return nbytes / stored if stored else None
+
+
+_SHOWN = 20
+
+
+def show(console: Console, report: Report, seconds: float) -> None:
+    """Print the target, the casts, and everything that the target lacks."""
+    lines = [
+        f"{report.target}: {report.format} of {report.tensors:,} tensors, {size(report.bytes)} in {seconds:.2f} s",
+        *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),
+    ]
+    if report.quantized is not None:
+        lines += quantized(report.quantized)
+    if report.aliases:
+        lines.append(f"tied        left out: {listed(report.aliases, _SHOWN)}")
+    lines += [f"left out    {line}" for line in report.dropped]
+    lines += [f"note        {line}" for line in report.notes]
+    print_lines(console, lines)
+
+
+def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:
+    """Print the result, and the figures of replayed steps."""
+    text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
+    if result.against and not result.failures:
+        text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
+        if result.unmeasured:
+            text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
+    links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []
+    print_lines(console, [text, *links, *(measured_lines(result.steps) if result.steps else [])])
+    show_optimizers(console, result.steps)
+    if result.resume is not None:
+        _show_replay(console, result.resume)
+
+
+def _show_replay(console: Console, resume: dict[str, Any]) -> None:
+    """Print how far the compressed run is from the original after every replayed step."""
+    if resume["parameters"]:
+        console.print(
+            f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
+            f"replay error {number(resume['replay_error'])}"
+        )
+        columns = ("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
+        keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
+        rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
+        console.print(Table(columns, rows))
+        first = resume["first_of_gradient_rules"]
+        if first and first["parameters"] < resume["parameters"]:
+            console.print(
+                f"first step of the {counted(first['parameters'], 'parameter')} whose step needs a gradient: "
+                f"NMSE {number(first['update_nmse'])}, max |Δu| {number(first['update_max'])}"
+            )
+    else:
+        console.print("nothing could be replayed: the replay error is unknown")
+    print_lines(console, left_out(resume))

@@ -11,9 +11,8 @@ from rich.markup import escape
 
 from ckpt8.cli.show.tables import Table, show_table
 from ckpt8.core.text import percent
-from ckpt8.inspecting.manifest_facts import ROLE_WORDS
-from ckpt8.inspecting.readiness.casting import RAW, SCALED
-from ckpt8.inspecting.readiness.verdicts import snr, snr_text
+from ckpt8.inspecting.facts import ROLE_WORDS
+from ckpt8.inspecting.readiness import RAW, SCALED, snr, snr_text
 
 _COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scaled SNR", "over", "under", "sub")
 

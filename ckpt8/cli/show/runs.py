@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ckpt8.cli.show.overview import say
+from ckpt8.cli.show.inspect import say
 from ckpt8.cli.show.tables import Table, number, show_table
 from ckpt8.core.text import counted, printable_tree, size
 

@@ -14,7 +14,7 @@ import torch
 
 from ckpt8.codecs.companded8 import GROUP, reference
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.numba_kernels import MAGNITUDE, f4, i4, kernel, with_bits
+from ckpt8.core.numba import MAGNITUDE, f4, i4, kernel, with_bits
 from ckpt8.core.tensors import Parts
 
 GROUPS = 8

@@ -9,7 +9,7 @@ from ckpt8.codecs.lattice import reference, step_of
 from ckpt8.codecs.symbols import RESERVED, modulo
 from ckpt8.codecs.symbols_numba import dither, from_zigzag, u4, zigzag
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.numba_kernels import f4, i4, kernel
+from ckpt8.core.numba import f4, i4, kernel
 from ckpt8.core.tensors import Parts
 
 

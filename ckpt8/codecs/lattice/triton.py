@@ -15,8 +15,19 @@ import triton.language as tl
 
 from ckpt8.codecs.lattice import reference, step_of
 from ckpt8.codecs.symbols import modulo
-from ckpt8.codecs.symbols_triton import BLOCK, RESERVED, dither, floor, from_zigzag, zigzag
-from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
+from ckpt8.codecs.triton_blocks import (
+    RESERVED,
+    SYMBOL_BLOCK,
+    dither,
+    floor,
+    from_zigzag,
+    launch,
+    narrow,
+    raw,
+    refuse_any,
+    widen,
+    zigzag,
+)
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 
@@ -72,7 +83,7 @@ def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> Non
     """As ``reference.encode``, of any length."""
     flags = torch.zeros(1, dtype=torch.int32, device=x.device)
     numbers = (step_of(k), modulo(first), salt)
-    launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), out["codes"], flags, *numbers, block=BLOCK)
+    launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), out["codes"], flags, *numbers, block=SYMBOL_BLOCK)
     if flags.item():
         raise RefusedError(reference.REFUSAL)
 
@@ -80,4 +91,4 @@ def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> Non
 def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) -> None:
     """As ``reference.decode``, of any length."""
     numbers = (step_of(k), modulo(first), salt)
-    launch(decode_kernel, out.numel(), out.device, raw(out), parts["codes"].contiguous(), *numbers, block=BLOCK)
+    launch(decode_kernel, out.numel(), out.device, raw(out), parts["codes"].contiguous(), *numbers, block=SYMBOL_BLOCK)

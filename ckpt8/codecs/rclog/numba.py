@@ -15,7 +15,7 @@ from ckpt8.codecs.rclog import reference
 from ckpt8.codecs.symbols import RESERVED
 from ckpt8.codecs.symbols_numba import from_zigzag, zigzag
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.numba_kernels import f4, f8, i4, kernel
+from ckpt8.core.numba import f4, f8, i4, kernel
 from ckpt8.core.tensors import Parts
 
 u8 = np.uint64

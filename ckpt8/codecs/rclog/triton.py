@@ -12,8 +12,21 @@ import triton
 import triton.language as tl
 
 from ckpt8.codecs.rclog import MOST_COLUMNS, reference
-from ckpt8.codecs.symbols_triton import BLOCK, RESERVED, floor, from_zigzag, zigzag
-from ckpt8.codecs.triton_blocks import OPTIONS, bits_of, launch, narrow, on_device, raw, refuse_any, widen
+from ckpt8.codecs.triton_blocks import (
+    OPTIONS,
+    RESERVED,
+    SYMBOL_BLOCK,
+    bits_of,
+    floor,
+    from_zigzag,
+    launch,
+    narrow,
+    on_device,
+    raw,
+    refuse_any,
+    widen,
+    zigzag,
+)
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 
@@ -166,7 +179,7 @@ def _fill(factors: torch.Tensor, x: torch.Tensor, flags: torch.Tensor, rows: tor
     numbers = (factors.numel(), skipped, length, x.numel(), across)
     with on_device(x.device):
         sums_kernel[(programs,)](x, flags, rows, sums, *numbers, tall=ROWS, wide=COLUMNS, **OPTIONS)
-    launch(means_kernel, factors.numel(), x.device, sums, factors.numel(), factors, block=BLOCK)
+    launch(means_kernel, factors.numel(), x.device, sums, factors.numel(), factors, block=SYMBOL_BLOCK)
 
 
 def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
@@ -182,7 +195,7 @@ def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bo
         _fill(rows, bits, flags, None, *places)
     if columns is not None and not given:
         _fill(columns, bits, flags, rows, *places)
-    launch(encode_kernel, x.numel(), x.device, bits, out["codes"], rows, columns, S, 1 / S, *places, block=BLOCK)
+    launch(encode_kernel, x.numel(), x.device, bits, out["codes"], rows, columns, S, 1 / S, *places, block=SYMBOL_BLOCK)
     if flags.item():
         raise RefusedError(reference.REFUSAL)
 
@@ -191,4 +204,4 @@ def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> No
     """As ``reference.decode``, of any length."""
     codes, rows, columns = (None if part is None else part.contiguous() for part in map(parts.get, PARTS))
     numbers = (S, *_places(out.numel(), first, C), *reference.RANGES[out.dtype])
-    launch(decode_kernel, out.numel(), out.device, raw(out), codes, rows, columns, *numbers, block=BLOCK)
+    launch(decode_kernel, out.numel(), out.device, raw(out), codes, rows, columns, *numbers, block=SYMBOL_BLOCK)

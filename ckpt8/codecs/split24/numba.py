@@ -7,7 +7,7 @@ import torch
 
 from ckpt8.codecs.split24.reference import FIRST_OVERFLOW, REFUSAL
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.numba_kernels import MAGNITUDE, f4, i4, kernel
+from ckpt8.core.numba import MAGNITUDE, f4, i4, kernel
 from ckpt8.core.tensors import Parts
 
 

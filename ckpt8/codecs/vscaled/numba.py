@@ -9,7 +9,7 @@ from ckpt8.codecs.symbols import modulo
 from ckpt8.codecs.symbols_numba import dither, from_zigzag, u4, zigzag
 from ckpt8.codecs.vscaled import reference
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.numba_kernels import f4, i4, kernel
+from ckpt8.core.numba import f4, i4, kernel
 from ckpt8.core.tensors import Parts
 
 

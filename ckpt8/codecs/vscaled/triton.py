@@ -13,8 +13,18 @@ import triton
 import triton.language as tl
 
 from ckpt8.codecs.symbols import modulo
-from ckpt8.codecs.symbols_triton import BLOCK, dither, floor, from_zigzag, zigzag
-from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
+from ckpt8.codecs.triton_blocks import (
+    SYMBOL_BLOCK,
+    dither,
+    floor,
+    from_zigzag,
+    launch,
+    narrow,
+    raw,
+    refuse_any,
+    widen,
+    zigzag,
+)
 from ckpt8.codecs.vscaled import reference
 from ckpt8.codecs.vscaled.reference import LARGEST_UPDATE, REACH, STEP_SHARE
 from ckpt8.core.errors import RefusedError
@@ -136,7 +146,7 @@ def encode(
     # Products with numbers of a few bits, which are exact here.
     share, reach, most = _fp32(*(bound * each for each in (STEP_SHARE, REACH, LARGEST_UPDATE)))
     numbers = (*_fp32(k, bias1, root_bias2, eps), modulo(first), salt, share, reach, most)
-    launch(encode_kernel, x.numel(), x.device, *given, out["codes"], flags, *numbers, block=BLOCK)
+    launch(encode_kernel, x.numel(), x.device, *given, out["codes"], flags, *numbers, block=SYMBOL_BLOCK)
     if flags.item():
         raise RefusedError(reference.REFUSAL)
 
@@ -158,4 +168,4 @@ def decode(
     given = (raw(out), second.float().contiguous(), parts["codes"].contiguous())
     [bound] = _fp32(u_max)
     numbers = (*_fp32(k, bias1, root_bias2, eps), modulo(first), salt, *_fp32(bound * STEP_SHARE))
-    launch(decode_kernel, out.numel(), out.device, *given, *numbers, block=BLOCK)
+    launch(decode_kernel, out.numel(), out.device, *given, *numbers, block=SYMBOL_BLOCK)

@@ -1,4 +1,7 @@
-"""Reads the index of a directory of containers. Checks all of it: nobody has to be trusted who could write it."""
+"""Reads the index of a directory of containers. Checks all of it: nobody has to be trusted who could write it.
+
+The slices that a container states: which part of which distributed tensor each of its tensors is.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,22 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt8.container.json_fields import LARGEST, Fields, is_unicode
-from ckpt8.container.member_paths import name_problem
+from ckpt8.container.checks import name_problem
+from ckpt8.container.columns import LARGEST, Fields, is_unicode
+from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.sharded import FOLDER, INDEX, is_part
-from ckpt8.container.sharded.index import FORMAT, VERSION, GlobalTensor, Part, Place, ShardedIndex
-from ckpt8.container.sharded.layouts import Grid, Layout, Listed, Shape
+from ckpt8.container.sharded.index import (
+    FORMAT,
+    VERSION,
+    GlobalTensor,
+    Grid,
+    Layout,
+    Listed,
+    Part,
+    Place,
+    Shape,
+    ShardedIndex,
+)
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import parse_json
@@ -89,7 +103,7 @@ def read_index(directory: Path, rank: int | None = None) -> ShardedIndex:
     parts = _parts(directory)
     if not parts:
         raise InputError(explain_missing(directory))
-    from ckpt8.container.sharded.joining import join  # needs numpy, which takes its time
+    from ckpt8.container.sharded.collecting import join  # needs numpy, which takes its time
 
     return join(directory, {name: _read(directory / name) for name in parts}, rank)
 
@@ -239,3 +253,12 @@ def _read_boxes(fields: Fields, shape: Shape, files: int) -> Layout:
             if place is not None
         },
     )
+
+
+SliceKey = tuple[str, tuple[int, ...]]
+"""The name of a tensor in the state dict of all ranks, and the offsets of a part of it."""
+
+
+def slices_of(manifest: Manifest) -> dict[SliceKey, TensorRecord]:
+    """The tensors of a container that are slices, by what they are slices of; none in most containers."""
+    return {(each.name, tuple(each.offsets)): manifest.tensors[each.tensor] for each in manifest.slices}

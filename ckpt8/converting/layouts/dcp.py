@@ -13,8 +13,8 @@ from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.distributed import tree_of
-from ckpt8.converting.content import Content
-from ckpt8.converting.ties import tie_again
+from ckpt8.converting.choice import Content
+from ckpt8.converting.publishing import tie_again
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.text import listed, shown
 

@@ -20,7 +20,7 @@ from ckpt8.checkpoint.scalars import is_setting
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.converting.content import Content, adopt_member
+from ckpt8.converting.choice import Content, adopt_member
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import contiguous_stride
 from ckpt8.core.text import listed

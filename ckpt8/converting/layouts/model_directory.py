@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt8.checkpoint.meaning.names_from_weights import NamesFromWeights
+from ckpt8.checkpoint.meaning.names import NamesFromWeights, rank_file
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
-from ckpt8.checkpoint.meaning.rank_files import rank_file
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.converting.choice import check_optimizer
-from ckpt8.converting.content import Content, adopt_member
+from ckpt8.converting.choice import Content, adopt_member, check_optimizer
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.text import listed

@@ -19,13 +19,21 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.manifest import FILE
-from ckpt8.converting.choice import choose_model, model_tensors
-from ckpt8.converting.computed import hold
-from ckpt8.converting.quantizing.codes import QuantizationError, encode_matrix, find_scales
-from ckpt8.converting.quantizing.config import CONFIG, read_config, with_quantization
-from ckpt8.converting.quantizing.layers import Layers, choose_layers, matches
-from ckpt8.converting.quantizing.report import summary
-from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
+from ckpt8.converting.choice import choose_model, hold, model_tensors
+from ckpt8.converting.quantizing import (
+    CONFIG,
+    Layers,
+    QuantizationError,
+    Scheme,
+    choose_layers,
+    encode_matrix,
+    find_scales,
+    make_scheme,
+    matches,
+    read_config,
+    summary,
+    with_quantization,
+)
 from ckpt8.converting.request import Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, model_weights
 from ckpt8.converting.writers.safetensors import total_bytes, with_masters, write_safetensors

@@ -15,16 +15,13 @@ import torch
 
 from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
-from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.computed import computed
+from ckpt8.checkpoint.sources.composite import Composite, computed
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.choice import model_tensors
-from ckpt8.converting.computed import FLOATS, cast
+from ckpt8.converting.choice import FLOATS, cast, model_tensors
 from ckpt8.converting.request import Report, Request
-from ckpt8.converting.unpacked import choose_run, step_number
-from ckpt8.converting.weights import WeightTypes
+from ckpt8.converting.weights import WeightTypes, choose_run, step_number
 from ckpt8.converting.writers.torch_zip import write_torch
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType

@@ -10,11 +10,9 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.header import LENGTH_BYTES, MAX_HEADER, METADATA, render_safetensors, tensor_entry
-from ckpt8.converting.choice import choose_model
-from ckpt8.converting.computed import FLOATS
+from ckpt8.converting.choice import FLOATS, choose_model
 from ckpt8.converting.request import OpenFile, Report, Request
-from ckpt8.converting.unpacked import joined_weights
-from ckpt8.converting.weights import WeightTypes, model_weights
+from ckpt8.converting.weights import WeightTypes, joined_weights, model_weights
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 

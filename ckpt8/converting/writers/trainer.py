@@ -7,14 +7,12 @@ from collections.abc import Callable
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
-from ckpt8.converting.content import Content
+from ckpt8.converting.choice import Content
 from ckpt8.converting.request import Report, Request, new_file
-from ckpt8.converting.unpacked import choose_run
-from ckpt8.converting.weights import WeightTypes, model_weights
-from ckpt8.converting.writers.hollow import build_hollow
+from ckpt8.converting.weights import WeightTypes, choose_run, model_weights
 from ckpt8.converting.writers.safetensors import total_bytes, write_safetensors
-from ckpt8.converting.writers.torch_zip import write_zip
-from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.converting.writers.torch_zip import build_hollow, write_zip
+from ckpt8.core.files.atomic import AtomicDirectory
 
 WEIGHTS = "model.safetensors"
 _OPTIMIZER = "optimizer.pt"

@@ -1,15 +1,51 @@
-"""Reads bytes of source files by position. A short read, or a file that changes meanwhile, raises InputError."""
+"""Reads bytes of source files by position. A short read, or a file that changes meanwhile, raises InputError.
+
+Names a URL as a URL, where a path to a file is expected.
+
+CRC-32, and that of a whole from the CRC-32 of its pieces, so that pieces can be checked by different threads.
+
+A CRC is linear over GF(2): appending n bytes to a message multiplies its checksum by x^(8n) modulo the polynomial,
+and the checksum of the appended bytes is added. Polynomials are integers in the reflected order of zlib, x^0 on top.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from ckpt8.core.errors import InputError
-from ckpt8.core.files.urls import refuse_url
+from isal.isal_zlib import crc32
+
+from ckpt8.core.errors import InputError, UsageError
+
+# A path has lost one of the two slashes.
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
+_TOOLS = {
+    "http": "curl -LO",
+    "https": "curl -LO",
+    "s3": "aws s3 cp",
+    "gs": "gcloud storage cp",
+    "hf": "hf download",
+}
+
+
+def refuse_url(path: Path) -> None:
+    """Raise UsageError for a URL, unless there is a folder of its first name."""
+    found = _URL.fullmatch(os.fspath(path))
+    if found is None or os.path.lexists(path.parts[0]):
+        return
+    scheme, rest = found.groups()
+    tool = _TOOLS.get(scheme.lower())
+    if scheme.lower() == "file":
+        rest = f"/{rest}"
+        what = f"give the path alone, {rest}"
+    else:
+        what = f"copy it to or from a local file{f' with {tool}' if tool else ''}"
+    raise UsageError(f"{scheme}://{rest}: is a URL, and ckpt8 reads and writes local files; {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +234,36 @@ class PooledFile(SourceFile):
 
     def close(self) -> None:
         """Nothing to do: the pool closes files."""
+
+
+__all__ = ["combine", "crc32"]
+
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _shift(length: int) -> int:
+    """x^(8 * length), by squaring."""
+    power, base = _ONE, 1 << 23
+    while length:
+        if length & 1:
+            power = _multiply(power, base)
+        base = _multiply(base, base)
+        length >>= 1
+    return power
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """CRC-32 of A + B, given those of A and B and the length of B in bytes."""
+    return _multiply(_shift(second_length), first) ^ second

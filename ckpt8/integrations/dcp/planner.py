@@ -1,9 +1,19 @@
-"""The save planner of ``ckpt8.integrations.dcp``: of replicas, one rank writes all of a parameter's slice."""
+"""The save planner of ``ckpt8.integrations.dcp``: of replicas, one rank writes all of a parameter's slice.
+
+Which tensors of a distributed state dict belong to one parameter: its weight, copies of it, its optimizer state.
+
+Copies of row and column averages in the files of several ranks: moments in steps of these cannot be decoded without.
+
+CAME's column averages go over all rows. Where rows are cut, every rank has the same ones, of which one rank writes the
+tensor of the checkpoint. The others write copies beside their slices. No index names a copy.
+
+What a rank has of a value of a distributed state dict.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -11,11 +21,172 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
-from ckpt8.integrations.dcp.copied_statistics import with_copies
-from ckpt8.integrations.dcp.families import Families
-from ckpt8.integrations.dcp.local import local_tensors
-from ckpt8.integrations.dcp.tree import Box
+from ckpt8.container.sharded.index import GlobalTensor, Grid, Layout
+from ckpt8.core.tensors import Role
+from ckpt8.integrations.dcp.tree import Box, Naming, average_of, slot_of
+from ckpt8.optim.known_optimizers import STATE_ROLES
+
+
+class Families:
+    """The values of a state dict by parameter. ``names`` are of all values; ``ties`` join tensors with shared memory.
+
+    A family is named after a parameter of an optimizer. A weight belongs to the one whose name ends its own, so that
+    ``model.0.weight``, ``ema.0.weight`` and the state of ``0.weight`` are one family. Other values are families alone.
+    """
+
+    def __init__(self, names: Iterable[str], ties: Mapping[str, str] | None = None) -> None:
+        names = list(names)
+        naming = Naming(names)
+        states = {name: found for name in names if (found := naming.state(name)) is not None}
+        owners = {owner for _, owner, _ in states.values()}
+        self.keys = {name: key for name, (_, _, key) in states.items()}
+        """The key of each value that is part of an optimizer's state."""
+        self._of: dict[str, str] = {name: owner for name, (_, owner, _) in states.items()}
+        for name in names:
+            if name not in states and (owner := _owner(name, owners)) is not None:
+                self._of[name] = owner
+        tied: dict[str, str] = {}
+        for name, first in (ties or {}).items():
+            tied[first] = tied.get(first) or self._of.get(first) or self._of.get(name, "")
+        for name, first in (ties or {}).items():
+            self._of[name] = self._of[first] = tied[first] or first
+        self.members: dict[str, list[str]] = {}
+        """The names of each family, its state before its weights."""
+        for name in (*states, *(name for name in names if name not in states)):
+            self.members.setdefault(self.of(name), []).append(name)
+        self._averages: dict[str, list[str]] = {}
+        for name, key in self.keys.items():
+            if slot_of(key) == "statistic":
+                self._averages.setdefault(name.removesuffix(key), []).append(name)
+        self.averages = {name for names in self._averages.values() for name in names}
+        """All averages over rows or columns."""
+
+    def of(self, name: str) -> str:
+        """The family of a value."""
+        return self._of.get(name, name)
+
+    def statistic(self, name: str, box: Box) -> Box | None:
+        """The slice of an average over rows or columns that belongs to a slice of the parameter; else None."""
+        key = self.keys.get(name, "")
+        return average_of(key, box) if slot_of(key) == "statistic" else None
+
+    def averages_of(self, name: str, box: Box) -> Iterator[tuple[str, Box]]:
+        """The averages that a slice of a first moment cannot be decoded without: their names, and slices of them."""
+        key = self.keys.get(name, "")
+        if slot_of(key) == "moment1":
+            for average in self._averages.get(name.removesuffix(key), ()):
+                place = self.statistic(average, box)
+                if place is not None:
+                    yield average, place
+
+
+def count_parted(tensors: Mapping[str, GlobalTensor], roles: Container[Role] = frozenset(Role)) -> tuple[int, int]:
+    """How many parameters have a slice with weight and state in files of different ranks; and how many have state.
+
+    Only state with one of ``roles`` counts; weights alone do not. The time does not grow
+    with the number of ranks where tensors are grids.
+    """
+    families = Families(tensors)
+    parted = total = 0
+    for names in families.members.values():
+        state = [name for name in names if STATE_ROLES.get(families.keys.get(name, "")) in roles]
+        if state:
+            weights = [
+                name for name in names if name not in families.keys and tensors[name].shape == tensors[state[0]].shape
+            ]
+            first, *others = (tensors[name].layout for name in state)
+            total += 1
+            parted += any(_differ(first, other) for other in others) or (
+                bool(weights) and all(_differ(first, tensors[name].layout) for name in weights)
+            )
+    return parted, total
+
+
+def _differ(one: Layout, other: Layout) -> bool:
+    """Whether a box that both have is in different files."""
+    if isinstance(one, Grid) and isinstance(other, Grid) and _cuts(one) == _cuts(other):
+        return one.owners != other.owners
+    files = {(offsets, sizes): file for file, offsets, sizes in one.boxes()}
+    return any(files.get((offsets, sizes), file) != file for file, offsets, sizes in other.boxes())
+
+
+def _cuts(grid: Grid) -> list[Sequence[Sequence[int]]]:
+    return [cuts.runs for cuts in grid.cuts]
+
+
+def _owner(name: str, owners: set[str]) -> str | None:
+    """The longest of ``owners`` that ends a name."""
+    while name not in owners:
+        _, dot, name = name.partition(".")
+        if not dot:
+            return None
+    return name
+
+
+_LEAST = 16
+"""The fewest elements of a slice for each one of a copy: with fewer it saves little more than the copy takes."""
+
+
+@dataclass(frozen=True)
+class Copy(WriteItem):
+    """An average that another rank writes as well."""
+
+
+def with_copies(plans: Sequence[SavePlan], held: Sequence[SavePlan], names: Iterable[str]) -> list[SavePlan]:
+    """``plans`` in which a rank that writes the first moment of a slice writes the averages of that slice, too.
+
+    ``held`` is what each rank could write. ``names`` are those of all values.
+    """
+    families = Families(names)
+    if not families.averages:
+        return list(plans)
+    return [
+        replace(plan, items=[*plan.items, *_missing(plan, own, families)])
+        for plan, own in zip(plans, held, strict=True)
+    ]
+
+
+def _missing(plan: SavePlan, held: SavePlan, families: Families) -> list[Copy]:
+    """The averages of the slices in a plan that are not in it, of those that the rank holds."""
+    found = {}
+    here = {_place(item): item for item in held.items if item.index.fqn in families.averages}
+    there = {_place(item) for item in plan.items if item.index.fqn in families.averages}
+    for item in plan.items:
+        box = _box(item)
+        for name, place in families.averages_of(item.index.fqn, box):
+            at = name, tuple(place[0])
+            if (
+                at in here
+                and at not in there
+                and _box(here[at]) == place
+                and prod(box[1]) >= _LEAST * max(prod(place[1]), 1)
+            ):
+                found[at] = Copy(here[at].index, here[at].type, tensor_data=here[at].tensor_data)
+    return list(found.values())
+
+
+def without_copies(plan: SavePlan) -> SavePlan:
+    """The plan as it is of use where nothing depends on averages."""
+    return replace(plan, items=[item for item in plan.items if not isinstance(item, Copy)])
+
+
+def _place(item: WriteItem) -> tuple[str, tuple[int, ...]]:
+    return item.index.fqn, _box(item)[0]
+
+
+def _box(item: WriteItem) -> Box:
+    data = item.tensor_data
+    return ((), ()) if data is None else (tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def local_tensors(value: Any) -> list[torch.Tensor]:
+    """The plain tensors in which this rank has its part of a tensor, a DTensor or a ShardedTensor; else none."""
+    if hasattr(value, "local_shards"):
+        return [shard.tensor for shard in value.local_shards()]
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    return [local] if type(local) in (torch.Tensor, torch.nn.Parameter) else []
 
 
 class Ckpt8SavePlanner(DefaultSavePlanner):

@@ -1,48 +1,197 @@
-"""The storage writer of ``ckpt8.integrations.dcp``."""
+"""The storage writer of ``ckpt8.integrations.dcp``.
+
+Of a save that ranks make without waiting for each other: whether all of them do, and an id that they find alike.
+
+The index of a directory in the terms of torch.distributed.checkpoint, and the directory of a writer or reader.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
+import uuid
 import warnings
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
-from ckpt8.checkpoint.walk import format_path
+from ckpt8.checkpoint.tree import format_path
 from ckpt8.compressing.compressor import Options
-from ckpt8.compressing.policy import Policy
-from ckpt8.container.json_fields import is_unicode
+from ckpt8.compressing.plan import Policy
+from ckpt8.container.columns import is_unicode
 from ckpt8.container.manifest import MOST_DIMS
 from ckpt8.container.sharded import INDEX, PART, RANK_FILE, is_part
-from ckpt8.container.sharded.collecting import RankFile
-from ckpt8.container.sharded.index import Part, ShardedIndex
+from ckpt8.container.sharded.collecting import RankFile, collect
+from ckpt8.container.sharded.index import GlobalTensor, Layout, Listed, Part, Place, ShardedIndex
 from ckpt8.container.sharded.reading import has_other_parts, is_sharded, read_index
 from ckpt8.core.arguments import checked
-from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
-from ckpt8.core.files.atomic import mode_of_output
-from ckpt8.core.files.partial import remove_abandoned_of
-from ckpt8.core.tensors import Role
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of
+from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import threads_of_rank
-from ckpt8.integrations import is_local
-from ckpt8.integrations.dcp.copied_statistics import without_copies
-from ckpt8.integrations.dcp.families import count_parted
-from ckpt8.integrations.dcp.metadata import ADVICE, InDirectory, index_of
-from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
+from ckpt8.integrations import is_local, local_path
+from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner, count_parted, without_copies
 from ckpt8.integrations.dcp.rank_file import RankPlan
-from ckpt8.integrations.dcp.save_id import save_of_all_ranks, saves_with_all_ranks
 from ckpt8.integrations.dcp.tree import Naming
+
+_KEY = "ckpt8/job"
+
+_GROUP = "distW"
+"""The variable in which ``dcp.save`` keeps the group of the save."""
+
+_begun: Counter[Path] = Counter()
+"""How many saves this process has begun in each directory."""
+
+
+def save_of_all_ranks(directory: Path) -> str:
+    """The id of the next save into a directory: that of the job, and the number of this save there.
+
+    The first rank that asks puts the id of the job into the store that all ranks have met in.
+    """
+    place = directory.absolute()
+    _begun[place] += 1
+    job = distributed_c10d._get_default_store().compare_set(_KEY, "", uuid.uuid4().hex)
+    return f"{job.decode()}-{_begun[place]}"
+
+
+def saves_with_all_ranks(rank: object) -> bool:
+    """Whether the ``dcp.save`` that has called this is one of all ranks; ``rank`` is what torch tells the writer.
+
+    torch tells a writer no more than its number in the group of the save, which is 0 for the first rank of any group,
+    and for a rank alone. So the group is looked up where ``dcp.save`` keeps it; only what calls a writer in another way
+    is judged by the number.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        group = frame.f_locals.get(_GROUP)
+        if isinstance(group, _DistWrapper):
+            return group.use_dist and group.get_world_size() == dist.get_world_size()
+        frame = frame.f_back
+    return rank == dist.get_rank()
+
+
+ADVICE = "give a directory that every rank can reach"
+
+
+class InDirectory:
+    """A storage in the directory ``path``. Raises UsageError for a path that is not local."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self.path = local_path(path, ADVICE)
+        self._run_id = uuid.uuid4().hex
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The directory."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save or load, in another directory if one is given."""
+        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, ADVICE)
+        self._run_id = uuid.uuid4().hex
+
+
+def index_of(directory: Path, metadata: Metadata, files: Sequence[RankFile], save_id: str | None) -> ShardedIndex:
+    """The index of what ranks have stored of ``metadata``.
+
+    Raises OutputError where a rank did not store something, UsageError where the planner's data are not the path of
+    each value.
+    """
+    values = {
+        name: value for name, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
+    }
+    layouts = collect(files, {name: tuple(value.size) for name, value in values.items()})
+    names = [each.file for each in files]
+    tensors = {}
+    for name, value in values.items():
+        layout = layouts.get(name, Listed([]))
+        if not _is_complete(layout, value):
+            raise _not_stored(directory, name)
+        tensors[name] = GlobalTensor(DType.from_label(str(value.properties.dtype)), tuple(value.size), layout, names)
+    places = {name: Place(each.file, *place) for each in files for name, place in each.objects.items()}
+    objects = {}
+    for name in metadata.state_dict_metadata.keys() - values.keys():
+        if name not in places:
+            raise _not_stored(directory, name)
+        objects[name] = places[name]
+    seals = {each.file: each.seal for each in files}
+    return ShardedIndex(seals, tensors, objects, _paths(metadata.planner_data), metadata.version, save_id)
+
+
+def _not_stored(directory: Path, name: str) -> OutputError:
+    return OutputError(f"{directory}: {name}: no rank has stored it; nothing was replaced")
+
+
+def _is_complete(layout: Layout, value: TensorStorageMetadata) -> bool:
+    """Whether a layout has all chunks that the planner has planned. A grid has the whole tensor."""
+    if layout.is_whole:
+        return True
+    stored = {offsets for _, offsets, _ in layout.boxes()}
+    return all(tuple(chunk.offsets) in stored for chunk in value.chunks if all(chunk.sizes))
+
+
+def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
+    match planner_data:
+        case None:
+            return None
+        case Mapping() if all(
+            isinstance(name, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
+            for name, path in planner_data.items()
+        ):
+            return dict(planner_data)
+    raise UsageError(
+        "the planner keeps data that JSON cannot hold; use torch's DefaultSavePlanner, or one derived from it"
+    )
+
+
+def metadata_of(index: ShardedIndex, where: str) -> Metadata:
+    """The metadata of a checkpoint; ``storage_data`` is the index. Raises InputError for a type unknown to torch.
+
+    A tensor that is cut into a grid is one chunk here, so that planning a load takes no longer with many ranks: the
+    reader finds the cells that a box needs.
+    """
+    values = {name: _tensor(name, tensor, where) for name, tensor in index.tensors.items()}
+    objects = {name: BytesStorageMetadata() for name in index.objects}
+    paths = None if index.paths is None else dict(index.paths)
+    return Metadata(values | objects, planner_data=paths, storage_data=index, version=index.dcp)
+
+
+def _tensor(name: str, tensor: GlobalTensor, where: str) -> TensorStorageMetadata:
+    try:
+        dtype = tensor.dtype.torch
+    except AttributeError as exc:
+        raise InputError(f"{where}: {name}: has the type {tensor.dtype.label}, which this torch does not know") from exc
+    whole = ((0,) * len(tensor.shape), tensor.shape)
+    boxes = [] if tensor.is_whole else [(box.offsets, box.sizes) for box in tensor.boxes()]
+    if not boxes and all(tensor.shape):  # torch plans nothing for a tensor without chunks, and says nothing
+        boxes = [whole]
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
+
 
 _SHOWN = 5
 _DCP_VERSION = "1.0.0"

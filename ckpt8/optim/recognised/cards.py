@@ -4,6 +4,8 @@ State and settings are those of torch 2.13, pytorch-optimizer 4.1.0, torch-optim
 1.1.2, adam-mini 1.1.1, muon-optimizer 0.1.0, adan-pytorch 0.1.0, galore-torch 1.0 and apollo-torch 1.0.3. Second
 moments are values from zero on that an update divides by; first moments are what else is an average, or the last
 gradient.
+
+Cards of optimizers whose state has roles, and whose step is not replayed, each with the reason. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,113 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt8.optim.card import Card, Form, StateTensor
-from ckpt8.optim.recognised.unreplayed import UNREPLAYED
+
+_BY_TENSOR = "its step depends on norms of the whole tensor, and is not replayed"
+_BY_PROJECTION = "its step depends on a projection that changes as it trains, and is not replayed"
+_BY_BASIS = "its step depends on a preconditioner that changes as it trains, and is not replayed"
+_BY_ALL = "its step depends on all parameters together, and is not replayed"
+_BY_BLOCKS = "its second moments are averages over blocks that the file does not name, so that its step is not replayed"
+_NO_SCALE = "its state does not say how large its gradients are, so that its step is not replayed"
+_ROLES_ONLY = "its step is not replayed"
+
+_M, _V = StateTensor("exp_avg", "moment1"), StateTensor("exp_avg_sq", "moment2")
+
+
+def _roles(
+    rule_id: str, name: str, unknown: str, *tensors: StateTensor, signs: tuple[str, ...] = (), **more: Any
+) -> Card:
+    """An optimizer whose step is not known."""
+    return Card(
+        rule_id=rule_id,
+        name=name,
+        unknown=unknown,
+        settings={},
+        matrix=Form("", tensors),
+        signs=frozenset(signs),
+        **more,
+    )
+
+
+UNREPLAYED = (
+    # These keep averages like Adam's, and are told by their settings or by other keys of their state.
+    _roles("soap", "SOAP", _BY_BASIS, _M, _V, signs=("precondition_frequency", "shampoo_beta", "GG")),
+    _roles(
+        "galore",
+        "GaLore, Fira, Conda, APOLLO",
+        _BY_PROJECTION,
+        _M,
+        _V,
+        signs=("projector", "update_proj_gap", "proj_type", "projection_type", "scale_type"),
+        objects=frozenset(
+            {
+                "galore_torch.galore_projector.GaLoreProjector",
+                "apollo_torch.svd_projector.GaLoreProjector",
+                "apollo_torch.random_projector.GradientProjector",
+                "pytorch_optimizer.optimizer.utils.galore.GaLoreProjector",
+            }
+        ),
+        projects=True,
+    ),
+    _roles(
+        "prodigy",
+        "Prodigy",
+        _BY_ALL,
+        StateTensor("exp_avg", "moment1", when="betas"),
+        *(_V, StateTensor("p0", "weight", when="slice_p"), StateTensor("s", "moment1_2")),
+        signs=("d_coef", "growth_rate"),
+    ),
+    _roles(
+        "lamb",
+        "LAMB, LARS, AdamP, TRAC",
+        _BY_TENSOR,
+        signs=("grad_averaging", "trust_clip", "trust_coefficient", "max_unorm", "wd_ratio", "trac"),
+    ),
+    # These are told by all the keys of their state together.
+    _roles(
+        "ademamix_official",
+        "AdEMAMix",
+        _ROLES_ONLY,
+        *(_V, StateTensor("exp_avg_slow", "moment1_2"), StateTensor("exp_avg_fast", "moment1")),
+    ),
+    _roles(
+        "adan_pytorch",
+        "Adan",
+        _ROLES_ONLY,
+        *(StateTensor("m", "moment1"), StateTensor("v", "moment1_2"), StateTensor("n", "moment2")),
+        StateTensor("prev_grad", "moment1_3"),
+    ),
+    _roles(
+        "adan_pre_grad",
+        "Adan",
+        _ROLES_ONLY,
+        _M,
+        _V,
+        StateTensor("exp_avg_diff", "moment1_2"),
+        StateTensor("pre_grad", "moment1_3", when="pre_grad"),
+    ),
+    _roles("mars", "MARS", _ROLES_ONLY, _M, _V, StateTensor("last_grad", "moment1_2")),
+    _roles("diffgrad", "DiffGrad", _ROLES_ONLY, _M, _V, StateTensor("previous_grad", "moment1_2")),
+    _roles("schedule_free_sgd", "ScheduleFree SGD", _NO_SCALE, StateTensor("z", "weight")),
+    _roles(
+        "schedule_free_reference",
+        "ScheduleFree",
+        _ROLES_ONLY,
+        *(StateTensor(key, "weight") for key in ("x", "y", "z")),
+        StateTensor("exp_avg_sq", "moment2", when="betas"),
+    ),
+    _roles("asgd", "ASGD", _ROLES_ONLY, StateTensor("ax", "weight")),
+    _roles("ranger_optimi", "Ranger", _ROLES_ONLY, _M, _V, StateTensor("la_param", "weight")),
+    _roles("ranger", "Ranger", _ROLES_ONLY, _M, _V, StateTensor("slow_buffer", "weight")),
+    _roles("adam_mini", "Adam-mini", _BY_BLOCKS, StateTensor("m", "moment1"), StateTensor("v_mean", "exact")),
+    _roles("adam_mini_official", "Adam-mini", _BY_BLOCKS, StateTensor("m", "moment1"), StateTensor("vmean", "exact")),
+    _roles(
+        "adamuon",
+        "AdaMuon, Adam-mini",
+        _ROLES_ONLY,
+        *(StateTensor("m", "moment1"), StateTensor("v", "moment2", when="v")),
+    ),
+)
+
 
 _OFF = (None, False)
 VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
@@ -20,7 +128,6 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 """Settings that turn the rule of any card into another one, and their values that do not."""
 
-_M, _V = StateTensor("exp_avg", "moment1"), StateTensor("exp_avg_sq", "moment2")
 _SETTINGS = {"lr": 1, "eps": 1, "weight_decay": 1}
 _MUON_SIGNS = ("use_muon", "ns_steps", "nesterov", "ns_method", "ns_coefficients")
 
@@ -51,7 +158,7 @@ def _belief_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -
 
 def _known(rule: str, *tensors: StateTensor, **more: Any) -> dict[str, Any]:
     """The form, and settings of Adam with two betas unless ``more`` has others, of an optimizer with a rule."""
-    form = Form(f"ckpt8.optim.recognised.{rule}", tensors, "replayed", more.pop("reach", "element"))
+    form = Form(f"ckpt8.optim.recognised.rules:{rule}", tensors, "replayed", more.pop("reach", "element"))
     counts = more.pop("counts", True)
     settings = {**_SETTINGS, "betas": more.pop("betas", 2), **more.pop("settings", {})}
     return {
@@ -70,7 +177,7 @@ def _adan(rule_id: str, last: str, **settings: int) -> Card:
     """
     is_optimi = not settings
     known = _known(
-        "adam_family:adan",
+        "adan",
         *(_M, StateTensor("exp_avg_diff", "moment1_2"), _V, StateTensor(last, "moment1_3")),
         betas=3,
         settings=settings,
@@ -86,7 +193,7 @@ def _adan(rule_id: str, last: str, **settings: int) -> Card:
 def _muon(rule_id: str, settings: Mapping[str, int], *, fused: bool = True, **choices: tuple[Any, ...]) -> Card:
     """Muon by the settings that one package has."""
     known = _known(
-        "muon:muon",
+        "muon",
         StateTensor("momentum_buffer", "moment1"),
         reach="matrix",
         betas=-1,
@@ -140,7 +247,7 @@ RECOGNISED = (
         rule_id="adamax",
         name="Adamax",
         **_known(
-            "adam_family:adamax",
+            "adamax",
             *(_M, StateTensor("exp_inf", "moment2")),
             coupled=True,
             # The norm is the largest of recent gradients: about three times their RMS.
@@ -151,7 +258,7 @@ RECOGNISED = (
         rule_id="nadam",
         name="NAdam",
         **_known(
-            "adam_family:nadam",
+            "nadam",
             *(_M, _V),
             settings={"momentum_decay": 1},
             needs=("momentum_decay",),
@@ -164,7 +271,7 @@ RECOGNISED = (
         rule_id="radam",
         name="RAdam",
         **_known(
-            "adam_family:radam",
+            "radam",
             *(_M, _V),
             needs=("decoupled_weight_decay", "foreach", "maximize", "capturable", "differentiable"),
             lacks=frozenset({"amsgrad", "momentum_decay", "fused"}),
@@ -175,7 +282,7 @@ RECOGNISED = (
         rule_id="adabelief",
         name="AdaBelief",
         **_known(
-            "adam_family:adabelief",
+            "adabelief",
             *(_M, StateTensor("exp_avg_var", "moment2")),
             StateTensor("max_exp_avg_var", "max_moment2", when="ams_bound"),
             needs=("rectify",),
@@ -187,7 +294,7 @@ RECOGNISED = (
         rule_id="ademamix",
         name="AdEMAMix",
         **_known(
-            "adam_family:ademamix",
+            "ademamix",
             *(_M, _V, StateTensor("exp_avg_slow", "moment1_2")),
             betas=3,
             settings={"alpha": 1},
@@ -204,7 +311,7 @@ RECOGNISED = (
         rule_id="rmsprop",
         name="RMSprop",
         **_known(
-            "accumulators:rmsprop",
+            "rmsprop",
             StateTensor("square_avg", "moment2"),
             StateTensor("momentum_buffer", "moment1", when="momentum"),
             StateTensor("grad_avg", "moment1_2", when="centered"),
@@ -219,7 +326,7 @@ RECOGNISED = (
         rule_id="adagrad",
         name="Adagrad",
         **_known(
-            "accumulators:adagrad",
+            "adagrad",
             StateTensor("sum", "moment2"),
             betas=-1,
             settings={"lr_decay": 1},
@@ -232,7 +339,7 @@ RECOGNISED = (
         rule_id="adadelta",
         name="Adadelta",
         **_known(
-            "accumulators:adadelta",
+            "adadelta",
             StateTensor("square_avg", "moment2"),
             StateTensor("acc_delta", "moment2_2"),
             betas=-1,

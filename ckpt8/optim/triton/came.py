@@ -22,27 +22,32 @@ import triton.language as tl
 
 from ckpt8.codecs.companded8.triton import expand_signed_each
 from ckpt8.codecs.triton_blocks import widen
-from ckpt8.optim.triton.arithmetic import double
-from ckpt8.optim.triton.blocks import FIRST, GRAD, GRADIENT_FACTOR, NOW, address, scalar
-from ckpt8.optim.triton.launches import LaunchPlan, Scaler
-from ckpt8.optim.triton.matrices import (
+from ckpt8.optim.triton.dispatch import LaunchPlan, Scaler
+from ckpt8.optim.triton.kernels import (
     COLUMN_SUMS,
+    FIRST,
+    GRAD,
+    GRADIENT_FACTOR,
     HEIGHT,
     LINE,
+    NOW,
     ROW_SUMS,
     TILE,
     TILES_ACROSS,
     TILES_DOWN,
     WIDTH,
+    address,
     approximation,
     average_kernel,
+    double,
     factor_kernel,
     inverse_root,
     locate_piece,
     read_factors,
+    root_mean,
+    scalar,
 )
 from ckpt8.optim.triton.prologue import advance, bits_of_float, own_numbers, put, rate
-from ckpt8.optim.triton.steps import root_mean
 
 _EPS, _KEEP, _RATE, _RESIDUAL_EPS, _DECAY, _STEP_SIZE, _CLIP, _SECOND_KEEP, _SECOND_RATE = map(
     tl.constexpr, range(1, 10)

@@ -16,8 +16,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.arithmetic import double, extended_key
-from ckpt8.optim.triton.blocks import ABSENT, COLUMNS, GRAD, GRADIENT_FACTOR, KEY, NOW, SCALARS, STEP, STREAM
+from ckpt8.optim.triton.kernels import (
+    ABSENT,
+    COLUMNS,
+    GRAD,
+    GRADIENT_FACTOR,
+    KEY,
+    NOW,
+    SCALARS,
+    STEP,
+    STREAM,
+    double,
+    extended_key,
+)
 
 ADDRESSES = 64
 """How many addresses one launch writes."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt8.optim.packed_state import PackedState
-from ckpt8.optim.rounding import signed, stream_key
+from ckpt8.optim.packed_tensor import signed, stream_key
 
 _WEIGHTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 

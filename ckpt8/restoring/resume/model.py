@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
-from ckpt8.checkpoint.sources.values import Streamer
+from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
-from ckpt8.restoring.resume.fills import Copy
-from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.state_checks import object_problem
+from ckpt8.restoring.resume.fills import Copy, ValueBuilder
+from ckpt8.restoring.resume.optimizer import object_problem
 
 EXTRA_STATE = "_extra_state"
 

@@ -3,38 +3,351 @@
 The state goes to ``optimizer.state`` directly, as fresh tensors of the saved element type and strides.
 ``Optimizer.load_state_dict`` would cast them all to the type of the parameter. ``packed_state`` plans optimizers of
 ``ckpt8.optim``; ``own_loading`` plans classes that load their state themselves.
+
+Optimizers that take their state through their own ``load_state_dict``.
+
+Their class is unknown, and has a ``load_state_dict`` of its own, as in bitsandbytes, or keeps more than tensors and
+numbers, as in torchao. They get what ``torch.load`` would give them, in the order of their parameters. When their code
+fails, resume raises ResumeError and gives the optimizer its old state.
+
+The state that each optimizer class keeps for a parameter, and whether a saved state is that.
+
+A fresh optimizer has no state from which to tell what it expects, and a state of another class under the same
+hyperparameters would go in without complaint. The cards of known classes tell the two apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, is_packed_group
-from ckpt8.checkpoint.sources.values import Fill, Streamer
+from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.restoring.resume.fills import Copy, NewState, OptimizerPlan
-from ckpt8.restoring.resume.groups import STRUCTURE, class_problem, restored
-from ckpt8.restoring.resume.live_parameters import Pair, ParameterMap, map_parameters
-from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.own_loading import load, loads_itself, plan_own_state
-from ckpt8.restoring.resume.packed_state import PackedPlanner
-from ckpt8.restoring.resume.state_checks import (
-    WHOLE_GROUP,
-    exact_step,
-    layout_of,
-    object_problem,
-    packed_optimizer,
-    state_problem,
-    unwrapped,
+from ckpt8.optim.card import Card, Published, Shape
+from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published, is_projected
+from ckpt8.optim.packed import PackedOptimizer
+from ckpt8.restoring.resume.fills import Copy, NewState, OptimizerPlan, ValueBuilder, is_plain
+from ckpt8.restoring.resume.live_parameters import (
+    STRUCTURE,
+    Pair,
+    ParameterMap,
+    class_problem,
+    map_parameters,
+    restored,
 )
+from ckpt8.restoring.resume.packed_state import PackedPlanner
+
+WHOLE_GROUP = "group"
+"""Key of a reference to the parameter group, which optimi with gradient release keeps in each state."""
+
+_LARGEST_STEP = 2**53
+"""float64 holds every whole number up to here."""
+
+_MALFORMED = "its optimizer state is malformed"
+
+
+class Layout(NamedTuple):
+    """What a known class keeps for a parameter."""
+
+    card: Card
+    published: Published
+
+    def keys(self, ndim: int, hyper: Mapping[Any, Any], defaults: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+        """Keys that a state must have, and those that it may have.
+
+        ``hyper`` are the settings of the saved group, ``defaults`` those that the class takes.
+        """
+        form, more = self.card.form(ndim), set(self.published.state)
+        more |= {"step"} if self.published.step in ("tensor", "int") else set()
+        possible = {each.key for each in form.tensors if not each.when or each.when in defaults}
+        present = {each.key for each in form.present(hyper)}
+        return (possible & present) | more, possible | more | self.published.optional
+
+
+def layout_of(optimizer: Optimizer) -> Layout | None:
+    """The layout of the first known class that ``optimizer`` is made of; None for an unknown class."""
+    for kind in type(unwrapped(optimizer)).__mro__:
+        found = find_published(kind.__module__.partition(".")[0], kind.__name__)
+        if found is not None:
+            return Layout(*found)
+    return None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper such as accelerate's, which shares its state; else the optimizer itself."""
+    inner = getattr(optimizer, "optimizer", None)
+    shared = getattr(inner, "state", None)
+    return inner if shared is not None and shared is getattr(optimizer, "state", None) else optimizer
+
+
+def packed_optimizer(optimizer: Optimizer | None) -> PackedOptimizer | None:
+    """The optimizer of ``ckpt8.optim`` that ``optimizer`` is or wraps; None for any other."""
+    inner = None if optimizer is None else unwrapped(optimizer)
+    return inner if isinstance(inner, PackedOptimizer) else None
+
+
+def _expected_shape(key: str, shape: Shape) -> Shape | None:
+    """The shape that state tensor ``key`` has for a parameter of ``shape``; None for an unknown key or one element."""
+    if key == "kahan_comp":
+        return shape
+    tensor = TENSORS.get(key)
+    return tensor.shape(shape) if tensor is not None and (tensor.is_moment or len(shape) >= 2) else None
+
+
+def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) -> Tensor | int | Any:
+    """The step of one parameter as its optimizer keeps it: a 0-d float tensor or an int, whatever was saved.
+
+    A tensor is on the CPU, as in torch, unless ``group`` is stepped on the device. Raises ResumeError where the step is
+    not a whole number, or float32 does not hold it.
+    """
+    value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
+    if not is_number or value != int(value):
+        raise ResumeError(f"{pair.name}: its step is not a whole number")
+    if layout.published.step == "int":
+        return int(value)
+    if layout.published.step != "tensor":
+        return step.clone() if isinstance(step, torch.Tensor) else step
+    wide = isinstance(step, torch.Tensor) and step.dtype == torch.float64
+    on_device = bool(group.get("capturable") or group.get("fused"))
+    device = pair.parameter.device if on_device else "cpu"
+    made = torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32, device=device)
+    if made.item() != value:
+        raise ResumeError(f"{pair.name}: step {value} cannot be held exactly by a float32")
+    return made
+
+
+def object_problem(value: Any, builder: ValueBuilder, what: str) -> str | None:
+    """Why a value cannot go into a live object: it holds an object of a class that resume does not make; or None."""
+    name = builder.unmade(value)
+    return None if name is None else f"{what} holds a {name}, which resume does not make"
+
+
+def state_problem(
+    saved: Any,
+    pair: Pair,
+    layout: Layout | None,
+    optimizer: Optimizer,
+    hyper: Mapping[Any, Any],
+    builder: ValueBuilder,
+) -> str | None:
+    """Why a saved state does not fit a parameter of ``optimizer``, or None. ``hyper`` is its saved group."""
+    if not saved or not isinstance(saved, dict):
+        return None if saved is None or saved == {} else _MALFORMED
+    live = optimizer.state.get(pair.parameter)
+    kept = {key: value for key, value in saved.items() if key != WHOLE_GROUP}
+    tensors = {key: value for key, value in kept.items() if isinstance(value, TensorRef)}
+    projected = is_projected(saved, hyper)
+    problems = (_tensor_problem(key, tensors[key], pair.parameter, layout, live, projected) for key in tensors)
+    return (
+        _keys_problem(kept, pair, layout, live, optimizer, hyper)
+        or object_problem(kept, builder, "its optimizer state")
+        or next(filter(None, problems), None)
+    )
+
+
+def _keys_problem(
+    saved: Mapping[Any, Any],
+    pair: Pair,
+    layout: Layout | None,
+    live: Mapping[str, Any] | None,
+    optimizer: Optimizer,
+    hyper: Mapping[Any, Any],
+) -> str | None:
+    """Why a state has too few keys, too many, or no tensor where there must be one; or None."""
+    name, shape = type(optimizer).__name__, tuple(pair.parameter.shape)
+    if layout is not None:
+        required, allowed = layout.keys(pair.parameter.dim(), hyper, optimizer.defaults)
+    elif live:
+        required = allowed = set(live) - {WHOLE_GROUP}
+    else:
+        required, allowed = set(), set(saved)
+    if required - saved.keys():
+        return f"its optimizer state lacks {listed(sorted(required - saved.keys()))}"
+    if saved.keys() - allowed:
+        return f"its optimizer state has {listed(sorted(saved.keys() - allowed))}, which {name} has not"
+    if layout is None:
+        return None
+    tensors = {key for key in required if _expected_shape(key, shape) is not None} - EMPTY_KEYS
+    others = sorted(key for key in tensors if not isinstance(saved[key], TensorRef))
+    return f"its optimizer state has {listed(others)} in another form than {name} keeps it" if others else None
+
+
+def _tensor_problem(
+    key: str,
+    ref: TensorRef,
+    parameter: Tensor,
+    layout: Layout | None,
+    live: Mapping[str, Any] | None,
+    projected: bool,
+) -> str | None:
+    if ref.conj or ref.neg:
+        return f"{key} was saved as a conjugate or negative view, which resume does not support"
+    if key == "step" or (key == "kahan_comp" and ref.shape == (1,)):
+        return None
+    twin = live.get(key) if live and layout is None else None
+    whole = tuple(parameter.shape)
+    shape, dtypes = _expected_shape(key, whole), {parameter.dtype}
+    if isinstance(twin, torch.Tensor):
+        shape, dtypes = tuple(twin.shape), {twin.dtype}
+    elif layout is None:
+        return _shape_problem(key, ref.shape, whole, projected) if shape == whole else None
+    elif layout.published.widened and parameter.element_size() == 2:
+        dtypes.add(torch.float32)
+    if shape is not None and ref.shape != shape:
+        return f"{key} was saved with shape {list(ref.shape)}, here it has {list(shape)}"
+    here = " or ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    fits = shape is None or ref.dtype.torch in dtypes
+    return None if fits else f"{key} was saved as {ref.dtype.label}, here it is {here}"
+
+
+def foreign_state_problem(saved: Any, pair: Pair, hyper: Mapping[Any, Any], builder: ValueBuilder) -> str | None:
+    """As ``state_problem``, for an optimizer that loads the state itself."""
+    if not saved or not isinstance(saved, dict):
+        return None if saved is None or saved == {} else _MALFORMED
+    shape, here = parameter_shape(saved), tuple(pair.parameter.shape)
+    # State of fewer dimensions holds sums, or a part of the elements.
+    alike = shape is not None and len(shape) == len(here)
+    projected = is_projected(saved, hyper)
+    problem = _shape_problem("its optimizer state", shape or (), here, projected) if alike else None
+    return problem or object_problem(saved, builder, "its optimizer state")
+
+
+def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...], projected: bool) -> str | None:
+    """Why state of an unknown optimizer class cannot be that of a parameter of shape ``here``, or None.
+
+    Some classes keep one value for a row, or for all: any shape that can be broadcast to the parameter fits. State of
+    ``projected`` gradients has the rank in place of a dimension, or of both.
+    """
+    pairs = list(zip(reversed(shape), reversed(here), strict=False))
+    broadcasts = len(shape) <= len(here) and all(mine in (1, size) for mine, size in pairs)
+    is_part = len(shape) == len(here) and (
+        any(mine == size for mine, size in pairs) or all(mine <= size for mine, size in pairs)
+    )
+    if broadcasts or (projected and is_part):
+        return None
+    return f"{what} was saved with shape {list(shape)}, here it has {list(here)}"
+
+
+_FORM = {"state", "param_groups"}
+_OTHERWISE = "restore the checkpoint and give its state to load_state_dict"
+
+
+def form_problem(optimizer: Optimizer) -> str | None:
+    """Why resume cannot match the state of ``optimizer`` with a checkpoint, or None."""
+    name = type(optimizer).__name__
+    if not hasattr(optimizer, "state") or not hasattr(optimizer, "param_groups"):
+        return f"{name} has no state or parameter groups of its own; {_OTHERWISE}"
+    if unwrapped(optimizer) is optimizer and (packed_optimizer(optimizer) or layout_of(optimizer)):
+        return None
+    missing = _FORM - optimizer.state_dict().keys()
+    return f"the state dict of {name} has no {listed(sorted(missing))}; {_OTHERWISE}" if missing else None
+
+
+def loads_itself(optimizer: Optimizer, node: Mapping[str, Any]) -> bool:
+    """Whether the saved state ``node`` goes through the ``load_state_dict`` of ``optimizer``."""
+    if layout_of(optimizer) is not None:
+        return False
+    if type(unwrapped(optimizer)).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return True
+    states = (state for state in node["state"].values() if isinstance(state, dict))
+    return not all(is_plain(value) for state in states for value in state.values())
+
+
+def plan_own_state(node: Mapping[str, Any], mapped: ParameterMap, builder: ValueBuilder) -> OptimizerPlan:
+    """The plan for an optimizer that loads the saved state ``node`` itself, as a whole or not at all."""
+    states, pairs = node["state"], mapped.pairs
+    known = {each for group in node["param_groups"] for each in group["params"]}
+    has_names = any(isinstance(each, str) for each in known)
+    # Some classes keep sums over all parameters among the states, under a name, or next to them.
+    sums = {key: value for key, value in states.items() if key not in known}
+    shared = sums | {key: value for key, value in node.items() if key not in _FORM}
+    found = [
+        (pair.name, foreign_state_problem(states.get(pair.identifier), pair, group.saved or {}, builder))
+        for group in mapped.groups
+        for pair in group.pairs
+    ]
+    problems = [*mapped.problems, *(f"{name}: {problem}" for name, problem in found if problem)]
+    if unlisted := [key for key in sums if has_names or not isinstance(key, str)]:
+        problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
+    if shared and [pair.identifier for pair in pairs] != list(range(len(pairs))):
+        problems.append(f"{listed(shared)}: may count parameters, which are in another order here")
+    if problem := object_problem(shared, builder, "its state dict"):
+        problems.append(problem)
+    wrong = "its state is taken as a whole or not at all" if problems else None
+    return OptimizerPlan(problems=problems, wrong=wrong, build=partial(_build, node, sums, mapped, builder))
+
+
+def _build(
+    node: Mapping[str, Any], sums: Mapping[Any, Any], mapped: ParameterMap, builder: ValueBuilder
+) -> dict[str, Any]:
+    """The state dict. Raises InputError for damage, ResumeError for parts that do not make a tensor."""
+    states = node["state"]
+    number_of = {id(pair): number for number, pair in enumerate(mapped.pairs)}
+    state = {
+        number_of[id(pair)]: _with_objects_on(pair.parameter.device, builder.build(states[pair.identifier]))
+        for pair in mapped.pairs
+        if pair.identifier in states
+    }
+    groups = []
+    for group in mapped.groups:
+        plain = {key: builder.build(value) for key, value in (group.saved or {}).items() if key not in STRUCTURE}
+        numbers = [number_of[id(pair)] for pair in group.pairs]
+        groups.append({**group.live, **restored(plain, group.live), "params": numbers})
+    state |= {key: builder.build(value) for key, value in sums.items()}
+    others = {key: builder.build(value) for key, value in node.items() if key not in _FORM}
+    return {**others, "state": state, "param_groups": groups}
+
+
+def _with_objects_on(device: torch.device, state: Any) -> Any:
+    """A state whose objects hold their tensors on ``device``: ``Optimizer.load_state_dict`` does not look into them."""
+    values = state.values() if isinstance(state, dict) else ()
+    for held in (getattr(value, "__dict__", {}) for value in values if not isinstance(value, torch.Tensor)):
+        held.update((key, _on(device, value)) for key, value in list(held.items()))
+    return state
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on(device, each) for each in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def load(optimizer: Optimizer, take_state: Callable[[], object]) -> None:
+    """Call ``take_state``, which runs code of the optimizer's class. Raises ResumeError for whatever that raises."""
+    try:
+        take_state()
+    except Exception as exc:
+        reason = (str(exc).splitlines() or [""])[0]
+        raise ResumeError(
+            f"{type(optimizer).__name__} does not take the saved state: {type(exc).__name__}: {reason}"
+        ) from exc
+
+
+@contextmanager
+def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """Give ``optimizer`` back its state, groups and attributes when the block raises."""
+    inner = unwrapped(optimizer)
+    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+    changing = [optimizer.__dict__, inner.__dict__, *optimizer.param_groups, optimizer.state, *states]
+    backups = [(live, dict(live)) for live in changing]
+    try:
+        yield
+    except BaseException:
+        for live, before in backups:
+            live.clear()
+            live.update(before)
+        raise
 
 
 def plan_optimizer(

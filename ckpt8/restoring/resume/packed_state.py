@@ -21,21 +21,31 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, weight_checks
+from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.sources.stored_member import StoredParts
-from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config, config_of
 from ckpt8.codecs.base import StateKey
 from ckpt8.core.errors import UsageError
-from ckpt8.optim import published_layouts as foreign
-from ckpt8.optim.master_weights import weight_check
-from ckpt8.optim.packed import PackedOptimizer
-from ckpt8.optim.packing_options import check_group
-from ckpt8.optim.state_dicts import exact_names, layout_problem
-from ckpt8.restoring.resume.fills import Copy, MomentFill, NewState, OptimizerPlan, ResidualFill, RoundedFill
-from ckpt8.restoring.resume.groups import added_entries, foreign_settings, length_problem, restored
-from ckpt8.restoring.resume.live_parameters import ParameterMap
-from ckpt8.restoring.resume.live_values import ValueBuilder
+from ckpt8.optim import state_conversion as foreign
+from ckpt8.optim.packed import PackedOptimizer, check_group, exact_names, layout_problem
+from ckpt8.optim.packed_tensor import weight_check
+from ckpt8.restoring.resume.fills import (
+    Copy,
+    MomentFill,
+    NewState,
+    OptimizerPlan,
+    ResidualFill,
+    RoundedFill,
+    ValueBuilder,
+)
+from ckpt8.restoring.resume.live_parameters import (
+    ParameterMap,
+    added_entries,
+    foreign_settings,
+    length_problem,
+    restored,
+)
 
 
 @dataclass(frozen=True, slots=True)

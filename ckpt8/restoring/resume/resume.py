@@ -1,37 +1,328 @@
-"""``ckpt8.resume``: checks that a checkpoint fits live models and optimizers, then copies it into them."""
+"""``ckpt8.resume``: checks that a checkpoint fits live models and optimizers, then copies it into them.
+
+What the caller of resume gave: one live object, or several as a list, a tuple or a dict; and the paths for them.
+
+Which entry of a checkpoint belongs to which of several live objects.
+
+A path that was given decides. Then come the keys of a dict: as the path of an entry or the end of it, else by the stem
+that is left of both without words such as ``net`` or ``optimizer``: ``netG`` is ``optimizer_G``. For the rest decides
+what fits, by names and shapes; of several optimizers that fit, the one that the file has for the weights of the live
+one. What fits alike is refused: order decides nothing.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt8.checkpoint.meaning.pairing import owners
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, find_trees
+from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.sources.opening import OpenMember, open_member
-from ckpt8.checkpoint.sources.values import Fill, Streamer
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.core.arguments import checked
+from ckpt8.core.arguments import checked, described
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
-from ckpt8.core.text import listed
+from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import model as models
 from ckpt8.restoring.resume import optimizer as optimizers
-from ckpt8.restoring.resume import own_loading
-from ckpt8.restoring.resume.fills import OptimizerPlan
-from ckpt8.restoring.resume.given import Given, Paths, given_models, given_optimizers
-from ckpt8.restoring.resume.gpu_copy import DeviceCopy
-from ckpt8.restoring.resume.live_values import ValueBuilder
-from ckpt8.restoring.resume.matching import Fits, TrainedWeights, candidates_at, match_several, saved_weights
+from ckpt8.restoring.resume import optimizer as own_loading
+from ckpt8.restoring.resume.fills import DeviceCopy, OptimizerPlan, ValueBuilder
 from ckpt8.restoring.resume.model import ModelPlan
+from ckpt8.restoring.resume.optimizer import packed_optimizer, unwrapped
 from ckpt8.restoring.resume.packed_state import PackedPlanner
-from ckpt8.restoring.resume.state_checks import packed_optimizer
+
+T = TypeVar("T")
+
+Paths = str | Sequence[str | None] | Mapping[str, str | None] | None
+"""Paths in the tree: one, or as many as there are objects, in their order or under their keys."""
+
+_FSDP = "FullyShardedDataParallel"
+_SHARDED = frozenset({_FSDP, "DTensor", "FlatParameter", "ShardedTensor"})
+"""Classes of torch, by name, of what a process has only a part of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given(Generic[T]):
+    """The ``objects`` of one argument, which is called ``what``, with the path that was given for each.
+
+    ``keys`` are those of a dict. ``labels`` are what messages call them. ``many`` is false for an object alone.
+    """
+
+    what: str
+    objects: list[T]
+    labels: list[str]
+    at: list[str | None]
+    many: bool = False
+    keys: list[str] | None = None
+
+
+def given_models(value: Any, at: Paths) -> Given[nn.Module]:
+    """The models of an argument. Raises UsageError for anything that is none."""
+    return _given("model", value, at, _check_model, lambda model: {id(each) for each in _tensors(model)} or {id(model)})
+
+
+def given_optimizers(value: Any, at: Paths) -> Given[Optimizer]:
+    """The optimizers of an argument. Raises UsageError for anything that is none."""
+    return _given("optimizer", value, at, _check_optimizer, lambda optimizer: {id(unwrapped(optimizer))})
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _given(
+    what: str, value: Any, at: Paths, check: Callable[[str, Any], None], parts: Callable[[Any], set[int]]
+) -> Given[Any]:
+    if value is None:
+        if at is not None:
+            raise UsageError(f"resume: {what}_at is given, and {what} is not")
+        return Given(what, [], [], [])
+    if not isinstance(value, (list, tuple, Mapping)):
+        check(what, value)
+        if at is not None and not isinstance(at, str):
+            raise UsageError(f"resume: {what}_at is {described(at)}; give one path in the tree, as text")
+        return Given(what, [value], [what], [at])
+    keys = list(value) if isinstance(value, Mapping) else None
+    objects = list(value.values()) if isinstance(value, Mapping) else list(value)
+    if keys is not None and (_is_state_dict(keys, objects) or not all(isinstance(key, str) for key in keys)):
+        kind = "a state dict" if _is_state_dict(keys, objects) else "a dict whose keys are no texts"
+        raise UsageError(f"resume: {what} is {kind}; give the live {what} itself, or a dict of several by name")
+    if not objects:
+        raise UsageError(f"resume: {what} is an empty {type(value).__name__}; leave it out, or give a {what}")
+    labels = [f"{what}[{key!r}]" for key in (keys or range(len(objects)))]
+    for label, each in zip(labels, objects, strict=True):
+        check(label, each)
+    owned = [parts(each) for each in objects]
+    for place, mine in enumerate(owned):
+        if mine in owned[:place]:
+            raise UsageError(
+                f"resume: {labels[owned.index(mine)]} and {labels[place]} are the same {what}; give it once"
+            )
+    return Given(what, objects, labels, _paths(what, at, keys, len(objects)), True, keys)
+
+
+def _paths(what: str, at: Any, keys: list[str] | None, count: int) -> list[str | None]:
+    """The path for each of several objects. Raises UsageError."""
+    if at is None:
+        return [None] * count
+    found: Any = None
+    if keys is not None and isinstance(at, Mapping) and at.keys() <= set(keys):
+        found = [at.get(key) for key in keys]
+    elif keys is None and isinstance(at, (list, tuple)) and len(at) == count:
+        found = list(at)
+    if found is None or not all(path is None or isinstance(path, str) for path in found):
+        form = f"a list of {count} paths" if keys is None else "a dict of paths under the same keys"
+        raise UsageError(f"resume: {what}_at is {described(at)}; give {form}, as {what} is")
+    return cast("list[str | None]", found)
+
+
+def _is_state_dict(keys: Sequence[Any], values: Sequence[Any]) -> bool:
+    return {"state", "param_groups"} <= set(keys) or (
+        bool(values) and all(isinstance(each, torch.Tensor) for each in values)
+    )
+
+
+def _check_model(label: str, value: Any) -> None:
+    if not isinstance(value, nn.Module):
+        raise UsageError(f"resume: {label} is {described(value)}; give a torch.nn.Module, or a list or dict of several")
+    wrapped = any(type(each).__name__ == _FSDP for each in value.modules())
+    _refuse_sharded(label, [_FSDP] if wrapped else [type(each).__name__ for each in _tensors(value)])
+
+
+def _check_optimizer(label: str, value: Any) -> None:
+    takes_state = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    if isinstance(value, (type, nn.Module)) or not (isinstance(value, Optimizer) or takes_state):
+        raise UsageError(
+            f"resume: {label} is {described(value)}; give an optimizer of torch, or a list or dict of several"
+        )
+    groups = getattr(value, "param_groups", None) or ()
+    _refuse_sharded(label, (type(each).__name__ for group in groups for each in group["params"]))
+
+
+def _refuse_sharded(label: str, kinds: Iterable[str]) -> None:
+    """Raise UsageError where one of the tensors, or the module around them, is a part of what several ranks have."""
+    found = next((kind for kind in kinds if kind in _SHARDED), None)
+    if found is not None:
+        raise UsageError(
+            f"resume: {label} is shared by several processes ({found}), and resume fills what one process has whole; "
+            "load a packed directory with torch.distributed.checkpoint.load and Ckpt8StorageReader, then "
+            "set_state_dict"
+        )
+
+
+_SHOWN = 10
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_COMMON = frozenset(
+    {
+        *("state", "dict", "sd", "model", "models", "net", "nets", "network", "networks", "module", "weights"),
+        *("optimizer", "optimizers", "optim", "optims", "opt", "opts", "checkpoint"),
+    }
+)
+"""Words of keys that say what kind of thing an entry is, and not whose."""
+
+Fits = Callable[[int, Candidate], int]
+"""How well a candidate fits the object of a number: 0 for not at all."""
+
+
+def candidates_at(path: Path, candidates: list[Candidate], at: str | None, keyword: str) -> list[Candidate]:
+    """The candidate at the path ``at``, or all of them where none is given. Raises UsageError for an unknown path."""
+    if at is None:
+        return candidates
+    found = [candidate for candidate in candidates if candidate.path == at]
+    if not found:
+        paths = listed((candidate.path for candidate in candidates), _SHOWN) or "nothing of the kind"
+        raise UsageError(f"{path}: {keyword}={at!r} is not one of {paths}")
+    return found
+
+
+def match_several(path: Path, given: Given[Any], candidates: list[Candidate], fits: Fits) -> list[Candidate]:
+    """The candidate of each object; of several that fit, the one that fits best.
+
+    Where one object and one candidate are left, it gets what does not fit, so that the caller can say why. Raises
+    UsageError where the choice is not clear.
+    """
+    matching = _Matching(path, given, candidates, fits)
+    matching.by_path()
+    matching.by_key()
+    matching.by_fit()
+    return [matching.chosen[number] for number in range(len(given.objects))]
+
+
+class _Matching:
+    def __init__(self, path: Path, given: Given[Any], candidates: list[Candidate], fits: Fits) -> None:
+        self._path, self._given, self._candidates, self._fits = path, given, candidates, fits
+        self.chosen: dict[int, Candidate] = {}
+        if len(candidates) < len(given.objects):
+            raise self._unclear(f"{len(given.objects)} were given")
+
+    def _unclear(self, why: str) -> UsageError:
+        paths = listed((candidate.path for candidate in self._candidates), _SHOWN)
+        if not paths:
+            return UsageError(f"{self._path}: holds no state dict of any {self._given.what}, and {why}")
+        holds = f"{counted(len(self._candidates), f'{self._given.what} state')} ({paths})"
+        return UsageError(
+            f"{self._path}: holds {holds}, and {why}; give a dict with these keys, or {self._given.what}_at="
+        )
+
+    def _choose(self, number: int, candidate: Candidate) -> None:
+        for other, taken in self.chosen.items():
+            if taken is candidate:
+                both = f"{self._given.labels[other]} and {self._given.labels[number]}"
+                raise self._unclear(f"both {both} may be {candidate.path}")
+        self.chosen[number] = candidate
+
+    def _open(self) -> tuple[list[int], list[Candidate]]:
+        """The objects without a candidate, and the candidates without an object."""
+        taken = {id(candidate) for candidate in self.chosen.values()}
+        numbers = [number for number in range(len(self._given.objects)) if number not in self.chosen]
+        return numbers, [candidate for candidate in self._candidates if id(candidate) not in taken]
+
+    def by_path(self) -> None:
+        for number, at in enumerate(self._given.at):
+            if at is not None:
+                found = candidates_at(self._path, self._candidates, at, f"{self._given.what}_at")
+                self._choose(number, found[0])
+
+    def by_key(self) -> None:
+        keys = self._given.keys or []
+        for number, key in enumerate(keys):
+            if number not in self.chosen:
+                same = [each for each in self._candidates if each.path == key]
+                same = same or [each for each in self._candidates if f".{each.path}".endswith(f".{key}")]
+                if len(same) == 1:
+                    self._choose(number, same[0])
+        open_numbers, open_candidates = self._open()
+        stems = {number: _stem(keys[number]) for number in open_numbers} if keys else {}
+        for number, stem in stems.items():
+            same = [each for each in open_candidates if stem and _stem(each.path) == stem]
+            if len(same) > 1:
+                same = [each for each in same if self._fits(number, each)]
+            if len(same) == 1 and list(stems.values()).count(stem) == 1:
+                self._choose(number, same[0])
+
+    def by_fit(self) -> None:
+        while self._settle_one():
+            pass
+        for number, found in self._options().items():
+            if found:
+                raise self._unclear(
+                    f"{self._given.labels[number]} may be one of {listed((each.path for each in found), _SHOWN)}"
+                )
+        numbers, left = self._open()
+        if numbers and not len(numbers) == len(left) == 1:
+            raise self._unclear(f"none fits {self._given.labels[numbers[0]]}")
+        for number in numbers:
+            self._choose(number, left[0])
+
+    def _options(self) -> dict[int, list[Candidate]]:
+        """The open candidates that fit each open object best."""
+        numbers, left = self._open()
+        fits = {number: [self._fits(number, each) for each in left] for number in numbers}
+        return {
+            number: [each for each, fit in zip(left, own, strict=True) if fit == max(own) > 0]
+            for number, own in fits.items()
+        }
+
+    def _settle_one(self) -> bool:
+        """Choose for an object that one open candidate fits, and no other object alone. Whether there was one."""
+        options = self._options()
+        for number, found in options.items():
+            if len(found) == 1 and list(options.values()).count(found) == 1:
+                self._choose(number, found[0])
+                return True
+        return False
+
+
+Weights = set[tuple[str, int]]
+"""Saved tensors, each as the key of its storage and where it begins in it."""
+
+
+def saved_weights(optimizer: Optimizer, filled: Mapping[int, TensorRef]) -> Weights:
+    """The saved tensors that fill the parameters of a live optimizer; ``filled`` has those of all, by ``id``."""
+    refs = (filled.get(id(each)) for group in optimizer.param_groups for each in group["params"])
+    return {(ref.key, ref.offset) for ref in refs if ref is not None}
+
+
+class TrainedWeights:
+    """Which weights the optimizers of a file train."""
+
+    def __init__(self, tree: object, optimizers: Sequence[Candidate]) -> None:
+        found = owners(optimizers, find_trees(tree), by_order=False)
+        self._owners = {id(each): owner for each, owner in zip(optimizers, found, strict=True)}
+
+    def has(self, optimizer: Candidate, weights: Weights) -> bool:
+        """Whether the optimizer trains the model of the weights for certain."""
+        model = self._owners[id(optimizer)].model
+        return model is not None and not weights.isdisjoint(_weights_in(model))
+
+    def elsewhere(self, optimizer: Candidate, weights: Weights) -> str:
+        """The paths of the models to which the key of the optimizer belongs, if none of them has the weights."""
+        keyed = self._owners[id(optimizer)].keyed if weights else ()
+        if any(not weights.isdisjoint(_weights_in(each)) for each in keyed):
+            return ""
+        return listed((each.path for each in keyed), _SHOWN)
+
+
+def _weights_in(model: Candidate) -> Weights:
+    return {(ref.key, ref.offset) for ref in model.node.values() if isinstance(ref, TensorRef)}
+
+
+def _stem(path: str) -> tuple[str, ...]:
+    """What a path says beside the kind of thing, as lower-case words: ``optimizer_G`` and ``netG`` are both ``g``."""
+    words: Sequence[str] = [word.lower() for word in _WORDS.findall(path)]
+    return tuple(word for word in words if word not in _COMMON)
+
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]

@@ -11,8 +11,7 @@ import json
 import pytest
 import torch
 
-from ckpt8.checkpoint.meaning.names_from_weights import Weights, parameter_names
-from ckpt8.checkpoint.meaning.transformers_order import NEWEST, OLDEST, REARRANGED, SEQUENCES, of_config
+from ckpt8.checkpoint.meaning.names import NEWEST, OLDEST, REARRANGED, SEQUENCES, Weights, of_config, parameter_names
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType
 

@@ -406,8 +406,7 @@ def test_other_steps_of_one_momentum_are_unknown(state, group):
 
 
 def planned(tmp_path, optimizer_state):
-    from ckpt8.compressing.plan import make_plan
-    from ckpt8.compressing.policy import Policy
+    from ckpt8.compressing.plan import Policy, make_plan
 
     path = tmp_path / "step.pt"
     torch.save({"optimizer": optimizer_state}, path)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.walk import format_path, iter_leaves
+from ckpt8.checkpoint.tree import TensorRef, format_path, iter_leaves
 
 
 def _rebuild(checkpoint, ref):

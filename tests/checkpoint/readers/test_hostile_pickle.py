@@ -12,9 +12,8 @@ import pytest
 
 from ckpt8.checkpoint.readers.pickle import inert_pickle, pickle_stack, rebuild
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.storage_table import StorageTable
-from ckpt8.checkpoint.tree import StorageRef
-from ckpt8.checkpoint.walk import check_depth
+from ckpt8.checkpoint.readers.zip_directory import StorageTable
+from ckpt8.checkpoint.tree import StorageRef, check_depth
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 

@@ -14,8 +14,7 @@ import torch
 
 import ckpt8
 from ckpt8.checkpoint.readers import READERS, get_reader, open_checkpoint
-from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.checkpoint.walk import iter_leaves
+from ckpt8.checkpoint.tree import TensorRef, iter_leaves
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 

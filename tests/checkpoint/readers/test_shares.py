@@ -16,10 +16,9 @@ from members_kit import tree as bytes_of_files
 
 import ckpt8
 from ckpt8.checkpoint.readers.directory import open_directory
-from ckpt8.checkpoint.readers.entries import walk
+from ckpt8.checkpoint.readers.entries import check_shares, refuse_share, walk
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.shards import check_shares, refuse_share
-from ckpt8.checkpoint.readers.storage_table import StorageTable
+from ckpt8.checkpoint.readers.zip_directory import StorageTable
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
 
 RANKS = 4
@@ -347,8 +346,7 @@ def test_the_message_names_a_part_alone():
 
 
 def _part():
-    from ckpt8.checkpoint.share import Share
-    from ckpt8.checkpoint.tree import TensorRef
+    from ckpt8.checkpoint.tree import Share, TensorRef
     from ckpt8.core.tensors import DType
 
     return TensorRef("0", DType.FLOAT32, 0, (3, 6), (6, 1), share=Share((3, 0), SHAPE, RANKS, 1, None))

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ckpt8.checkpoint.readers import get_reader, match_reader, open_checkpoint
-from ckpt8.checkpoint.tree import Inert
-from ckpt8.checkpoint.walk import format_path, iter_leaves
+from ckpt8.checkpoint.tree import Inert, format_path, iter_leaves
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType

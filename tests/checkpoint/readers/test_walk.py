@@ -8,8 +8,16 @@ import time
 import pytest
 
 from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.tree import Inert, StatefulDict, StorageRef, TensorRef
-from ckpt8.checkpoint.walk import MAX_DEPTH, check_depth, format_path, iter_leaves
+from ckpt8.checkpoint.tree import (
+    MAX_DEPTH,
+    Inert,
+    StatefulDict,
+    StorageRef,
+    TensorRef,
+    check_depth,
+    format_path,
+    iter_leaves,
+)
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 

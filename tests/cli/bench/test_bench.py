@@ -23,12 +23,11 @@ import zstandard
 from rich.console import Console
 
 import ckpt8
-from ckpt8.cli.bench import probe, sizes
+from ckpt8.cli.bench import probe
+from ckpt8.cli.bench import run as sizes
 from ckpt8.cli.bench.child import run_child
-from ckpt8.cli.bench.measuring import PROBE
 from ckpt8.cli.bench.probe import IN_MEMORY, OPERATIONS, PEERS, START, ZIPNN
-from ckpt8.cli.bench.run import bench, law, thread_counts
-from ckpt8.cli.bench.sizes import free_bytes, parse_size
+from ckpt8.cli.bench.run import PROBE, bench, free_bytes, law, parse_size, thread_counts
 from ckpt8.cli.bench.source import survey
 from ckpt8.cli.show.bench import show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import ckpt8
-from ckpt8.cli.bench.measuring import PROBE
 from ckpt8.cli.bench.probe import START
+from ckpt8.cli.bench.run import PROBE
 from ckpt8.cli.bench.source import survey
 
 WITHOUT = "import sys; sys.path.remove(''); "

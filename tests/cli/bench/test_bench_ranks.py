@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ckpt8.cli.bench import gang
-from ckpt8.cli.bench.child import run_child
-from ckpt8.cli.bench.memory import PeakMemory
+from ckpt8.cli.bench import child
+from ckpt8.cli.bench.child import PeakMemory, run_child
 from ckpt8.cli.bench.ranks import GANG, bench_ranks
 from ckpt8.cli.show.bench import show_ranks
 from ckpt8.core.errors import OutputError
@@ -71,11 +70,11 @@ def work(job):
 def test_a_rank_that_fails_ends_the_others(tmp_path, scratch, monkeypatch):
     (tmp_path / "stub_rank.py").write_text(STUB)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setattr(gang, "_RANK", "stub_rank")
+    monkeypatch.setattr(child, "_RANK", "stub_rank")
     pids = tmp_path / "pids"
     pids.mkdir()
     with pytest.raises(OutputError, match=r"^no room for rank 1$"):
-        gang.work({"folder": str(scratch), "ranks": 3, "pids": str(pids)})
+        child.work({"folder": str(scratch), "ranks": 3, "pids": str(pids)})
     for path in pids.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.name), 0)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from gpt_kit import SIZES, Run
 
-from ckpt8.cli.bench.gpt import RunConfig
 from ckpt8.cli.bench.source import survey
-from ckpt8.cli.bench.training import MAX_STEPS, MIN_STEPS, steps_for, train_checkpoint, update_in_backward
+from ckpt8.cli.bench.training import MAX_STEPS, MIN_STEPS, RunConfig, steps_for, train_checkpoint, update_in_backward
 
 
 def adamw(groups, lr):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from gpt_kit import SIZES, Run, train
 
-from ckpt8.cli.bench.corpus import VOCABULARY, batch, corpus
-from ckpt8.cli.bench.gpt import GPTConfig, RunConfig, build_model, config_for_bytes
+from ckpt8.cli.bench.training import VOCABULARY, GPTConfig, RunConfig, batch, build_model, config_for_bytes, corpus
 
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32)
 

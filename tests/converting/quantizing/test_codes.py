@@ -9,15 +9,16 @@ import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Held, TensorRef
-from ckpt8.converting.quantizing.codes import (
+from ckpt8.converting.quantizing import (
     QuantizationError,
+    Scheme,
     encode_matrix,
     find_scales,
+    make_scheme,
     measured,
     quantize,
     row_parts,
 )
-from ckpt8.converting.quantizing.scheme import Scheme, make_scheme
 from ckpt8.core.tensors import DType
 
 FP8, INT8 = DType.FLOAT8_E4M3FN, DType.INT8
@@ -77,7 +78,7 @@ def test_codes_of_int8_are_the_nearest():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_definition(scheme, transposed, monkeypatch):
     """Also where a tile ends inside a row: the tiles are small here."""
-    monkeypatch.setattr("ckpt8.converting.quantizing.codes.FRAME", 50)
+    monkeypatch.setattr("ckpt8.converting.quantizing.FRAME", 50)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(37, 23, generator=generator) * torch.logspace(-6, 3, 37).view(-1, 1)
     codes, scales, error = encoded(*composite(x, transposed=transposed), scheme)

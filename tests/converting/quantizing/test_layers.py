@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.converting.quantizing.layers import (
+from ckpt8.converting.quantizing import (
     ASKED,
     EMBEDDING,
     HEAD,

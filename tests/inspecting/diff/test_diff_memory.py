@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 WIDTH, LAYERS = 3072, 4
 BOUND = 300e6
 
-SETUP = """import ckpt8.inspecting.diff.diff
+SETUP = """import ckpt8.inspecting.diff
 """
 CODE = """
 compared = ckpt8.diff(sys.argv[1], sys.argv[2], threads=2)

@@ -13,12 +13,10 @@ import ckpt8
 from ckpt8.checkpoint.meaning.parameter_names import layer_of, plain_path
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
+from ckpt8.inspecting import distributions as of_checkpoint
 from ckpt8.inspecting import sampling
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.distributions import checkpoint as of_checkpoint
-from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
-from ckpt8.inspecting.distributions.container import container_distributions
-from ckpt8.inspecting.distributions.counts import LOWEST, Codes, Histogram
+from ckpt8.inspecting.distributions import LOWEST, Codes, Histogram, checkpoint_distributions, container_distributions
 from ckpt8.inspecting.sampling import PER_CHART, ChunkSampling
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from readiness_kit import expected, same
 
-from ckpt8.inspecting.readiness.casting import RAW, SCALED, TILE, Casts, Extent, scaled_by, tiles
-from ckpt8.inspecting.readiness.number_formats import FORMATS
+from ckpt8.inspecting.readiness import FORMATS, RAW, SCALED, TILE, Casts, Extent, scaled_by, tiles
 
 
 def measure(x, block=None):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from readiness_kit import all_finite, numbers, round_one
 
-from ckpt8.inspecting.readiness.number_formats import CREST, FORMATS, round_to_odd
+from ckpt8.inspecting.readiness import CREST, FORMATS, round_to_odd
 
 by_format = pytest.mark.parametrize("number_format", FORMATS, ids=lambda each: each.id)
 

@@ -13,10 +13,9 @@ from readiness_kit import fast_expected, normal, of_gpt, of_optimizer, same, sav
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 import ckpt8
-from ckpt8.inspecting.readiness.number_formats import FORMATS
-from ckpt8.inspecting.readiness.readiness import inspect_readiness
-from ckpt8.inspecting.readiness.tensor_source import open_tensors
+from ckpt8.inspecting.readiness import FORMATS, inspect_readiness
 from ckpt8.inspecting.sampling import PER_TENSOR, WINDOWS, windows
+from ckpt8.inspecting.tensor_source import open_tensors
 
 
 def of_lightning(path):

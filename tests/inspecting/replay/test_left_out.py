@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import ckpt8
-from ckpt8.checkpoint.meaning.replay_settings import find_rule
-from ckpt8.checkpoint.meaning.replayed import Replayed
+from ckpt8.checkpoint.meaning.replayed import Replayed, find_rule
 from ckpt8.checkpoint.scalars import is_setting, read_settings
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.reader import ContainerReader

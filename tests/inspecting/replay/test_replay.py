@@ -18,7 +18,7 @@ from torch import nn
 import ckpt8
 from ckpt8.checkpoint.meaning import replayed
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
-from ckpt8.checkpoint.meaning.replay_settings import find_rule
+from ckpt8.checkpoint.meaning.replayed import find_rule
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.cli import app as cli
@@ -26,7 +26,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.replay import replay
+from ckpt8.inspecting import replay
 
 REPLAYED = {
     "torch-adamw": 0.1,

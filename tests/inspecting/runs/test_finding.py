@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt8.inspecting.runs.finding import find
+from ckpt8.inspecting.run_files import find
 
 KEPT = "0123456789abcdef.ckpt8"
 

@@ -17,7 +17,7 @@ import ckpt8
 from ckpt8.inspecting import sampling
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.survey.tally import Tally
+from ckpt8.inspecting.survey import Tally
 
 
 def flags_of(tree, tmp_path, *, full):

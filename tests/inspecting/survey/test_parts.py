@@ -23,10 +23,8 @@ from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting import sampling
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.survey.layers import Stored, layers
-from ckpt8.inspecting.survey.pieces import Subject, View
-from ckpt8.inspecting.survey.survey import survey
-from ckpt8.inspecting.survey.tally import Rows, Tally
+from ckpt8.inspecting.origin import Stored, layers
+from ckpt8.inspecting.survey import Rows, Subject, Tally, View, survey
 
 
 @settings(max_examples=200, deadline=None)

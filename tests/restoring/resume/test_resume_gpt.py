@@ -10,7 +10,7 @@ from gpt_kit import SIZES, Run
 from resume_kit import OPTIMIZERS
 
 import ckpt8
-from ckpt8.cli.bench.gpt import RunConfig
+from ckpt8.cli.bench.training import RunConfig
 
 FILES = {
     "gpt_adamw.pt": ("torch-adamw", "tiny"),

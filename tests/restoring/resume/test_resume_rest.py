@@ -15,11 +15,10 @@ from torch import nn
 
 import ckpt8
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.sources import values as streaming
+from ckpt8.checkpoint.sources import composite as streaming
+from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.objects import RestBuilder
-from ckpt8.checkpoint.sources.values import Streamer
-from ckpt8.checkpoint.tree import Inert, TensorRef
-from ckpt8.checkpoint.walk import iter_leaves
+from ckpt8.checkpoint.tree import Inert, TensorRef, iter_leaves
 from ckpt8.core.errors import UsageError
 
 

@@ -17,10 +17,8 @@ from faults_kit import INPUTS, LEFTOVER, digest, make_run
 import ckpt8
 from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.core.errors import InputError, OutputError
-from ckpt8.core.files import atomic, partial
-from ckpt8.core.files.atomic import AtomicFile
-from ckpt8.core.files.atomic_directory import AtomicDirectory
-from ckpt8.core.files.partial import IDLE_SECONDS, partial_path
+from ckpt8.core.files import atomic
+from ckpt8.core.files.atomic import IDLE_SECONDS, AtomicDirectory, AtomicFile, partial_path
 
 
 def names(folder):
@@ -44,7 +42,7 @@ DYING = """
 import os
 import sys
 from pathlib import Path
-from ckpt8.core.files.atomic_directory import AtomicDirectory
+from ckpt8.core.files.atomic import AtomicDirectory
 from ckpt8.container.writer import AtomicFile
 target = Path(sys.argv[1])
 if sys.argv[2] == "file":
@@ -109,7 +107,7 @@ def test_where_a_lock_does_not_tell_an_hour_does(kind, why, make, tmp_path, monk
     """Another machine's lock may not be seen; some file systems have none."""
     left = partial_path(tmp_path / "out")
     if why == "another machine":
-        left = left.with_name(f".out.{'0' * 8}{'1' * 8}{partial.SUFFIX}")
+        left = left.with_name(f".out.{'0' * 8}{'1' * 8}{atomic.SUFFIX}")
         assert LEFTOVER.fullmatch(left.name)
     else:
 
@@ -134,16 +132,16 @@ def test_where_a_lock_does_not_tell_an_hour_does(kind, why, make, tmp_path, monk
 
 
 def test_one_that_is_taken_away_before_it_is_locked_is_made_again(make, tmp_path, monkeypatch):
-    hold, taken = partial._hold, []
+    hold, taken = atomic._hold, []
 
     def late(descriptor, path):
         if len(taken) < 2:
             taken.append(path)
-            partial.remove_abandoned(tmp_path / "out")
+            atomic.remove_abandoned(tmp_path / "out")
             assert not path.exists()
         return hold(descriptor, path)
 
-    monkeypatch.setattr(partial, "_hold", late)
+    monkeypatch.setattr(atomic, "_hold", late)
     with make(tmp_path / "out") as output:
         assert output.path not in taken
         output.publish()
@@ -338,7 +336,7 @@ def test_a_source_that_changes(command, how, large, tmp_path):
         else:
             from ckpt8.container.reader import ContainerReader
             from ckpt8.core.workers import Workers
-            from ckpt8.inspecting.measuring import measure
+            from ckpt8.inspecting.verify import measure
 
             with ContainerReader(target) as reader, Workers(1) as workers:
                 assert measure(reader, large, workers, interfere).differing == []

@@ -16,8 +16,8 @@ from test_no_code import TENSOR, zipped
 
 import ckpt8
 from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.container.checks import MAX_COMPONENTS
 from ckpt8.container.frames import FRAME
-from ckpt8.container.member_paths import MAX_COMPONENTS
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 

@@ -15,7 +15,7 @@ from gate_kit import archive, attempt, call_name
 from hostile_kit import container_of, outcome, sealed
 
 import ckpt8
-from ckpt8.container import stored_manifest as manifests
+from ckpt8.container import header as manifests
 from ckpt8.container.manifest import TensorRecord
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import FREE, HEADER_COST, MANIFEST_COST, MAX_DEPTH, check_json, cost, parse_json

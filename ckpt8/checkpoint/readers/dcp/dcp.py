@@ -18,8 +18,7 @@ from ckpt8.checkpoint.readers.dcp.metadata import ZSTD, Metadata, Place, Slice
 from ckpt8.checkpoint.readers.dcp.names import DcpRoles, StateKey
 from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.tree import Labelled, NamedTensor, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
-from ckpt8.checkpoint.walk import iter_leaves
+from ckpt8.checkpoint.tree import Labelled, NamedTensor, OpenCheckpoint, StorageInfo, StorageRef, TensorRef, iter_leaves
 from ckpt8.container.manifest import DCP
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import SourceFile, Window

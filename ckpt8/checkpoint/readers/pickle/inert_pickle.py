@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ckpt8.checkpoint.readers.pickle.pickle_stack import STACK_OPCODES, StackMachine
 from ckpt8.checkpoint.readers.pickle.rebuild import CONSTRUCTORS, NOT_INTERPRETED, dict_key, is_plain, set_entry
-from ckpt8.checkpoint.readers.pickle.torch_calls import TorchCalls
+from ckpt8.checkpoint.readers.pickle.torch_rules import TorchCalls
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, TensorRef
 from ckpt8.core.errors import InputError
 

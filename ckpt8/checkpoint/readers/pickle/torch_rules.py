@@ -1,11 +1,19 @@
 """The calls of torch's ``weights_only`` unpickler, with a rule for the arguments of each name that it calls.
 
 A rule is a function of a ``Call``. It raises ValueError for arguments that ``torch.save`` does not write.
+
+Judges the calls that torch's ``weights_only`` unpickler would make, by their arguments, before torch sees the file.
+
+torch allows some names and calls them with whatever arguments a pickle has. Each name has a rule in ``torch_rules``.
+Calls that pass take memory and time in proportion to the bytes of the file. Calls of classes that the user allowed
+pass unjudged. This module calls nothing and does not import torch.
+
+The names that ``torch.load(..., weights_only=True)`` allows in a pickle, of all versions of torch, without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from math import prod
 from typing import Any, Protocol
@@ -256,3 +264,119 @@ RULES: Mapping[str, Callable[[Call], None]] = {
     "numpy.ndarray": _never,
 }
 """The rule of each name that torch calls."""
+
+
+DATA_FACTOR = 4
+DATA_ALLOWANCE = 1 << 26
+"""Bytes of tensors that are computed or copied may be this many times those of the file, and this many more."""
+
+_META = "meta"
+
+
+class TorchCalls:
+    """The judge of one file of ``size`` bytes. It raises ValueError for a call that torch must not make.
+
+    ``allowed`` are the names that torch allows, ``trusted`` those that the user added. ``foreign`` are the names in the
+    file that are neither. torch refuses a file that has one, so the first one ends all judging.
+    """
+
+    def __init__(self, size: int, allowed: Collection[str], trusted: Collection[str]) -> None:
+        self.foreign: dict[str, None] = {}
+        self._allowed = allowed
+        self._trusted = trusted
+        self._room = DATA_FACTOR * size + DATA_ALLOWANCE
+        self._tensors = TENSOR_MAKERS | frozenset(trusted)
+
+    def name(self, name: str) -> None:
+        """Note a class or function that the pickle refers to."""
+        if name not in self._allowed and name not in self._trusted:
+            self.foreign[name] = None
+
+    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
+        """Judge a call. ``made`` is the value that the inert machine makes of it, or NOT_INTERPRETED."""
+        if self.foreign:
+            return
+        if type(function) is not Global:
+            raise ValueError("it calls something that is no function")
+        rule = RULES.get(function.name)
+        if rule is not None:
+            rule(Call(self, function.name, args, made, budget))
+        elif function.name not in self._trusted:
+            asks = any(type(arg) is int or (type(arg) in (tuple, list) and arg) for arg in args[:MAX_DIMS])
+            why = "it asks for memory of a stated size" if asks else "it calls what torch.save never calls"
+            raise ValueError(f"{why} ({function.name})")
+
+    def build(self, target: Any, state: Any, budget: StackMachine) -> None:
+        """Judge a state for an object."""
+        if self.foreign or (type(target) is Inert and target.name in self._trusted):
+            return
+        if type(target) is not StatefulDict and not (type(target) is Inert and target.name == COUNTER):
+            kind = target.name if type(target) is Inert else type(target).__name__
+            raise ValueError(f"a state is given to a {kind}")
+        if type(state) not in (dict, StatefulDict):
+            raise ValueError("the attributes of a dictionary are none")
+        budget.spend(len(state))
+
+    def fill(self, target: Inert) -> None:
+        """Refuse items for an object: torch adds them to lists and dictionaries alone."""
+        if not self.foreign:
+            raise ValueError(f"items are added to a {target.name}")
+
+    def storage(self, pid: Any, found: Any) -> None:
+        """Judge a reference to a storage. torch makes one of the device ``meta`` anew for every reference."""
+        if type(found) is StorageRef and pid[3] == _META:
+            self.spend_data(found.numel * found.dtype.itemsize)
+
+    def spend_data(self, nbytes: int) -> None:
+        """Count bytes of tensors that are computed or copied. Raises ValueError when they are too many."""
+        self._room -= nbytes
+        if self._room < 0:
+            raise ValueError("it has the same data copied over and over")
+
+    def is_tensor(self, value: Any) -> bool:
+        """Whether torch has a tensor for ``value``."""
+        return type(value) is TensorRef or (type(value) is Inert and value.name in self._tensors)
+
+    def is_trusted(self, value: Any) -> bool:
+        """Whether ``value`` is a class that the user allowed."""
+        return type(value) is Global and value.name in self._trusted
+
+
+_KINDS = ("BFloat16", "Half", "Float", "Double", "Byte", "Char", "Short", "Int", "Long")
+_STORED = (*_KINDS, "Bool", "ComplexFloat", "ComplexDouble")
+_FLOATS = (
+    *("bfloat16", "float16", "float32", "float64", "bcomplex32", "complex32", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+_QUANTISED = ("qint8", "qint32", "quint8", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
+_SCHEMES = (
+    *("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"),
+    "per_channel_affine_float_qparams",
+)
+_REBUILD = (
+    *("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "qtensor", "sparse_tensor"),
+    *("nested_tensor", "wrapper_subclass", "meta_tensor_no_storage"),
+    *("device_tensor_from_cpu_tensor", "device_tensor_from_numpy"),
+)
+
+ALLOWED = frozenset(
+    {
+        *("_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set"),
+        *("collections.Counter", "collections.OrderedDict"),
+        *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter"),
+        *("torch.storage.TypedStorage", "torch.storage.UntypedStorage"),
+        *("torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout"),
+        *(f"torch._utils._rebuild_{name}" for name in _REBUILD),
+        *(f"torch.{name}" for name in ("bool", *_FLOATS, *_QUANTISED, *_SCHEMES)),
+        *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in (*range(1, 9), 16, 32, 64)),
+        *(f"torch.{place}{kind}Storage" for place in ("", "cuda.") for kind in _STORED),
+        *(f"torch.Q{kind}Storage" for kind in ("Int8", "Int32", "UInt8", "UInt4x2", "UInt2x4")),
+        *(f"torch.{place}{kind}Tensor" for place in ("", "cuda.") for kind in (*_KINDS, "Bool")),
+        *(f"torch.{place}sparse.{kind}Tensor" for place in ("", "cuda.") for kind in _KINDS),
+    }
+)
+
+
+def foreign_names(names: Iterable[str]) -> list[str]:
+    """Those of the names that torch does not allow, sorted."""
+    return sorted(name for name in names if name not in ALLOWED)

@@ -1,30 +1,536 @@
 """The report of ``inspect --html``: one page that loads nothing, runs nothing and is the same for the same facts.
 
 It also holds its facts as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
-``distributions`` (see ``ckpt8.inspecting.distributions.gathering.Gathered``) and the ``replay``, if given.
+``distributions`` (see ``ckpt8.inspecting.distributions.Gathered``) and the ``replay``, if given.
+
+The sections about how values and codes are distributed.
+
+The sections about the error of lossy storage: totals, errors by layer, the worst tensors with their histograms.
+
+The section about ``verify --resume-steps``: reads its JSON output and draws its figures by step.
+
+The report section on sizes: original and stored (or predicted) bytes, in total, by role and by layer.
+
+The figures of an error in steps, and what is predicted of containers of a checkpoint, as rows of a table.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckpt8 import __version__
-from ckpt8.cli.show.html.distributions import code_section, value_section
-from ckpt8.cli.show.html.errors import error_section, worst_section
-from ckpt8.cli.show.html.page import check_target, document, tiles, write_page
-from ckpt8.cli.show.html.replay import read_replay, replay_section
-from ckpt8.cli.show.html.sizes import size_section
-from ckpt8.cli.show.html.text import text
-from ckpt8.cli.show.overview import base_line, flags_by_kind, looked_at, optimizer_line
-from ckpt8.cli.show.tables import number
+from ckpt8.checkpoint.meaning.parameter_names import shown
+from ckpt8.cli.show.html.charts import (
+    LogAxis,
+    Stack,
+    by_step,
+    check_target,
+    code_usage,
+    document,
+    legend,
+    magnitudes,
+    row,
+    stacks,
+    text,
+    tiles,
+    write_page,
+)
+from ckpt8.cli.show.inspect import base_line, flags_by_kind, looked_at, optimizer_line
+from ckpt8.cli.show.tables import (
+    codec_text,
+    drift_text,
+    figure_phrases,
+    healing_line,
+    interval,
+    number,
+    option_of,
+    outside_phrases,
+    part_phrases,
+    rate_phrases,
+)
 from ckpt8.container.bases import files_of
 from ckpt8.container.opening import Stored
+from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import refuse_source
-from ckpt8.core.text import percent, size
-from ckpt8.inspecting.distributions.checkpoint import checkpoint_distributions
-from ckpt8.inspecting.distributions.container import container_distributions
-from ckpt8.inspecting.manifest_facts import FIGURE_WORDS
+from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.json_text import parse_any_json
+from ckpt8.core.text import counted, differing_line, percent, size
+from ckpt8.inspecting.distributions import checkpoint_distributions, container_distributions
+from ckpt8.inspecting.facts import FIGURE_WORDS, ROLE_WORDS
+
+_CHARTS = {
+    "weight": ("Weights", "magnitude of a weight"),
+    "moment1": ("First moments", "magnitude of a first moment"),
+    "moment2": ("Second moments", "second moment"),
+    "update": ("Updates u", "magnitude of an update u"),
+}
+
+
+def value_section(distributions: dict[str, Any]) -> str:
+    """Histograms of weights, moments and updates; empty if there are none."""
+    charts = histograms(distributions["histograms"])
+    if not charts:
+        return ""
+    before, after = distributions["before"], distributions["after"]
+    sides = f"Before: {before}. After: {after}." if before else f"The values {after}."
+    return (
+        f'<section id="values"><h2>Weights, moments and updates</h2><p class="soft">{text(sides)} '
+        f"A step of a curve is a factor of two in magnitude. Shares are on a logarithmic axis, which shows the "
+        f"tails.{_without_updates(distributions['histograms'])}</p>"
+        f'{sides_legend(distributions)}<div class="charts pairs">{charts}</div>'
+        f"{_refused(distributions['refused'])}</section>"
+    )
+
+
+def sides_legend(distributions: dict[str, Any]) -> str:
+    """The colours of the two sides of a histogram, if there are two."""
+    return legend([("was", "before"), ("curve", "after")]) if distributions["before"] else ""
+
+
+def _without_updates(pairs: dict[str, Any]) -> str:
+    """A sentence on parameters whose updates are not drawn."""
+    moments, updates = (pairs[what]["after"]["total"] if what in pairs else 0 for what in ("moment1", "update"))
+    if moments <= updates:
+        return ""
+    return " Updates are drawn where they follow from moments alone: CAME's and replayed ones do not, nor unknown ones."
+
+
+def _refused(refused: dict[str, Any]) -> str:
+    if not refused["count"]:
+        return ""
+    items = "".join(f"<li><code>{text(row['name'])}</code>: {text(row['reason'])}</li>" for row in refused["first"])
+    more = refused["count"] - len(refused["first"])
+    rest = f"<li>and {more:,} more</li>" if more else ""
+    return f"<h3>Kept lossless, for what they hold</h3><ul>{items}{rest}</ul>"
+
+
+def histograms(pairs: dict[str, Any]) -> str:
+    """A figure for every pair of histograms."""
+    return "".join(_figure(what, pair) for what, pair in pairs.items())
+
+
+def _figure(what: str, pair: dict[str, Any]) -> str:
+    title, axis = _CHARTS[what]
+    after = pair["after"]
+    return (
+        f'<figure data-chart="{what}"><figcaption>{title} <span>{after["total"]:,} values</span></figcaption>'
+        f'{magnitudes(pair, what, axis)}<p class="note">{text(_outside(pair))}</p></figure>'
+    )
+
+
+def _outside(pair: dict[str, Any]) -> str:
+    """In words, the values that a histogram cannot show."""
+    found = []
+    for side, name in ((pair["before"], "before"), (pair["after"], "after")):
+        if side is not None:
+            words = f"{side['zero']:,} zeros ({percent(side['zero'], side['total'])})"
+            if side["not_finite"]:
+                words += f", {side['not_finite']:,} NaN or Inf"
+            found.append(f"{words} {name}" if pair["before"] is not None else words)
+    if negative := pair["after"]["negative"]:
+        found.append(f"{percent(negative, pair['after']['total'])} negative")
+    return "; ".join(found)
+
+
+def code_section(distributions: dict[str, Any]) -> str:
+    """How often each code is used; empty if nothing is stored in codes."""
+    rows = distributions["codes"]
+    if not rows:
+        return ""
+    ends = ""
+    meaning = (
+        "A code that is used as often as any other is worth its 8 bits; the entropy coder saves what is below that."
+        if any(row["levels"] for row in rows)
+        else "Codes count steps, which a budget makes so large that few bits are left."
+    )
+    if any(row["part"] == "codes" and row["levels"] for row in rows):
+        ends = " In every group of 32 moments the largest has the last code, which therefore stands out."
+    figures = "".join(
+        f'<figure data-chart="codes"><figcaption>{text(_part_words(row))}</figcaption>'
+        f"{code_usage(row, row['role'], 'residual' if row['part'] == 'rho' else 'code')}"
+        f'<p class="note">{text(row["codec"])}: {text(_usage(row))}</p></figure>'
+        for row in rows
+    )
+    return (
+        f'<section id="codes"><h2>How the codes are used</h2><p class="soft">{meaning}{ends}</p>'
+        f'<div class="charts">{figures}</div></section>'
+    )
+
+
+def _usage(row: dict[str, Any]) -> str:
+    """In words, how many codes are in use, and what they are worth."""
+    if row["levels"] is not None:
+        return f"{row['used']:,} of {row['levels']:,} codes used, entropy {number(row['entropy_bits'])} bits of 8"
+    beyond = f", {percent(row['outside'], row['total'])} of the values beyond the chart" if row["outside"] else ""
+    zeros = f", {row['reserved']:,} exact zeros" if row["reserved"] else ""
+    return f"{row['used']:,} codes used, entropy {number(row['entropy_bits'])} bits{beyond}{zeros}"
+
+
+def _part_words(row: dict[str, Any]) -> str:
+    return f"{'Residuals' if row['part'] == 'rho' else 'Codes'} of {ROLE_WORDS[row['role']]}"
+
+
+_MOST_BYTES = 32 << 20
+_LARGEST = 1e300
+_FIGURES = {
+    "update_nmse": ("update", "Error of the update", "NMSE of the update"),
+    "update_max": ("update", "Largest error of an update", "max |Δu|"),
+    "weight_rms": ("weight", "Distance of the weights", "RMS of Δw, relative"),
+    "weight_max": ("weight", "Largest distance of a weight", "max |Δw|, in RMS of its tensor"),
+}
+"""Every figure of a step: style, title and axis of its chart."""
+
+
+def read_replay(path: Path, container: int | None) -> dict[str, Any]:
+    """The ``resume`` in the output of ``verify --resume-steps N --json``. Raises InputError.
+
+    ``container`` is the size in bytes of the container of the report; ``verify`` must have checked this one.
+    """
+    refuse_url(path)
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise InputError(f"{path}: is too long for the output of verify --json")
+        content = path.read_bytes()
+    except OSError as exc:
+        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+    try:
+        tree = parse_any_json(content, str(path))
+    except InputError as exc:
+        raise InputError(f"{path}: is not JSON; give what verify --resume-steps N --json printed") from exc
+    resume = tree.get("resume") if isinstance(tree, dict) else None
+    if not isinstance(resume, dict) or not _is_replay(resume):
+        raise InputError(f"{path}: holds no replayed steps; give what verify --resume-steps N --json printed")
+    if tree.get("nbytes") != container:
+        raise InputError(f"{path}: is about another container, of {tree.get('nbytes')} bytes; verify this one")
+    return resume
+
+
+def _is_replay(resume: dict[str, Any]) -> bool:
+    steps = resume.get("steps")
+    return (
+        isinstance(steps, list)
+        and all(isinstance(step, dict) and all(_is_figure(step.get(key)) for key in _FIGURES) for step in steps)
+        and _is_figure(resume.get("replay_error"))
+        and type(resume.get("parameters")) is int
+    )
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or (type(value) in (int, float) and 0 <= value < _LARGEST)  # type: ignore[operator]
+
+
+def replay_section(resume: dict[str, Any] | None) -> str:
+    """How far the compressed run is from the original, by step; empty without replayed steps."""
+    if resume is None:
+        return ""
+    steps = resume["steps"]
+    values = {figure: [step[figure] for step in steps] for figure in _FIGURES}
+    charts = [
+        f'<figure data-chart="replay"><figcaption>{title}</figcaption>{by_step(values[figure], css, axis)}'
+        f'<p class="note">after step {len(steps):,}: {number(values[figure][-1])}</p></figure>'
+        for figure, (css, title, axis) in _FIGURES.items()
+        if any(value is not None for value in values[figure])
+    ]
+    return (
+        f'<section id="replay"><h2>Resuming from it</h2><p>{len(steps):,} optimizer steps of '
+        f"{resume['parameters']:,} parameters were replayed on the original and on the container, with the same "
+        f"gradients. Replay error, the largest NMSE of a step: <b>{text(number(resume['replay_error']))}</b></p>"
+        f'<div class="charts pairs">{"".join(charts)}</div></section>'
+    )
+
+
+Row = tuple[str, tuple[str, ...]]
+"""The name of a row and its phrases."""
+
+
+def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
+    """The rows of ``step_facts``; none without a budget."""
+    if steps is None:
+        return []
+    rows: list[Row] = []
+    if steps["steps"] is not None:
+        rows.append(("error in steps", tuple(figure_phrases(steps))))
+    rows += [("error in steps", (phrase,)) for phrase in outside_phrases(steps)]
+    rows += [("learning rate", (phrase,)) for phrase in rate_phrases(steps)]
+    rows.append(("loss drift", tuple(drift_text(steps["drift"]).split(", "))))
+    if len(steps["optimizers"]) > 1:
+        rows += [_optimizer(each) for each in steps["optimizers"]]
+    if capped := steps["capped"]["elements"]:
+        share = percent(capped, steps["capped"]["of"])
+        rows.append(("lattice", (f"{share} of the weights have the largest step", "that their size allows")))
+    rows += [("under no budget", (counted(each["count"], "storage"), each["reason"])) for each in steps["fallbacks"]]
+    return rows
+
+
+def _optimizer(each: Mapping[str, Any]) -> Row:
+    snr = [] if each["weight_snr_db"] is None else [f"weights' SNR {number(each['weight_snr_db'])} dB"]
+    figures = (
+        f"{number(each['steps'])} steps",
+        *part_phrases(each),
+        *snr,
+        f"max |Δu| {number(each['max_error'])}",
+        f"NMSE of u {number(each['update_nmse'])}",
+        f"loss drift {interval(each['drift'])}",
+    )
+    return f"optimizer of {counted(each['parameters'], 'parameter')}", figures
+
+
+def predictions(facts: Mapping[str, Any]) -> str:
+    """What every preset and some budgets would make of a checkpoint, as markup."""
+    rows: list[Row] = [
+        (
+            option_of(name),
+            (
+                size(each["bytes"]),
+                f"{each['ratio']:.2f}x",
+                *_cost(each),
+            ),
+        )
+        for name, each in facts["predicted"].items()
+    ]
+    rows += [
+        ("not in steps", (f"{counted(count, 'tensor')}: {reason}",)) for reason, count in facts["unpredicted"].items()
+    ]
+    return (
+        '<h3>What ckpt8 compress would make of it</h3><p class="soft">Predicted from a sample: size, error in steps of '
+        "the optimizer, and the loss drift to expect, the mean |Δloss| of a resumed run on the same batches.</p>"
+        f'<table id="predictions"><tbody>{markup(rows)}</tbody></table>'
+    )
+
+
+def _cost(each: Mapping[str, Any]) -> list[str]:
+    if each["steps"] is None:
+        return []
+    return [f"{number(each['steps'])} steps", f"loss drift {interval(each['drift'])}"]
+
+
+def markup(rows: list[Row]) -> str:
+    """Rows of a table. No line break splits a phrase in a span."""
+    return "".join(
+        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(each)}</span>' for each in figures)}</td></tr>"
+        for name, figures in rows
+    )
+
+
+MAX_LAYER_ROWS = 80
+"""Only this many layers, the largest, get a row of their own. One line sums up the others."""
+
+_NO_ROLE = "total"
+"""The style of a segment that belongs to no single role."""
+
+
+def size_section(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
+    """The section as markup, from the facts of ``inspect`` and their ``layers``."""
+    is_compressed = facts["kind"] == "ckpt8"
+    present = {each["role"] for each in facts["roles"]}
+    colours = legend([(role, words) for role, words in ROLE_WORDS.items() if role in present])
+    note = (
+        '<p class="soft">Where a row has two bars, the faint one is the original size and the other the stored size.'
+        "</p>"
+        if is_compressed
+        else ""
+    )
+    return (
+        f'<section id="sizes"><h2>Where the bytes are</h2>{note}{colours}{_size_totals(facts)}'
+        f"{'' if is_compressed else predictions(facts)}"
+        f'<h3>By role</h3><div id="roles">{_by_role(facts)}</div>'
+        f'<h3>By layer</h3><div id="layers">{_sizes_by_layer(layers, is_compressed=is_compressed)}</div></section>'
+    )
+
+
+def _segments(sizes: Mapping[str, int], full_bar: int) -> Stack:
+    """Segments of one bar: (role, fraction of the width, tooltip). ``full_bar`` bytes fill the width."""
+    return [
+        (role, sizes[role] / full_bar, f"{words}: {size(sizes[role])}")
+        for role, words in ROLE_WORDS.items()
+        if sizes.get(role)
+    ]
+
+
+def _size_totals(facts: dict[str, Any]) -> str:
+    """A row with the original size, then one for the stored size or one for each predicted size."""
+    original_bytes, stored_bytes = Counter[str](), Counter[str]()
+    for each in facts["roles"]:
+        original_bytes[each["role"]] += each["bytes"]
+        stored_bytes[each["role"]] += each.get("stored_bytes", 0)
+    is_compressed = facts["kind"] == "ckpt8"
+    after = [facts["stored_bytes"]] if is_compressed else [each["bytes"] for each in facts["predicted"].values()]
+    # The container of a small checkpoint is larger than its original.
+    full_bar = max(1, facts["bytes"], *after)
+    rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
+    if is_compressed:
+        overhead = facts["overhead_bytes"]
+        stack = [*_segments(stored_bytes, full_bar), (_NO_ROLE, overhead / full_bar, f"container: {size(overhead)}")]
+        figures = f"{size(facts['stored_bytes'])} <small>{facts['ratio']:.2f}x</small>"
+        rows.append(row(text(facts["asked"]), stacks([stack]), figures))
+    else:
+        for preset, predicted in facts["predicted"].items():
+            stack = [(_NO_ROLE, predicted["bytes"] / full_bar, f"predicted: {size(predicted['bytes'])}")]
+            figures = f"{size(predicted['bytes'])} <small>{predicted['ratio']:.2f}x</small>"
+            name = preset if preset.startswith("budget ") else f"preset {preset}"
+            rows.append(row(f"{text(name)}, predicted", stacks([stack]), figures))
+    return "".join(rows)
+
+
+def _by_role(facts: dict[str, Any]) -> str:
+    full_bar = max((max(each["bytes"], each.get("stored_bytes", 0)) for each in facts["roles"]), default=1)
+    rows = []
+    for each in sorted(facts["roles"], key=lambda each: list(ROLE_WORDS).index(each["role"])):
+        role = each["role"]
+        encoding = codec_text(each.get("codec") or each["dtype"])
+        name = f'{text(ROLE_WORDS[role])} <span class="soft">{text(encoding)}</span>'
+        bars = [_segments({role: each["bytes"]}, full_bar)]
+        if "stored_bytes" in each:
+            bars.append(_segments({role: each["stored_bytes"]}, full_bar))
+            value = f"{size(each['bytes'])} → {size(each['stored_bytes'])}"
+        else:
+            value = f"{size(each['bytes'])} <small>{percent(each['bytes'], facts['bytes'])}</small>"
+        rows.append(row(name, stacks(bars), value))
+    return "".join(rows)
+
+
+def _sizes_by_layer(layers: list[dict[str, Any]], *, is_compressed: bool) -> str:
+    largest, others = split_largest(layers, lambda each: sum(each["bytes"].values()))
+    columns = ("bytes", "stored_bytes") if is_compressed else ("bytes",)
+    full_bar = max((sum(each[column].values()) for each in largest for column in columns), default=1)
+    rows = []
+    for each in largest:
+        total = sum(each["bytes"].values())
+        if is_compressed:
+            value = f"{size(total)} → {size(sum(each['stored_bytes'].values()))}"
+        else:
+            value = size(total) + (f" <small>{each['weights']:,} weights</small>" if each["weights"] else "")
+        rows.append(row(text(each["layer"]), stacks([_segments(each[column], full_bar) for column in columns]), value))
+    if others:
+        total = sum(sum(each["bytes"].values()) for each in others)
+        rows.append(f'<p class="note">{len(others):,} smaller layers together: {size(total)}</p>')
+    return "".join(rows)
+
+
+def split_largest(
+    layers: list[dict[str, Any]], measure: Callable[[dict[str, Any]], float]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The ``MAX_LAYER_ROWS`` layers of the largest ``measure``, and the others; both in their own order."""
+    order = sorted(range(len(layers)), key=lambda k: -measure(layers[k]))
+    return [layers[k] for k in sorted(order[:MAX_LAYER_ROWS])], [layers[k] for k in sorted(order[MAX_LAYER_ROWS:])]
+
+
+def error_section(
+    errors: dict[str, Any],
+    distributions: dict[str, Any],
+    source: dict[str, Any] | None = None,
+    steps: dict[str, Any] | None = None,
+) -> str:
+    """The measured errors; ``errors_from`` says on which elements.
+
+    ``source`` is ``measured_from`` of ``inspect``, ``steps`` the error in steps of a container under a budget.
+    """
+    lines = markup(_error_totals(errors, steps))
+    body = f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>"
+    where = f", {source['path']}" if source else ""
+    if source and source["differing"]:
+        body += f"<p><b>{text(differing_line(source))}</b></p>"
+    return (
+        f'<section id="errors"><h2>Error of lossy storage</h2>'
+        f'<p class="soft">Measured on {text(distributions["errors_from"] + where)}. '
+        f"u is the step that the optimizer would take, per unit of learning rate: in update space as its state alone "
+        f"determines it, else the first step that verify --resume-steps replays. NMSE is the energy of the error in "
+        f"it, relative to that of u.</p>{body}{_errors_by_layer(distributions['layers'])}</section>"
+    )
+
+
+def _error_totals(errors: dict[str, Any], steps: dict[str, Any] | None) -> list[Row]:
+    rows: list[Row] = []
+    if weight := errors["weight"]:
+        mean = f"mean {number(weight['mean_relative'])}"
+        rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
+    if weight := errors.get("lattice"):
+        rows.append(("weights", (_decibels(weight), f"max error {number(weight['max_distance'])}")))
+    noise = {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], **FIGURE_WORDS}
+    for what, name in noise.items():
+        if error := errors[what]:
+            rows += [(name, (f"NMSE {number(error['nmse'])}", _decibels(error)))]
+            if what in FIGURE_WORDS:
+                largest = f"max |Δu| {number(error['max_error'])}", f"max |u| {number(error['max_update'])}"
+                rows.append((f"{name}, largest", largest))
+    rows += [
+        ("update", (f"unknown for {counted(count, 'parameter')}: {reason}",))
+        for reason, count in errors["update_reasons"].items()
+    ]
+    if heals := healing_line(errors["update"], steps):
+        rows.append(("update", tuple(heals.split(": "))))
+    return rows + step_rows(steps)
+
+
+def _decibels(error: dict[str, Any]) -> str:
+    return "-" if error["snr_db"] is None else f"SNR {number(error['snr_db'])} dB"
+
+
+def _errors_by_layer(layers: list[dict[str, Any]]) -> str:
+    known = [each for each in layers if each["update"] is not None]
+    if not known:
+        return ""
+    shown, others = split_largest(known, lambda each: float(each["update"]["max_error"]))
+    axis = LogAxis(each["update"][figure] or 0.0 for each in shown for figure in ("nmse", "max_error"))
+    rows = []
+    for each in shown:
+        update = each["update"]
+        nmse = update["nmse"] or 0.0
+        dots = [
+            ("update", nmse, f"NMSE {number(nmse)}"),
+            ("moment2 ring", update["max_error"], f"max |Δu| {number(update['max_error'])}"),
+        ]
+        figures = f"{number(update['nmse'])} <small>max |Δu| {number(update['max_error'])}</small>"
+        rows.append(row(text(each["layer"]), axis.dots(dots), figures))
+    figures_here = {figure for each in known for figure in each["figures"]}
+    title = " and ".join(words.capitalize() for kind, words in FIGURE_WORDS.items() if kind in figures_here)
+    more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
+    colours = legend([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
+    return f'<h3>{title}, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
+
+
+def worst_section(distributions: dict[str, Any]) -> str:
+    """The worst parameters and weights; empty without any measured error."""
+    worst = distributions["worst"]
+    if not any(worst.values()):
+        return ""
+    articles = []
+    for title, rows, figures in (
+        ("Largest error of an update", worst["update"], _update_figures),
+        ("Largest mean error of weights", worst["weight"], _weight_figures),
+        ("Lowest SNR of weights", worst["lattice"], _lattice_figures),
+    ):
+        if rows:
+            articles.append(f"<h3>{title}</h3>")
+        articles += [
+            f"<article><h4>{text(shown(each))}</h4>"
+            f'<p class="soft">{text(figures(each))}</p>'
+            f'<div class="charts">{histograms(each["histograms"])}</div></article>'
+            for each in rows
+        ]
+    hint = '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
+    sides = sides_legend(distributions) if distributions["before"] else hint
+    return f'<section id="worst"><h2>The worst tensors</h2>{sides}{"".join(articles)}</section>'
+
+
+def _update_figures(each: dict[str, Any]) -> str:
+    kind = f"{FIGURE_WORDS['replayed']}: " if each["figure"] == "replayed" else ""
+    return (
+        f"{kind}max |Δu| {number(each['max_error'])} "
+        f"where max |u| is {number(each['max_update'])}, NMSE {number(each['nmse'])}, {_decibels(each)}"
+    )
+
+
+def _lattice_figures(each: dict[str, Any]) -> str:
+    return f"{_decibels(each)}, max |Δw| {number(each['max_distance'])}"
+
+
+def _weight_figures(each: dict[str, Any]) -> str:
+    return f"mean relative error {number(each['mean_relative'])}, max {number(each['max_relative'])}"
+
 
 _FLAGS = 10
 """So many tensors are listed under one red flag; the JSON has all."""

@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8 import __version__
-from ckpt8.cli.show.html.bars import legend, row, stacks
-from ckpt8.cli.show.html.page import check_target, document, tiles, write_page
-from ckpt8.cli.show.html.plots import close_axis, log_axis, over_steps
-from ckpt8.cli.show.html.text import text
+from ckpt8.cli.show.html.charts import (
+    check_target,
+    close_axis,
+    document,
+    legend,
+    log_axis,
+    over_steps,
+    row,
+    stacks,
+    text,
+    tiles,
+    write_page,
+)
 from ckpt8.cli.show.runs import Row, local_time, state, total_lines
 from ckpt8.cli.show.tables import number
 from ckpt8.core.text import counted, size

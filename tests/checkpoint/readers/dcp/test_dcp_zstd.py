@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 import ckpt8
 from ckpt8.checkpoint.readers.dcp import zstd as dcp_zstd
 from ckpt8.checkpoint.readers.dcp.metadata import read_metadata as parse
-from ckpt8.checkpoint.readers.dcp.metadata_pickle import rewritten
+from ckpt8.checkpoint.readers.dcp.metadata import rewritten
 from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile

@@ -1,0 +1,524 @@
+"""Names of the parameters of an optimizer, from the weights in its file or in other members of its directory.
+
+An optimizer without names lists its parameters group by group, each group in the order of the model: so do torch and
+the Trainer of transformers, which puts parameters that decay before the others. A state dict of torch has the order of
+the model. A safetensors file is sorted by name; for the models in ``transformers_order``, ``config.json`` tells theirs.
+
+Where the order of all weights is known, it pairs the parameters with them: see ``pairing.places_in_order``; for the two
+groups of the Trainer, their names do. Otherwise the parameters of one shape get names if they are all in one group, as
+many as the weights of that shape, and the order of these weights is known. Numbers tell it for names that differ in
+nothing else, the layers of one stack. All other parameters get no name.
+
+Where several models fit an optimizer alike, the names that they agree on stay. Names in a tree with several optimizers
+begin with the key of the model.
+
+The order of the parameters of transformers' models, from their names and the type of the model.
+
+``named_parameters()`` gives the parameters of a module, then those of its submodules in the order of the constructor.
+So the order of the names within one module gives the order of the model; numbers go by value. The sequences below merge
+these orders, each for many types of models; names that no model has in one module may stand in either order. They come
+from transformers 4.44, 4.57 and 5.23, with every setting of every type on and off, in the names that
+``save_pretrained`` writes. Some models changed their order in between. The order is unknown for a version that nobody
+compared, a type without a sequence, code that came with the model, and a name that the sequence lacks.
+
+The files that the ranks of one job wrote, each with its parts of the tensors.
+
+The content of a file shows that it is one of them, its name shows of which rank: the number behind ``rank``, or the
+last one. The name without this number says which files belong together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from ckpt8.checkpoint.meaning.nodes import dict_groups
+from ckpt8.checkpoint.meaning.pairing import (
+    Beside,
+    Owner,
+    models_and_optimizers,
+    owners,
+    place,
+    places_in_order,
+    places_of_shapes,
+    saved_names,
+)
+from ckpt8.checkpoint.meaning.parameter_names import plain_names
+from ckpt8.checkpoint.meaning.state_dicts import (
+    TOP_LEVEL,
+    Candidate,
+    evident_weights,
+    find,
+    shapes_of,
+    untied,
+    weights_of,
+)
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef, iter_leaves
+from ckpt8.container.manifest import FILE
+from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import parse_any_json
+
+_FIRST = (
+    "DenseReluDense EncDecAttention SelfAttention Wi Wqkv Wo albert alpha_p alpha_n attn_norm backbone bert c_attn "
+    "c_fc cls_token deberta deit cls_classifier dense_h_to_4h dense_4h_to_h dinov2 distilbert "
+    "distillation_classifier dt_bias A_log D conv1d electra discriminator_predictions embed_positions embed_tokens "
+    "block embedding_hidden_mapping_in albert_layer_groups embeddings embeddings_project fc1 fc2 fc_in fc_out "
+    "final_layer_norm full_layer_layer_norm gate gate_proj gate_up_proj gate_up_proj_bias generator_predictions "
+    "generator_lm_head in_proj_qkvz in_proj_ba lambda_q1 lambda_k1 lambda_q2 lambda_k2 layer layers final_layernorm "
+    "final_norm layoutlm lin1 lin2 linear_attn linear_y linear_x linear_out conv_1d lm_predictions ln_1 ln_q mamba "
+    "feed_forward mask_token mpnet norm1 attention layer_scale1 layernorm_before layernorm_after norm2 norm_1 attn "
+    "ln_2 crossattention intermediate ln_cross_attn mlp_norm norm_2 patch_embed pre_classifier predictions q k "
+    "q_a_proj q_a_layernorm q_attn c_proj q_b_proj q_bias q_lin k_lin qkv proj query key query_key_value query_proj "
+    "key_proj recurrent_param input_gate_weight input_gate_bias recurrent_gate_weight recurrent_gate_bias "
+    "rel_embeddings rg_lru roberta roformer cls router experts sa_layer_norm ffn ffn_output output_layer_norm self "
+    "output self_attn block_sparse_moe mlp attention_layernorm feedforward_layernorm input_layernorm layer_scale2 "
+    "post_attention_layernorm post_self_attn_layernorm post_mlp_layernorm pre_feedforward_layernorm "
+    "post_feedforward_layernorm pre_ff_layernorm seq_relationship sequence_summary shared encoder layernorm pooler "
+    "shared_expert shared_expert_gate sinks q_proj k_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj "
+    "sop_classifier temporal_pre_norm temporal_block channel_pre_norm mlp_block tok_embeddings transformer "
+    "classification_head up_proj down_proj act_fn down_proj_bias ffn_sub_norm v o relative_attention_bias v_bias "
+    "in_proj v_lin out_lin v_proj o_proj attn_sub_norm q_norm k_norm qkv_proj value value_proj visual "
+    "language_model model head score vit vocab_transform vocab_layer_norm vocab_projector w1 w2 w3 weight bias "
+    "dense classifier dense_prediction layer_norm norm mixer q_layernorm k_layernorm transform decoder lm_head "
+    "qa_outputs weights_in weights_out wi wi_0 wi_1 wo word_embeddings position_embeddings distillation_token "
+    "patch_embeddings wte blocks merger norm_f wpe h ln_f x_position_embeddings x_proj dt_proj out_proj "
+    "dt_layernorm b_layernorm c_layernorm y_position_embeddings h_position_embeddings w_position_embeddings "
+    "token_type_embeddings LayerNorm"
+)
+_SECOND = (
+    "biogpt c_fc c_proj class_embedding cls_token conv1 conv2 deit cls_classifier dense_h_to_4h dense_4h_to_h "
+    "distillation_classifier distillation_token dt_bias A_log D conv1d embed_in embed_tokens embed_positions "
+    "embeddings fc_in fc_out feed_forward gate_proj gpt_neox embed_out in_proj input_layernorm k_proj layers "
+    "final_layernorm layernorm_embedding led ln_1 attn ln_2 logit_scale longformer longformer_self_attn mask_token "
+    "model classification_head norm output_projection patch_embedding pre_ff_layernorm mamba pre_layrnorm proj_out "
+    "query key query_key_value roberta self self_attention post_attention_layernorm attention crossattention "
+    "intermediate output layernorm_before layernorm_after self_attn layer_norm1 mlp layer_norm2 "
+    "self_attn_layer_norm encoder_attn encoder_attn_layer_norm fc1 fc2 shared encoder final_layer_norm layernorm "
+    "pooler post_layernorm projector text_model token_embedding position_embedding transformer lm_head qa_outputs "
+    "score up_proj down_proj v_proj q_proj value query_global key_global value_global vision_model "
+    "visual_projection text_projection vit classifier weight bias dense layer_norm decoder out_proj word_embeddings "
+    "token_type_embeddings LayerNorm position_embeddings patch_embeddings word_embeddings_layernorm wte wpe h ln_f"
+)
+_THIRD = (
+    "attention codevectors conv batch_norm crossattention dense_h_to_4h dense_4h_to_h embed_tokens embed_positions "
+    "embeddings intermediate intermediate_dense k_proj layer_weights hubert masked_spec_embed model original0 "
+    "original1 output_dense pos_conv_embed project_out project_in query key query_key_value self output "
+    "self_attention mlp ln_attn ln_mlp post_attention_layernorm input_layernorm self_attn self_attn_layer_norm fc1 "
+    "fc2 transformer qa_outputs score v_proj q_proj value wav2vec2 lm_head projector quantizer project_hid "
+    "project_q tdnn feature_extractor classifier feature_projection encoder adapter objective pooler roberta weight "
+    "bias dense layer_norm decoder feed_forward final_layer_norm layers out_proj parametrizations projection "
+    "weight_proj word_embeddings h ln_f token_type_embeddings LayerNorm position_embeddings"
+)
+_TYPES = {
+    _FIRST: (
+        "albert apertus arcee bert bitnet codegen cohere cohere2 deberta deberta-v2 deepseek_v3 diffllama dinov2 "
+        "distilbert electra ernie4_5 eurobert exaone4 falcon_mamba gemma gemma2 gemma3_text glm glm4 gpt2 gpt_bigcode "
+        "gpt_oss granite helium jamba layoutlm llama mamba mamba2 mistral mixtral modernbert mpnet mpt mt5 olmo olmo2 "
+        "olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next "
+        "recurrent_gemma roformer seed_oss smollm3 stablelm starcoder2 t5 umt5"
+    ),
+    _SECOND: (
+        "bamba bart biogpt blenderbot-small bloom clip gpt_neo gpt_neox gptj led longformer m2m_100 marian mbart "
+        "pegasus whisper"
+    ),
+    _THIRD: ("falcon hubert opt wav2vec2"),
+}
+SEQUENCES: Mapping[str, str] = {kind: sequence for sequence, kinds in _TYPES.items() for kind in kinds.split()}
+"""The sequence of each type of models."""
+
+REARRANGED = {
+    "camembert": (_FIRST, _THIRD),
+    "deit": (_SECOND, _FIRST),
+    "roberta": (_FIRST, _SECOND),
+    "vit": (_SECOND, _FIRST),
+    "xlm-roberta": (_FIRST, _THIRD),
+}
+"""Types whose order changed between the second and the third version: the sequences before and after."""
+
+_INSIDE = {
+    "albert": {"predictions": "bias LayerNorm dense decoder"},
+    "electra": {"generator_predictions": "LayerNorm dense"},
+}
+"""The order inside a module that does not follow the sequence, by type and name of the module."""
+
+OLDEST, BEFORE, NEWEST = (4, 44), (4, 57), (5, 23)
+"""The compared versions of transformers. An order that is the same in two of them holds in between."""
+
+LONGEST_CONFIG = 1 << 20
+"""Bytes of a configuration that are read."""
+
+_LONGEST_NAME = 512
+_MOST_DIGITS = 9
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\D|$)")
+
+Place = tuple[tuple[int, int], ...]
+
+
+def _ranks(sequence: str) -> dict[str, int]:
+    return {name: rank for rank, name in enumerate(sequence.split())}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOrder:
+    """The order of one model: ranks of names within a module, and other ranks ``inside`` modules of some names."""
+
+    ranks: Mapping[str, int]
+    inside: Mapping[str, Mapping[str, int]]
+
+    def places(self, names: Iterable[str]) -> dict[str, Place]:
+        """The sort keys of a model's parameters whose place is known. Wrappers in names do not matter."""
+        short = (name for name in names if len(name) <= _LONGEST_NAME)
+        plain = {name: tuple(without.split(".")) for name, without in plain_names(short).items()}
+        siblings: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        for components in plain.values():
+            for depth, component in enumerate(components):
+                siblings[components[:depth]].add(component)
+        places = {name: self._place(components, siblings) for name, components in plain.items()}
+        return {name: place for name, place in places.items() if place is not None}
+
+    def _place(self, components: tuple[str, ...], siblings: Mapping[tuple[str, ...], set[str]]) -> Place | None:
+        place = []
+        for depth, name in enumerate(components):
+            above = components[depth - 1] if depth else ""
+            if name.isdecimal() and len(name) <= _MOST_DIGITS:
+                place.append((-1, int(name)))
+                continue
+            rank = self.inside.get(above, self.ranks).get(name)
+            if rank is None and len(siblings[components[:depth]]) > 1:
+                return None
+            place.append((rank or 0, 0))
+        return tuple(place)
+
+
+def of_config(text: bytes) -> ModelOrder | None:
+    """The order of the model that a ``config.json`` describes; None where it is unknown."""
+    try:
+        config = parse_any_json(text, "config.json") if len(text) <= LONGEST_CONFIG else None
+    except InputError:
+        return None
+    if not isinstance(config, dict) or config.get("auto_map"):
+        return None
+    kind, stated = config.get("model_type"), config.get("transformers_version")
+    found = _VERSION.match(stated) if isinstance(stated, str) else None
+    version = (int(found[1]), int(found[2])) if found else None
+    if not isinstance(kind, str) or version is None or not OLDEST <= version <= NEWEST:
+        return None
+    sequence = SEQUENCES.get(kind)
+    if kind in REARRANGED and not BEFORE < version < NEWEST:
+        sequence = REARRANGED[kind][version == NEWEST]
+    if sequence is None:
+        return None
+    return ModelOrder(_ranks(sequence), {name: _ranks(order) for name, order in _INSIDE.get(kind, {}).items()})
+
+
+_RANK = re.compile(r"(?:.*rank[_-]?|.*?(?=\d+\D*$))(\d+)", re.DOTALL)
+_WORLD = re.compile(r"world[_-]?size[_-]?(\d+)")
+
+
+class RankFile(NamedTuple):
+    """The number of a rank, and the path of its file with ``*`` in place of that number."""
+
+    rank: int
+    pattern: str
+
+
+def rank_file(path: str, tree: Any) -> RankFile | None:
+    """What the file at ``path`` is of several; None if it holds no part of a tensor."""
+    if not any(type(leaf) is TensorRef and leaf.share is not None for _, leaf in iter_leaves(tree)):
+        return None
+    return named_rank(path) or RankFile(0, path)
+
+
+def named_rank(path: str) -> RankFile | None:
+    """The same by the name of the file alone; None if it has no number."""
+    folder, slash, name = path.rpartition("/")
+    found = _RANK.match(name)
+    if found is None or len(found[1]) > _MOST_DIGITS:
+        return None
+    return RankFile(int(found[1]), f"{folder}{slash}{name[: found.start(1)]}*{name[found.end(1) :]}")
+
+
+def home_of(path: str, tree: Any) -> tuple[str, int | None]:
+    """What a file shares with those whose tensors belong to its own: the folder, and the rank of a file of one rank."""
+    found = rank_file(path, tree)
+    return path.rpartition("/")[0], None if found is None else found.rank
+
+
+def stated_world(path: str) -> int:
+    """The number of ranks in the name of a file; 0 if it does not say."""
+    found = _WORLD.search(path.rpartition("/")[2])
+    return int(found[1]) if found is not None and len(found[1]) <= _MOST_DIGITS else 0
+
+
+Shape = tuple[int, ...]
+
+_CONFIG, _TRAINER = "config.json", "trainer_state.json"
+_MOST_ALIKE = 16
+"""Of more models that fit alike, no name is agreed on."""
+
+_NUMBER = re.compile(r"[0-9]+")
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_LAYER_NORMS = frozenset({"ln_1", "ln_2", "ln_f", "ln_q", "norm1", "norm2", "norm_1", "norm_2", "norm_f"})
+_LAYER_NORMS |= {"layer_norm1", "layer_norm2", "pre_layrnorm"}
+"""Names of a LayerNorm that the rule of the Trainer does not match; some models give them to an RMSNorm."""
+
+
+@dataclass(slots=True)
+class Weights:
+    """The shapes of the weights of one model, by name; ``names`` also has the further names of tied ones.
+
+    ``path`` and ``node`` are those of a ``Candidate``; a model in shards has the entries of all. ``ordered``: the
+    weights are in the order of the model. ``order``: the order of the model, if known. ``trainer``: the Trainer of
+    transformers wrote the folder. ``files`` are the paths of the files of values, by the ``id`` of each.
+    """
+
+    path: str = ""
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    ordered: bool = True
+    order: ModelOrder | None = None
+    trainer: bool = False
+    names: set[str] = field(default_factory=set)
+    node: dict[str, Any] = field(default_factory=dict)
+    files: dict[int, str] = field(default_factory=dict)
+
+    def add(self, state_dict: Mapping[str, object], files: Mapping[int, str] | None = None) -> None:
+        """Add the weights of one state dict of a model, without its buffers."""
+        self.files.update(files or {})
+        weights = weights_of(state_dict)
+        self.ordered &= not self.names
+        self.names.update(weights)
+        self.node.update(state_dict)
+        self.shapes.update((name, ref.shape) for name, ref in untied(weights).items())
+
+    def in_order(self) -> list[str]:
+        """The names whose order is known, in the order of the model.
+
+        A sorted state dict does not count as ordered: somebody may have read it from a safetensors file.
+        """
+        if self.ordered and list(self.shapes) != sorted(self.shapes):
+            return list(self.shapes)
+        places = {} if self.order is None else self.order.places(self.shapes)
+        return sorted(places, key=lambda name: places[name])
+
+
+class NamesFromWeights:
+    """Names for the parameters of the optimizers in a directory, from the weights in the same folder.
+
+    ``members`` are path and content. The weights beside the file of one rank are those of the same rank.
+    """
+
+    def __init__(self, members: Sequence[tuple[str, Checkpoint]]) -> None:
+        self._members = dict(members)
+        self._homes = {path: home_of(path, checkpoint.tree) for path, checkpoint in members}
+        self._models: dict[tuple[str, int | None], list[Weights]] = {}
+
+    def of_member(self, path: str) -> Mapping[str, str]:
+        """The names of the parameters of a member by the place of their state, as ``state.17``. Raises InputError."""
+        return parameter_names(self._members[path].tree, partial(self._models_beside, path))
+
+    def beside(self, path: str) -> Beside:
+        """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
+        models = self._models_beside(path)
+        files = {ref: file for each in models for ref, file in each.files.items()}
+        names = bare_names(self._members[path].tree, lambda: models)
+        return Beside([Candidate(each.path, each.node) for each in models], names, files)
+
+    def _models_beside(self, path: str) -> list[Weights]:
+        home = self._homes[path]
+        if home not in self._models:
+            above = f"{home[0]}/" if home[0] else ""
+            files = {each: self._members[each] for each, its_home in self._homes.items() if its_home == home}
+            found = models_of_files(files)
+            order = _order(files.get(f"{above}{_CONFIG}"))
+            for weights in found:
+                weights.order, weights.trainer = order, f"{above}{_TRAINER}" in files
+            self._models[home] = found or models_of_files(self._further(above))
+        return self._models[home]
+
+    def _further(self, above: str) -> dict[str, Checkpoint]:
+        """The files that serve where a folder has no model: all, if one alone has optimizers; else those below."""
+        owners = (path for path, each in self._members.items() if find(each.tree)[1])
+        alone = next(owners, None) is not None and next(owners, None) is None
+        return {path: each for path, each in self._members.items() if alone or path.startswith(above)}
+
+
+def _order(config: Checkpoint | None) -> ModelOrder | None:
+    if config is None or config.format != FILE or config.size > LONGEST_CONFIG:
+        return None
+    text = bytearray(config.size)
+    config.read_into(0, memoryview(text))
+    return of_config(bytes(text))
+
+
+def models_of_files(files: Mapping[str, Checkpoint]) -> list[Weights]:
+    """The models in files, by path. Files of weights that share no name can be one model."""
+    models: list[Weights] = []
+    shards: list[list[Weights]] = []
+    evident = evident_weights(*(checkpoint.tree for checkpoint in files.values()))
+    for name, checkpoint in files.items():
+        ordered = checkpoint.format != "safetensors"
+        for model in find(checkpoint.tree, evident)[0]:
+            is_bare = model.path == TOP_LEVEL
+            own = Weights(name if is_bare else f"{name}:{model.path}", ordered=ordered)
+            own.add(model.node, {id(ref): name for ref in model.node.values()})
+            models.append(own)
+            if is_bare:
+                whole = next((each for each in shards if all(own.names.isdisjoint(part.names) for part in each)), None)
+                if whole is None:
+                    shards.append([own])
+                else:
+                    whole.append(own)
+    return models + [_joined(parts) for parts in shards if len(parts) > 1]
+
+
+def _joined(parts: Iterable[Weights]) -> Weights:
+    """All parts of a model in one; tied weights count once."""
+    whole = Weights()
+    for part in parts:
+        whole.path = whole.path or part.path
+        whole.ordered &= part.ordered
+        whole.add(part.node, part.files)
+    return whole
+
+
+def parameter_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
+    """The known names of the parameters of the optimizers in ``tree``, by the place of their state.
+
+    ``folder`` returns the models that serve where ``tree`` itself has none.
+    """
+    found = list(_names(tree, folder))
+    several = len(found) > 1
+    return {
+        place(optimizer, each): f"{key}.{name}" if key else name
+        for optimizer, owner, names in found
+        for key in (owner.model.before_names if several and owner.model else "",)
+        for each, name in names.items()
+    }
+
+
+def bare_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
+    """As ``parameter_names``, without the keys of models."""
+    return {
+        place(optimizer, each): name for optimizer, _, names in _names(tree, folder) for each, name in names.items()
+    }
+
+
+def _names(
+    tree: object, folder: Callable[[], Sequence[Weights]]
+) -> Iterator[tuple[Candidate, Owner, Mapping[int | str, str]]]:
+    """Every optimizer of ``tree`` with its model, and the names of its parameters by identifier."""
+    models, optimizers = models_and_optimizers(tree)
+    others = () if models or not optimizers else folder()
+    beside = {id(each.node): each for each in others}
+    candidates = models or [Candidate(each.path, each.node) for each in others]
+    owned = owners(optimizers, candidates)
+    unnamed = [saved_names(dict_groups(each.node)) == {} for each in optimizers]
+    together: dict[int, list[Candidate]] = defaultdict(list)
+    for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
+        if owner.model is not None and is_unnamed:
+            together[id(owner.model)].append(optimizer)
+    for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
+        found = []
+        if is_unnamed and len(owner.models) <= _MOST_ALIKE:
+            for model in (each for each in owner.models if not each.numbered):
+                weights = beside.get(id(model.node)) or _of_candidate(model)
+                same = [each for each in together.get(id(owner.model), ()) if each is not optimizer]
+                found.append(_names_in([optimizer, *same], weights))
+        yield optimizer, owner, _agreed(found, owner)
+
+
+def _of_candidate(model: Candidate) -> Weights:
+    weights = Weights(model.path)
+    weights.add(model.node)
+    return weights
+
+
+def _agreed(found: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[int | str, str]:
+    """The names from the model that is certain, or those that all models which fit alike give."""
+    if owner.certain or not found:
+        return found[0] if found else {}
+    given: dict[int | str, set[str]] = defaultdict(set)
+    for names in found:
+        for each, name in names.items():
+            given[each].add(name)
+    return {each: names.pop() for each, names in given.items() if len(names) == 1}
+
+
+def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int | str, str]:
+    """The names of the parameters of the first optimizer; the others step the same model."""
+    order = weights.in_order()
+    described = [(dict_groups(each.node), shapes_of(each.node)) for each in optimizers]
+    groups, shapes = described[0]
+    if len(order) < len(weights.shapes):
+        return _by_shape(groups, shapes, weights, order)
+    found = _by_trainer(groups, shapes, weights, order)
+    if not found:
+        if len(order) != sum(len(group["params"]) for own, _ in described for group in own):
+            order = [name for name in order if weights.node[name].dtype.is_floating]  # others are buffers
+        places = places_in_order(described, [weights.shapes[name] for name in order])[0]
+        found = {each: order[at] for each, at in places.items() if isinstance(at, int)}
+    return found
+
+
+def _by_trainer(
+    groups: Sequence[Mapping[Any, Any]], shapes: Mapping[int | str, Shape], weights: Weights, order: list[str]
+) -> Mapping[int | str, str]:
+    """All names, if exactly one way to make the two groups of the Trainer fits; else none."""
+    found: list[dict[int | str, str]] = []
+    for grouping in _groupings(order, groups) if weights.trainer else ():
+        if [len(group["params"]) for group in groups] != [len(names) for names in grouping]:
+            continue
+        pairs = [
+            pair
+            for group, names in zip(groups, grouping, strict=True)
+            for pair in zip(group["params"], names, strict=True)
+        ]
+        known = [shape == weights.shapes[name] for each, name in pairs if (shape := shapes.get(each)) is not None]
+        if known and all(known) and dict(pairs) not in found:
+            found.append(dict(pairs))
+    return found[0] if len(found) == 1 else {}
+
+
+def _groupings(order: list[str], groups: Sequence[Mapping[Any, Any]]) -> Iterator[list[list[str]]]:
+    """The ways in which the Trainer makes two groups of all parameters.
+
+    A LayerNorm does not decay whatever its name. The number of parameters in a group tells whether a norm is one.
+    """
+    if len(groups) == 2 and groups[1].get("weight_decay") == 0:
+        for norms in (_LAYER_NORMS, frozenset[str]()):
+            spared = {name for name in order if _NO_DECAY.search(name.lower()) or norms.intersection(name.split("."))}
+            yield [[name for name in order if name not in spared], [name for name in order if name in spared]]
+
+
+def _by_shape(
+    groups: Sequence[Mapping[Any, Any]],
+    shapes: Mapping[int | str, Shape],
+    weights: Weights,
+    order: list[str],
+) -> Mapping[int | str, str]:
+    """Names of parameters whose shape only one group has, if the order of the weights of that shape is known."""
+    alike: dict[Shape, list[str]] = defaultdict(list)
+    for name, shape in weights.shapes.items():
+        alike[shape].append(name)
+    rank = {name: place for place, name in enumerate(order)}
+    names = [name for of_shape in alike.values() for name in _in_order(of_shape, rank)]
+    places = places_of_shapes(groups, shapes, [weights.shapes[name] for name in names])
+    return {each: names[at] for each, at in places.items() if isinstance(at, int)}
+
+
+def _numbers(name: str) -> list[tuple[int, str]]:
+    """The numbers in a name as a sort key; they stay text, since Python refuses to read thousands of digits."""
+    return [(len(digits), digits) for digits in (number.lstrip("0") for number in _NUMBER.findall(name))]
+
+
+def _in_order(names: list[str], rank: Mapping[str, int]) -> list[str]:
+    """The names in the order of the model; none where it is unknown."""
+    if all(name in rank for name in names):
+        return sorted(names, key=lambda name: rank[name])
+    if len({_NUMBER.sub("#", name) for name in names}) == 1:
+        return sorted(names, key=_numbers)
+    return []

@@ -1,0 +1,627 @@
+"""The command ``compress``.
+
+``torchrun -m ckpt8 compress``: the ranks share a directory of torch.distributed.checkpoint and write another.
+
+The command ``convert``.
+
+The command ``chain``.
+
+The command ``rebase``.
+
+The command ``runs``.
+
+The command ``bench``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt8.cli.guard import console, present, print_json, print_lines, progress_bar, waited
+from ckpt8.cli.options import (
+    Budget,
+    Container,
+    Device,
+    DryRun,
+    Force,
+    Json,
+    Preset,
+    Remove,
+    Rules,
+    Threads,
+    finding_bases,
+    stopwatch,
+)
+from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.text import counted, listed, printable, size
+
+if TYPE_CHECKING:
+    from ckpt8.chaining.chain import ChainRun
+    from ckpt8.cli.jobs import Tally
+
+
+_LISTED = 5
+_UNSHARED = {"device": "auto", "max_update_error": None, "base": None}
+"""Options that the ranks do not take, with the value that asks for nothing."""
+
+
+def ranks(sources: list[Path]) -> tuple[int, int] | None:
+    """The number of this process and of all where torchrun has started it to share the source; else None.
+
+    Only a directory with a ``.metadata`` is shared. Raises UsageError where the environment contradicts itself.
+    """
+    given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if None in given or len(sources) != 1 or not os.path.isfile(sources[0] / ".metadata"):  # noqa: PTH113 - never raises
+        return None
+    try:
+        rank, world = (int(each or "") for each in given)
+    except ValueError:
+        rank, world = 0, 0
+    if not 0 <= rank < world:
+        raise UsageError(f"RANK is {given[0]!r} and WORLD_SIZE {given[1]!r}; start the ranks with torchrun")
+    return rank, world
+
+
+def compress_share(
+    src: Path, output: Path | None, options: dict[str, Any], rank: int, world: int, *, force: bool, as_json: bool
+) -> None:
+    """Pack the share of this rank. Every rank prints a line of its part, rank 0 then the whole."""
+    from ckpt8.container.target_names import CONTAINER
+
+    if output is None or output.suffix == CONTAINER:
+        raise UsageError(
+            f"{src}: {world} ranks write a directory, a file each; give it with -o DIR, or unset RANK and WORLD_SIZE "
+            f"to write one {CONTAINER}"
+        )
+    for name, nothing in _UNSHARED.items():
+        if options[name] != nothing:
+            raise UsageError(f"--{name.replace('_', '-')} is not for ranks that share a source; leave it out")
+
+    from ckpt8.integrations.dcp.sharing import compress_share as run
+    from ckpt8.integrations.dcp.sharing import connected
+
+    given = {name: value for name, value in options.items() if name not in _UNSHARED}
+    elapsed = stopwatch()
+    with warnings.catch_warnings(record=True) as said, connected(world):
+        warnings.simplefilter("always", UserWarning)
+        planned = run(src, output, given, rank, world, overwrite=force)
+    seconds = elapsed()
+    for line in dict.fromkeys(str(each.message) for each in said if str(each.message).startswith(f"{output}: ")):
+        sys.stderr.write(f"ckpt8: {printable(line)}\n")
+    if not as_json:
+        print_lines(console(), [f"rank {rank} of {world}: {planned.share.slices} slices, {size(planned.share.size)}"])
+    if rank:
+        return
+    left_out = planned.directory.left_out
+
+    from ckpt8.cli.show.inspect import summary
+    from ckpt8.inspecting.container import inspect_container
+
+    facts = inspect_container(output)
+    if as_json:
+        print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
+        return
+    summary(console(), facts, str(output), seconds, waited())
+    if left_out:
+        print_lines(console(), [f"left out: {listed(left_out, _LISTED)}"])
+
+
+@finding_bases
+def compress(
+    src: Annotated[
+        list[Path], typer.Argument(readable=False, metavar="SRC...", help="Checkpoint files, or directories of them.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write; of several SRC, the folder. Default: next to each."),
+    ] = None,
+    preset: Preset = None,
+    budget: Budget = None,
+    rule: Rules = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    max_update_error: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="X",
+            help="Keep moments lossless where max |Δu| exceeds X or is unknown. Codes of a budget keep to X.",
+        ),
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats/--no-stats", help="Measure the error while compressing.")] = True,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OLD",
+            help="Store differences to OLD, the .ckpt8 of an earlier step, which the new one then needs. auto chooses "
+            "one among those in its folder, where that makes it smaller.",
+        ),
+    ] = None,
+    remove: Remove = False,
+    dry_run: DryRun = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Compress SRC into a .ckpt8, then show its size and its error.
+
+    torchrun -m ckpt8 compress DIR -o OUT has the ranks share the slices of a directory of torch.distributed.checkpoint;
+    OUT becomes a directory with a .ckpt8 of each rank.
+
+    Several SRC become a .ckpt8 each. Where one fails, a message says why and the others go on; the exit code is the
+    highest of all failures.
+    """
+    if remove and not stats:
+        raise UsageError("--remove verifies by the statistics of a container; leave out --no-stats")
+    options: dict[str, Any] = {
+        "preset": preset,
+        "budget": budget,
+        "rules": rule or (),
+        "device": device,
+        "threads": threads,
+        "stats": stats,
+        "max_update_error": max_update_error,
+        "base": base,
+    }
+    if (place := ranks(src)) is not None:
+        if remove or dry_run:
+            raise UsageError(
+                f"{'--remove' if remove else '--dry-run'} is not for ranks that share a source; leave it out"
+            )
+        compress_share(src[0], output, options, *place, force=force, as_json=as_json)
+    elif len(src) == 1 and dry_run:
+        _preview_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
+    elif len(src) == 1:
+        _compress_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
+    else:
+        _compress_many(src, output, options, remove=remove, force=force, as_json=as_json, dry=dry_run)
+
+
+def _compress_one(
+    src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+) -> None:
+    from ckpt8.inspecting.container import inspect_container
+
+    output, target = _targets(src, output)
+    finished = _finish_removals(src, target, options, as_json=as_json) if remove else None
+    left = finished.to_json() if finished else {}
+    rows = left.pop("checkpoints", [])
+    if as_json:
+        print_json({"finished": rows, **({"error": left["error"]} if "error" in left else {})})
+    container = next((Path(row["target"]) for row in rows if row["removed"] and row["source"] == str(src)), None)
+    if container is None:
+        options = {**options, "force": force}
+        seconds, is_there, facts = _compress_now(src, output, target, options, remove=remove, as_json=as_json)
+    else:
+        target, seconds, is_there, facts = container, 0.0, True, inspect_container(container)
+    if as_json:
+        print_json({"target": str(target), "seconds": seconds, "present": is_there, "removed": remove, **facts})
+    if finished and finished.exit_code:
+        raise typer.Exit(finished.exit_code)
+
+
+def _targets(src: Path, output: Path | None) -> tuple[Path | None, Path]:
+    """The target that the user named, in a folder if that was named; and the target."""
+    from ckpt8.compressing.compress import default_target
+
+    target = default_target(src)
+    if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
+        output = output / target.name
+    return output, output or target
+
+
+def _preview_one(
+    src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+) -> None:
+    from ckpt8.chaining.jobs import Job, Settings, finishing
+    from ckpt8.chaining.several import job_for
+    from ckpt8.cli.jobs import run_jobs
+
+    _, target = _targets(src, output)
+    if not target.parent.is_dir():
+        raise OutputError(f"{target}: cannot be written: {target.parent} is no folder")
+    settings = Settings(options, remove)
+    left = finishing(src.parent, [target.parent], settings) if remove else []
+    if not any(job.source == src for job in left):
+        left.append(job_for(src, target, settings, force=force) if remove else Job(src, target, settings, force=force))
+    _show_all(run_jobs([left], "compress", quiet=as_json, dry=True), as_json=as_json)
+
+
+def _compress_now(
+    src: Path, output: Path | None, target: Path, options: dict[str, Any], *, remove: bool, as_json: bool
+) -> tuple[float, bool, dict[str, Any]]:
+    """Compress ``src``, show the result and remove ``src`` if asked to.
+
+    Returns the seconds, whether the container was there already, as it may with ``remove``, and its facts.
+    """
+    from ckpt8.cli.show.inspect import summary
+    from ckpt8.compressing.compress import compress as run
+    from ckpt8.inspecting.container import inspect_container
+
+    is_there = False
+    if remove:
+        from ckpt8.chaining.jobs import Settings, refuse_removal, remove_verified
+        from ckpt8.chaining.several import job_for
+        from ckpt8.compressing.compressor import no_progress
+
+        refuse_removal(src)
+        is_there = job_for(src, target, Settings(options, remove), force=options["force"]).is_done(no_progress)
+    elapsed = stopwatch()
+    if not is_there:
+        with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:
+            run(src, output, **options, progress=progress)
+    seconds = elapsed()
+    facts = inspect_container(target)
+    if is_there and not as_json:
+        print_lines(console(), [f"{target}: was there already"])
+    elif not as_json:
+        summary(console(), facts, str(target), seconds, waited())
+    if remove:
+        with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
+            remove_verified(src, target, threads=options["threads"], progress=progress)
+        if not as_json:
+            print_lines(console(), [f"{src}: removed, after the container was verified against it"])
+    return seconds, is_there, facts
+
+
+def _finish_removals(src: Path, target: Path, options: dict[str, Any], *, as_json: bool) -> Tally:
+    """Finish the removals that killed processes left beside ``src``, and say so."""
+    from ckpt8.chaining.jobs import Settings, finishing
+    from ckpt8.cli.jobs import run_jobs
+
+    return run_jobs([finishing(src.parent, [target.parent], Settings(options, remove=True))], "finish", quiet=as_json)
+
+
+def _compress_many(
+    sources: list[Path],
+    output: Path | None,
+    options: dict[str, Any],
+    *,
+    remove: bool,
+    force: bool,
+    as_json: bool,
+    dry: bool,
+) -> None:
+    from ckpt8.chaining.jobs import Settings
+    from ckpt8.chaining.several import collected
+    from ckpt8.cli.jobs import run_jobs
+
+    elapsed = stopwatch()
+    with collected(sources, output, Settings(options, remove), force=force, dry=dry) as jobs:
+        tally = run_jobs(jobs, "compress", quiet=as_json, dry=dry)
+    _show_all(tally, as_json=as_json, seconds=elapsed())
+
+
+def _show_all(tally: Tally, *, as_json: bool, **facts: float) -> None:
+    if as_json:
+        print_json({**tally.to_json(), **facts})
+    else:
+        tally.show_total()
+    if tally.exit_code:
+        raise typer.Exit(tally.exit_code)
+
+
+_FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8"
+"""The keys of ``converting.writers.WRITERS``, which ``--help`` need not import."""
+
+
+@finding_bases
+def convert(
+    src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file or directory, or a .ckpt8 of one.")],
+    dst: Annotated[str, typer.Argument(readable=False, help="The file or directory to write.")],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FORMAT", help=f"{_FORMATS}. Default: what DST's name says.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="D",
+            help="Type of the weights: float32, bfloat16, float16. Default: as they are; safetensors get fp32 as bf16. "
+            "float8_e4m3fn and int8 quantise linear layers and write a directory for inference.",
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(metavar="S", help="Scales of quantised weights: absmax, or unit (powers of two, float8)."),
+    ] = None,
+    per: Annotated[
+        str | None,
+        typer.Option(
+            metavar="P", help="A scale for each channel (a row; default of float8) or tensor (default of int8)."
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Modules that stay bf16, like embeddings and head.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(readable=False, metavar="FILE", help="The model's config.json, if SRC has none.")
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Which model, if SRC holds several: ema, state_dict_ema. torch and dcp write that model alone.",
+        ),
+    ] = None,
+    member: Annotated[
+        str | None, typer.Option(metavar="M", help="Which file of a directory, or which folder with a DCP.")
+    ] = None,
+    threads: Threads = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer or DCP directory, a .ckpt8."""
+    from ckpt8.cli.show.outcomes import show
+    from ckpt8.converting.convert import convert as run
+
+    elapsed = stopwatch()
+    with progress_bar(f"convert {src.name}", src, enabled=not as_json) as progress:
+        report = run(
+            src,
+            dst,
+            to=to,
+            dtype=dtype,
+            key=key,
+            member=member,
+            scale=scale,
+            per=per,
+            keep=keep or (),
+            config=config,
+            force=force,
+            threads=threads,
+            progress=progress,
+        )
+    facts = {**report.to_json(), "seconds": elapsed()}
+    present(facts, lambda console: show(console, report, waited()), as_json=as_json)
+    if report.warning is not None:
+        sys.stderr.write(f"ckpt8: {printable(report.warning)}\n")
+
+
+@finding_bases
+def chain(
+    directory: Annotated[Path, typer.Argument(readable=False, metavar="DIR", help="The folder of a run.")],
+    preset: Preset = None,
+    budget: Budget = None,
+    rule: Rules = None,
+    delta: Annotated[
+        bool, typer.Option("--delta/--no-delta", help="Write deltas where these are smaller, or whole files only.")
+    ] = True,
+    remove: Remove = False,
+    keep_raw: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Leave the checkpoints of the newest N steps as they are, neither compressed nor removed.",
+        ),
+    ] = 0,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on with checkpoints that appear, until Ctrl-C.")] = False,
+    rest: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Leave a checkpoint alone until it has not changed for so long."),
+    ] = 10.0,
+    device: Device = "auto",
+    threads: Threads = None,
+    dry_run: DryRun = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Compress every checkpoint of a run in DIR, oldest first, each beside itself and as a delta where that is smaller.
+
+    Checkpoints that are compressed already are skipped: after a kill, run it again. What is being written is left
+    alone. Where one fails, a message says why and the others go on; the exit code is the highest of all failures.
+    """
+    if watch and dry_run:
+        raise UsageError("--dry-run says what would be done now, and --watch goes on for ever; leave out one of them")
+    if watch and as_json:
+        raise UsageError("--json prints one object at the end, and --watch has none; leave out one of them")
+    from ckpt8.chaining.chain import ChainRun, chain_options
+    from ckpt8.chaining.jobs import Settings
+    from ckpt8.cli.jobs import run_jobs
+
+    settings = Settings(chain_options(preset, budget, rule or (), device, threads, delta=delta), remove)
+    run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
+    if watch:
+        print_lines(console(), _left_alone(run))
+        if not os.path.lexists(directory):
+            print_lines(console(), [f"{directory}: is not there yet; waiting for it"])
+    elapsed = stopwatch()
+    if not dry_run:
+        run.keep_bases()
+    tally = run_jobs(run.jobs(), "compress", quiet=as_json, dry=dry_run)
+    if as_json:
+        skipped = [{"path": str(path), "reason": reason} for path, reason in run.skipped().items()]
+        facts = {"directory": str(directory), **tally.to_json(), "packed": run.packed(), "skipped": skipped}
+        print_json({**facts, "seconds": elapsed()})
+    else:
+        print_lines(console(), _left_alone(run))
+        tally.show_total()
+    if tally.exit_code:
+        raise typer.Exit(tally.exit_code)
+
+
+def _left_alone(run: ChainRun) -> list[str]:
+    """A line for each reason why something in the folder is left as it is."""
+    names = defaultdict[str, list[str]](list)
+    for path, reason in run.skipped().items():
+        names[reason].append(path.name)
+    lines = [f"{listed(found, _LISTED)}: left alone: {reason}" for reason, found in names.items()]
+    packed = run.packed()
+    return lines + ([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else [])
+
+
+@finding_bases
+def rebase(
+    src: Container,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write. Default: in the place of the input.")
+    ] = None,
+    threads: Threads = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Write a delta as a .ckpt8 that needs no base, by default in its own place."""
+    from ckpt8.container.opening import open_stored
+    from ckpt8.container.rebase import rebase as run
+
+    elapsed = stopwatch()
+    with open_stored(src) as stored:
+        before, base = stored.size, stored.manifest.base
+    with progress_bar(f"rebase {src.name}", src, enabled=not as_json) as progress:
+        target = run(src, output, force=force, threads=threads, progress=progress)
+    seconds, after = elapsed(), target.stat().st_size if target.is_file() else before
+    was = "needed no base" if base is None else f"needs {base.path} no more"
+    facts = {"target": str(target), "base": base and base.path, "bytes": before, "stored_bytes": after}
+    line = f"{target}: {was}, {size(before)} -> {size(after)} in {waited():.2f} s"
+    present({**facts, "seconds": seconds}, lambda console: print_lines(console, [line]), as_json=as_json)
+
+
+@finding_bases
+def runs(
+    directory: Annotated[Path, typer.Argument(readable=False, metavar="DIR", help="The folder of a run.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a page with sizes and loss by step: no network, no script."),
+    ] = None,
+    release: Annotated[
+        bool,
+        typer.Option("--release", help="List nothing; free the room in bases/ of what no container needs."),
+    ] = False,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints in DIR and the folders in it, compressed or not, by step: loss, size, base, error, damage.
+
+    It reads the heads of files, no tensors: that a seal and the length hold says nothing about the bytes between, which
+    verify checks. Exit code 3: a checkpoint is damaged, or the base of one is missing.
+    """
+    if release:
+        if html is not None:
+            raise UsageError("--release lists nothing; leave out --html")
+        _release(directory, as_json=as_json)
+        return
+    from ckpt8.cli.show.runs import show
+    from ckpt8.inspecting.runs import runs as find
+
+    page = None
+    if html is not None:
+        from ckpt8.cli.show.html.runs import RunPage
+
+        page = RunPage(html, force=force)
+    run = find(directory)
+    facts = run.to_json()
+    if page is not None:
+        page.write(facts)
+    present(facts, lambda console: show(console, facts), as_json=as_json)
+    if problems := run.problems:
+        raise InputError(f"{counted(len(problems), 'checkpoint')} cannot be read whole, the first: {problems[0]}")
+
+
+def _release(directory: Path, *, as_json: bool) -> None:
+    from ckpt8.container.kept_bases import release
+    from ckpt8.inspecting.run_files import find
+
+    found = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
+    freed, left = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0)
+    stays = f"; {size(left)} stay in bases/, since deltas need them; ckpt8 rebase makes a delta whole" if left else ""
+    facts = {"path": str(directory), "freed_bytes": freed, "bases_bytes": left}
+    lines = [f"{directory}: {size(freed)} freed{stays}"]
+    present(facts, lambda console: print_lines(console, lines), as_json=as_json)
+
+
+_MOST_RANKS = 64
+_SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
+
+
+def bench(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(readable=False, help="A checkpoint file or directory. Without one, bench trains a GPT."),
+    ] = None,
+    train_size: Annotated[
+        str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5GB.")
+    ] = "0.25GB",
+    scaling: Annotated[
+        bool, typer.Option("--scaling", help="Also measure several numbers of threads and several sizes.")
+    ] = False,
+    sizes: Annotated[
+        str, typer.Option(metavar="BYTES,...", help="With --scaling: the sizes. bench skips those that do not fit.")
+    ] = _SIZES,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=_MOST_RANKS,
+            help="Save and load a sharded state with so many processes, beside torch.distributed.checkpoint.",
+        ),
+    ] = None,
+    scratch: Annotated[
+        Path | None,
+        typer.Option(
+            readable=False, metavar="DIR", help="A folder on the disk to measure. Default: the one for temporary files."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu measures files, cuda kernels and optimizer steps.")] = "cpu",
+    parameters: Annotated[int, typer.Option(min=1, help="With cuda: how many parameters a step updates.")] = 1 << 30,
+    threads: Threads = None,
+    repeat: Annotated[int, typer.Option(min=1, help="How many rounds to time. bench reports medians.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Compare time, size and memory with cp, zstd and torch; on a GPU, kernels and steps with a copy and torch."""
+    from ckpt8.cli.bench.run import parse_size
+    from ckpt8.cli.show.bench import show_bench, show_device_bench
+    from ckpt8.core.gpu import requested
+
+    if ranks is not None:
+        if checkpoint is not None or scaling or device != "cpu":
+            raise UsageError("--ranks trains a state on the CPU; leave out a checkpoint, --scaling and --device")
+        _bench_ranks(ranks, parse_size(train_size, "--size"), threads, repeat, scratch, as_json=as_json)
+        return
+    where = requested(device)
+    if where is not None and where.type != "cpu":
+        from ckpt8.cli.bench.device import bench_device
+
+        measured = bench_device(where, parameters=parameters)
+        present(measured, lambda console: show_device_bench(console, measured), as_json=as_json)
+        return
+    from ckpt8.cli.bench.run import bench as run
+
+    try:
+        result = run(
+            checkpoint,
+            size=parse_size(train_size, "--size"),
+            sizes=[parse_size(size, "--sizes") for size in sizes.split(",")] if scaling else [],
+            threads=threads,
+            repeat=repeat,
+            scratch=scratch,
+            say=_say,
+        )
+    finally:
+        _say("")
+    present(result, lambda console: show_bench(console, result), as_json=as_json)
+
+
+def _bench_ranks(
+    ranks: int, size: int, threads: int | None, repeat: int, scratch: Path | None, *, as_json: bool
+) -> None:
+    from ckpt8.cli.bench.ranks import bench_ranks
+    from ckpt8.cli.show.bench import show_ranks
+
+    try:
+        result = bench_ranks(ranks, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
+    finally:
+        _say("")
+    present(result, lambda console: show_ranks(console, result), as_json=as_json)
+
+
+def _say(text: str) -> None:
+    """Show the current operation on one line of a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{printable(text)}")
+        sys.stderr.flush()

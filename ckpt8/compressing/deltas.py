@@ -1,0 +1,576 @@
+"""Chooses the base of a new container: one that was asked for, or one of its siblings.
+
+The containers of a chain are numbered from its key on, which has the number 0. The base of number i is number
+i & (i - 1), i without its lowest bit: so the 16 containers of a chain are at most four links from their key, and most
+of them near to their base in time.
+
+Compresses a source as the continuation of a base, or whole where there is none that makes it smaller.
+
+Makes differences of the storages of a plan that have partners in an earlier container.
+
+A partner has the name, type, size and role of the storage, and tensors of the same names and places. A storage takes
+the fields of its partner's codec, such as the step and the salt of a weight, where these are near enough to its own,
+and a sample tells whether the difference is smaller than the whole. First moments gain nothing, and stay whole.
+
+Weights keep a lattice of their own, and are differences to the points next to the weights of the base, where the step
+of the base is far from theirs, and in two cases all of them. The weights of a run that was resumed from the lattice of
+the base lie at its points: rounding them to the same points again would pull the run back. And where the steps of the
+base have become too large for the steps of the optimizer, a new lattice is due.
+
+The container that a new one continues, open while the new one is encoded.
+
+Finds the storages of an earlier container that hold earlier states of those of a plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ckpt8.checkpoint.replacing import written_once
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.codecs import Codec
+from ckpt8.codecs.lattice import Lattice
+from ckpt8.codecs.lattice.reference import phases
+from ckpt8.compressing.plan import Plan, Policy, Stream, read_elements
+from ckpt8.compressing.spending import balance, left_over
+from ckpt8.container import frames, header, symbols
+from ckpt8.container.bases import find_base
+from ckpt8.container.columns import is_unicode
+from ckpt8.container.differences import difference
+from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, links_in
+from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
+from ckpt8.container.reader import ContainerReader, predicted_parts
+from ckpt8.container.sharded.reading import find_sharded
+from ckpt8.core.arguments import described, is_path
+from ckpt8.core.closing import Closing
+from ckpt8.core.errors import InputError, RefusedError, UsageError
+from ckpt8.core.tensors import Parts, Role
+from ckpt8.core.text import natural_order
+from ckpt8.core.workers import Workers
+
+
+class BrokenBaseError(InputError):
+    """A part of a base cannot be read."""
+
+
+class OpenBase(Closing):
+    """The base of a new container, which has the number ``place`` in its chain, by default the next one.
+
+    Raises InputError where it cannot be read, UsageError where the chain is too long.
+    """
+
+    def __init__(self, path: Path, place: int | None = None) -> None:
+        self.path = path
+        self.reader = ContainerReader(path, kernels=True)
+        below = self.manifest.base
+        self._place = place or (below.place + 1 if below else 1)
+        if below is not None and below.links == MOST_LINKS:
+            self.close()
+            raise UsageError(f"{path}: has {MOST_LINKS} containers below it; give a base with fewer")
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the base."""
+        return self.reader.manifest
+
+    def close(self) -> None:
+        """Close the base and the files below it."""
+        self.reader.close()
+
+    def check_target(self, target: Path) -> None:
+        """Raise UsageError where writing ``target`` would replace the base or a file below it, InputError for these."""
+        replaced = os.path.realpath(target)
+        for each in (self.reader, *self.reader.links()):
+            if os.path.realpath(each.path) == replaced:
+                raise UsageError(f"{target}: the base {self.path} needs this file; give another name")
+
+    def parts(self, storage: int, chunk: int, codec: Codec) -> Parts:
+        """What the parts of a chunk under ``codec`` count from. Raises BrokenBaseError. Thread-safe."""
+        try:
+            return predicted_parts(codec, self.reader, storage, chunk)
+        except InputError as exc:
+            raise BrokenBaseError(str(exc)) from exc
+
+    def whole_bytes(self, storage: int) -> int:
+        """What a storage takes where it is kept whole: in the base or in a file below it. Raises BrokenBaseError."""
+        reader, record = self.reader, self.manifest.storages[storage]
+        while record.base is not None and (found := reader.base()) is not None:
+            reader, record = found, found.manifest.storages[record.base]
+        return record.stored_bytes
+
+    def record(self, target: Path) -> BaseRecord:
+        """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode."""
+        seal, below, path = self.reader.seal.hex(), self.manifest.base, relative_path(self.path, target)
+        if not is_unicode(path):
+            raise UsageError(f"{self.path}: a file whose name is no Unicode cannot be a base; rename it")
+        return BaseRecord(
+            seal=seal,
+            path=path,
+            key=below.key if below else seal,
+            place=self._place,
+            links=below.links + 1 if below else 1,
+        )
+
+
+def relative_path(base: Path, target: Path) -> str:
+    """The path of ``base`` from the folder of ``target``, or of what that leads to, with slashes."""
+    home = os.path.realpath(base.parent)
+    return Path(os.path.relpath(Path(home) / base.name, Path(os.path.realpath(target)).parent)).as_posix()
+
+
+def check_base(record: BaseRecord | None, target: Path) -> None:
+    """Raise BrokenBaseError where ``target``, which is about to be there, would not find its base any more."""
+    if record is not None:
+        try:
+            find_base(target, record)
+        except InputError as exc:
+            raise BrokenBaseError(str(exc)) from exc
+
+
+_STEP = re.compile(r"\bglobal_step\d+")
+"""DeepSpeed names the folder in a checkpoint by its step."""
+
+Partners = Mapping[int, int]
+"""The index of a storage in the base, by that of a stream."""
+
+_UNBOUND = (Role.OTHER, None)
+
+
+def find_partners(plan: Plan, base: Manifest) -> Partners:
+    """The partners of the streams of ``plan`` among the storages of ``base``.
+
+    They have one name, type, size and role, and tensors of the same names and places; storages of no tensors have none.
+    The number of a step in a name does not count.
+    """
+    own, other = defaultdict(set), defaultdict(set)
+    for tensor, index in plan.tensors:
+        ref = tensor.ref
+        own[index].add((_timeless(tensor.name), ref.dtype, ref.offset, *ref.shape, *ref.stride))
+    for view in base.tensors:
+        other[view.storage].add((_timeless(view.name), view.dtype, view.offset, *view.shape, *view.stride))
+    named = {
+        (_timeless(each.name), each.dtype, each.numel, each.role): index for index, each in enumerate(base.storages)
+    }
+    found = {}
+    for stream in plan.streams:
+        spec = stream.spec
+        partner = named.get((_timeless(spec.name), spec.dtype, spec.numel, spec.role))
+        if partner is not None and stream.index in own and own[stream.index] == other[partner]:
+            found[stream.index] = partner
+    return found
+
+
+def fits(plan: Plan, policy: Policy, base: Manifest) -> bool:
+    """Whether ``base`` holds an earlier state of the weights and moments of ``plan``, compressed as ``policy`` asks.
+
+    Other tensors may come and go: Lightning names scores after the files that had them.
+    """
+    budget = asdict(policy.budget) if policy.budget else None
+    if (base.preset, base.rules, base.budget) != (policy.preset, [rule.text for rule in policy.rules], budget):
+        return False
+    roles = {stream.index: stream.spec.role for stream in plan.streams}
+    own = {
+        (_timeless(tensor.name), tensor.ref.dtype, *tensor.ref.shape)
+        for tensor, index in plan.tensors
+        if roles.get(index) not in _UNBOUND
+    }
+    return own == {
+        (_timeless(view.name), view.dtype, *view.shape)
+        for view in base.tensors
+        if base.storages[view.storage].role not in _UNBOUND
+    }
+
+
+def _timeless(name: str) -> str:
+    return _STEP.sub("global_step", name)
+
+
+AUTO = "auto"
+LENGTH = 16
+"""The most containers of a chain."""
+
+_MOST_LINKS = 4
+_MOST_READ = 64
+"""Containers whose manifests are read, at most."""
+
+_CALLER = 11
+"""Frames from a warning to the caller of ``save``."""
+
+_unlinked = set[str]()
+"""Folders where files cannot be linked, of which somebody was warned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """The base is to be chosen among the containers ``written_once`` beside the target, and the links in ``bases/``.
+
+    It is linked there itself. Where files cannot be linked a delta is written all the same, unless ``only_linked``.
+    """
+
+    only_linked: bool = False
+
+
+Wanted = Path | Auto | None
+"""Which base somebody asks for."""
+
+
+class _Sibling(NamedTuple):
+    path: Path
+    key: str
+    place: int
+    links: int
+
+
+def wanted(base: str | os.PathLike[str] | Auto | None) -> Wanted:
+    """What the argument ``base`` of public functions asks for. Raises UsageError."""
+    if base is None or isinstance(base, Auto):
+        return base
+    if not is_path(base):
+        raise UsageError(f"base is {described(base)}; give a path, or {AUTO!r}")
+    if base == AUTO:
+        return Auto()
+    if find_sharded(Path(base)) is not None:
+        raise UsageError(
+            f"{base}: is a directory of containers of ranks, which is no base of a delta; give a .ckpt8 of an earlier "
+            f"step, {AUTO!r}, or no base"
+        )
+    return Path(base)
+
+
+def only_auto(base: str | None) -> Auto | None:
+    """What the argument ``base`` of a framework's integration asks for. Raises UsageError."""
+    if base not in (None, AUTO):
+        raise UsageError(f"base is {AUTO!r} or None, not {base!r}")
+    return None if base is None else Auto(only_linked=True)
+
+
+@contextlib.contextmanager
+def bases_kept(asked: Wanted, target: Path) -> Iterator[KeptBases | None]:
+    """The links beside ``target`` until it is written, where its base is to be chosen; then what none needs goes."""
+    if not isinstance(asked, Auto):
+        yield None
+        return
+    folder = Path(os.path.realpath(target)).parent
+    try:
+        with KeptBases(folder) as kept:
+            if target.exists():
+                kept.link_needed()  # others may need what is replaced
+            yield kept
+    finally:
+        drop_unneeded(folder)
+
+
+def open_bases(
+    asked: Path | Auto, target: Path, plan: Plan, policy: Policy, kept: KeptBases | None
+) -> Generator[OpenBase]:
+    """Bases for ``target``, the best first, each open until the next. Of a path raises InputError and UsageError.
+
+    One that is chosen is linked among those that are ``kept``.
+    """
+    if isinstance(asked, Path):
+        with OpenBase(asked) as base:
+            base.check_target(target)
+            yield base
+        return
+    if asked.only_linked and is_unlinked(target):
+        return
+    siblings = _siblings(_files_beside(target), plan, policy)
+    newest = next(siblings, None)
+    place = LENGTH if newest is None else newest.place + 1
+    if newest is None or place == LENGTH:
+        return
+    for each in _best(chain([newest], siblings), newest.key, place):
+        # What is below it may be missing, or need the target.
+        with contextlib.suppress(InputError, UsageError), OpenBase(each.path, place) as base:
+            base.check_target(target)
+            if kept is None or _links(kept, each.path, target, is_needed=asked.only_linked):
+                yield base
+
+
+def is_unlinked(target: Path) -> bool:
+    """Whether files could not be linked in the folder of ``target``."""
+    return os.path.realpath(target.parent) in _unlinked
+
+
+def _links(kept: KeptBases, base: Path, target: Path, *, is_needed: bool) -> bool:
+    """Whether a base may be one: it was linked, or need not be. Warns once for each folder. Raises InputError."""
+    try:
+        kept.link(base)
+    except OSError as exc:
+        if not is_unlinked(target):
+            _unlinked.add(os.path.realpath(target.parent))
+            then = "checkpoints are saved whole" if is_needed else "removing a base makes its deltas unreadable"
+            warnings.warn(
+                f"{target.parent}: files cannot be linked there ({exc.strerror}), which keeps the bases of deltas when "
+                f"checkpoints are removed; {then}",
+                RuntimeWarning,
+                stacklevel=_CALLER,
+            )
+        return not is_needed
+    return True
+
+
+def _files_beside(target: Path) -> list[Path]:
+    """The containers that may be a base: those beside the target, the newest first, then links to what is gone."""
+    beside, links = containers_in(target.parent), links_in(target.parent)
+    found = {_inode(target): target}
+    for path in (*_newest(written_once(beside)), *_newest(links)):
+        found.setdefault(_inode(path), path)
+    return list(found.values())[1 : _MOST_READ + 1]
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """What identifies a file; None where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _newest(paths: Iterable[Path]) -> list[Path]:
+    """Files, the newest first."""
+    times = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            times[path] = path.stat().st_mtime_ns, natural_order(path.name)
+    return sorted(times, key=times.__getitem__, reverse=True)
+
+
+def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Sibling]:
+    """Containers of earlier states of the tensors of ``plan``."""
+    for path in paths:
+        with contextlib.suppress(InputError), ContainerReader(path) as reader:
+            if fits(plan, policy, reader.manifest) and is_unicode(path.name):
+                seal, below = reader.seal.hex(), reader.manifest.base
+                yield _Sibling(path, *(below.key, below.place, below.links) if below else (seal, 0, 0))
+
+
+def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[_Sibling]:
+    """The base of number ``place`` in the chain of ``key``, then the newest with few enough links."""
+    newest = regular = None
+    for each in siblings:
+        if each.key == key and each.links < _MOST_LINKS and each.place < place:
+            newest = newest or each
+            if each.place == place & (place - 1):
+                regular = each
+                break
+    return (each for each in dict.fromkeys((regular, newest)) if each is not None)
+
+
+SAMPLE = 1 << 16
+"""Elements of a storage that tell how large its difference is."""
+
+_MOST_TAKEN = 0.25
+"""The most that weights on the steps of the base may take of what the first moments of their optimizer may err."""
+
+_LEAST_CORRELATION = 0.02
+"""Above this, weights are taken to lie at the points of the lattice of the base. If they move as normal numbers, twice
+this part of what they have moved since they were decoded would be lost."""
+
+
+class _Candidate(NamedTuple):
+    """A stream that may become a difference to the storage ``partner``, and the codec that it then has."""
+
+    stream: Stream
+    partner: int
+    codec: Codec
+
+    @property
+    def shares_lattice(self) -> bool:
+        """Whether weights take a lattice that is not their own."""
+        return isinstance(self.codec, Lattice) and self.codec != self.stream.codec
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The bytes that a difference is expected to take, and where a sample of weights lies on the lattice of the base.
+
+    ``along`` is the sum of -cos(2 pi u) over ``count`` weights, with u between the points of the lattice.
+    """
+
+    candidate: _Candidate
+    nbytes: float
+    along: float = 0.0
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a plan continues a base: ``plan`` has differences where they pay.
+
+    ``resumed`` says that the run was resumed from the lattice of the base. ``nbytes`` is the expected size of the
+    parts, and ``whole`` that with no differences.
+    """
+
+    plan: Plan
+    resumed: bool
+    nbytes: float
+    whole: float
+
+
+def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None) -> Continuation:
+    """Make differences to ``base`` of storages of ``plan``. Raises InputError."""
+    streams = {stream.index: stream for stream in plan.streams}
+    partners = find_partners(plan, base.manifest)
+    with Workers(threads) as workers:
+
+        def tried(candidates: Sequence[_Candidate]) -> list[_Trial]:
+            return [trial for trial in workers.map(lambda each: _try(each, source, base), candidates) if trial]
+
+        candidates = _candidates(streams.values(), partners, base)
+        trials = tried(candidates)
+        resumed = _resumed(trials)
+        if resumed or _outgrown(plan, candidates):
+            own = [each._replace(codec=each.stream.codec) for each in candidates if each.shares_lattice]
+            trials = [each for each in trials if not each.candidate.shares_lattice] + tried(own)
+        if resumed:
+            trials = [each for each in trials if not each.candidate.codec.inherited]
+    sizes = {index: _whole(stream, partners, base) for index, stream in streams.items()}
+    whole = sum(sizes.values())
+    for trial in trials:
+        stream, partner, codec = trial.candidate
+        if trial.nbytes < sizes[stream.index]:
+            streams[stream.index] = replace(stream, codec=codec, base=partner)
+            sizes[stream.index] = trial.nbytes
+    units = [replace(unit, streams=tuple(streams[stream.index] for stream in unit.streams)) for unit in plan.units]
+    continued = replace(plan, units=units)
+    balance(continued)
+    return Continuation(continued, resumed, sum(sizes.values()), whole)
+
+
+def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -> list[_Candidate]:
+    """The streams that may be differences."""
+    found = []
+    for stream in streams:
+        partner = partners.get(stream.index)
+        if partner is None or stream.spec.role is Role.MOMENT1 or not stream.spec.numel:
+            continue
+        below = base.reader.codec(partner)
+        codec = stream.codec.continued(below) or stream.codec
+        if base.manifest.storages[partner].pack is None and codec.counts_from(below):
+            found.append(_Candidate(stream, partner, codec))
+    return found
+
+
+def _try(each: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
+    """Encode a sample as a difference; None where that is refused. Thread-safe. Raises InputError."""
+    stream, codec = each.stream, each.codec
+    chunk = (header.chunk_count(stream.spec.numel) - 1) // 2
+    first, count = chunk * header.FRAME, min(stream.chunk_spec(chunk).numel, SAMPLE)
+    x = read_elements(source, stream.storage, stream.spec.dtype, first, count)
+    expected = codec.layout(replace(stream.spec, shape=(count,)))
+    below = {name: part[: expected[name].numel] for name, part in base.parts(each.partner, chunk, codec).items()}
+    try:
+        parts = difference(codec.encode(x, first=first, inherited=below), below)
+    except RefusedError:
+        return None
+    nbytes = _stored_bytes(parts) * stream.spec.numel / count
+    if not (each.shares_lattice and isinstance(codec, Lattice)):
+        return _Trial(each, nbytes)
+    places = phases(x, k=codec.k, salt=codec.salt, first=first)
+    return _Trial(each, nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
+
+
+def _stored_bytes(parts: Parts) -> int:
+    packed, packings = symbols.pack_parts(parts)
+    found = (frames.encode_part(name, part, packings.get(name)) for name, part in packed.items())
+    return sum(len(stored) for planes in found for stored, _ in planes)
+
+
+def _resumed(trials: Sequence[_Trial]) -> bool:
+    """Whether weights lie at the points of the lattice of the base."""
+    count = sum(trial.count for trial in trials)
+    # Three times what chance gives to uniform places.
+    least = count * _LEAST_CORRELATION + 3 * math.sqrt(count / 2)
+    return count > 0 and sum(trial.along for trial in trials) > least
+
+
+def _outgrown(plan: Plan, candidates: Iterable[_Candidate]) -> bool:
+    """Whether the steps of the base take more of a budget than first moments can give."""
+    codecs = {each.stream.index: each.codec for each in candidates}
+    found = left_over(plan, codecs)
+    return any(left < -_MOST_TAKEN * moments for left, moments in found.values())
+
+
+def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
+    """The bytes that a storage is expected to take whole: what its partner takes."""
+    partner = partners.get(stream.index)
+    if partner is None:
+        return stream.storage.nbytes
+    codec, size = base.reader.codec(partner), base.whole_bytes(partner)
+    if isinstance(codec, Lattice) and isinstance(stream.codec, Lattice):
+        # A code takes a quarter of a bit less for each quarter octave of a larger step.
+        return max(size + (codec.k - stream.codec.k) / 32 * stream.spec.numel, 0.0)
+    return size
+
+
+R = TypeVar("R")
+
+_WORTH_IT = 0.95
+"""A chain goes on where a difference takes less than this part of the whole."""
+
+_CALLER_OF_COMPRESS = 9
+"""Frames from a warning to the caller of ``save``."""
+
+NO_BASE = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
+RESUMED = "the run was resumed from a lossy container on the same lattice"
+NO_LINKS = "files cannot be linked in its folder, which would keep its base"
+NOT_SMALLER = "differences would hardly be smaller"
+
+Compress = Callable[[Plan, OpenBase | None, str | None], R]
+"""Compresses a plan with its differences to a base; without one, the text says why if one was looked for."""
+
+
+def chained(
+    source: Bundle,
+    target: Path,
+    plan: Plan,
+    policy: Policy,
+    base: Wanted,
+    kept: KeptBases | None,
+    threads: int | None,
+    compress: Compress[R],
+) -> R:
+    """What ``compress`` returns for ``plan`` with its differences to the base, and for that base.
+
+    An explicit base must be sound. One that is chosen is linked among those that are ``kept``, and left out where it is
+    not sound, with a warning, and where it does not make the file smaller. Raises InputError and UsageError.
+    """
+    if base is None:
+        return compress(plan, None, None)
+    reason = None
+    try:
+        with closing(open_bases(base, target, plan, policy, kept)) as found:
+            for each in found:
+                continued = continue_base(plan, source, each, threads)
+                reason = _why_new(continued) if isinstance(base, Auto) else None
+                if reason is None:
+                    return compress(continued.plan, each, None)
+    except BrokenBaseError as exc:
+        if not isinstance(base, Auto):
+            raise
+        reason = f"a file below it is damaged: {exc}"
+        warnings.warn(f"{target}: is stored whole, as {reason}", stacklevel=_CALLER_OF_COMPRESS)
+    if isinstance(base, Auto) and base.only_linked and is_unlinked(target):
+        reason = NO_LINKS
+    return compress(plan, None, reason or NO_BASE)
+
+
+def _why_new(continued: Continuation) -> str | None:
+    """Why a new chain begins with this container; None if it is one more of the chain."""
+    if continued.resumed:
+        return RESUMED
+    return None if continued.nbytes < _WORTH_IT * continued.whole else NOT_SMALLER

@@ -1,0 +1,430 @@
+"""Plans a whole source: one plan for all its members.
+
+Averages and other copies of the weights that an optimizer steps: they may be as far off as these.
+
+Finds the bf16 and fp16 weights of a checkpoint that are rounded copies of its fp32 masters: they become references.
+
+The structure of the checkpoint proposes the master of a copy, and a few elements must agree. The encoder then compares
+every element. A storage of copies may hold padding between its tensors and after them.
+
+    partitions   DeepSpeed's stages 1 and 2: ``param_slice_mappings`` place every parameter in the flat partitions of
+                 all ranks
+    alike        masters that are tensors of as many elements: in a list, or in the state of an optimizer
+    in order     flat masters that hold the parameters one after the other: all in one group, or the matrices in one
+                 and the vectors in another. Under an unknown key they are longer than every copy
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from ckpt8.checkpoint.meaning.dcp import joint_parameters, slice_twins
+from ckpt8.checkpoint.meaning.deepspeed import Partitions, Universal, find_partitions
+from ckpt8.checkpoint.meaning.names import NamesFromWeights, home_of
+from ckpt8.checkpoint.meaning.parameter_names import SLICE, split_member
+from ckpt8.checkpoint.meaning.roles import Names, short_name
+from ckpt8.checkpoint.meaning.state_dicts import evident_weights
+from ckpt8.checkpoint.meaning.twins import twins
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import Checkpoint, Labelled, NamedTensor, TensorRef, iter_leaves
+from ckpt8.checkpoint.vocabulary import MASTER_LISTS
+from ckpt8.codecs.base import Run
+from ckpt8.codecs.rounded_copy import HalfReference, Reference
+from ckpt8.codecs.split24.reference import round_masters
+from ckpt8.compressing.lockstep import set_companions
+from ckpt8.compressing.optimizer_steps import give_steps, take_steps
+from ckpt8.compressing.plan import (
+    Measured,
+    Plan,
+    Policy,
+    Stream,
+    Unit,
+    choose,
+    make_plan,
+    plan_joint,
+    read_elements,
+    views_of,
+)
+from ckpt8.compressing.spending import spend
+from ckpt8.container.checks import ReferenceCheck
+from ckpt8.container.frames import bytes_of
+from ckpt8.core.closing import without_collection
+from ckpt8.core.tensors import DType, Role
+from ckpt8.core.text import natural_order
+
+
+def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
+    """The stream of the weight whose step the stream of a copy takes, by the stream of the copy.
+
+    Units have their steps: see ``optimizer_steps``. A copy has the name of its weight in another model, and as many
+    elements. Rounded copies of masters follow these, and are left out; so are copies of several weights with steps.
+    """
+    streams = plan.streams
+    stepped = {unit.parameter.step.weight for unit in plan.units if unit.parameter and unit.parameter.step}
+    taken = {stream.index for unit in plan.units if unit.parameter for stream in unit.streams}
+    weights: dict[int, set[int]] = defaultdict(set)
+    for one, other in _twins(bundle, {stream.storage.key: stream.index for stream in streams}):
+        weight = plan.masters.get(one, one)
+        if weight in stepped and other not in taken and _is_free(streams[other]):
+            weights[other].add(weight)
+    return {
+        copy: weight
+        for copy, found in weights.items()
+        for weight in found
+        if len(found) == 1 and streams[copy].spec.numel == streams[weight].spec.numel
+    }
+
+
+def _twins(bundle: Bundle, index_of: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+    """The streams of all weights that several models in a folder have, in pairs; those of one rank, where ranks are."""
+    folders: dict[Hashable, list[tuple[int, object]]] = defaultdict(list)
+    for number, member in enumerate(bundle.found):
+        tree = member.checkpoint.tree
+        if not isinstance(tree, Labelled):
+            folders[home_of(member.path, tree)].append((number, tree))
+    for files in folders.values():
+        homes = {id(ref): number for number, tree in files for _, ref in iter_leaves(tree)}
+        for pair in twins([tree for _, tree in files]):
+            if all(id(ref) in homes for ref in pair):
+                one, other = (index_of[bundle.key(ref.key, homes[id(ref)])] for ref in pair)
+                yield one, other
+    for one_key, other_key in slice_twins(bundle.found, bundle.key):
+        yield index_of[one_key], index_of[other_key]
+
+
+def _is_free(stream: Stream) -> bool:
+    return stream.spec.role is Role.WEIGHT and stream.codec.copied is None
+
+
+_REFERENCES = {DType.BFLOAT16: Reference, DType.FLOAT16: HalfReference}
+"""The codec of a copy by its element type."""
+
+_SAMPLE = 32
+"""Elements to compare at the beginning, in the middle and at the end of a tensor."""
+
+_MOST_PADDING = 4096
+"""A flat group has fewer elements of alignment than these after its parameters."""
+
+Members = Sequence[tuple[str, Any]]
+"""Path and tree of every member."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensor:
+    """A tensor whose elements are one run of its storage."""
+
+    name: str
+    ref: TensorRef
+    stream: Stream
+
+    @property
+    def run(self) -> Run:
+        return Run(self.stream.index, self.ref.offset, self.count)
+
+    @property
+    def count(self) -> int:
+        return self.ref.numel
+
+
+def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: Policy) -> None:
+    """Turn the storages of ``plan`` that hold nothing but copies of masters into references."""
+    if not any(tensor.ref.dtype in _REFERENCES for tensor, _ in plan.tensors):
+        return
+    streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
+    copies, masters = [], []
+    for tensor, index in plan.tensors:
+        found = _tensor(tensor, streams[index])
+        if found is not None and found.ref.dtype in _REFERENCES:
+            copies.append(found)
+        elif found is not None and found.stream.codec.keeps_masters:
+            masters.append(found)
+    if not copies or not masters:
+        return
+    origins = _Origins(source, masters)
+    origins.follow(copies, find_partitions(members))
+    origins.match_alike(copies)
+    origins.match_in_order(copies)
+    copied = _copied_storages(plan, source, streams, origins.runs)
+    whole = {index: _one_master(codec, streams) for index, codec in copied.items()}
+    plan.masters = {index: master for index, master in whole.items() if master is not None}
+    for index, codec in _references(plan, copied, streams, policy).items():
+        streams[index] = replace(streams[index], codec=codec, reason=None)
+    plan.units = [replace(unit, streams=tuple(streams[s.index] for s in unit.streams)) for unit in plan.units]
+
+
+def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
+    """The tensor if it can be a copy or a master, else None."""
+    ref = tensor.ref
+    usable = (
+        tensor.role is stream.spec.role is Role.WEIGHT
+        and ref.dtype is stream.spec.dtype
+        and ref.dtype in (*_REFERENCES, DType.FLOAT32)
+        and ref.is_contiguous
+        and not (ref.conj or ref.neg)
+        and ref.numel > 0
+    )
+    return _Tensor(tensor.name, ref, stream) if usable else None
+
+
+class _Origins:
+    """Finds the masters of copies. ``runs`` are those that it found, by the TensorRef of the copy."""
+
+    def __init__(self, source: Checkpoint, masters: Sequence[_Tensor]) -> None:
+        self._source = source
+        self._masters = masters
+        self.runs: dict[TensorRef, list[Run]] = {}
+
+    def follow(self, copies: Iterable[_Tensor], partitions: Partitions) -> None:
+        """Accept the masters that the checkpoint itself states."""
+        known = {master.ref: master for master in self._masters}
+        for copy in copies:
+            pieces = partitions.get(copy.ref, [])
+            owners = [known.get(master) for master, _, _ in pieces]
+            runs = [
+                owner.run._replace(start=owner.ref.offset + start, length=count)
+                for owner, (_, start, count) in zip(owners, pieces, strict=True)
+                if owner is not None and start + count <= owner.count
+            ]
+            if pieces and len(runs) == len(pieces):
+                self._accept({copy: runs})
+
+    def match_alike(self, copies: Iterable[_Tensor]) -> None:
+        """Pair copies with masters of as many elements whose samples agree."""
+        waiting = [copy for copy in copies if copy.ref not in self.runs]
+        sizes = {(copy.count, copy.ref.dtype) for copy in waiting}
+        found: dict[tuple[int, DType, bytes], list[Run]] = defaultdict(list)
+        for master in self._masters:
+            for dtype in _REFERENCES:
+                if (master.count, dtype) in sizes:
+                    found[master.count, dtype, self._sample([master.run], dtype)].append(master.run)
+        for copy in waiting:
+            alike = found.get((copy.count, copy.ref.dtype, self._own_sample(copy)), []) if found else []
+            if alike:
+                # Several masters with one sample are mostly constant norms and biases, in the order of their copies.
+                self.runs[copy.ref] = [alike.pop(0) if len(alike) > 1 else alike[0]]
+
+    def match_in_order(self, copies: Iterable[_Tensor]) -> None:
+        """Lay the copies one after the other over flat masters, group by group."""
+        waiting = {copy.run: copy for copy in copies if copy.ref not in self.runs}.values()
+        lines = [master for master in self._masters if len(master.ref.shape) == 1]
+        listed = [each for each in lines if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", each.name))]
+        longest = max((copy.count for copy in waiting), default=0)
+        flat = listed or [each for each in lines if each.count > longest]
+        if not waiting or not flat:
+            return
+        matrices = [copy for copy in waiting if len(copy.ref.shape) > 1]
+        vectors = [copy for copy in waiting if len(copy.ref.shape) <= 1]
+        for groups in ([list(waiting)], [matrices, vectors], [vectors, matrices]):
+            found = _lay_over(groups, flat)
+            if found and self._accept(found):
+                return
+
+    def _accept(self, found: Mapping[_Tensor, list[Run]]) -> bool:
+        """Keep the runs of copies if all their samples agree; return whether they do."""
+        agree = all(self._sample(runs, copy.ref.dtype) == self._own_sample(copy) for copy, runs in found.items())
+        if agree:
+            self.runs.update((copy.ref, runs) for copy, runs in found.items())
+        return agree
+
+    def _sample(self, runs: Sequence[Run], dtype: DType) -> bytes:
+        """A few of the elements of ``runs`` over masters, rounded to ``dtype``."""
+        found = b""
+        codec = Reference(tuple(runs))
+        for at, n in _windows(codec.numel):
+            for run in codec.cut(at, n):
+                x = self._elements(run, DType.FLOAT32)
+                found += bytes(bytes_of(round_masters(x) if dtype is DType.BFLOAT16 else x.to(dtype.torch)))
+        return found
+
+    def _own_sample(self, copy: _Tensor) -> bytes:
+        """The same elements of a copy."""
+        codec = Reference((copy.run,))
+        runs = (run for at, n in _windows(codec.numel) for run in codec.cut(at, n))
+        return b"".join(bytes(bytes_of(self._elements(run, copy.ref.dtype))) for run in runs)
+
+    def _elements(self, run: Run, dtype: DType) -> torch.Tensor:
+        return read_elements(self._source, self._source.storages[run.storage or 0], dtype, run.start, run.length)
+
+
+def _windows(count: int) -> Iterator[tuple[int, int]]:
+    """Start and length of the samples of ``count`` elements."""
+    length = min(_SAMPLE, count)
+    return ((start, length) for start in sorted({0, (count - length) // 2, count - length}))
+
+
+def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> dict[_Tensor, list[Run]]:
+    """The runs of every tensor of ``groups`` over the flat masters; empty where these have another length.
+
+    Each member of the checkpoint holds the share of one rank: one flat master for every group.
+    """
+    shares: dict[str, list[_Tensor]] = defaultdict(list)
+    for master in flat:
+        shares[split_member(master.name)[0]].append(master)
+    if any(len(share) != len(groups) for share in shares.values()):
+        return {}
+    found: dict[_Tensor, list[Run]] = {}
+    for number, group in enumerate(groups):
+        ranks = [shares[member][number] for member in sorted(shares, key=natural_order)]
+        padding = sum(rank.count for rank in ranks) - sum(copy.count for copy in group)
+        if not 0 <= padding < _MOST_PADDING:
+            return {}
+        line = Reference(tuple(rank.run for rank in ranks))
+        at = 0
+        for copy in group:
+            found[copy] = list(line.cut(at, copy.count))
+            at += copy.count
+    return found
+
+
+def _copied_storages(
+    plan: Plan, source: Checkpoint, streams: Mapping[int, Stream], runs: Mapping[TensorRef, list[Run]]
+) -> dict[int, Reference]:
+    """The storages that hold nothing but copies, by their index, as references."""
+    views = views_of(plan.tensors)
+    found = {}
+    for index in sorted({index for tensor, index in plan.tensors if tensor.ref in runs}):
+        whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, source)
+        if whole:
+            found[index] = _REFERENCES[streams[index].spec.dtype](tuple(whole))
+    return found
+
+
+def _references(
+    plan: Plan, copied: Mapping[int, Reference], streams: Mapping[int, Stream], policy: Policy
+) -> dict[int, Reference]:
+    """Those of the storages that become references: the others have rules, or are copies too many."""
+    views = views_of(plan.tensors)
+    check = ReferenceCheck(lambda index, _: streams[index].spec.numel)
+    return {
+        index: codec
+        for index, codec in copied.items()
+        if not policy.has_rule([view.name for view in views[index]]) and check.problem(codec) is None
+    }
+
+
+def _one_master(codec: Reference, streams: Mapping[int, Stream]) -> int | None:
+    """The master that a copy has all elements of, in their order; None where it is a copy of parts or of several."""
+    (storage, start, length), *others = codec.runs
+    if others or storage is None or start or length != streams[storage].spec.numel:
+        return None
+    return storage
+
+
+def _runs_of_storage(
+    stream: Stream, views: Iterable[TensorRef], runs: Mapping[TensorRef, list[Run]], source: Checkpoint
+) -> list[Run] | None:
+    """The runs of a whole storage, put together from those of its tensors; None where a part is no copy."""
+    whole: list[Run] = []
+    reached, numel = 0, stream.spec.numel
+    for ref in sorted(views, key=lambda ref: (ref.offset, ref not in runs)):
+        stop = ref.offset + ref.span
+        if stop <= reached or not ref.span:
+            continue
+        if ref not in runs or ref.offset < reached:
+            return None
+        whole += [*_padding(stream, reached, ref.offset, source), *runs[ref]]
+        reached = stop
+    whole += _padding(stream, reached, numel, source)
+    return _join_runs(whole)
+
+
+def _padding(stream: Stream, start: int, stop: int, source: Checkpoint) -> list[Run]:
+    """The elements between two tensors as a run that repeats the first of them; nothing where there are none."""
+    if start == stop:
+        return []
+    (bits,) = read_elements(source, stream.storage, DType.UINT16, start, 1).tolist()
+    return [Run(None, bits, stop - start)]
+
+
+def _join_runs(runs: Iterable[Run]) -> list[Run]:
+    """Runs joined where one continues the other."""
+    joined: list[Run] = []
+    for run in runs:
+        last = joined[-1] if joined else None
+        if last and run.storage is not None and (last.storage, last.start + last.length) == (run.storage, run.start):
+            joined[-1] = last._replace(length=last.length + run.length)
+        else:
+            joined.append(run)
+    return joined
+
+
+def plan_bundle(bundle: Bundle, policy: Policy, measured: Measured | None = None) -> Plan:
+    """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError.
+
+    ``measured`` is that of ``spend``.
+    """
+    return plan_policies(bundle, [policy], measured)[0]
+
+
+@without_collection()
+def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured | None = None) -> list[Plan]:
+    """The plan of all members under each policy. Raises as ``plan_bundle``."""
+    trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
+    found = plan_members(bundle, policies[0])
+    views = views_of(found.tensors)
+    plans: list[Plan] = []
+    stepped: Plan | None = None
+    for policy in policies:
+        units = found.units if policy is policies[0] else [_chosen(unit, found, views, policy) for unit in found.units]
+        plan = Plan(units, found.tensors, found.chosen)
+        refer_to_masters(plan, bundle, trees, policy)
+        if policy.budget is not None:
+            if stepped is None:
+                give_steps(plan, bundle)
+                plan.copies = copies_of_weights(plan, bundle)
+            else:
+                take_steps(plan, stepped)
+            stepped = stepped or replace(plan)  # whatever the budget is
+            spend(plan, bundle, policy, policy.budget, measured)
+        set_companions(plan)
+        plans.append(plan)
+    return plans
+
+
+def plan_members(bundle: Bundle, policy: Policy) -> Plan:
+    """As ``plan_bundle``, without what only elements tell: which storages are copies of others. Raises the same."""
+    members = [(member.path, member.checkpoint) for member in bundle.members]
+    names = Names()
+    plan = Plan([])
+    weight_names, universal = NamesFromWeights(members), Universal(members)
+    beside = cache(lambda: evident_weights(*(checkpoint.tree for _, checkpoint in members)))
+    for member in bundle.members:
+        names.prefix = "" if bundle.directory is None else f"{member.path}:"
+        own = make_plan(member.checkpoint, policy, names, universal.role(member.path), bundle, member.first, beside)
+        if any(unit.parameter for unit in own.units):
+            better = weight_names.of_member(member.path).items()
+            name_of = {names.prefix + place: short_name(names.prefix + name) for place, name in better}
+            own.units = [_renamed(unit, name_of) for unit in own.units]
+        plan.units += own.units
+        plan.tensors += own.tensors
+        plan.chosen |= own.chosen
+    joint = joint_parameters(state for member in bundle.members for state in member.states) + universal.parameters()
+    if joint:
+        plan_joint(bundle, plan, joint)
+    return plan
+
+
+def _chosen(unit: Unit, plan: Plan, views: Mapping[int, list[NamedTensor]], policy: Policy) -> Unit:
+    """The unit with the codecs that ``policy`` chooses."""
+    streams = tuple(
+        choose(stream, views[stream.index], policy) if stream.index in plan.chosen else stream
+        for stream in unit.streams
+    )
+    return unit if streams == unit.streams else Unit(streams, unit.parameter)
+
+
+def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:
+    """The unit, whose parameter has a better name if ``name_of`` has one for it; the place of a slice stays."""
+    parameter = unit.parameter
+    if parameter is None:
+        return unit
+    bare = SLICE.sub("", parameter.name)
+    name = name_of[bare] + parameter.name[len(bare) :] if bare in name_of else parameter.name
+    return unit if name == parameter.name else Unit(unit.streams, replace(parameter, name=name))

@@ -1,0 +1,512 @@
+"""Checks what storages of a container say of each other: references to masters, and companions.
+
+A reference costs nothing to store, so limits keep a small file from asking for much work: a copy is as long as its
+runs, padding is no more than half of it, its runs touch few chunks of masters for its length, and no master is copied
+more than a few times.
+
+The base of a delta: opened when a part of it is first needed, it must fit the delta then.
+
+Where the bytes of a member come from: runs of the skeleton between runs of storages.
+
+Checks the paths and links of the members of a directory, so that nothing lands outside of it.
+
+A path is relative, its components are names, and everything above it is a directory, never a file or a link. A link
+goes up with leading ``..`` only, and no higher than its directory: resolved step by step, over other links or not, it
+then stays inside.
+
+Finds the frames of every part in the entries of a container, and checks that they fit what the manifest states.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate, dropwhile, pairwise
+from pathlib import Path
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from ckpt8.codecs import Codec
+from ckpt8.codecs.base import Copied, Factors
+from ckpt8.container import header
+from ckpt8.container.columns import is_unicode
+from ckpt8.container.header import FRAME, Entry
+from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, FrameTable, Manifest, MemberRecord, Pack, StorageRecord
+from ckpt8.container.symbol_modes import Mode
+from ckpt8.core.closing import Closing
+from ckpt8.core.errors import InputError
+from ckpt8.core.tensors import DType, PartSpec, TensorSpec
+
+MOST_COPIES = 4
+"""The most copies of a master, counted by its elements."""
+
+_WORK = 4
+"""The most elements of masters to decode for every element of a copy, on top of as many chunks."""
+
+
+class ReferenceCheck:
+    """Checks references one after the other and counts the copies of every master.
+
+    ``numel_of`` gives the elements of a storage, None if it is no master of the copy.
+    """
+
+    def __init__(self, numel_of: Callable[[int, Copied], int | None]) -> None:
+        self._numel_of = numel_of
+        self._elements: Counter[int] = Counter()
+
+    def problem(self, copied: Copied) -> str | None:
+        """Why a reference is not sound; None for a sound one, whose copies then count."""
+        padding = work = 0
+        more = Counter[int]()
+        for storage, start, count in copied.runs:
+            if storage is None:
+                padding += count
+                continue
+            numel = self._numel_of(storage, copied)
+            if numel is None or start + count > numel:
+                return "refers to something other than elements of fp32 masters"
+            work += min(numel, -(-(start + count) // FRAME) * FRAME) - start // FRAME * FRAME
+            more[storage] += count
+        if 2 * padding > copied.numel:
+            return "is mostly padding"
+        if work > _WORK * (copied.numel + FRAME):
+            return "refers to masters in too many small pieces"
+        if any(
+            self._elements[each] + count > MOST_COPIES * (self._numel_of(each, copied) or 0)
+            for each, count in more.items()
+        ):
+            return "is one copy too many of its masters"
+        self._elements += more
+        return None
+
+
+def check_references(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
+    """Raise InputError for a reference that is not sound."""
+    storages = manifest.storages
+
+    def numel_of(storage: int, copied: Copied) -> int | None:
+        if storage >= len(storages) or storages[storage].dtype is not DType.FLOAT32:
+            return None
+        codec = codec_of(storage)
+        return storages[storage].numel if codec.keeps_masters or (codec.may_be_copied and not copied.is_exact) else None
+
+    check = ReferenceCheck(numel_of)
+    for index, record in enumerate(storages):
+        copied = codec_of(index).copied
+        if copied is not None:
+            problem = check.problem(copied)
+            if copied.numel != record.numel:
+                problem = f"refers to {copied.numel} elements for the {record.numel} that it has"
+            if problem is not None:
+                raise InputError(f"{where}: {record.name}: {problem}")
+
+
+def check_companions(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
+    """Raise InputError for a storage whose companion is missing, has another length or needs companions itself."""
+    storages = manifest.storages
+    for index, record in enumerate(storages):
+        for name, other in codec_of(index).companion_storages.items():
+            known = type(other) is int and 0 <= other < len(storages)
+            if not known or storages[other].numel != record.numel:
+                raise InputError(f"{where}: {record.name}: {name} is not a storage of as many elements")
+            if codec_of(other).companions or codec_of(other).copied is not None:
+                raise InputError(f"{where}: {record.name}: {name} is coded with another storage itself")
+        for name, factors in codec_of(index).factored.items():
+            if problem := _factors_problem(factors, manifest, codec_of, record.numel):
+                raise InputError(f"{where}: {record.name}: {name} {problem}")
+
+
+def _factors_problem(factors: Factors, manifest: Manifest, codec_of: Callable[[int], Codec], numel: int) -> str | None:
+    """Why statistics do not give ``numel`` elements; None if they do."""
+    storages = manifest.storages
+    if max(factors.rows, factors.columns) >= len(storages):
+        return "is not a pair of storages"
+    for index, size in ((factors.rows, factors.width), (factors.columns, factors.height)):
+        record, codec = storages[index], codec_of(index)
+        if record.dtype is not DType.FLOAT32 or codec.is_lossy or codec.companions or codec.copied is not None:
+            return "has statistics that are not kept exactly in fp32"
+        # A chunk of elements takes no more than a chunk of each.
+        if record.numel * size != numel or record.numel > FRAME:
+            return "has statistics of another shape"
+    return None if numel % (factors.height * factors.width) == 0 else "has statistics of another shape"
+
+
+class Linked(Protocol):
+    """An open container."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def seal(self) -> bytes:
+        """What identifies the file."""
+
+    def codec(self, storage: int) -> Codec:
+        """The codec of a storage."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+R = TypeVar("R", bound=Linked)
+
+
+class Base(Closing, Generic[R]):
+    """The base of the container ``delta``, which ``open_base`` opens. Thread-safe."""
+
+    def __init__(self, delta: R, open_base: Callable[[], R]) -> None:
+        self._delta = delta
+        self._open = open_base
+        self._reader: R | None = None
+        self._problem: InputError | None = None
+        self._lock = threading.Lock()
+
+    def reader(self) -> R:
+        """The open base. Raises InputError where it is missing or damaged, or does not fit."""
+        with self._lock:
+            if self._problem is not None:
+                raise self._problem
+            if self._reader is None:
+                try:
+                    self._reader = self._opened()
+                except InputError as exc:
+                    # Each chunk of a delta asks again.
+                    self._problem = exc
+                    raise
+            return self._reader
+
+    def _opened(self) -> R:
+        found = self._open()
+        try:
+            _check(self._delta, found)
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """Close the base, if it is open."""
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
+
+
+def check_deltas(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
+    """Raise InputError for a storage that cannot be a difference."""
+    skeletons = {member.skeleton for member in manifest.members}
+    for index, record in enumerate(manifest.storages):
+        if record.base is not None:
+            codec = codec_of(index)
+            if manifest.base is None:
+                raise InputError(f"{where}: {record.name}: is a difference, but the file names no base")
+            if index in skeletons:
+                raise InputError(f"{where}: {record.name}: is a difference, but no tensor")
+            if codec.companions or codec.copied is not None:
+                raise InputError(f"{where}: {record.name}: {codec.id} cannot be kept as a difference")
+
+
+def _check(delta: Linked, base: Linked) -> None:
+    """Raise InputError unless the chain of ``delta`` is that of ``base``, and each difference has its partner there."""
+    record, below = delta.manifest.base, base.manifest.base
+    seal = base.seal.hex()
+    key, place, links = (seal, 0, 0) if below is None else (below.key, below.place, below.links)
+    if record is None or record.seal != seal:
+        raise InputError(f"{delta.path}: its base {base.path} was replaced while it was opened")
+    if record.key != key or record.links != links + 1 or record.place <= place:
+        raise InputError(f"{delta.path}: its place in its chain does not fit that of its base {base.path}")
+    for index, own in enumerate(delta.manifest.storages):
+        if own.base is not None and (problem := _problem(delta, index, own, base, own.base)) is not None:
+            raise InputError(f"{delta.path}: {own.name}: {problem} in its base {base.path}")
+
+
+def _problem(delta: Linked, index: int, own: StorageRecord, base: Linked, at: int) -> str | None:
+    """Why a storage is no difference to that ``at`` the index in the base; None if it may be."""
+    if at >= len(base.manifest.storages):
+        return "has no partner"
+    partner = base.manifest.storages[at]
+    if partner.pack is not None or (partner.dtype, partner.numel) != (own.dtype, own.numel):
+        return "has a partner of another type or size"
+    return None if delta.codec(index).counts_from(base.codec(at)) else "has a partner with another codec"
+
+
+CRC_BYTES = 4
+
+
+class Run(NamedTuple):
+    """Bytes ``start`` to ``stop`` of the member, which are those from ``origin`` on of one stored record."""
+
+    start: int
+    stop: int
+    storage: int
+    origin: int
+
+
+def member_runs(manifest: Manifest, member: int, where: str) -> list[Run]:
+    """Cut a member at the borders of its storages. Raises InputError where storages and skeleton do not fill it."""
+    record = manifest.members[member]
+    runs: list[Run] = []
+    position = skeleton = 0
+    seen = {record.skeleton}
+    for offset, index in [*record.segments, [record.size, -1]]:
+        if offset < position or index in seen:
+            raise InputError(f"{where}: manifest is malformed: storages of {record.path!r} overlap or repeat")
+        if position < offset:
+            runs.append(Run(position, offset, record.skeleton, skeleton))
+            skeleton += offset - position
+        position = offset
+        if index >= 0 and manifest.storages[index].nbytes:
+            position += manifest.storages[index].nbytes
+            runs.append(Run(offset, position, index, 0))
+        seen.add(index)
+    if position != record.size or skeleton != manifest.storages[record.skeleton].nbytes:
+        raise InputError(f"{where}: manifest is malformed: {record.path!r} has another size than its parts")
+    return runs
+
+
+def check_members(manifest: Manifest, where: str) -> None:
+    """Raise InputError unless every member is filled exactly and its checksum fields lie in its skeleton."""
+    if not manifest.members:
+        raise InputError(f"{where}: manifest is malformed: it has no member")
+    taken: set[int] = set()
+    for index, record in enumerate(manifest.members):
+        runs = member_runs(manifest, index, where)
+        own = {record.skeleton, *(storage for _, storage in record.segments)}
+        if own & taken:
+            raise InputError(f"{where}: manifest is malformed: {record.path!r} has storages of another member")
+        taken |= own
+        _check_crc_fields(record, [run for run in runs if run.storage == record.skeleton], where)
+
+
+def _check_crc_fields(record: MemberRecord, skeleton: list[Run], where: str) -> None:
+    at = 0
+    free_from = 0
+    for place, _ in sorted(record.crc_fields):
+        while at < len(skeleton) and skeleton[at].stop < place + CRC_BYTES:
+            at += 1
+        if at == len(skeleton) or place < max(skeleton[at].start, free_from):
+            raise InputError(f"{where}: manifest is malformed: a checksum field lies outside the skeleton")
+        free_from = place + CRC_BYTES
+
+
+MAX_PATH_BYTES = 4096
+"""The longest path that systems take."""
+
+MAX_NAME_BYTES = 255
+"""The longest name in a directory that systems take."""
+
+MAX_COMPONENTS = 256
+"""The most names in a path: Python cannot remove deeper directories."""
+
+_NO_NAMES = ("", ".", "..")
+_SEPARATORS = ("/", "\0") if os.sep == "/" else ("/", "\0", os.sep, ":")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a text names an entry of a directory and nothing else."""
+    return name not in _NO_NAMES and not any(mark in name for mark in _SEPARATORS)
+
+
+def name_problem(name: str) -> str | None:
+    """What is wrong with a name that a file states, of a file beside it; None where every system takes it."""
+    if not is_plain_name(name):
+        return "is no name of a file"
+    if not is_unicode(name):
+        return "is not valid UTF-8"
+    return f"has a name longer than {MAX_NAME_BYTES} bytes" if len(name.encode()) > MAX_NAME_BYTES else None
+
+
+def path_problem(path: str) -> str | None:
+    """What is wrong with the path of a file in a directory, which a file states; None where every system takes it."""
+    if not is_unicode(path):
+        return "is not valid UTF-8"
+    if len(path.encode()) > MAX_PATH_BYTES:
+        return f"is longer than {MAX_PATH_BYTES} bytes"
+    names = path.split("/")
+    if len(names) > MAX_COMPONENTS:
+        return f"has more than {MAX_COMPONENTS} components"
+    if not all(map(is_plain_name, names)):
+        return "leaves its directory"
+    return next(filter(None, map(name_problem, names)), None)
+
+
+def link_stays_inside(path: str, target: str) -> bool:
+    """Whether a link at ``path``, whose own directory is no link, leads nowhere but into the member directory."""
+    components = target.split("/")
+    rest = list(dropwhile("..".__eq__, components))
+    up = len(components) - len(rest)
+    if rest and rest[-1] == "":
+        rest.pop()  # a slash at the end says that it is a directory
+    return up <= path.count("/") and bool(components[0]) and all(is_plain_name(part) or part == "." for part in rest)
+
+
+def check_paths(manifest: Manifest, where: str) -> None:
+    """Raise InputError unless the members of a directory can be written side by side, and only there."""
+    if manifest.directory is None:
+        if len(manifest.members) != 1:
+            raise InputError(f"{where}: manifest is malformed: {len(manifest.members)} members, but no directory")
+        return
+    seen: set[str] = set()
+    for member in manifest.members:
+        check_path(member.path, where)
+        _check_member(member, where)
+        if member.path in seen:
+            raise InputError(f"{where}: manifest is malformed: it has two members {member.path[:80]!r}")
+        seen.add(member.path)
+    # In this order whatever lies below a path follows it at once.
+    for above, below in pairwise(sorted(path.split("/") for path in seen)):
+        if below[: len(above)] == above:
+            shown = repr("/".join(below)[:80])
+            raise InputError(f"{where}: manifest is malformed: {shown} lies below another member")
+
+
+def check_path(path: str, where: str) -> None:
+    """Raise InputError for the path of a member that no directory can have."""
+    problem = path_problem(path)
+    if problem is not None:
+        raise InputError(f"{where}: holds a member {path[:80]!r}, whose path {problem}; nothing is written")
+
+
+def _check_member(member: MemberRecord, where: str) -> None:
+    shown, malformed = repr(member.path[:80]), "manifest is malformed:"
+    no_checkpoint = member.format in (FILE, SYMLINK, DIRECTORY)
+    checks = (
+        (member.format == DIRECTORY and member.size, f"{malformed} the directory {shown} has content"),
+        (
+            member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES,
+            f"{malformed} the link {shown} has {member.size} bytes",
+        ),
+        (
+            no_checkpoint and (member.segments or member.crc_fields),
+            f"{malformed} {shown} is no checkpoint but has storages",
+        ),
+    )
+    for wrong, what in checks:
+        if wrong:
+            raise InputError(f"{where}: {what}")
+
+
+_FRAME_RATIO = 1 << 15
+"""The most bytes that a zstd frame holds for each stored one: a block of at most 128 KiB takes at least four bytes."""
+
+
+class PartPlace(NamedTuple):
+    """Where the frames of one part lie: offset in the file, stored length and crc32 of each."""
+
+    offsets: list[int]
+    table: FrameTable
+
+
+Places = Mapping[str, PartPlace]
+"""The place of every part by name."""
+
+NOWHERE: Places = {}
+"""The places of a storage that has no frames of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Locator:
+    """Takes the ``entries`` of storages and packs from those of the container. Raises InputError.
+
+    ``where`` opens messages. ``start`` is the offset of the first entry, ``slab`` the elements of a slab.
+    """
+
+    where: str
+    start: int
+    slab: int
+    entries: dict[str, Entry]
+
+    def storage(self, record: StorageRecord, codec: Codec) -> Places:
+        """The places of a storage that is in no pack."""
+        expected = codec.layout(self._checked(record, codec))
+        self._check_names(record, expected)
+        if not expected:
+            return NOWHERE
+        check_frame_count(record, self.where)
+        slabs = header.slab_chunks(record.numel, self.slab)
+        return {
+            part: self._part(
+                record,
+                part,
+                spec,
+                {
+                    header.entry_name(record.name, part, k, len(slabs)): len(chunks) * header.planes(spec)
+                    for k, chunks in enumerate(slabs)
+                },
+            )
+            for part, spec in expected.items()
+        }
+
+    def pack(self, pack: Pack, codec: Codec) -> Places:
+        """The places of a pack."""
+        if codec.companions or codec.copied is not None:
+            raise InputError(f"{self.where}: {pack.name}: storages that share entries cannot depend on others")
+        found = header.pack_layout(codec, self._checked(pack, codec), pack.numels)
+        self._check_names(pack, found)
+        names = ((part, spec, header.pack_entry(pack.name, part)) for part, (spec, _) in found.items())
+        return {
+            part: self._part(pack, part, spec, {name: header.planes(spec)} if pack.numel else {})
+            for part, spec, name in names
+        }
+
+    def _checked(self, record: StorageRecord | Pack, codec: Codec) -> TensorSpec:
+        spec = TensorSpec(record.name, record.role, record.dtype, (record.numel,))
+        if not codec.accepts(spec):
+            raise InputError(f"{self.where}: {record.name}: {codec.id} does not hold {record.dtype.label}")
+        return spec
+
+    def _check_names(self, record: StorageRecord | Pack, expected: Mapping[str, object]) -> None:
+        if set(record.parts) != set(expected):
+            raise InputError(f"{self.where}: {record.name}: parts do not fit its codec")
+
+    def _part(self, record: StorageRecord | Pack, part: str, spec: PartSpec, names: Mapping[str, int]) -> PartPlace:
+        """Where the frames of a part lie; ``names`` are those of its entries, each with its number of frames."""
+        table = record.parts[part]
+        nbytes = self._plane_bytes(record, part, spec)
+        # Bound the memory that a declared size can cause by the bytes that are really there.
+        if sum(table.lengths) * _FRAME_RATIO < nbytes:
+            raise InputError(f"{self.where}: {record.name}: {part!r} cannot hold the {nbytes} bytes it must hold")
+        offsets: list[int] = []
+        position = 0
+        for name, count in names.items():
+            entry = self.entries.pop(name, None)
+            lengths = table.lengths[position : position + count]
+            if entry is None or sum(lengths) != entry.nbytes:
+                raise InputError(f"{self.where}: {record.name}: frames of {part!r} do not fill their entry")
+            start = self.start + entry.start
+            offsets += [start + before for before in accumulate(lengths[:-1], initial=0)]
+            position += len(lengths)
+        if position != len(table.lengths):
+            raise InputError(f"{self.where}: {record.name}: {part!r} has more frames than elements")
+        return PartPlace(offsets, table)
+
+    def _plane_bytes(self, record: StorageRecord | Pack, part: str, spec: PartSpec) -> int:
+        """The bytes of all planes of a part. Raises InputError where the modes of symbols do not fit its frames."""
+        table = record.parts[part]
+        if not spec.is_symbols and not table.modes:
+            return spec.nbytes
+        if not spec.is_symbols or not _fits_modes(table, spec.numel):
+            raise InputError(f"{self.where}: {record.name}: modes of {part!r} do not fit its frames")
+        return sum(sum(mode.plane_lengths(count)) for mode, count in _chunks(table, spec.numel))
+
+
+def _fits_modes(table: FrameTable, numel: int) -> bool:
+    """Whether every chunk of symbols has a mode, and stored bytes for those planes that this mode uses."""
+    chunks = header.chunk_count(numel)
+    lengths = [length for mode, count in _chunks(table, numel) for length in mode.plane_lengths(count)]
+    given = [bool(length) for length in table.lengths]
+    return len(table.modes) == chunks and given == [bool(length) for length in lengths]
+
+
+def _chunks(table: FrameTable, numel: int) -> Iterator[tuple[Mode, int]]:
+    """The mode and the number of symbols of every chunk."""
+    for chunk, mode in enumerate(table.modes):
+        yield mode, min(header.FRAME, numel - chunk * header.FRAME)
+
+
+def check_frame_count(record: StorageRecord | Pack, where: str) -> None:
+    """Bound the work that a declared element count can cause by the frames that are really there."""
+    chunks = header.chunk_count(record.numel)
+    if any(len(table.lengths) < chunks for table in record.parts.values()):
+        raise InputError(f"{where}: {record.name}: has fewer frames than its {record.numel} elements need")

@@ -1,0 +1,330 @@
+"""Packs and unpacks symbols in a pass over memory for every plane: the bits of ``symbols``.
+
+Differences of symbols, and their sums, in one pass over memory: the bits of ``differences``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ckpt8.codecs.symbols_numba import from_zigzag, zigzag
+from ckpt8.container.symbol_modes import DIGITS, LANES, Mode
+from ckpt8.core.numba import i4, kernel
+
+u4, u8 = np.uint32, np.uint64
+
+_HISTOGRAMS, _SMALL = 4, 1 << 12
+_RUN = 30 << 7
+"""Symbols whose digits are taken at once, so that these stay in the L1 cache; whole bytes for every base."""
+_JOINT = 1 << 9
+"""The integers of the bits plane that are made at once: they stay there as well."""
+
+
+@kernel
+def _largest(symbols):
+    largest = i4(0)
+    for i in range(symbols.size):
+        largest = max(largest, symbols[i])
+    return largest
+
+
+@kernel
+def _place(symbol):
+    """Where a symbol is counted; unsigned, or numba would ask whether it counts from the end."""
+    return u8(u4(symbol + i4(1)))
+
+
+@kernel
+def _count(symbols, first, second, third, fourth):
+    """Count in four histograms in turn: an increment need not wait for that of an equal neighbour."""
+    n = symbols.size // 4 * 4
+    for i in range(0, n, 4):
+        first[_place(symbols[i])] += u4(1)
+        second[_place(symbols[i + 1])] += u4(1)
+        third[_place(symbols[i + 2])] += u4(1)
+        fourth[_place(symbols[i + 3])] += u4(1)
+    for i in range(n, symbols.size):
+        first[_place(symbols[i])] += u4(1)
+
+
+@kernel
+def _count_many(symbols, counts):
+    for i in range(symbols.size):
+        counts[_place(symbols[i])] += u4(1)
+
+
+@kernel
+def _tabulate(counts, modes, rows):
+    """Add the counts of what is above the bits of stored symbols to the rows of every mode (raw, base, over, ...)."""
+    for symbol in range(counts.size):
+        count = counts[symbol]
+        if count:
+            row = 0
+            for k in range(modes.shape[0]):
+                raw, over = modes[k, 0], modes[k, 2]
+                rest, escape = symbol >> 8 * raw, modes[k, 1] - 1
+                rows[row, min(rest, escape)] += count
+                above = max(rest - escape, 0)
+                for byte in range(over):
+                    rows[row + over - byte, (above >> 8 * byte) & 0xFF] += count
+                row += over
+                for byte in range(raw):
+                    rows[row + raw - byte, (symbol >> 8 * byte) & 0xFF] += count
+                row += raw + 1
+
+
+@kernel
+def _stored(symbol, top):
+    """A symbol with the one that stands for -1 in place."""
+    return i4(top if symbol < 0 else i4(symbol + i4(top == 0)))
+
+
+@kernel
+def _take_digits(symbols, out, top, shift, escape):
+    for i in range(symbols.size):
+        out[i] = min(i4(_stored(symbols[i], top) >> shift), escape)
+
+
+@kernel
+def _at(digits, place, weight):
+    return i4(i4(digits[u8(place)]) * i4(weight))
+
+
+@kernel
+def _join_bytes(digits, out, per_byte):
+    """Put so many digits into each byte, the first one as the lowest."""
+    if per_byte == 5:
+        for i in range(out.size):
+            k = 5 * i
+            low = i4(_at(digits, k, 1) + _at(digits, k + 1, 3))
+            high = i4(_at(digits, k + 2, 9) + _at(digits, k + 3, 27))
+            out[i] = i4(i4(low + high) + _at(digits, k + 4, 81))
+    elif per_byte == 3:
+        for i in range(out.size):
+            k = 3 * i
+            out[i] = i4(i4(_at(digits, k, 1) + _at(digits, k + 1, 6)) + _at(digits, k + 2, 36))
+    else:
+        for i in range(out.size):
+            k = 2 * i
+            out[i] = i4(_at(digits, k, 1) + _at(digits, k + 1, 16))
+
+
+@kernel
+def _fill_digits(symbols, out, top, shift, base, per_byte):
+    top, shift, escape = i4(top), i4(shift), i4(base - 1)
+    if per_byte == 1:
+        _take_digits(symbols, out, top, shift, escape)
+        return
+    run = np.empty(_RUN, np.uint8)
+    for first in range(0, symbols.size, _RUN):
+        block = symbols[first : first + _RUN]
+        _take_digits(block, run, top, shift, escape)
+        run[block.size :] = 0
+        at = first // per_byte
+        _join_bytes(run, out[at : at + (block.size + per_byte - 1) // per_byte], per_byte)
+
+
+@kernel
+def _fill_plane(symbols, out, top, less, shift):
+    """One byte of what a symbol has above ``less``."""
+    top, less, shift = i4(top), i4(less), i4(shift)
+    for i in range(symbols.size):
+        out[i] = max(i4(_stored(symbols[i], top) - less), i4(0)) >> shift
+
+
+@kernel
+def _fill_bits(symbols, out, top, bits):
+    """The lowest bits: those of eight symbols, an eighth of all apart, make an integer."""
+    n, m, top = symbols.size, (symbols.size + LANES - 1) // LANES, i4(top)
+    mask, joint = i4((1 << bits) - 1), np.empty(_JOINT, np.uint64)
+    for first in range(0, m, _JOINT):
+        block = joint[: min(_JOINT, m - first)]
+        block[:] = 0
+        for lane in range(LANES):
+            own = symbols[lane * m + first : min(n, lane * m + first + block.size)]
+            shift = u8(bits * lane)
+            for i in range(own.size):
+                block[i] |= u8(_stored(own[i], top) & mask) << shift
+        for k in range(bits):
+            shift = u8(8 * k)
+            stored = out[k * m + first : k * m + first + block.size]
+            for i in range(block.size):
+                stored[i] = block[i] >> shift
+
+
+@kernel
+def _join_digits(plane, digits, per_byte, out):
+    """Look up the digits of every byte."""
+    n = out.size // per_byte
+    if per_byte == 5:
+        for i in range(n):
+            at, own = 5 * i, digits[plane[i]]
+            out[at], out[at + 1], out[at + 2], out[at + 3], out[at + 4] = own[0], own[1], own[2], own[3], own[4]
+    elif per_byte == 3:
+        for i in range(n):
+            at, own = 3 * i, digits[plane[i]]
+            out[at], out[at + 1], out[at + 2] = own[0], own[1], own[2]
+    elif per_byte == 2:
+        for i in range(n):
+            out[2 * i], out[2 * i + 1] = i4(plane[i]) & i4(15), i4(plane[i]) >> i4(4)
+    else:
+        for i in range(n):
+            out[i] = plane[i]
+    for i in range(per_byte * n, out.size):
+        out[i] = digits[plane[n], i - per_byte * n]
+
+
+@kernel
+def _largest_byte(plane):
+    largest = plane[0]
+    for i in range(plane.size):
+        largest = max(largest, plane[i])
+    return largest
+
+
+@kernel
+def _add_over(plane, byte, escape, out):
+    """Add bytes to digits that are escapes; return whether all others are zero. Digits must be the first byte's."""
+    wrong = i4(0)
+    byte, escape = i4(byte), i4(escape)
+    for i in range(out.size):
+        above = i4(i4(plane[i]) << byte)
+        wrong |= i4((above != 0) & (out[i] < escape))
+        out[i] += above
+    return wrong == 0
+
+
+@kernel
+def _add_raw(plane, out):
+    for i in range(out.size):
+        out[i] = i4(out[i] << i4(8)) | i4(plane[i])
+
+
+@kernel
+def _add_bits(plane, bits, out):
+    """Put bits below what is there; return whether those behind the last symbol are zero."""
+    n, m = out.size, plane.size // bits
+    mask, joint, wrong = u8((1 << bits) - 1), np.empty(_JOINT, np.uint64), u8(0)
+    for first in range(0, m, _JOINT):
+        block = joint[: min(_JOINT, m - first)]
+        block[:] = 0
+        for k in range(bits):
+            shift = u8(8 * k)
+            stored = plane[k * m + first : k * m + first + block.size]
+            for i in range(block.size):
+                block[i] |= u8(stored[i]) << shift
+        for lane in range(LANES):
+            own = out[lane * m + first : min(n, lane * m + first + block.size)]
+            shift = u8(bits * lane)
+            for i in range(own.size):
+                own[i] = i4(own[i] << i4(bits)) | i4((block[i] >> shift) & mask)
+            for i in range(own.size, block.size):
+                wrong |= (block[i] >> shift) & mask
+    return wrong == 0
+
+
+@kernel
+def _set_top(out, top):
+    """Give -1 to those that are ``top``, and take back what made room for it; return the largest of all before."""
+    largest, top, less = i4(0), i4(top), i4(top == 0)
+    for i in range(out.size):
+        largest = max(largest, out[i])
+        out[i] = i4(-1) if out[i] == top else i4(out[i] - less)
+    return largest
+
+
+def largest(symbols: torch.Tensor) -> int:
+    """As ``symbols``."""
+    return int(_largest(symbols.numpy()))
+
+
+def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
+    """As ``symbols``."""
+    lanes = _HISTOGRAMS if largest < _SMALL else 1
+    counts = np.zeros((lanes, largest + 2), np.uint32)
+    if lanes > 1:
+        _count(symbols.numpy(), *counts)
+    else:
+        _count_many(symbols.numpy(), counts[0])
+    return torch.from_numpy(counts.sum(0, dtype=np.int64))
+
+
+def tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
+    """As ``symbol_choice``."""
+    rows = np.zeros((sum(1 + mode.over + mode.raw for mode in modes), 256), np.int64)
+    _tabulate(counts.numpy(), np.array(modes), rows)
+    return torch.from_numpy(rows)
+
+
+def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
+    """As ``symbols``."""
+    x, (raw, base, over, top, bits) = symbols.numpy(), mode
+    low = bits + 8 * raw
+    _fill_digits(x, planes[0].numpy(), top, low, base, DIGITS[base])
+    for k in range(over):
+        # Shifted once: a second shift of each symbol would take twice as long.
+        _fill_plane(x, planes[over - k].numpy(), top, (base - 1) << low, 8 * k + low)
+    for k in range(raw):
+        _fill_plane(x, planes[over + raw - k].numpy(), top, 0, 8 * k)
+    if bits:
+        _fill_bits(x, planes[1 + over].numpy(), top, bits)
+
+
+def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
+    """As ``symbols``."""
+    arrays, found, (raw, base, over, top, bits) = [plane.numpy() for plane in planes], out.numpy(), mode
+    per_byte = DIGITS[base]
+    if _largest_byte(arrays[0]) >= base**per_byte:
+        return False
+    values = np.arange(base**per_byte, dtype=np.int32)
+    digits = np.stack([values // base**k % base for k in range(per_byte)], 1)
+    _join_digits(arrays[0], digits, per_byte, found)
+    # From the most significant byte on: a digit that is no escape stays below it.
+    if not all(_add_over(arrays[over - k], 8 * k, base - 1, found) for k in reversed(range(over))):
+        return False
+    for k in range(raw):
+        _add_raw(arrays[over + 1 + k], found)
+    if bits and not _add_bits(arrays[over + 1], bits, found):
+        return False
+    return bool(_set_top(found, top) <= mode.largest)
+
+
+@kernel
+def _subtract(symbols, base, out):
+    """Return the largest of the differences."""
+    largest = i4(0)
+    for i in range(symbols.size):
+        own, other = symbols[i], base[i]
+        far = i4(-1) if own < 0 else zigzag(i4(from_zigzag(own) - from_zigzag(other)))
+        found = i4(own + i4(1)) if other < 0 else far
+        out[i] = found
+        largest = max(largest, found)
+    return largest
+
+
+@kernel
+def _add(symbols, base):
+    """Add in place; return the smallest and the largest of the sums."""
+    least, largest = i4(0), i4(0)
+    for i in range(symbols.size):
+        own, other = symbols[i], base[i]
+        far = i4(-1) if own < 0 else zigzag(i4(from_zigzag(own) + from_zigzag(other)))
+        found = i4(own - i4(1)) if other < 0 else far
+        symbols[i] = found
+        least, largest = min(least, found), max(largest, found)
+    return least, largest
+
+
+def subtract(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """As ``differences``."""
+    out = torch.empty_like(symbols)
+    return out, int(_subtract(symbols.numpy(), base.numpy(), out.numpy()))
+
+
+def add(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """As ``differences``; the sums are in place of ``symbols``."""
+    least, largest = _add(symbols.numpy(), base.numpy())
+    return symbols, int(least), int(largest)

@@ -1,0 +1,237 @@
+"""Joins the trees of the files that the ranks of one job wrote, key by key.
+
+A tensor that is spread over ranks is put together from its parts, when somebody reads it. Of copies, and of all that is
+no tensor, that of the lowest rank counts; a tensor that is not spread must be the same on all ranks.
+
+Directories of per-rank files: puts tensors together from the parts in the files of all ranks.
+
+Files whose names differ in the number of the rank alone belong together; their trees become one. Model and optimizer
+mostly are in files of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckpt8.checkpoint.meaning.names import named_rank, rank_file, stated_world
+from ckpt8.checkpoint.meaning.nodes import Inside, is_bare_state_dict, is_optimizer
+from ckpt8.checkpoint.readers import READERS
+from ckpt8.checkpoint.readers.entries import DirectoryMember
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.composite import Composite, Streamer
+from ckpt8.checkpoint.sources.distributed import Part, gather
+from ckpt8.checkpoint.tree import Inert, Share, TensorRef, format_path, iter_leaves, iter_nodes
+from ckpt8.container.sharded.index import Box
+from ckpt8.converting.choice import Content, adopt_member
+from ckpt8.converting.publishing import tie_again
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.text import listed, shown
+
+_DEEPEST = 64
+
+Files = Mapping[int, DirectoryMember]
+"""Files that belong together, by rank, the lowest first."""
+
+Path = tuple[str, ...]
+
+
+class ApartError(InputError):
+    """The files do not say how the tensors of the ranks belong together."""
+
+
+def joined(data: Composite, pattern: str, files: Files, notes: list[str]) -> Any:
+    """The one tree of all files, with keys of ``data``. ``pattern`` names the files; ``notes`` are for the report.
+
+    Raises ApartError, InputError.
+    """
+    trees = {rank: _opened(data, member) for rank, member in files.items()}
+    joining = _Joining(data, pattern, trees)
+    tree = joining.join((), trees)
+    if joining.missing is not None:
+        notes.append(f"{pattern}: {joining.missing}; other ranks have copies of its parts")
+    return tree
+
+
+def _opened(data: Composite, member: DirectoryMember) -> Any:
+    where, tree = f"{data.label}: {member.path}", member.checkpoint.tree
+    inert = Inside()
+    for path, node in iter_nodes(tree):
+        if len(path) > _DEEPEST:
+            raise InputError(f"{where}: its objects are nested deeper than {_DEEPEST}")
+        if inert.holds(path):
+            if isinstance(node, TensorRef):
+                raise InputError(f"{where}: {shown(format_path(path))}: a tensor in an object of another class")
+        elif isinstance(node, Inert):
+            inert.enter(path)
+    return adopt_member(data, member, tree)
+
+
+class _Joining:
+    """Joins trees; containers that stand at several places are joined once. ``missing`` says which rank has no file."""
+
+    def __init__(self, data: Composite, pattern: str, trees: Mapping[int, Any]) -> None:
+        self._data = data
+        self._where = f"{data.label}: {pattern}"
+        self._streamer = Streamer(data)
+        self._made: dict[tuple[int, ...], Any] = {}
+        self._left = sum(1 for tree in trees.values() for _ in iter_nodes(tree))
+        leaves = [leaf for tree in trees.values() for _, leaf in iter_leaves(tree)]
+        ranks = max(leaf.share.ranks for leaf in leaves if isinstance(leaf, TensorRef) and leaf.share is not None)
+        ranks = max(ranks, stated_world(pattern), *(rank + 1 for rank in trees))
+        missing = next((rank for rank in range(ranks) if rank not in trees), None)
+        self.missing = None if missing is None else f"the file of rank {missing} of {ranks} is not there"
+
+    def join(self, path: Path, values: Mapping[int, Any]) -> Any:
+        """The values at one place, by rank, as one. Raises ApartError, InputError."""
+        first = next(iter(values.values()))
+        if isinstance(first, TensorRef):
+            return self._tensor(path, values)
+        if not isinstance(first, (dict, list, tuple)):
+            return first
+        alike = {rank: value for rank, value in values.items() if type(value) is type(first)}
+        key = tuple(map(id, alike.values()))
+        if key not in self._made:
+            self._join_container(path, alike, key)
+        found = self._made[key]
+        return tuple(found) if isinstance(first, tuple) else found
+
+    def _join_container(self, path: Path, values: Mapping[int, Any], key: tuple[int, ...]) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise InputError(f"{self._where}: the files of the ranks do not have the same structure")
+        if isinstance(next(iter(values.values())), dict):
+            entries: dict[Any, Any] = {}
+            self._made[key] = entries
+            for name in dict.fromkeys(name for value in values.values() for name in value):
+                inside = {rank: value[name] for rank, value in values.items() if name in value}
+                entries[name] = self.join((*path, str(name)), inside)
+            return
+        items: list[Any] = []
+        self._made[key] = items
+        for at in range(max(map(len, values.values()))):
+            inside = {rank: value[at] for rank, value in values.items() if at < len(value)}
+            items.append(self.join((*path, str(at)), inside))
+
+    def _tensor(self, path: Path, values: Mapping[int, Any]) -> TensorRef:
+        refs = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
+        lowest, first = next(iter(refs.items()))
+        for rank, ref in refs.items():
+            mine, its = (each.share and each.share.whole for each in (first, ref))
+            if (mine, first.dtype) != (its, ref.dtype):
+                raise InputError(f"{self._name(path)}: has another shape or type on rank {rank} than on rank {lowest}")
+            same = mine is not None or (first.shape == ref.shape and (ref is first or self._streamer.equal(first, ref)))
+            if not same:
+                raise ApartError(
+                    f"{self._name(path)}: is another tensor on rank {rank} than on rank {lowest}, and nothing says how "
+                    "they belong together"
+                )
+        return first if first.share is None else self._spread(path, refs, first.share)
+
+    def _spread(self, path: Path, refs: Mapping[int, TensorRef], share: Share) -> TensorRef:
+        """The whole of a tensor from the parts of all ranks."""
+        held: Counter[Box] = Counter()
+        parts: dict[Box, Part] = {}
+        for rank, ref in refs.items():
+            assert ref.share is not None  # noqa: S101 - see ``_tensor``
+            box = ref.share.offsets, ref.shape
+            part = parts.setdefault(box, Part(ref.share.offsets, ref))
+            held[box] += 1
+            # A mesh may be a part of a larger one, and stages of a pipeline may number their parameters alike.
+            if share.copies is not None and held[box] > share.copies and not self._streamer.equal(part.ref, ref):
+                raise ApartError(
+                    f"{self._name(path)}: is another tensor on rank {rank} than on a rank with the same part of it"
+                )
+        try:
+            name = self._name(path).removeprefix(f"{self._data.label}: ")
+            return gather(self._data, name, refs[next(iter(refs))].dtype, share.whole, list(parts.values()))
+        except InputError:
+            if self.missing is None:
+                raise
+            raise InputError(f"{self._where}: {self.missing}; the checkpoint is not complete") from None
+
+    def _name(self, path: Path) -> str:
+        return f"{self._where}: {shown(format_path(path))}"
+
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_NUMBERED = re.compile(r"[_-]?(?:world[_-]?size[_-]?\d+|rank[_-]?\*|\*)|\.[^.]*$")
+"""What the name of a file has beside a key: the number of ranks, that of its rank, a suffix."""
+
+
+def matches(members: Bundle) -> bool:
+    """Whether some file holds parts of tensors."""
+    return any(rank_file(member.path, member.checkpoint.tree) for member in members.checkpoints)
+
+
+def assemble(members: Bundle) -> Content:
+    """``{"model": {name: tensor}, "optimizer": ..., ...}``, with tied weights as one.
+
+    Raises InputError for damage and for missing ranks, UsageError where files of two folders hold the same. Leaves out,
+    with a note, an optimizer that only the ranks themselves can put together.
+    """
+    data = Composite(str(members.path))
+    found = _files_of_ranks(members)
+    used = {member.path for files in found.values() for member in files.values()}
+    content = Content(data, others=[member for member in members.found if member.path not in used])
+    content.notes += _left_out(content.others)
+    kinds = {pattern: _kind(next(iter(files.values())).checkpoint.tree) for pattern, files in found.items()}
+    alike = Counter((_folder(pattern), kind) for pattern, kind in kinds.items())
+    data.tree = {}
+    folders: dict[str, str] = {}
+    for pattern, files in found.items():
+        kind, folder = kinds[pattern], _folder(pattern)
+        try:
+            tree = joined(data, pattern, files, content.notes)
+        except ApartError as exc:
+            if kind != _OPTIMIZER:
+                raise
+            content.notes.append(f"left out: {str(exc).removeprefix(f'{data.label}: ')}")
+            continue
+        if kind is not None or not isinstance(tree, dict):
+            several = kind is None or alike[folder, kind] > 1
+            tree = {_NUMBERED.sub("", pattern.rpartition("/")[2]) if several else kind: tree}
+        both = min(map(str, data.tree.keys() & tree.keys()), default=None)
+        if both is not None:
+            choices = listed(sorted({folders[both], folder or "."}))
+            raise UsageError(
+                f"{data.label}: several files hold {shown(both)}; choose a folder with --member: {choices}"
+            )
+        folders |= dict.fromkeys(map(str, tree), folder or ".")
+        data.tree |= tree
+    tie_again(data)
+    return content
+
+
+def _files_of_ranks(members: Bundle) -> dict[str, Files]:
+    """The files that belong together, by their pattern. Raises InputError where one of them could not be read."""
+    found: dict[str, dict[int, DirectoryMember]] = defaultdict(dict)
+    for member in members.checkpoints:
+        if file := rank_file(member.path, member.checkpoint.tree):
+            found[file.pattern][file.rank] = member
+    for member in members.found:
+        file = named_rank(member.path)
+        if file is None or file.pattern not in found:
+            continue
+        if member.reason is not None:
+            raise InputError(f"{members.path}: {member.path}: {member.reason}; it cannot be converted")
+        if member.checkpoint.format in READERS:
+            found[file.pattern].setdefault(file.rank, member)  # a rank may have no part of any tensor
+    return {pattern: dict(sorted(files.items())) for pattern, files in found.items()}
+
+
+def _left_out(others: Iterable[DirectoryMember]) -> Iterator[str]:
+    """A note on the optimizers of ranks whose tensors do not say what they are part of, such as those of FSDP1."""
+    own = (named_rank(member.path) for member in others if is_optimizer(member.checkpoint.tree))
+    for pattern in dict.fromkeys(file.pattern for file in own if file is not None):
+        yield f"left out: {pattern}: its tensors do not say which parts of the parameters they belong to"
+
+
+def _folder(pattern: str) -> str:
+    return pattern.rpartition("/")[0]
+
+
+def _kind(tree: Any) -> str | None:
+    return _OPTIMIZER if is_optimizer(tree) else _MODEL if is_bare_state_dict(tree) else None

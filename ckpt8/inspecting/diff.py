@@ -1,0 +1,291 @@
+"""``diff``: opens two sources, matches their tensors, values and files, and compares them.
+
+Reads two tensors side by side, in pieces of bounded size, and measures how they differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ckpt8.checkpoint.meaning.roles import unique_name
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef, format_path, iter_nodes
+from ckpt8.container.frames import FRAME, bytes_of
+from ckpt8.core.arguments import checked
+from ckpt8.core.closing import without_collection
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import crc32
+from ckpt8.core.tensors import DType
+from ckpt8.core.workers import Progress, Workers
+from ckpt8.inspecting.diff_result import Change, Difference, TensorDifference, ValueDifference, measure
+from ckpt8.inspecting.diff_sides import Equality, Found, Leaves, Side, Tensor, align, collect, make_sides, naming
+from ckpt8.inspecting.origin import read_json
+
+_READ = 4 * FRAME
+"""Elements of one read: enough for a container to decode on several threads."""
+
+OPAQUE = frozenset({DType.FLOAT4_E2M1FN_X2, DType.QINT8, DType.QUINT8, DType.QINT32, DType.QUINT4X2, DType.QUINT2X4})
+"""Types whose elements torch does not give as numbers: ``diff`` compares only their bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two tensors of one shape; ``first`` and ``second`` have their dimensions in the order that suits the first.
+
+    Every element counts ``repeat`` times: elements that both only repeat, as expanded tensors do, are read once.
+    """
+
+    a: Tensor
+    b: Tensor
+    first: TensorRef
+    second: TensorRef
+    repeat: int = 1
+
+
+_Piece = tuple[int, int, torch.Tensor, torch.Tensor]
+"""The number of a pair, the bytes of each opaque element (0 for numbers), and the same elements of both."""
+
+
+def make_pair(a: Tensor, b: Tensor) -> Pair:
+    """Pair two tensors of one shape. Raises InputError if both repeat more elements than they store, in two ways."""
+    first, second, repeat = a.ref, b.ref, 1
+    if not (first.is_contiguous and second.is_contiguous):
+        first, second, repeat = _collapsed(first, second)
+        order = sorted(range(len(first.shape)), key=lambda dim: -first.stride[dim])
+        first, second = _permuted(first, order), _permuted(second, order)
+        if _is_expanded(a, first) and _is_expanded(b, second):
+            if first.stride != second.stride:
+                a.part.data.check_extent(a.name, first)
+            # Windows that overlap: compare the run of elements under them instead.
+            first, second = (replace(ref, shape=(ref.span,), stride=(1,)) for ref in (first, second))
+    if a.ref.dtype in OPAQUE or b.ref.dtype in OPAQUE:
+        first, second = _as_bytes(first), _as_bytes(second)
+    return Pair(a, b, first, second, repeat)
+
+
+def _collapsed(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef, int]:
+    """Both with size 1 in dimensions that both only repeat, and how often these repeat every element."""
+    dims = range(len(a.shape))
+    repeated = {dim for dim in dims if a.shape[dim] > 1 and a.stride[dim] == b.stride[dim] == 0}
+    shape = tuple(1 if dim in repeated else a.shape[dim] for dim in dims)
+    return replace(a, shape=shape), replace(b, shape=shape), prod(a.shape[dim] for dim in repeated)
+
+
+def _permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
+    shape, stride = (tuple(values[dim] for dim in order) for values in (ref.shape, ref.stride))
+    return replace(ref, shape=shape, stride=stride)
+
+
+def _is_expanded(tensor: Tensor, ref: TensorRef) -> bool:
+    return ref.nbytes > max(tensor.part.data.storage(ref.key).nbytes, FRAME)
+
+
+def _as_bytes(ref: TensorRef) -> TensorRef:
+    size = ref.dtype.itemsize
+    stride = (*(step * size for step in ref.stride), 1)
+    return TensorRef(ref.key, DType.UINT8, ref.offset * size, (*ref.shape, size), stride)
+
+
+def compare(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> list[Change]:
+    """Measure all pairs; calls ``progress`` with numbers of bytes that it has read. Raises InputError for damage."""
+    changes = [Change() for _ in pairs]
+    for number, found in workers.map(_measure, _pieces(pairs, progress), ahead=0):
+        changes[number].merge(found)
+    return [
+        change if pair.repeat == 1 else change.times(pair.repeat) for change, pair in zip(changes, pairs, strict=True)
+    ]
+
+
+def _measure(piece: _Piece) -> tuple[int, Change]:
+    number, itemsize, a, b = piece
+    if itemsize == 0:
+        return number, measure(a, b)
+    unequal = a.ne(b).view(-1, itemsize).any(1)
+    return number, Change(len(unequal), int(unequal.count_nonzero()), excluded=len(unequal))
+
+
+def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
+    """All pairs, in the order of the first source, cut into pieces of a frame."""
+    places = {id(part.data): k for k, part in enumerate({id(p.a.part.data): p.a.part for p in pairs}.values())}
+
+    def place(number: int) -> tuple[int, int, int]:
+        pair = pairs[number]
+        data = pair.a.part.data
+        return places[id(data)], data.storage(pair.first.key).offset, pair.first.offset
+
+    for number in sorted(range(len(pairs)), key=place):
+        pair = pairs[number]
+        numel = pair.first.numel
+        if not (numel or pair.a.part.crcs or pair.b.part.crcs):
+            continue  # nothing to read, and no checksum of nothing
+        views = _View(pair.a, pair.first, progress), _View(pair.b, pair.second, progress)
+        opaque = pair.first.dtype is DType.UINT8 and pair.a.ref.dtype in OPAQUE
+        itemsize = pair.a.ref.dtype.itemsize if opaque else 0
+        for start in range(0, numel, _READ):
+            a, b = (view.read(start, min(start + _READ, numel)) for view in views)
+            for at in range(0, len(a), FRAME):
+                yield number, itemsize, a[at : at + FRAME], b[at : at + FRAME]
+        for view in views:
+            view.finish()
+
+
+class _View:
+    """Reads a tensor block by block, and checks its bytes if the source states a checksum for exactly these."""
+
+    def __init__(self, tensor: Tensor, ref: TensorRef, progress: Progress) -> None:
+        self._tensor, self._ref, self._progress = tensor, ref, progress
+        storage = tensor.part.data.storage(ref.key)
+        whole = ref.is_contiguous and not ref.offset and ref.nbytes == storage.nbytes
+        plain = whole and not (ref.conj or ref.neg)
+        self._expected = tensor.part.crcs.get(ref.key) if plain else None
+        self._crc = 0
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop``. The caller reads every block once, in order. Raises InputError."""
+        block = self._tensor.part.data.elements(self._ref, start, stop)
+        if self._expected is not None:
+            self._crc = crc32(bytes_of(block), self._crc)
+        self._progress((stop - start) * self._ref.dtype.itemsize)
+        return block
+
+    def finish(self) -> None:
+        """Raise InputError unless all blocks together have the stated checksum."""
+        if self._expected is not None and self._crc != self._expected:
+            where = f"{self._tensor.part.data.label}: {self._tensor.name}"
+            raise InputError(f"{where}: checksum and bytes do not match; the file is damaged")
+
+
+V = TypeVar("V")
+_BLOCK = 8 << 20
+
+
+@checked
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress = lambda _: None,
+) -> Difference:
+    """Compare two checkpoints: files or directories of any format that ckpt8 reads, or ``.ckpt8`` of them.
+
+    Tensors and other values match by their paths. Models and optimizers at different paths, or with other names of
+    parameters, match by the names that the readers establish. ``diff`` reads all elements that both have, a
+    block at a time. It does not compare links, empty directories and the metadata in a safetensors header. It calls
+    ``progress`` with numbers of bytes that it has read. Raises InputError for a source that is damaged, holds no
+    checkpoint, or cannot be assembled as the other one is.
+
+    >>> ckpt8.diff("run.pt", "run.ckpt8").identical
+    False
+    """
+    with (
+        without_collection(),
+        open_source(Path(a), threads=threads) as first,
+        open_source(Path(b), threads=threads) as second,
+        Workers(threads) as workers,
+    ):
+        sides = make_sides(first, second)
+        names = naming(sides[0]), naming(sides[1])
+        found = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))
+        found.notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
+        # An assembled tree always has param_names, also where its files do not.
+        listed = not any(part.checkpoint is part.data for side in sides for part in side.parts)
+        mine, theirs = (collect(*each, param_names=listed) for each in zip(sides, names, strict=True))
+        _match_values(found, mine, theirs)
+        _compare_files(found, sides[0], sides[1], progress)
+        _compare_tensors(found, mine, theirs, workers, progress)
+        for side in sides:
+            side.check_unchanged()
+        return found
+
+
+def _match_values(found: Difference, mine: Found, theirs: Found) -> None:
+    same = Equality()
+    both, only_a, only_b = _split(mine.values, theirs.values)
+    found.values_only_a += only_a
+    found.values_only_b += only_b
+    changed = [ValueDifference(name, a, b) for (name, a), (_, b) in both if not same(a, b)]
+    found.values += changed
+    found.equal_values += len(both) - len(changed)
+
+
+def _split(a: Mapping[str, V], b: Mapping[str, V]) -> tuple[list[tuple[V, V]], list[V], list[V]]:
+    """The pairs of equal names, and the values of names that only ``a`` or only ``b`` has."""
+    both = [(each, b[name]) for name, each in a.items() if name in b]
+    return both, [a[name] for name in a if name not in b], [b[name] for name in b if name not in a]
+
+
+def _compare_tensors(found: Difference, mine: Found, theirs: Found, workers: Workers, progress: Progress) -> None:
+    both, found.tensors_only_a, found.tensors_only_b = _split(mine.tensors, theirs.tensors)
+    pairs = {k: make_pair(a, b) for k, (a, b) in enumerate(both) if _comparable(a, b)}
+    changes: dict[int, Change] = dict(zip(pairs, compare(list(pairs.values()), workers, progress), strict=True))
+    for k, (a, b) in enumerate(both):
+        change = changes.get(k)
+        values = _numbers(a, b) if change is not None and change.differ and change.elements == 1 else None
+        found.tensors.append(TensorDifference(a, b, change, values))
+    found.notes += [
+        f"{(a if a.tied else b).name} is tied to {a.tied or b.tied} in {'A' if a.tied else 'B'} only"
+        for a, b in both
+        if (a.tied is None) != (b.tied is None)
+    ]
+
+
+def _comparable(a: Tensor, b: Tensor) -> bool:
+    has_numbers = OPAQUE.isdisjoint((a.ref.dtype, b.ref.dtype))
+    return a.ref.shape == b.ref.shape and (a.ref.dtype is b.ref.dtype or has_numbers)
+
+
+def _numbers(a: Tensor, b: Tensor) -> tuple[float, float] | None:
+    """The values of two tensors of one element, such as steps; None if one of them is no number."""
+    data = ((each.part.data, each.ref) for each in (a, b))
+    first, second = (read_scalar(source, source.storage(ref.key), ref) for source, ref in data)
+    return None if first is None or second is None else (first, second)
+
+
+def _compare_files(found: Difference, a: Side, b: Side, progress: Progress) -> None:
+    for path, file in a.files.items():
+        other = b.files.get(path)
+        if other is None:
+            found.files_only_a.append(path)
+        elif _same_bytes(file, other, progress):
+            found.equal_files += 1
+        else:
+            trees = [read_json(each) if path.endswith(".json") else None for each in (file, other)]
+            if None in trees:
+                found.files.append(path)
+            else:
+                _match_values(found, *(_json_values(path, tree) for tree in trees))
+    found.files_only_b = [path for path in b.files if path not in a.files]
+
+
+def _same_bytes(a: Checkpoint, b: Checkpoint, progress: Progress) -> bool:
+    if a.size != b.size:
+        return False
+    for start in range(0, a.size, _BLOCK):
+        blocks = [bytearray(min(_BLOCK, a.size - start)) for _ in range(2)]
+        for side, block in zip((a, b), blocks, strict=True):
+            side.read_into(start, memoryview(block))
+            progress(len(block))
+        if blocks[0] != blocks[1]:
+            return False
+    return True
+
+
+def _json_values(path: str, tree: Any) -> Found:
+    """The values of a JSON file, with paths below that of the file."""
+    found = Found()
+    is_leaf = Leaves()
+    taken: dict[str, int] = {}
+    for place, node in iter_nodes(tree, path, is_leaf):
+        if is_leaf(node):
+            name = unique_name(f"{path}:{format_path(place)}", taken)
+            found.values[name] = name, node
+    return found

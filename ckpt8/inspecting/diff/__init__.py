@@ -1,1 +1,0 @@
-"""``diff``: finds the differences between two checkpoints, and measures them."""

@@ -1,0 +1,445 @@
+"""Facts of a manifest in the words of ``inspect``: of a container, or of a raw checkpoint, see ``opening.describe``.
+
+Nothing here needs torch.
+
+Facts about an error in steps of the optimizer, and the loss drift that it is expected to cost. Imports no torch.
+
+What an error in steps of the optimizer is expected to cost: the mean |loss - loss| of a resumed run, on its batches.
+
+    noise    NOISE sqrt(S)        what a batch sees of an error in any direction; S is the energy of the error
+    rise     RISE S / sqrt(M1)    what curvature adds; M1 is the energy of one step, see ``compressing.budget``
+
+The constants are fitted to runs, see ``fixtures/bench/drift.json``. S weighs with v^, the square of gradients as the
+optimizer got them; the loss follows gradients before they are clipped. A checkpoint does not state their norm, so the
+constants hold for the median of the runs, 1.28 sqrt(sum(v^)), and the expectation is an interval: from mean / WIDTH to
+mean * WIDTH.
+
+Second moments and rates do not tell everything in four cases, where the interval is wider:
+
+* A decay of d in each step takes its part of the error. Over HORIZON steps (1 - exp(-HORIZON d)) / (HORIZON d) is left
+  of the mean at least.
+* In the first YOUNG steps some runs amplify differences: adapters at a large rate drifted 20 times as far, GPT-2 2.6.
+* A decay that is part of the gradient is part of v^ too, and the loss does not follow it: the drift may be any smaller.
+* A rate of 0 counts as a part of the initial one. While it is 0, errors of moments move nothing; the next is unknown.
+
+CAME amplifies differences: within sixty steps they grow by a factor that depends on the run, and that no checkpoint
+states. Two stable runs, stored eight times, drifted 3.3 to 25 times as far as others would. AMPLIFIED is the least
+factor with which none of them drifts more than 1.5 times the mean: 25 / 1.5. A run at twice the rate is unstable: any
+difference grows until the drift is 5e-3, one of 1e-7 in the weights as well. No expectation holds there.
+
+The keys under which training programs count steps and epochs. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ckpt8.checkpoint.meaning.parameter_names import SLICE, display_names, split_member, whole_name
+from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
+from ckpt8.checkpoint.meaning.update_rules import read_rule
+from ckpt8.codecs import BUDGETED, codec_from_config
+from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, read_error, read_step_error
+from ckpt8.compressing.budget import PRESET_BUDGETS
+from ckpt8.container.facts import CAPPED, FILE_ROLE, NO_BUDGET, NOT_MEASURED, SKELETON_ROLE, codec_kind, skeleton_role
+from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
+from ckpt8.container.sharded import RANK_FILE
+from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
+
+ROLE_WORDS = {
+    "weight": "weights",
+    "moment1": "first moments",
+    "moment2": "second moments",
+    "other": "other tensors",
+    SKELETON_ROLE: "structure of the files",
+    FILE_ROLE: "files without tensors",
+}
+"""Every role in words, in the order of reports."""
+
+FIGURE_WORDS = {"update": "update space", "replayed": "first replayed step"}
+"""What the error of an update is, in words: see ``facts.figure_of``."""
+
+_BY_FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("Hugging Face Trainer", re.compile(r"(?:.*/)?trainer_state\.json")),
+    ("accelerate", re.compile(r"(?:.*/)?random_states_\d+\.pkl")),
+    ("DeepSpeed", re.compile(r"(?:.*/)?[^/]*_optim_states\.pt")),
+    ("verl", re.compile(r"(?:.*/)?fsdp_config\.json")),
+    ("torch.distributed.checkpoint", re.compile(rf"(?:.*/)?(?:\.metadata|{RANK_FILE})")),
+)
+
+
+def asked_words(preset: str, budget: Mapping[str, float] | None) -> str:
+    """What a container was made with, in words."""
+    known = PRESET_BUDGETS.get(preset)
+    if not budget:
+        return f"preset {preset}" + (", of an earlier version" if known else "")
+    if known is not None and (known.steps, known.cap) == (budget.get("steps"), budget.get("cap")):
+        return f"preset {preset}"
+    return f"budget {float(budget.get('steps', 0.0))!r}".removesuffix(".0")
+
+
+def framework_of_files(paths: Collection[str]) -> str | None:
+    """The program that wrote the files of a directory; None if no name shows it, or names show several."""
+    found = set(frameworks_by_folder(paths).values())
+    return found.pop() if len(found) == 1 else None
+
+
+def frameworks_by_folder(paths: Collection[str]) -> dict[str, str]:
+    """The program that wrote the files of a folder, by the path of the folder; folders inside belong to it."""
+    found: dict[str, str] = {}
+    for name, pattern in _BY_FILES:
+        for path in filter(pattern.fullmatch, paths):
+            found.setdefault(path.rpartition("/")[0], name)
+    return {
+        folder: found[folder]
+        for folder in sorted(found)
+        if not any(other != folder and is_below(folder, other) for other in found)
+    }
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Whether a path is in a folder, or is that folder; the empty folder is the whole directory."""
+    return not folder or path == folder or path.startswith(f"{folder}/")
+
+
+def skeleton_roles(manifest: Manifest) -> dict[int, str]:
+    """``structure`` or ``file`` for every storage that holds the bytes of a member outside its tensors."""
+    return {member.skeleton: skeleton_role(member.format) for member in manifest.members}
+
+
+def dtypes(manifest: Manifest) -> dict[int, DType]:
+    """The element type of every storage, from its first tensor: the container stores some as plain bytes."""
+    stored = {index: record.dtype for index, record in enumerate(manifest.storages)}
+    return stored | {tensor.storage: tensor.dtype for tensor in reversed(manifest.tensors)}
+
+
+def whole_shapes(manifest: Manifest) -> dict[str, list[int]]:
+    """The shapes of the tensors that the file has in slices, by the name of each slice."""
+    sizes: dict[str, list[int]] = {}
+    slices: dict[str, str] = {}
+    for tensor in manifest.tensors:
+        if found := SLICE.search(tensor.name):
+            ends = [place.rpartition(":")[2] for place in found[0][1:-1].split(",")]
+            if len(ends) == len(tensor.shape):
+                whole = slices[tensor.name] = whole_name(tensor.name)
+                reached = [int(end or size) for end, size in zip(ends, tensor.shape, strict=True)]
+                known = sizes.get(whole, reached)
+                sizes[whole] = [max(pair) for pair in zip(known, reached, strict=False)]
+    return {name: sizes[whole] for name, whole in slices.items()}
+
+
+def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
+    """The fp32 tensors that stay lossless because nothing shows what they are, by the rule that would compress them.
+
+    Places with less than a hundredth of the bytes, and tensors that presets never compress, are not listed.
+    """
+    storages: dict[str, list[int]] = defaultdict(list)
+    for tensor in manifest.tensors:
+        record = manifest.storages[tensor.storage]
+        is_unknown = record.role is Role.OTHER and not codec_from_config(record.codec).is_lossy
+        if is_unknown and tensor.dtype is DType.FLOAT32 and not is_small(tuple(tensor.shape)):
+            storages[_rule_for(tensor.name)].append(tensor.storage)
+    least = sum(member.size for member in manifest.members) / 100
+    rows: list[dict[str, Any]] = []
+    for rule, found in storages.items():
+        nbytes = sum(manifest.storages[index].nbytes for index in set(found))
+        if nbytes >= least:
+            rows.append({"rule": rule, "tensors": len(found), "bytes": nbytes})
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def _rule_for(name: str) -> str:
+    """A rule for all tensors beside one: of an optimizer's state those with its key, else those under its first key."""
+    member, bare = split_member(name)
+    prefix = f"{member}:" if member else ""
+    parts = [re.sub(r"[*?[]", "?", part) for part in bare.split(".")]
+    if "state" in parts[:-2]:
+        return f"{prefix}{'.'.join(parts[: parts.index('state') + 1])}.*.{parts[-1]}=companded8"
+    return f"{prefix}{parts[0]}{'.*' if len(parts) > 1 else ''}=split24"
+
+
+def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:
+    """Storages, elements and bytes by role and ``column``, ``dtype`` or ``codec``; sorted by both."""
+    rows: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    types, skeletons = dtypes(manifest), skeleton_roles(manifest)
+    codecs: dict[int, str] = {}  # those of a pack are one object
+    for index, record in enumerate(manifest.storages):
+        if column == "dtype":
+            value = types[index].label
+        else:
+            value = codecs.get(id(record.codec)) or codecs.setdefault(id(record.codec), codec_kind(record.codec))
+        row = rows[skeletons.get(index, record.role.value), value]
+        row["storages"] += 1
+        row["elements"] += record.nbytes // types[index].itemsize
+        row["bytes"] += record.nbytes
+        row["stored_bytes"] += record.stored_bytes
+    return [{"role": role, column: value, **row} for (role, value), row in sorted(rows.items())]
+
+
+def low_bit_state(manifest: Manifest) -> list[dict[str, Any]]:
+    """Quantised optimizer state of another program, see ``find_low_bit``."""
+    return find_low_bit(
+        TensorSpec(tensor.name, manifest.storages[tensor.storage].role, tensor.dtype, tuple(tensor.shape))
+        for tensor in manifest.tensors
+    )
+
+
+def moment_names(manifest: Manifest) -> list[dict[str, str]]:
+    """For every parameter the names of its moments' storages by slot."""
+    storages = manifest.storages
+    return [{slot: storages[index].name for slot, index in each.moments.items()} for each in manifest.parameters]
+
+
+def shown_names(manifest: Manifest) -> list[dict[str, Any]]:
+    """``name`` and ``named`` of every parameter, see ``display_names``."""
+    given = [
+        (parameter.name, list(names.values()))
+        for parameter, names in zip(manifest.parameters, moment_names(manifest), strict=True)
+    ]
+    return display_names(given, directory=manifest.directory is not None)
+
+
+def parameter_facts(manifest: Manifest) -> list[dict[str, Any]]:
+    """For every parameter with moments its name, their names, its update rule, or the reason why it has none."""
+    rows = zip(shown_names(manifest), moment_names(manifest), manifest.parameters, strict=True)
+    return [
+        {**shown, "moments": names, "rule": read_rule(parameter.rule), "reason": parameter.reason}
+        for shown, names, parameter in rows
+    ]
+
+
+NOISE = 0.65
+RISE = 0.047
+WIDTH = 2.0
+AMPLIFIED = {"came": 16.5}
+"""By the kind of an update rule."""
+
+HORIZON = 60
+"""The steps over which drifts were measured."""
+
+YOUNG = 100
+"""The steps that a run has taken from which on no interval is open for its age."""
+
+_MOST = 1e100
+
+
+class ExpectedDrift(NamedTuple):
+    """The mean |Δloss| that is expected, and the ends of its interval; where it ``is_open``, some runs exceed it."""
+
+    mean: float
+    low: float
+    high: float
+    is_open: bool = False
+
+
+def expected_drift(error: StepError, steps: Iterable[Mapping[str, Any]] = ()) -> ExpectedDrift:
+    """What an ``error`` is expected to cost in the loss.
+
+    ``steps`` are the records of parameters as a manifest has them, each with the ``kind`` of its update rule and its
+    ``age``: how many steps that has taken, 0 for unknown.
+    """
+    steps = list(steps)
+    factor = max((AMPLIFIED.get(str(each.get("kind")), 1.0) for each in steps), default=1.0)
+    is_idle = any(each.get("stated_rate") == 0 for each in steps)
+    mean = _drift(error.energy, error.step)
+    low = _drift(error.weight, error.step) if is_idle else mean
+    if any(each.get("coupled_decay") for each in steps):
+        low = 0.0
+    rates = [number(each, "rate") * number(each, "decay") * HORIZON for each in steps]
+    if (decay := max(rates, default=0.0)) > 0:
+        low *= -math.expm1(-decay) / decay
+    is_young = any(0 < number(each, "age") < YOUNG for each in steps)
+    return ExpectedDrift(mean * factor, low / WIDTH, mean * factor * WIDTH, factor > 1 or is_idle or is_young)
+
+
+def _drift(energy: float, step: float) -> float:
+    return NOISE * math.sqrt(energy) + RISE * energy / math.sqrt(step)
+
+
+def number(record: Mapping[str, Any], key: str) -> float:
+    """A number from 0 on that a record states; 0 for anything else."""
+    value = record.get(key)
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < _MOST else 0.0
+
+
+PARTS = {"weight": "weights", "moment1": "first moments", "moment2": "second moments"}
+"""The parts of an error in steps, in words."""
+
+COPY = "a copy of weights, which no optimizer updates"
+"""Why the error of an average of weights is in no figure in steps."""
+
+_ARCHIVED = {codec_id for codec_id, _ in BUDGETED}
+_NAMES = 3
+
+Count = Callable[[Iterable[str]], int]
+
+
+def step_figures(error: StepError, records: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The error in steps with its three parts, and the expected drift; all None where the optimizer moves nothing.
+
+    ``records`` are those of ``expected_drift``.
+    """
+    parts = {part: math.sqrt(getattr(error, part) / error.step) if error.step > 0 else math.inf for part in PARTS}
+    steps = math.hypot(*parts.values())
+    if not steps < _MOST:
+        return {"steps": None, **dict.fromkeys(PARTS), "drift": None}
+    return {"steps": steps, **parts, "drift": expected_drift(error, records)._asdict()}
+
+
+def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
+    """The error in steps of a container under a budget: in all and by optimizer; None without a budget.
+
+    It is over ``parameters``, and ``outside`` are the lossy storages that are not in it, by reason. Where none is in
+    it, there is no figure. ``rates`` are the learning rates that it counts with. ``changed`` counts the elements of
+    lossy storages: those in it, and all. ``fallbacks`` are the storages that the codecs of the budget do not keep, by
+    reason, and ``capped`` the elements of weights whose steps are the largest that the budget allows. ``count`` counts
+    parameters by their names.
+    """
+    if manifest.budget is None:
+        return None
+    optimizers = defaultdict[int, list[tuple[ParameterRecord, StepError]]](list)
+    for parameter in manifest.parameters:
+        if (error := read_step_error(parameter.steps)) is not None:
+            optimizers[_stated(parameter, "optimizer") or 0].append((parameter, error))
+    every = [each for _, known in sorted(optimizers.items()) for each in known]
+    storages = manifest.storages
+    inside = _inside(parameter for parameter, _ in every)
+    lossy = {index for index, each in enumerate(storages) if _is_lossy(each.codec)}
+    outside = _rows((storages[index], _why_outside(manifest, index)) for index in sorted(lossy - inside))
+    figures = _figures(every)
+    if not lossy & inside and lossy:
+        figures |= {"steps": None, **dict.fromkeys(PARTS), "drift": None}
+    elif figures["drift"] is not None and any(row["reason"] != COPY for row in outside):
+        figures["drift"]["is_open"] = True
+    weights = [index for index, each in enumerate(storages) if codec_from_config(each.codec).measured_as == "noise"]
+    return {
+        "budget": manifest.budget.get("steps"),
+        **figures,
+        "parameters": count(parameter.name for parameter, _ in every),
+        "outside": outside,
+        "rates": _rates(every, count),
+        "changed": {
+            "elements": sum(storages[index].numel for index in lossy & inside),
+            "of": sum(storages[index].numel for index in lossy),
+        },
+        "weight_snr_db": _weight_snr(manifest, weights),
+        "optimizers": [_optimizer(manifest, each, count) for _, each in sorted(optimizers.items())],
+        "capped": {
+            "elements": sum(storages[index].numel for index in weights if storages[index].reason == CAPPED),
+            "of": sum(storages[index].numel for index in weights),
+        },
+        "fallbacks": _fallbacks(manifest),
+    }
+
+
+def _stated(parameter: ParameterRecord, key: str) -> int | None:
+    """A number that the record of an error in steps states; None for anything else."""
+    value = (parameter.steps or {}).get(key)
+    return value if type(value) is int and value >= 0 else None
+
+
+def _weight_snr(manifest: Manifest, storages: Iterable[int]) -> float | None:
+    """The SNR of weights on lattices, in dB."""
+    total = LatticeError()
+    for index in storages:
+        record = manifest.storages[index] if index < len(manifest.storages) else None
+        if record is not None and isinstance(error := read_error(record.error), LatticeError):
+            total.merge(error)
+    return total.snr_db
+
+
+def _optimizer(manifest: Manifest, parameters: list[tuple[ParameterRecord, StepError]], count: Count) -> dict[str, Any]:
+    weights = [index for parameter, _ in parameters if (index := _stated(parameter, "weight_storage")) is not None]
+    return {
+        "parameters": count(parameter.name for parameter, _ in parameters),
+        **_figures(parameters),
+        "weight_snr_db": _weight_snr(manifest, weights),
+    }
+
+
+def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[str, Any]:
+    """The figures of several parameters together, with those of their updates."""
+    total, update, records = StepError(), UpdateError(), list[dict[str, Any]]()
+    for parameter, error in parameters:
+        total.merge(error)
+        rule = parameter.rule or {}
+        records.append({**(parameter.steps or {}), "kind": rule.get("kind"), "age": rule.get("step")})
+        if isinstance(found := read_error(parameter.error), UpdateError):
+            update.merge(found)
+    return {
+        **step_figures(total, records),
+        "update_nmse": update.nmse if math.isfinite(update.nmse) else None,
+        "max_error": update.max_error,
+    }
+
+
+def _rates(every: Iterable[tuple[ParameterRecord, StepError]], count: Count) -> list[dict[str, Any]]:
+    """The learning rates that an error counts with, and what the file states where that is less."""
+    names = defaultdict[tuple[float, float], list[str]](list)
+    for parameter, _ in every:
+        record = parameter.steps or {}
+        if rate := number(record, "rate"):
+            names[rate, number(record, "stated_rate") if "stated_rate" in record else rate].append(parameter.name)
+    return [{"rate": rate, "stated": stated, "parameters": count(each)} for (rate, stated), each in names.items()]
+
+
+def _inside(parameters: Iterable[ParameterRecord]) -> set[int]:
+    """The storages whose error is that of these parameters."""
+    found = set[int]()
+    for parameter in parameters:
+        weight = _stated(parameter, "weight_storage")
+        found |= {*parameter.moments.values(), *(() if weight is None else (weight,))}
+    return found
+
+
+def _why_outside(manifest: Manifest, index: int) -> str:
+    """Why the error of a lossy storage is not in the figure."""
+    record = manifest.storages[index]
+    if record.role is Role.WEIGHT and record.codec["id"] in _ARCHIVED:
+        return COPY
+    owner = next((each for each in manifest.parameters if index in each.moments.values()), None)
+    return _plain(record.reason or (owner.reason if owner else None) or NOT_MEASURED)
+
+
+def _fallbacks(manifest: Manifest) -> list[dict[str, Any]]:
+    """Lossy storages that codecs without a budget keep."""
+    lossy = (each for each in manifest.storages if each.codec["id"] not in _ARCHIVED and _is_lossy(each.codec))
+    return _rows((record, _plain(record.reason)) for record in lossy if record.reason is not None)
+
+
+def _rows(found: Iterable[tuple[StorageRecord, str]]) -> list[dict[str, Any]]:
+    """Storages by reason: how many, their elements, and a few names."""
+    rows: dict[str, dict[str, Any]] = {}
+    for record, reason in found:
+        row = rows.setdefault(reason, {"reason": reason, "count": 0, "elements": 0, "names": []})
+        row["count"] += 1
+        row["elements"] += record.numel
+        row["names"] = [*row["names"], record.name][:_NAMES]
+    return sorted(rows.values(), key=lambda row: -row["elements"])
+
+
+def _is_lossy(codec: Mapping[str, Any]) -> bool:
+    return codec_from_config(codec).measured_as is not None
+
+
+def _plain(reason: str) -> str:
+    return reason.removeprefix(NO_BUDGET)
+
+
+STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "iter", "global_steps", "num_updates", "steps")
+GLOBAL_KEYS = ("global_step", "iter_num", "iteration", "global_steps", "num_updates")
+"""Those that no scheduler or random generator uses for a count of its own."""
+
+EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
+
+LARGEST = 1 << 53
+
+
+def first_number(trees: Sequence[Mapping[Any, Any]], keys: Iterable[str], *, whole: bool) -> int | float | None:
+    """The first number under one of the keys, in their order; whole numbers only if ``whole``."""
+    kinds = (int,) if whole else (int, float)
+    values: Iterator[Any] = (tree.get(key) for key in keys for tree in trees)
+    return next((value for value in values if type(value) in kinds and 0 <= value < LARGEST), None)

@@ -1,1 +1,0 @@
-"""``inspect --readiness``: predicts the losses of a checkpoint in formats of fewer bits."""

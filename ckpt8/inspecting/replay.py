@@ -1,0 +1,325 @@
+"""``verify --resume-steps``: the next N steps of the optimizer, on the original and on the compressed state.
+
+Steps are calls of the rules of ``ckpt8.optim``. Both sides take the same gradients: noise at the scale of the moments
+of the original, see ``checkpoint.meaning.replayed``. Memory holds one parameter for each thread. After every step
+
+    update   NMSE = sum (du)^2 / sum u^2 over all parameters, and max |du|
+    weights  sqrt(sum (dw)^2 / sum w^2), and the largest |dw| in units of the RMS of its tensor
+
+where d is compressed minus original. The *replay error* of a file is the largest NMSE of its steps. A parameter whose
+original is not finite, or whose original takes a step that is not, is left out: compression did not do that.
+
+The figures of replayed steps: by step, over all parameters.
+
+One side of a replay: the parameters of a file, and the weights that other files of its directory hold.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckpt8.checkpoint.meaning.pairing import SavedParameter
+from ckpt8.checkpoint.meaning.replayed import Order, Replayed, find_rule
+from ckpt8.checkpoint.meaning.trained import Pairs
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
+from ckpt8.checkpoint.readers import READERS
+from ckpt8.checkpoint.scalars import read_settings
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.composite import Streamer
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
+from ckpt8.codecs.error_stats import ErrorStats
+from ckpt8.container.manifest import DCP
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import CheckFailedError, InputError
+from ckpt8.core.workers import Workers
+from ckpt8.inspecting.diff_result import measure
+from ckpt8.optim.card import Form
+from ckpt8.optim.known_optimizers import SIDE_STATE
+
+
+@dataclass(slots=True)
+class StepFigures(ErrorStats):
+    """Sums over parameters after one step; ``max_*`` are maxima."""
+
+    update_error: float = 0.0
+    update: float = 0.0
+    max_update: float = 0.0
+    weight_error: float = 0.0
+    weight: float = 0.0
+    max_weight: float = 0.0
+
+    @property
+    def nmse(self) -> float:
+        """Sum (du)^2 / sum u^2; 0 if nothing moves and nothing differs."""
+        return self.update_error / self.update if self.update else (math.inf if self.update_error else 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain figures; None for unknown weights, and for an error without any update."""
+        known = self.weight > 0
+        return {
+            "update_nmse": self.nmse if math.isfinite(self.nmse) else None,
+            "update_max": self.max_update,
+            "weight_rms": math.sqrt(self.weight_error / self.weight) if known else None,
+            "weight_max": self.max_weight if known else None,
+        }
+
+
+@dataclass(slots=True)
+class ReplayFigures:
+    """Figures by step, numbers of parameters, and by name the reason why others, or their weights, are left out.
+
+    ``first`` is the first step of the parameters, ``with_gradient`` in number, whose step needs a gradient: the figure
+    that a container states of them.
+    """
+
+    steps: list[StepFigures]
+    first: StepFigures = field(default_factory=StepFigures)
+    with_gradient: int = 0
+    parameters: int = 0
+    with_weights: int = 0
+    without_weights: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+
+    def add(self, name: str, steps: list[StepFigures] | str, unpaired: str | None, *, needs_gradient: bool) -> None:
+        """Add a parameter: its figures by step, or why there are none; ``unpaired`` says why it has no weight."""
+        if isinstance(steps, str):
+            self.skipped[name] = steps
+        elif not all(step.finite for step in steps):
+            self.broken.append(name)
+        else:
+            self.parameters += 1
+            if unpaired is None:
+                self.with_weights += 1
+            else:
+                self.without_weights[name] = unpaired
+            for total, step in zip(self.steps, steps, strict=True):
+                total.merge(step)
+            if needs_gradient:
+                self.with_gradient += 1
+                self.first.merge(steps[0])
+
+    @property
+    def worst(self) -> float:
+        """The replay error: the largest NMSE of the updates."""
+        return max((step.nmse for step in self.steps), default=0.0)
+
+    def failures(self, limit: float | None) -> list[str]:
+        """Lines about steps that broke, and about a replay error above ``limit``."""
+        found = [f"{name}: a replayed step is not finite" for name in self.broken]
+        if limit is not None and not self.parameters:
+            found.append("no parameter could be replayed, so that the replay error is unknown")
+        elif limit is not None and self.worst > limit:
+            found.append(f"the replay error of {len(self.steps)} steps is {self.worst:.3g}, above {limit:.3g}")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "replay_error": self.worst if math.isfinite(self.worst) else None,
+            "parameters": self.parameters,
+            "with_weights": self.with_weights,
+            "without_weights": self.without_weights,
+            "skipped": self.skipped,
+            "steps": [step.to_json() for step in self.steps],
+            "first_of_gradient_rules": {"parameters": self.with_gradient, **self.first.to_json()}
+            if self.with_gradient
+            else None,
+        }
+
+
+def left_out(resume: Mapping[str, Any]) -> list[str]:
+    """Lines about weights and parameters that the figures of ``ReplayFigures.to_json`` leave out."""
+    lines = []
+    weights, skipped = (sorted(Counter(resume[key].values()).items()) for key in ("without_weights", "skipped"))
+    if weights:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in weights)
+        lines.append(f"weights: {resume['with_weights']} of {resume['parameters']} parameters ({reasons})")
+    return lines + [f"not replayed: {count} parameters: {reason}" for reason, count in skipped]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayable:
+    """One file with its parameters. ``homes`` are the files of the weights that others hold, by the ``id`` of each."""
+
+    checkpoint: Checkpoint
+    parameters: list[SavedParameter]
+    homes: Mapping[int, Checkpoint] = field(default_factory=dict)
+    storages: Mapping[str, StorageInfo] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "storages", {each.key: each for each in self.checkpoint.storages})
+
+    def load(self, ref: TensorRef) -> Tensor:
+        """The values of a tensor as float32. Raises InputError."""
+        values = torch.empty(ref.shape, dtype=ref.dtype.torch)
+        Streamer(self.homes.get(id(ref), self.checkpoint)).copy(ref, values)
+        return values.float()
+
+    def rule(self, saved: SavedParameter) -> Replayed | str:
+        """The rule of a parameter, or why it is unknown. Raises InputError."""
+        own = {key: value for key, value in saved.state.items() if key in SIDE_STATE}
+        group = read_settings(self.checkpoint, self.storages, saved.group)
+        state = {**saved.state, **read_settings(self.checkpoint, self.storages, own)}
+        rule = find_rule(state, group, state.get("step", group.get("step")))
+        if isinstance(rule, Replayed) and rule.form.reach != "element" and any(map(_is_part, saved.state.values())):
+            return "its step takes the whole tensor, and the file has a part of it"
+        return rule
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, TensorRef) and value.share is not None and value.share.whole != value.shape
+
+
+class ReplaySource:
+    """An open file, directory, or container of either."""
+
+    def __init__(self, source: Bundle) -> None:
+        self._source = source
+        self._members = {each.path: each.checkpoint for each in source.found}
+        self._pairs = Pairs(list(self._members.items()), directory=source.directory is not None)
+
+    def of_member(self, path: str) -> Replayable:
+        """What to replay of a member; of a single file, whatever its name. Raises InputError where it is missing."""
+        if self._source.directory is None:
+            path = self._source.found[0].path
+        elif path not in self._members:
+            raise InputError(f"{self._source.path / path}: no such file")
+        parameters, files = self._pairs.of_member(path)
+        homes = {ref: self._members[file] for ref, file in files.items()}
+        return Replayable(self._members[path], parameters, homes)
+
+
+_SPREAD = "the files of a distributed checkpoint are not replayed"
+
+
+def replay(
+    original: Replayable, compressed: Replayable, figures: ReplayFigures, workers: Workers, prefix: str = ""
+) -> None:
+    """Replay every parameter of a known rule for as many steps as ``figures`` has, and add the figures to it.
+
+    ``prefix`` comes before names. Raises InputError for damage, CheckFailedError if the two trees are not alike.
+    """
+    both = _Sides(original, compressed, len(figures.steps))
+    mine, theirs = original.parameters, compressed.parameters
+    if [saved.name for saved in mine] != [saved.name for saved in theirs]:
+        raise CheckFailedError(
+            "the original and the compressed file have different parameters, so no step can be replayed"
+        )
+    jobs = zip(mine, theirs, strict=True)
+    for saved, found in zip(mine, workers.map(both.replay, jobs), strict=True):
+        rule = recognise(saved.state, saved.group, None)
+        needs_gradient = isinstance(rule, UpdateRule) and rule.kind == "replayed"
+        figures.add(prefix + saved.name, found, saved.unpaired, needs_gradient=needs_gradient)
+
+
+def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> ReplayFigures:
+    """Replay every member with ``workers``; threads of its own decode the container."""
+    figures = ReplayFigures([StepFigures() for _ in range(steps)])
+    whole = reader.manifest.directory is None
+    with open_source(original) as one, open_source(reader.path) as other:
+        first, second = ReplaySource(one), ReplaySource(other)
+        for record in reader.manifest.members:
+            if record.format == DCP:
+                names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
+                figures.skipped.update(dict.fromkeys(names, _SPREAD))
+            if record.format in READERS:
+                prefix = "" if whole else f"{record.path}:"
+                replay(first.of_member(record.path), second.of_member(record.path), figures, workers, prefix)
+    return figures
+
+
+@dataclass(slots=True)
+class _Side:
+    """State and weight of one parameter on one side: flat fp32, but for row and column statistics."""
+
+    state: dict[str, Tensor]
+    weight: Tensor | None
+
+    def find_not_finite(self) -> str | None:
+        """The key of a tensor with a NaN or an Inf, or ``the weight``; None without any."""
+        weight = {} if self.weight is None else {"the weight": self.weight}
+        return next((key for key, values in {**self.state, **weight}.items() if not torch.isfinite(values).all()), None)
+
+
+class _Sides:
+    """Reads parameters of both checkpoints; the sources take one reader at a time."""
+
+    def __init__(self, original: Replayable, compressed: Replayable, steps: int) -> None:
+        self._original, self._compressed, self._steps = original, compressed, steps
+        self._lock = threading.Lock()
+
+    def replay(self, job: tuple[SavedParameter, SavedParameter]) -> list[StepFigures] | str:
+        """The figures of one parameter, step by step, or why it cannot be replayed. Thread-safe."""
+        saved, theirs = job
+        with self._lock:
+            rule = self._original.rule(saved)
+            if isinstance(rule, str):
+                return rule
+            shape = saved.state[rule.form.tensors[0].key].shape
+            if problem := _find_misfit(rule.form, saved, shape):
+                return problem
+            original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
+        if rule.needs_weight and original.weight is None:
+            return "its weight, which its step needs, was not found"
+        order = Order.of(rule.form, saved.state[rule.form.tensors[0].key])
+        return self._take_steps(rule, original, compressed, order)
+
+    def _take_steps(self, rule: Replayed, original: _Side, compressed: _Side, order: Order) -> list[StepFigures] | str:
+        if broken := original.find_not_finite():
+            return f"{broken} of the original is not finite"
+        if compressed.find_not_finite():
+            return [StepFigures(update_error=math.inf)] * self._steps
+        found = []
+        gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
+        for k in range(self._steps):
+            grad = order.plain(gradients.at(k))
+            step = rule.step + k + 1
+            u, v = (rule.advance(s.state, s.weight, grad, order.shape, step) for s in (original, compressed))
+            if not torch.isfinite(u).all() or original.find_not_finite():
+                return "a replayed step of the original is not finite"
+            found.append(_measure(u, v, original, compressed))
+        return found
+
+
+def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
+    """Why the state cannot belong to one parameter of this shape, or None."""
+    for tensor in form.tensors:
+        ref = saved.state.get(tensor.key)
+        if isinstance(ref, TensorRef) and (
+            ref.shape != tensor.shape(shape) or (len(shape) < 2 and not tensor.is_moment)
+        ):
+            return f"{tensor.key} does not have the shape of the parameter"
+    return None
+
+
+def _read(source: Replayable, form: Form, saved: SavedParameter) -> _Side:
+    state = {
+        tensor.key: values.reshape(-1) if tensor.is_moment else values
+        for tensor in form.tensors
+        if isinstance(ref := saved.state.get(tensor.key), TensorRef)
+        for values in [source.load(ref)]
+    }
+    return _Side(state, None if saved.weight is None else source.load(saved.weight).reshape(-1))
+
+
+def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepFigures:
+    update = measure(u, v)
+    # ``measure`` leaves NaN and Inf out; a step with any of them is broken.
+    figures = StepFigures(math.inf if update.excluded else update.change, update.square, update.max_change)
+    if original.weight is not None and compressed.weight is not None:
+        weight = measure(original.weight, compressed.weight)
+        figures.weight_error = math.inf if weight.excluded else weight.change
+        figures.weight = weight.square
+        figures.max_weight = weight.max_change / weight.rms if weight.rms else 0.0
+    return figures

@@ -1,0 +1,438 @@
+"""``ckpt8.runs``: an overview of all checkpoints of a run, from the heads of their files.
+
+What ``ckpt8.runs`` says of a run and of each checkpoint in it.
+
+Makes a row of the overview from the files of one checkpoint.
+
+One row from files that are not compressed: what their readers say, without a value but the numbers of progress.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from ckpt8.checkpoint.meaning.nodes import is_optimizer
+from ckpt8.checkpoint.readers import match_reader
+from ckpt8.checkpoint.readers.directory import open_directory
+from ckpt8.checkpoint.readers.entries import Entry, kept
+from ckpt8.checkpoint.replacing import TRAINER_STATE, epoch_in_name
+from ckpt8.checkpoint.scalars import read_scalar
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import Checkpoint, Components, TensorRef, iter_nodes
+from ckpt8.codecs.error_stats import StepError
+from ckpt8.container import bases
+from ckpt8.container.header import is_container
+from ckpt8.container.manifest import FILE, BaseRecord
+from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.sharded.reading import read_index
+from ckpt8.container.target_names import CONTAINER, container_names
+from ckpt8.core.arguments import checked
+from ckpt8.core.closing import without_collection
+from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile, refuse_url
+from ckpt8.inspecting.facts import step_figures
+from ckpt8.inspecting.origin import origin_of, read_json
+from ckpt8.inspecting.run_files import (
+    SUFFIXES,
+    Facts,
+    Number,
+    Place,
+    Progress,
+    StepFrom,
+    find,
+    of_trainer_state,
+    of_tree,
+    optimizer_step,
+    read_container,
+    step_of,
+)
+
+Kind = Literal["key", "delta", "raw"]
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """One checkpoint of a run; ``name`` is its path below the directory, ``run`` the folder of the run in that.
+
+    A checkpoint that is there both compressed and as it was is one record, that of the container: ``raw`` names the
+    other one, which takes ``raw_bytes``.
+
+    ``kind`` is ``key`` for a container that needs no other, ``delta`` for one that needs its ``base``, ``raw`` for any
+    other checkpoint, and None where damage hides it. ``asked`` is what it was compressed with. ``bytes`` are those of
+    the original, ``stored_bytes`` those of its files now. ``step_from`` says where the step was found: ``file``,
+    ``name`` or ``optimizer``. ``steps`` is the measured error in steps of the optimizer. ``base`` is the name of its
+    base, ``missing`` where that is not to be found. ``damage`` says what does not hold: seal, length, or a head.
+    """
+
+    name: str
+    run: str = ""
+    kind: Kind | None = None
+    format: str | None = None
+    asked: str | None = None
+    step: int | None = None
+    step_from: StepFrom | None = None
+    epoch: float | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    time: datetime = field(default_factory=lambda: datetime.fromtimestamp(0, timezone.utc))
+    bytes: int | None = None
+    stored_bytes: int = 0
+    raw: str | None = None
+    raw_bytes: int = 0
+    steps: float | None = None
+    seal: str | None = None
+    base: str | None = None
+    damage: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller than its original a container is; None for other checkpoints."""
+        if self.kind not in ("key", "delta") or self.bytes is None or not self.stored_bytes:
+            return None
+        return self.bytes / self.stored_bytes
+
+    @property
+    def problem(self) -> str | None:
+        """Why the checkpoint cannot be read whole, in a line; None where nothing is known against it."""
+        return self.damage or (f"{self.name}: its base is missing" if self.base == MISSING else None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the time is UTC."""
+        return {**asdict(self), "time": self.time.isoformat(timespec="seconds"), "ratio": self.ratio}
+
+
+MISSING = "missing"
+"""The base of a delta that cannot be found."""
+
+
+@dataclass(slots=True)
+class Run:
+    """The checkpoints of a directory in the order of their steps, run by run; iterates over them.
+
+    ``bases_bytes`` are those of bases that are kept for deltas alone, of checkpoints that are gone.
+    """
+
+    path: str
+    checkpoints: list[RunRecord]
+    bases_bytes: int = 0
+
+    def __iter__(self) -> Iterator[RunRecord]:
+        return iter(self.checkpoints)
+
+    def __len__(self) -> int:
+        return len(self.checkpoints)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is damaged or lacks its base, a line each."""
+        return [record.problem for record in self.checkpoints if record.problem is not None]
+
+    def totals(self) -> dict[str, Any]:
+        """Numbers of checkpoints by kind, their bytes before and now, and the ratio of those that are compressed."""
+        kinds = [record.kind for record in self.checkpoints]
+        packed = [record for record in self.checkpoints if record.ratio is not None]
+        before, after = (sum(getattr(each, name) or 0 for each in packed) for name in ("bytes", "stored_bytes"))
+        after += self.bases_bytes
+        return {
+            "checkpoints": len(self.checkpoints),
+            **{kind: kinds.count(kind) for kind in ("key", "delta", "raw")},
+            "damaged": sum(record.damage is not None for record in self.checkpoints),
+            "base_missing": sum(record.base == MISSING for record in self.checkpoints),
+            "bytes": sum(record.bytes or 0 for record in self.checkpoints),
+            "stored_bytes": sum(record.stored_bytes for record in self.checkpoints) + self.bases_bytes,
+            "packed_and_raw": sum(record.raw is not None for record in self.checkpoints),
+            "raw_bytes": sum(record.raw_bytes for record in self.checkpoints),
+            "bases_bytes": self.bases_bytes,
+            "ratio": before / after if before and after else None,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        checkpoints = [record.to_json() for record in self.checkpoints]
+        return {"path": self.path, "totals": self.totals(), "checkpoints": checkpoints}
+
+
+_PICKLE = b"\x80"
+
+
+def read_file(path: Path) -> Facts | None:
+    """The facts of a file; None if it is no checkpoint. Raises InputError for damage."""
+    with closing(SourceFile(ByteRange.of(path))) as file:
+        size = file.source.length
+        reader = match_reader(file) if size else None
+        if reader is None:
+            if path.suffix not in SUFFIXES or (size and file.read(0, 1) == _PICKLE):
+                return None
+            what = "is no checkpoint; it is damaged" if size else "is empty"
+            raise InputError(f"{path}: {what}, or its save was interrupted")
+        try:
+            checkpoint = reader.read(file)
+        except UnsupportedError as exc:
+            return Facts(kept(exc, file.source), size)
+        if not any(storage.nbytes for storage in checkpoint.storages):
+            return None
+        number = _number(checkpoint)
+        found = of_tree(checkpoint.tree, number)
+        counted = optimizer_step(checkpoint.tree, number) if found.step is None else None
+        trains = any(is_optimizer(node) for at, node in iter_nodes(checkpoint.tree) if at)
+        return Facts(checkpoint.format, size, found, counted, trains)
+
+
+def _number(checkpoint: Checkpoint) -> Number:
+    storages = {storage.key: storage for storage in checkpoint.storages}
+
+    def number(_: Components, ref: TensorRef) -> float | None:
+        return read_scalar(checkpoint, storages[ref.key], ref) if ref.key in storages else None
+
+    return number
+
+
+def read_folder(path: Path, files: Sequence[str], *, needs_tensors: bool) -> Facts | None:
+    """The facts of files in a folder; None if they need tensors and hold none. Raises InputError for damage."""
+    with open_directory(path, [Entry(name, FILE) for name in files], decode=False) as found:
+        bundle = Bundle(path, found, path.name)
+        if needs_tensors and not bundle.holds_tensors:
+            return None
+        origin = origin_of(bundle)
+        is_stated = origin["step_from"] == "file"
+        progress = Progress(origin["step"] if is_stated else None, origin["epoch"])
+        for member in found:
+            if member.path.rpartition("/")[2] == TRAINER_STATE and member.checkpoint.format == FILE:
+                progress.complete(of_trainer_state(read_json(member.checkpoint)))
+        steps = (optimizer_step(each.checkpoint.tree, _number(each.checkpoint)) for each in found)
+        counted = None if is_stated else origin["step"]
+        if progress.step is None and counted is None:
+            counted = next((step for step in steps if step is not None), None)
+        return Facts(origin["framework"] or "directory", bundle.size, progress, counted)
+
+
+_LATEST = datetime(9999, 1, 1, tzinfo=timezone.utc).timestamp()
+
+
+@dataclass(slots=True)
+class Row:
+    """A record, its containers by seal, the bases that they name, and the device and inode of every file.
+
+    ``original`` is the name of what the container at ``path`` was made from.
+    """
+
+    record: RunRecord
+    path: Path
+    original: str | None = None
+    seals: list[str] = field(default_factory=list)
+    bases: list[tuple[Path, BaseRecord]] = field(default_factory=list)
+    inodes: set[tuple[int, int]] = field(default_factory=set)
+
+
+def read(place: Place) -> Row | None:
+    """What the files of a checkpoint say; None if they are none."""
+    row = Row(RunRecord(place.name, place.run), place.path)
+    paths = [place.path / name for name in place.files] if place.files else [place.path]
+    containers = [path for path in paths if path.suffix == CONTAINER or is_container(path)]
+    found: list[Facts] = []
+
+    def attempt(read_facts: Callable[[], Facts | None]) -> Facts | None:
+        try:
+            facts = read_facts()
+        except InputError as exc:
+            row.record.damage = row.record.damage or str(exc)
+            return None
+        found.extend([] if facts is None else [facts])
+        return facts
+
+    seals: dict[str, str] = {}
+    if any(name == INDEX or is_part(name) for name in place.files):
+        attempt(lambda: seals.update(read_index(place.path).files))
+        containers = [path for path in containers if not seals or path.name in seals]
+        paths = [path for path in paths if path.suffix != CONTAINER or path in containers]
+    packed = {path.name for path in containers} if len(containers) < len(paths) else set()
+    copies = [path for path in paths if path not in containers and not packed.isdisjoint(container_names(path.name))]
+    paths = [path for path in paths if path not in copies]
+    attempt(lambda: _measure(row, paths, copies))
+    if len(containers) < len(paths):
+        attempt(lambda: _read_originals(place, {*containers, *copies}))
+    for path in containers:
+        facts = attempt(lambda path=path: read_container(path))  # type: ignore[misc]
+        if facts is not None and facts.base is not None:
+            row.bases.append((path, facts.base))
+        row.original = None if facts is None else facts.original
+        if facts is not None and seals.pop(path.name, facts.seal) != facts.seal:
+            row.record.damage = row.record.damage or f"{path}: belongs to another save than the {INDEX} beside it"
+    if seals and row.record.damage is None:
+        row.record.damage = f"{place.path / min(seals)}: is missing, and {INDEX} names it"
+    if not found and row.record.damage is None:
+        return None
+    row.seals += [facts.seal for facts in found if facts.seal is not None]
+    _fill(row, found, is_raw=not containers)
+    return row
+
+
+def _measure(row: Row, paths: Sequence[Path], copies: Sequence[Path]) -> None:
+    """Add up the sizes of files, and take the newest time. Raises InputError for one that cannot be looked up.
+
+    ``copies`` are those whose containers are among ``paths``.
+    """
+    newest = 0.0
+    row.record.raw = ", ".join(path.name for path in copies) or None
+    for path in (*paths, *copies):
+        try:
+            status = path.stat()
+        except OSError as exc:
+            raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
+        row.inodes.add((status.st_dev, status.st_ino))
+        if path in copies:
+            row.record.raw_bytes += status.st_size
+        else:
+            row.record.stored_bytes += status.st_size
+        newest = max(newest, status.st_mtime)
+    row.record.time = datetime.fromtimestamp(min(newest, _LATEST), timezone.utc)
+
+
+def _read_originals(place: Place, containers: set[Path]) -> Facts | None:
+    # They import the readers, which take as long as a hundred containers.
+
+    if not place.files:
+        return read_file(place.path)
+    indexes = {name for name in place.files if name == INDEX or is_part(name)}
+    files = [name for name in place.files if place.path / name not in containers and name not in indexes]
+    return read_folder(place.path, files, needs_tensors=not containers) if files else None
+
+
+def _fill(row: Row, found: Sequence[Facts], *, is_raw: bool) -> None:
+    """Put together what the files say."""
+    record, error = row.record, None
+    progress, counted = Progress(), None
+    for facts in found:
+        progress.complete(facts.progress)
+        counted = facts.counted if counted is None else counted
+        record.asked = record.asked or facts.asked
+        if facts.error is not None:
+            error = error or StepError()
+            error.merge(facts.error)
+    if is_raw:
+        record.kind = "raw"
+    elif row.seals:
+        record.kind = "delta" if row.bases else "key"
+    record.format = ", ".join(dict.fromkeys(facts.format for facts in found)) or None
+    record.bytes = None if record.damage else sum(facts.bytes for facts in found)
+    record.steps = None if error is None else step_figures(error)["steps"]
+    record.seal = row.seals[0] if len(row.seals) == 1 else None
+    record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
+    record.step, record.step_from = step_of(record.name, progress.step, counted)
+    if record.epoch is None:
+        record.epoch = epoch_in_name(record.name.rpartition("/")[2])
+
+
+@checked
+def runs(directory: str | os.PathLike[str]) -> Run:
+    """The checkpoints in a directory and in folders below it, compressed or not. Reads heads, no tensor.
+
+    A damaged file is a record that says so. Raises InputError where there is no checkpoint at all.
+
+    >>> [(record.name, record.kind, record.raw, record.step) for record in ckpt8.runs(".")]
+    [('run.ckpt8', 'key', 'run.pt', 1)]
+    """
+    root = Path(directory)
+    refuse_url(root)
+    if root.is_file():
+        raise InputError(f"{root}: is a file; give the folder of a run")
+    found = find(root)
+    with without_collection():
+        rows = _joined([row for place in found.places if (row := read(place)) is not None])
+    if not rows:
+        raise InputError(f"{root}: holds no checkpoint, nor do the folders in it")
+    listed = {seal: row.record for row in rows for seal in row.seals}
+    for row in rows:
+        row.record.base = _base_of(row, listed, root)
+    records = sorted((row.record for row in rows), key=_order)
+    return Run(str(root), records, _kept(found.bases, rows))
+
+
+def _joined(rows: Sequence[Row]) -> list[Row]:
+    """The rows, those of what a container was made from joined with that of the container."""
+    containers = {row.path: row for row in rows if row.path.suffix == CONTAINER}
+    found = []
+    for row in rows:
+        container = None if row.path in containers else _container_of(row, containers)
+        if container is None:
+            found.append(row)
+        else:
+            _join(container, row)
+    return found
+
+
+def _container_of(raw: Row, containers: Mapping[Path, Row]) -> Row | None:
+    """The container of a checkpoint that is not compressed, or of the directory that it is in."""
+    for path in (raw.path, *raw.path.parents):
+        for name in container_names(path.name) if path.name else ():
+            container = containers.get(path.with_name(name))
+            if container is not None and container.original in (None, path.name):
+                return container if path != raw.path or _are_one(container.record, raw.record) else None
+    return None
+
+
+def _are_one(container: RunRecord, raw: RunRecord) -> bool:
+    """Whether a container was made from this checkpoint, and not from an earlier one of the same name."""
+    if container.damage is not None or raw.damage is not None:
+        return True
+    is_same_step = container.step == raw.step or container.step_from != raw.step_from
+    return is_same_step and container.bytes == raw.bytes
+
+
+def _join(container: Row, raw: Row) -> None:
+    ours, theirs = container.record, raw.record
+    ours.raw = theirs.name if ours.raw is None else f"{ours.raw}, {theirs.name}"
+    ours.raw_bytes += theirs.stored_bytes
+    ours.damage = ours.damage or theirs.damage
+    container.inodes |= raw.inodes
+    if ours.step_from != "file" and theirs.step is not None:
+        ours.step, ours.step_from = theirs.step, theirs.step_from
+    for name in ("epoch", "loss", "val_loss"):
+        if getattr(ours, name) is None:
+            setattr(ours, name, getattr(theirs, name))
+
+
+def _order(record: RunRecord) -> tuple[object, ...]:
+    step, epoch = (math.inf if value is None else value for value in (record.step, record.epoch))
+    return record.run, step, epoch, record.time, record.name
+
+
+def _base_of(row: Row, listed: Mapping[str, RunRecord], root: Path) -> str | None:
+    """The name of the base, that of a listed checkpoint if one is the same file; None without one."""
+    found = [_found(path, base, listed.get(base.seal), root) for path, base in row.bases]
+    return MISSING if MISSING in found else next(iter(found), None)
+
+
+def _found(container: Path, base: BaseRecord, record: RunRecord | None, root: Path) -> str:
+    # Readers see what is beside the delta, and not what is listed in the folder of another run.
+    if record is not None and root / record.run == container.parent:
+        return record.name
+    try:
+        path = bases.find_base(container, base, bases.directories())
+    except InputError:
+        return MISSING
+    if record is not None:
+        return record.name
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
+
+
+def _kept(files: Iterable[Path], rows: Iterable[Row]) -> int:
+    """The bytes of bases that are no listed checkpoint under another name."""
+    seen = {inode for row in rows for inode in row.inodes}
+    total = 0
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # gone since the folder was listed
+        if (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            total += status.st_size
+    return total

@@ -1,1 +1,0 @@
-"""``ckpt8.runs``: the checkpoints of a run, from the heads of its files."""

@@ -1,0 +1,595 @@
+"""Reads the values of a checkpoint, all or a sample of every tensor, and raises red flags.
+
+Flags stand for faults, and for values that another format would lose:
+
+    nan, inf             values that are not finite; an Inf is no flag in a tensor of one element that is neither weight
+                         nor moment, since callbacks start their best score with it
+    negative_moment2     second moments below zero: an average of squares never is, and its root becomes NaN
+    zero_moment          a moment that is zero everywhere: the parameter is frozen, or no gradient reached it
+    dead_rows            rows whose moments are all zero while those of others are not: unused tokens, dead units
+    bf16_in_fp32         fp32 weights or moments whose low 16 bits are all zero: half of the bytes hold nothing
+    stored_twice         weights of several storages that are equal in all elements read: perhaps the model ties them,
+                         and the file repeats them
+    moment2_fp16_zero    second moments that fp16 would round to zero: an update would divide by eps
+    fp16_scales          groups of 32 moments whose scale FlashOptim, which keeps scales in fp16, would round to zero or
+                         to a subnormal number, which has fewer bits
+
+A flag is {kind, tensor or tensors, count, of, fraction, sampled, message}: it holds for ``count`` of ``of`` elements
+that the survey read. ``dead_rows`` counts rows, ``fp16_scales`` groups that are not all zero, and ``moment2_fp16_zero``
+elements that are not zero; ``stored_twice`` counts the elements of one copy, all of them equal. ``sampled`` says that
+the survey left elements out, which may hold more, or differ.
+
+The sample is bounded and always the same, see ``sampling``. Memory holds one window with its temporaries, or two where
+the survey compares weights, and two bytes for each row of one parameter.
+
+What a survey counts in one tensor, window by window.
+
+What a survey reads: the floating tensors of a checkpoint as runs of elements, each element of a storage once.
+
+Of a strided view the survey reads the whole span, and a mask picks its elements. A view inside another one adds
+nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt8.checkpoint.meaning.parameter_names import split_member, whole_name
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.tree import TensorRef, is_dense
+from ckpt8.checkpoint.vocabulary import BUFFERS
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.plan import Plan, Policy
+from ckpt8.container.frames import bytes_of
+from ckpt8.container.manifest import Manifest
+from ckpt8.core.tensors import DType, Role
+from ckpt8.core.text import percent, size
+from ckpt8.inspecting import sampling
+from ckpt8.inspecting.facts import shown_names
+from ckpt8.inspecting.prediction import describe, open_any
+
+FP16_ZERO = 2.0**-25
+"""fp16 rounds numbers up to this one, half of its smallest, to zero."""
+
+_FP16_NORMAL = 2.0**-14
+_VARIETY = 16
+"""A tensor with fewer different values is a mask or a constant."""
+
+_VARIED_IN = 4096
+"""Elements of every window in which the tally looks for different values."""
+
+_BITS = {1: DType.UINT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
+_SUMMED = (
+    "numel",
+    "seen",
+    "nan",
+    "inf",
+    "nonzero",
+    "negative",
+    "fp16_zero",
+    "groups",
+    "zero_scales",
+    "subnormal_scales",
+)
+"""The fields of a tally that are counts: those of slices add up."""
+
+_MOMENTS = (Role.MOMENT1, Role.MOMENT2)
+
+
+class Rows:
+    """Which of ``count`` rows of ``row`` elements were read in full, and which have a moment that is not zero."""
+
+    def __init__(self, count: int, row: int) -> None:
+        self.count, self._row = count, row
+        self._alive, self._seen = torch.zeros(2, count, dtype=torch.bool, device="cpu")
+
+    def add(self, nonzero: torch.Tensor, start: int, *, reads_all: bool) -> None:
+        """Add elements from ``start`` on: ``nonzero`` is True where one is not zero.
+
+        ``reads_all`` says that the caller adds all elements, in several calls: rows may then be cut between two calls.
+        """
+        stop = start + len(nonzero)
+        first, last = -(-start // self._row), stop // self._row
+        if first > last:  # within one row
+            self._alive[start // self._row] |= nonzero.any()
+        else:
+            head, tail = first * self._row - start, last * self._row - start
+            if head:
+                self._alive[first - 1] |= nonzero[:head].any()
+            if tail < len(nonzero):
+                self._alive[last] |= nonzero[tail:].any()
+            if head < tail:
+                self._alive[first:last] |= nonzero[head:tail].view(-1, self._row).any(dim=1)
+                self._seen[first:last] = True
+        if reads_all:
+            self._seen.fill_(True)
+
+    @property
+    def seen(self) -> int:
+        """How many rows were read in full."""
+        return int(self._seen.sum())
+
+    @property
+    def dead(self) -> int:
+        """How many of these rows are zero in all moments."""
+        return int((self._seen & ~self._alive).sum())
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over the ``seen`` elements that were read of a tensor.
+
+    ``nonzero`` counts those that are not zero, ``negative`` second moments below zero, ``fp16_zero`` second moments
+    that fp16 rounds to zero. ``fits_bf16`` says that no fp32 value has bits that bf16 lacks. ``groups`` counts the
+    groups of 32 moments that are not all zero; in fp16 the scale is zero in ``zero_scales`` of them and subnormal in
+    ``subnormal_scales``. ``values`` holds the bits of up to 16 different elements.
+    """
+
+    role: Role
+    dtype: DType
+    numel: int
+    seen: int = 0
+    nan: int = 0
+    inf: int = 0
+    nonzero: int = 0
+    negative: int = 0
+    fits_bf16: bool = True
+    fp16_zero: int = 0
+    groups: int = 0
+    zero_scales: int = 0
+    subnormal_scales: int = 0
+    values: set[int] = field(default_factory=set)
+    digest: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
+
+    def add(self, x: torch.Tensor, start: int, rows: Rows | None = None, *, reads_all: bool = False) -> None:
+        """Count the elements ``x`` from ``start`` on, and add them to ``rows`` if given."""
+        if self.role is Role.WEIGHT:
+            self.digest.update(bytes_of(x))
+        bits = x.view(_BITS[self.dtype.itemsize].torch)
+        if self.dtype is DType.FLOAT32:
+            self.fits_bf16 = self.fits_bf16 and not bool((bits & 0xFFFF).any())
+        if len(self.values) < _VARIETY:
+            self.values.update(bits[:_VARIED_IN].unique()[:_VARIETY].tolist())  # type: ignore[no-untyped-call]
+        values = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        finite = values.isfinite()
+        if not finite.all():
+            nan = int(values.isnan().sum())
+            self.nan += nan
+            self.inf += len(x) - int(finite.sum()) - nan
+        nonzero = values != 0
+        count = int(nonzero.sum())
+        self.seen += len(x)
+        self.nonzero += count
+        if rows is not None:
+            rows.add(nonzero, start, reads_all=reads_all)
+        if self.role is Role.MOMENT2:
+            self.negative += int((values < 0).sum())
+        if self.role in _MOMENTS and count:
+            self._moments(values.abs(), start)
+
+    @property
+    def is_varied(self) -> bool:
+        """Whether the tensor is neither a mask nor a constant."""
+        return len(self.values) >= _VARIETY
+
+    def merge(self, other: Tally) -> None:
+        """Add the counts of another slice of the same tensor."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.fits_bf16 &= other.fits_bf16
+        self.values |= other.values
+
+    def _moments(self, magnitude: torch.Tensor, start: int) -> None:
+        """Count the groups that a window holds in full. The last group of the tensor may be short."""
+        if self.role is Role.MOMENT2 and self.dtype is not DType.FLOAT16:
+            self.fp16_zero += int(((magnitude > 0) & (magnitude <= FP16_ZERO)).sum())
+        skip = min(-start % GROUP, len(magnitude))
+        stop = skip + (len(magnitude) - skip) // GROUP * GROUP
+        self._scales(magnitude[skip:stop].view(-1, GROUP).amax(dim=1))
+        if stop < len(magnitude) and start + len(magnitude) == self.numel:
+            self._scales(magnitude[stop:].amax(dim=0, keepdim=True))
+
+    def _scales(self, largest: torch.Tensor) -> None:
+        scales = (largest.sqrt() if self.role is Role.MOMENT2 else largest).float()
+        halves = scales.to(torch.float16)
+        self.groups += int((scales != 0).sum())
+        self.zero_scales += int(((scales > 0) & (halves == 0)).sum())
+        self.subnormal_scales += int(((halves > 0) & (halves.float() < _FP16_NORMAL)).sum())
+
+
+ReadBytes = Callable[[int, int, memoryview], None]
+"""Fills a buffer with bytes of the storage of that index, from that byte on."""
+
+_MOST_STRIDED = 16
+"""The survey reads strided views of one storage up to this many times its length; it takes further ones for dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor over storage number ``storage``; of a slice, ``whole`` is the name of the whole tensor."""
+
+    name: str
+    role: Role
+    storage: int
+    ref: TensorRef
+    whole: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to read. Elements count from its first one, over ``span`` elements of its storage.
+
+    ``numel`` of them are its own: a strided view leaves some of the span out.
+    """
+
+    view: View
+    span: int
+    numel: int
+
+    @property
+    def dtype(self) -> DType:
+        """Element type."""
+        return self.view.ref.dtype
+
+    @property
+    def stop(self) -> int:
+        """Where the span ends, in elements of the storage."""
+        return self.view.ref.offset + self.span
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the span holds nothing but the tensor."""
+        return self.numel == self.span
+
+    @property
+    def tensor(self) -> str:
+        """The name of the whole tensor, whichever files its slices are in."""
+        return whole_name(self.view.name) if self.view.whole else self.view.name
+
+    @cached_property
+    def row(self) -> int:
+        """Elements of one row, an index of the first dimension, if rows follow each other; 0 if there are none.
+
+        A slice has rows only if it has them whole.
+        """
+        shape = self.view.ref.shape
+        suffix = self.view.name[len(self.view.whole) :].strip("[]").split(",")[1:] if self.view.whole else []
+        if len(shape) < 2 or not self.is_dense or any(part != ":" for part in suffix):
+            return 0
+        row = prod(shape[1:])
+        return row if self.view.ref.stride[0] == row else 0
+
+    def own(self, start: int, count: int) -> torch.Tensor:
+        """A mask of ``count`` elements of the span from ``start`` on: True for those of the tensor."""
+        left = torch.arange(start, start + count, device="cpu")
+        inside = torch.ones(count, dtype=torch.bool, device="cpu")
+        for stride, extent in _steps(self.view.ref):
+            index = left.div(stride, rounding_mode="floor")
+            inside &= index < extent
+            left -= index * stride
+        return inside & (left == 0)
+
+
+def _steps(ref: TensorRef) -> list[tuple[int, int]]:
+    """Stride and size of the dimensions that lead to other elements, the largest step first."""
+    return sorted(((st, n) for st, n in zip(ref.stride, ref.shape, strict=True) if st and n > 1), reverse=True)
+
+
+def _is_nested(ref: TensorRef) -> bool:
+    """Whether every stride is longer than all that the smaller ones reach: then no two indices share an element."""
+    reach = 1
+    for stride, extent in reversed(_steps(ref)):
+        if stride < reach:
+            return False
+        reach = stride * (extent - 1) + reach
+    return True
+
+
+def make_pieces(views: Iterable[View]) -> list[Piece]:
+    """The views that add elements, in their given order."""
+    by_storage: dict[tuple[int, DType], list[tuple[int, Piece]]] = defaultdict(list)
+    for number, view in enumerate(views):
+        if view.ref.dtype.is_floating and 0 not in view.ref.shape:
+            by_storage[view.storage, view.ref.dtype].append((number, _piece(view)))
+    found = [each for views_of_storage in by_storage.values() for each in _without_inner(views_of_storage)]
+    return [piece for _, piece in sorted(found, key=lambda each: each[0])]
+
+
+def _piece(view: View) -> Piece:
+    ref, steps = view.ref, _steps(view.ref)
+    span = 1 + sum(stride * (size - 1) for stride, size in steps)
+    exact = not is_dense(ref) and _is_nested(ref)
+    return Piece(view, span, prod(size for _, size in steps) if exact else span)
+
+
+def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Piece]]:
+    """The pieces of one storage, without elements that an earlier dense piece has."""
+    reached = strided = 0
+    most = _MOST_STRIDED * max(piece.stop for _, piece in pieces)
+    for number, piece in sorted(pieces, key=lambda each: (each[1].view.ref.offset, -each[1].span, each[0])):
+        if piece.stop <= reached:
+            continue
+        if not piece.is_dense:
+            strided += piece.span
+            if strided <= most:
+                yield number, piece
+                continue
+        exact = piece.is_dense and piece.view.ref.offset >= reached
+        yield number, piece if exact else _from(piece, max(reached, piece.view.ref.offset))
+        reached = piece.stop
+
+
+def _from(piece: Piece, start: int) -> Piece:
+    """The span of a piece from element ``start`` of its storage on, as a dense piece."""
+    count = piece.stop - start
+    ref = replace(piece.view.ref, offset=start, shape=(count,), stride=(1,))
+    return Piece(replace(piece.view, ref=ref), count, count)
+
+
+class Subject:
+    """The pieces of a checkpoint; ``owners`` are the parameters whose moments are storages of their own.
+
+    ``parameters`` are rows of ``shown_names``, each with the indices of the storages of its moments; ``owners`` are
+    such rows, each with the pieces of its moments.
+    """
+
+    def __init__(
+        self, views: Iterable[View], parameters: Iterable[tuple[dict[str, Any], Iterable[int]]], read: ReadBytes
+    ) -> None:
+        self.pieces = make_pieces(views)
+        self._read = read
+        by_storage: dict[int, list[Piece]] = defaultdict(list)
+        for piece in self.pieces:
+            by_storage[piece.view.storage].append(piece)
+        found = [(row, [by_storage[index] for index in moments]) for row, moments in parameters]
+        self.owners = [
+            (row, [pieces[0] for pieces in moments])
+            for row, moments in found
+            if all(len(pieces) == 1 for pieces in moments)
+        ]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all pieces."""
+        return sum(piece.numel for piece in self.pieces)
+
+    def read(self, piece: Piece, start: int, count: int) -> torch.Tensor:
+        """Elements of a piece, flat, in their own type, from ``count`` elements of its span. Raises InputError."""
+        size = piece.dtype.itemsize
+        buffer = bytearray(count * size)
+        self._read(piece.view.storage, (piece.view.ref.offset + start) * size, memoryview(buffer))
+        x = torch.frombuffer(buffer, dtype=torch.uint8).view(piece.dtype.torch)
+        return x if piece.is_dense else x[piece.own(start, count)]
+
+
+def subject_of(source: Bundle, plan: Plan, manifest: Manifest) -> Subject:
+    """All tensors of a source; ``manifest`` describes it."""
+
+    def read(storage: int, start: int, buffer: memoryview) -> None:
+        source.read_into(source.storages[storage].offset + start, buffer)
+
+    views = (View(tensor.name, tensor.role, index, tensor.ref, tensor.whole) for tensor, index in plan.tensors)
+    moments = (parameter.moments.values() for parameter in manifest.parameters)
+    return Subject(views, zip(shown_names(manifest), moments, strict=True), read)
+
+
+_KINDS = (
+    "nan",
+    "inf",
+    "negative_moment2",
+    "zero_moment",
+    "dead_rows",
+    "bf16_in_fp32",
+    "stored_twice",
+    "moment2_fp16_zero",
+    "fp16_scales",
+)
+"""All kinds in the order of the report: first what breaks a run, last what only another format would lose."""
+
+_MAX_ROWS = 1 << 24
+"""The survey looks for dead rows in parameters of at most this many rows, since it keeps two bytes for each."""
+
+_MIN_TWIN = 32
+"""The survey does not look for copies of weights with fewer elements than this."""
+
+Progress = Callable[[int], None]
+"""Called after each window with the number of its bytes."""
+
+
+def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None) -> dict[str, Any]:
+    """``flags``, sorted by kind and fraction, and ``sample``: {elements, of, full}, in elements of floating tensors.
+
+    The argument ``full`` makes the survey read every element. The ``full`` of ``sample`` says whether it has: a sample
+    of small tensors is all of them, too. Raises InputError.
+    """
+    found = _Survey(subject, None if full else sampling.budget(len(subject.pieces)), progress)
+    found.read_all()
+    seen = sum(tally.seen for tally in found.tallies.values())
+    return {"flags": found.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
+
+
+def survey_decoded(path: Path) -> dict[str, Any]:
+    """``survey`` of every element that a ``.ckpt8`` gives back. Raises InputError."""
+    with open_any(path) as source:
+        # The plan is needed for tensors, roles and parameters. Its codecs do not matter: nothing is compressed.
+        plan = plan_bundle(source, Policy())
+        return survey(subject_of(source, plan, describe(source, plan)), full=True)
+
+
+class _Survey:
+    """Tallies of all tensors of a subject. ``budget`` is the number of elements to read of each; None means all."""
+
+    def __init__(self, subject: Subject, budget: int | None, progress: Progress) -> None:
+        self._subject = subject
+        self._budget = budget
+        self._progress = progress
+        self.tallies: dict[str, Tally] = {}
+        self._parameter_of: dict[str, str] = {}
+        self._rows: dict[str, Counter[str]] = defaultdict(Counter)
+        self._by_digest: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
+
+    def read_all(self) -> None:
+        """Read every piece once. Raises InputError."""
+        done: set[int] = set()
+        # The moments of a parameter come one after the other: a row is dead if all of them are zero.
+        for parameter, moments in self._subject.owners:
+            name, rows = whole_name(parameter["name"]), _row_counter(moments)
+            for piece in moments:
+                self._tally(piece, rows)
+                done.add(id(piece))
+                if parameter["named"]:
+                    self._parameter_of[piece.tensor] = name
+            if rows is not None:
+                # This adds: other slices of the same parameter have rows, too.
+                self._rows[name].update(count=rows.count, seen=rows.seen, dead=rows.dead)
+        for piece in self._subject.pieces:
+            if id(piece) not in done:
+                self._tally(piece, None)
+
+    def _tally(self, piece: Piece, rows: Rows | None) -> None:
+        tally = Tally(piece.view.role, piece.dtype, piece.numel)
+        # Windows of a weight do not follow its rows: a copy of another shape then has the same windows and digest.
+        row = 0 if tally.role is Role.WEIGHT else piece.row
+        reads_all = self._budget is None or piece.numel <= self._budget
+        for start, count in sampling.windows(piece.span, self._budget, row):
+            tally.add(self._subject.read(piece, start, count), start, rows, reads_all=reads_all)
+            self._progress(count * piece.dtype.itemsize)
+        if _can_be_twin(piece) and tally.is_varied:
+            self._by_digest[piece.dtype, piece.numel, tally.digest.digest()].append(piece)
+        if piece.tensor in self.tallies:
+            self.tallies[piece.tensor].merge(tally)
+        else:
+            self.tallies[piece.tensor] = tally
+
+    def flags(self) -> list[dict[str, Any]]:
+        """All flags, by kind; within a kind those with the largest fraction first."""
+        found = [
+            flag
+            for name, tally in self.tallies.items()
+            for flag in _tensor_flags(name, tally, self._parameter_of.get(name))
+        ]
+        found += [flag for name, rows in self._rows.items() for flag in _row_flags(name, **rows)]
+        found += self._twin_flags()
+        return sorted(found, key=lambda flag: (_KINDS.index(flag["kind"]), -flag["fraction"], -flag["count"]))
+
+    def _twin_flags(self) -> Iterator[dict[str, Any]]:
+        """Flags of weights that agree in all elements read. A survey of all elements compares them byte by byte."""
+        counts: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+        for pieces in self._by_digest.values():
+            for twins in self._equal_groups(pieces):
+                names = tuple(dict.fromkeys(piece.tensor for piece in twins))
+                # Views of one storage are tied in the file, too. Slices of one tensor may repeat each other.
+                if len({piece.view.storage for piece in twins}) < 2 or len(names) < 2:
+                    continue
+                first = twins[0]
+                compared = sum(count for _, count in sampling.windows(first.span, self._budget))
+                counts[names].update(compared=compared, numel=first.numel, nbytes=first.numel * first.dtype.itemsize)
+        for names, sums in counts.items():
+            yield _twin_flag(names, **sums)
+
+    def _equal_groups(self, pieces: list[Piece]) -> list[list[Piece]]:
+        """Pieces of one digest, in lists of those that are equal byte by byte; of a sample, in one list."""
+        if self._budget is not None:
+            return [pieces]
+        groups: list[list[Piece]] = []
+        for piece in pieces:
+            equal = next((group for group in groups if self._are_equal(group[0], piece)), None)
+            if equal is None:
+                groups.append([piece])
+            else:
+                equal.append(piece)
+        return groups
+
+    def _are_equal(self, one: Piece, other: Piece) -> bool:
+        # As bytes, since a NaN equals no other value.
+        return all(
+            torch.equal(
+                self._subject.read(one, *window).view(torch.uint8), self._subject.read(other, *window).view(torch.uint8)
+            )
+            for window in sampling.windows(one.span, None)
+        )
+
+
+def _row_counter(moments: list[Piece]) -> Rows | None:
+    """A counter of the rows of a parameter; None where its moments have no rows, rows of other lengths, or too many."""
+    shape, row = moments[0].view.ref.shape, moments[0].row
+    if not row or not 1 < shape[0] <= _MAX_ROWS or any(piece.row != row for piece in moments):
+        return None
+    return Rows(shape[0], row)
+
+
+def _can_be_twin(piece: Piece) -> bool:
+    """Whether a piece may be a tied weight. Buffers may not: they are alike in every layer."""
+    name = piece.view.name.replace(":", ".").rpartition(".")[2]
+    return piece.view.role is Role.WEIGHT and piece.is_dense and piece.numel >= _MIN_TWIN and name not in BUFFERS
+
+
+def _flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled: bool, message: str) -> dict[str, Any]:
+    """One flag as plain values."""
+    return {
+        "kind": kind,
+        **({"tensor": name} if isinstance(name, str) else {"tensors": list(name)}),
+        "count": count,
+        "of": of,
+        "fraction": count / of if of else 0.0,
+        "sampled": sampled,
+        "message": message,
+    }
+
+
+def _tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Iterator[dict[str, Any]]:
+    """The flags of one tensor. For optimizer state, ``parameter`` names its parameter if that is known."""
+    sampled = tally.seen < tally.numel
+    looked = f"{tally.seen:,} elements" + (f" looked at, of {tally.numel:,}" if sampled else "")
+    # In a directory both names begin with the member. Say it once.
+    member, bare = split_member(parameter or "")
+    whose = f"{bare if member and name.startswith(f'{member}:') else parameter}, " if parameter else ""
+    is_scalar = tally.role is Role.OTHER and tally.numel == 1
+    is_zero = tally.role in (Role.MOMENT1, Role.MOMENT2) and not tally.nonzero
+    is_bf16 = tally.dtype is DType.FLOAT32 and tally.role is not Role.OTHER and tally.fits_bf16 and tally.is_varied
+    scales = (
+        f"in fp16 the scale would be zero for {percent(tally.zero_scales, tally.groups)} of the groups, "
+        f"subnormal for {percent(tally.subnormal_scales, tally.groups)}, in {looked}"
+    )
+    fp16_zero = f"fp16 would round {percent(tally.fp16_zero, tally.nonzero)} of the nonzero values to zero, in {looked}"
+    bf16 = f"bf16 values in all {looked}: half of its bytes are zero"
+    found = [
+        ("nan", tally.nan, tally.seen, f"{tally.nan:,} NaN in {looked}"),
+        ("inf", 0 if is_scalar else tally.inf, tally.seen, f"{tally.inf:,} Inf in {looked}"),
+        ("negative_moment2", tally.negative, tally.seen, f"{tally.negative:,} below zero in {looked}"),
+        ("zero_moment", tally.seen if is_zero else 0, tally.seen, f"zero in all {looked}"),
+        ("bf16_in_fp32", tally.seen if is_bf16 else 0, tally.seen, bf16),
+        ("moment2_fp16_zero", tally.fp16_zero, tally.nonzero, fp16_zero),
+        ("fp16_scales", tally.zero_scales + tally.subnormal_scales, tally.groups, scales),
+    ]
+    for kind, count, of, message in found:
+        if count:
+            yield _flag(kind, name, count, of, sampled=sampled, message=whose + message)
+
+
+def _row_flags(name: str, count: int, seen: int, dead: int) -> Iterator[dict[str, Any]]:
+    """The flag of a parameter with ``count`` rows, ``seen`` of them read in full, and ``dead`` of these all zero.
+
+    There is none where all are: ``zero_moment`` says that.
+    """
+    if 0 < dead < seen:
+        looked = f"{seen:,} rows" + (f" looked at, of {count:,}" if seen < count else "")
+        yield _flag("dead_rows", name, dead, seen, sampled=seen < count, message=f"{dead:,} dead of {looked}")
+
+
+def _twin_flag(names: Sequence[str], compared: int, numel: int, nbytes: int) -> dict[str, Any]:
+    """The flag of tensors of ``numel`` elements and ``nbytes`` bytes each, equal in the ``compared`` elements."""
+    sampled = compared < numel
+    same = f"equal in the {compared:,} elements compared, of {numel:,}" if sampled else "byte-identical"
+    message = f"{same}; stored {len(names)} times, {size(nbytes)} each: tied in the model?"
+    return _flag("stored_twice", names, compared, compared, sampled=sampled, message=message)

@@ -1,1 +1,0 @@
-"""What ``inspect`` finds in a checkpoint: red flags in its values, its layers, and the program that wrote it."""
