@@ -82,7 +82,7 @@ _IDLE = 10
 class ChainRun:
     """The checkpoints of a run in a folder, as jobs. The ``keep_raw`` newest stay as they are.
 
-    A checkpoint gets a job once it is at rest, see ``rest``. With ``watch`` the jobs never end.
+    A checkpoint gets a job once it is at rest, see ``order``. With ``watch`` the jobs never end.
     """
 
     def __init__(

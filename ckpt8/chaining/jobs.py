@@ -296,7 +296,7 @@ def _rules(texts: Sequence[str]) -> str:
 class Outcome:
     """What became of a checkpoint: ``bytes`` of ``source`` and ``stored`` bytes of ``target``, None while it has none.
 
-    ``steps`` is the error in steps that it states, and what is under no budget: see ``step_facts``; None without a
+    ``steps`` is the error in steps that it states, and what is under no budget: see ``facts``; None without a
     budget. ``present``: the container was there already. ``removed``: the source is gone. ``replaced`` says what the
     container took the place of. ``error``: what failed, after which the source is as it was.
 

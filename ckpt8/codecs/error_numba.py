@@ -5,7 +5,7 @@ loop after the other, and a compiler turns each loop into vector instructions.
 
 Measures parameters under a budget as ``error_measures``, on a CPU in one pass over originals and decoded values.
 
-Maxima are the same bit for bit; sums are taken in float64, in 32 lanes, as in ``error_stats_numba``.
+Maxima are the same bit for bit; sums are taken in float64, in 32 lanes.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def compress(
 
     ``base`` is the container of an earlier state of the same training. The new one then holds differences to it, takes
     much less room, and cannot be read without it. "auto" chooses one among the containers in the folder of the target,
-    and none where none makes the file smaller: see ``base_choice``. It links that, and all below it, into ``bases/``
+    and none where none makes the file smaller: see ``deltas``. It links that, and all below it, into ``bases/``
     there, so that they may be removed; links that nothing needs go. Files below a base are looked for beside it and in
     ``base_dirs``.
 

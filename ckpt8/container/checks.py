@@ -154,7 +154,7 @@ R = TypeVar("R", bound=Linked)
 
 
 class Base(Closing, Generic[R]):
-    """The base of the container ``delta``, which ``open_base`` opens. Thread-safe."""
+    """The base of the container ``delta``, which ``deltas`` opens. Thread-safe."""
 
     def __init__(self, delta: R, open_base: Callable[[], R]) -> None:
         self._delta = delta

@@ -253,7 +253,7 @@ def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
 
 
 def tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
-    """As ``symbol_choice``."""
+    """As ``symbols``."""
     rows = np.zeros((sum(1 + mode.over + mode.raw for mode in modes), 256), np.int64)
     _tabulate(counts.numpy(), np.array(modes), rows)
     return torch.from_numpy(rows)

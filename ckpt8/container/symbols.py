@@ -1,7 +1,7 @@
 """Packs symbols into planes of bytes and unpacks them: see ``symbol_modes`` for the form.
 
 The mode follows from a histogram, so that every device and backend chooses the same. The functions of torch define the
-planes; ``symbols_numba`` fills the same ones faster.
+planes; ``kernels`` fills the same ones faster.
 
 Chooses the mode of a chunk from a histogram of its symbols: that whose planes zstd should make smallest.
 """

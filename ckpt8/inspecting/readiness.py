@@ -1,7 +1,7 @@
 """``inspect --readiness``: how weights and moments survive fp16, bf16, fp8 and int8, as they are and scaled.
 
-``number_formats`` rounds, ``casting`` counts and adds up, ``verdicts`` judges; each states its maths. Of a ``.ckpt8``
-they take the decoded values. With an original, they also measure the error of tensors of equal name and shape:
+Values are rounded, errors counted and added up, and a verdict given; the maths of each is below. Of a ``.ckpt8`` the
+decoded values are taken. With an original, the error is measured too of tensors of equal name and shape:
 
     SNR = 10 log10( sum x^2 / sum (y - x)^2 ) dB        x of the original, y of the checkpoint, if both are finite
 
@@ -12,7 +12,7 @@ The keys of ``readiness`` in the JSON of ``inspect``; an SNR is in dB, and None 
     full, sample         whether every element was read; else elements and windows of the sample of a long tensor
     elements, looked_at  of all weights and moments; ``nonfinite`` of them were left out
     left_out             tensors that were not looked at, counted by reason
-    thresholds           underflow and few, see ``verdicts``
+    thresholds           underflow and few, see below
     formats[]            format, label, scaling, ideal_snr_db, floor_snr_db, line
       roles{}            tensors, verdict, text; raw and scaled: overflow, underflow, subnormal (fractions), snr_db,
                          failing (number of tensors that the format does not suit), worst (name, label, snr_db)
@@ -62,7 +62,7 @@ Turns the figures of all tensors into a verdict for each number format and role,
 A format suits a tensor, raw or scaled, if
 
     overflow    is zero
-    SNR         is no lower than the floor of the format, see ``number_formats``: rounding alone cannot do worse
+    SNR         is no lower than the floor of the format: rounding alone cannot do worse
     underflow   is at most 5 % of the nonzero elements of a weight or a first moment: an int8 whose SNR is at its floor
                 loses 3.3 % of a normal distribution, so more means that small elements have no place in the format;
                 is zero for a second moment, since an update divides by its root

@@ -1,12 +1,10 @@
 """Compares the tensor table of a manifest with the one that its members show: seal and checksums prove neither.
 
 The members are opened like checkpoints, which decodes their structure and no more, and planned again. What must agree
-are facts: names, shapes, element types, places in storages, and the checksum fields. ``conclusions`` looks at what the
-writer concluded from them.
+are facts: names, shapes, element types, places in storages, and the checksum fields.
 
-Compares what the manifest concludes, roles and parameters, with what its members show today.
-
-A writer may know less than today, or other names. So roles and names of parameters may differ, but they must not
+Roles and parameters are conclusions of the writer, which are compared with what the members show today. A writer may
+know less than today, or other names. So roles and names of parameters may differ, but they must not
 contradict the members, the codecs that follow from them, or each other. The numbers of a rule are facts.
 """
 

@@ -4,8 +4,8 @@
 
 To add an optimizer, write
 
-1. its rule, a function over blocks of fp32 values (see ``blocks``), and its class, which names the ``rule_id`` and the
-   arguments of the constructor: one module here, for example ``lion``;
+1. its rule, a function over blocks of fp32 values (see ``packed_tensor``), and its class, which names the ``rule_id``
+   and the arguments of the constructor: one module here, for example ``lion``;
 2. kernels, if it is to have any: one module in ``triton``;
 3. its card in ``known_optimizers``: state, settings, the signs of its saved state, the published classes.
 

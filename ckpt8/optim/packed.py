@@ -1,9 +1,9 @@
 """``PackedOptimizer``, the base class of all optimizers here: it takes steps on packed state, saves and loads it.
 
-An optimizer is a rule over blocks of fp32 values (see ``blocks``). A block is a tile of 2^18 elements, so a step needs
-a few megabytes more than the packed state (see ``packed_state``). Operations on state are elementwise and rounded once,
-sums run over fixed pieces, and random bits depend on (seed, index of the parameter, step, element) alone. So a run is
-reproducible, resumes bit for bit, and does not depend on tile size or threads.
+An optimizer is a rule over blocks of fp32 values (see ``packed_tensor``). A block is a tile of 2^18 elements, so a step
+needs a few megabytes more than the packed state (see ``packed_state``). Operations on state are elementwise and rounded
+once, sums run over fixed pieces, and random bits depend on (seed, index of the parameter, step, element) alone. So a
+run is reproducible, resumes bit for bit, and does not depend on tile size or threads.
 
 On a CUDA device Triton kernels take the step, with the same results (see ``triton``): a few launches for all of a
 group, and the host reads nothing, so a CUDA graph can capture steps. There ``step`` lies on the device. A parameter
@@ -48,7 +48,7 @@ from ckpt8.optim.packed_tensor import (
 from ckpt8.optim.triton.dispatch import Fused, Work
 
 MOMENT2 = "companded8(signed=False, Q=255, p=0.5)"
-"""The default codec of second moments, chosen by the measurements in ``rounding``."""
+"""The default codec of second moments, chosen by the measurements in ``packed_tensor``."""
 
 _LIMITS = {"betas": 1.0, **dict.fromkeys(("lr", "weight_decay", "momentum", "clip_threshold", "d", "eps"), math.inf)}
 """Settings whose numbers lie in [0, limit), and their limits."""

@@ -1,6 +1,6 @@
 """``PackedState``: which tensors the state of a packed optimizer has, and which codecs hold them.
 
-Per parameter: ``step`` (int64), ``residual`` or ``master`` (see ``master_weights``), and for each moment ``NAME_codes``
+Per parameter: ``step`` (int64), ``residual`` or ``master`` (see ``packed_tensor``), and for each moment ``NAME_codes``
 of the parameter's shape and ``NAME_scales`` (see ``packed_tensor``), or ``NAME`` in fp32 where the parameter is small.
 Row and column averages are fp32. The parameter group holds the configuration of the codecs under ``master``,
 ``moment1`` and ``moment2``.

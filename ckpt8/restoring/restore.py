@@ -76,7 +76,7 @@ def restore(
 
     With ``salvage`` a damaged container is an error only if nothing in it is whole. Returns a ``Salvage``: see
     ``restoring.salvage``. A directory that ranks have packed, in which files are damaged or missing, gives a plain one
-    with the tensors that are whole, and a ``SalvagedDirectory``: see ``restoring.sharded_salvage``.
+    with the tensors that are whole, and a ``SalvagedDirectory``: see ``restoring.salvage``.
 
     >>> ckpt8.restore("run.ckpt8", "back.pt").name
     'back.pt'

@@ -3,7 +3,7 @@
 optimizer    codes and scales become fp32 moments, in the layout of torch, optimi, came-pytorch or lion-pytorch
 model        a 16-bit weight and the residual or master that its optimizer keeps become the fp32 weight
 
-``converting.unpacked`` does the same for values that are computed when they are read. Both join weights by the rules
+``converting.weights`` does the same for values that are computed when they are read. Both join weights by the rules
 of ``join_weights``.
 """
 

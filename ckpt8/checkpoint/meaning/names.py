@@ -2,7 +2,7 @@
 
 An optimizer without names lists its parameters group by group, each group in the order of the model: so do torch and
 the Trainer of transformers, which puts parameters that decay before the others. A state dict of torch has the order of
-the model. A safetensors file is sorted by name; for the models in ``transformers_order``, ``config.json`` tells theirs.
+the model. A safetensors file is sorted by name; for the models of the table below, ``config.json`` tells theirs.
 
 Where the order of all weights is known, it pairs the parameters with them: see ``pairing.places_in_order``; for the two
 groups of the Trainer, their names do. Otherwise the parameters of one shape get names if they are all in one group, as

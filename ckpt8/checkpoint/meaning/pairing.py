@@ -1,6 +1,6 @@
 """Which weight of a checkpoint belongs to which state of its optimizer, from the file alone.
 
-``ownership`` tells the model that an optimizer trains. In it the weight of a parameter is found by name where the file
+``owners`` tells the model that an optimizer trains. In it the weight of a parameter is found by name where the file
 has names. Else every group lists its parameters in the order of the model. So the order pairs the parameters of one
 shape with the weights of that shape, if they are all in one group and as many as the weights, ties counted once and
 buffers left out. Parameters that are frozen or not used have no state and no known shape: where the groups of the

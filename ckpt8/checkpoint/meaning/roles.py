@@ -3,7 +3,7 @@
 optimizer   a dict with ``state`` and ``param_groups``, anywhere; ``state[id][key]``, id an index or a name
 masters     under a key that names a list of fp32 master weights, anywhere
 weights     under a key that names a model (``model``, ``state_dict``, ``state_dict_ema``, ...), the parameters of a
-            pickled module or optimizer, a bare state dict: a dict of nothing but tensors, or what ``weight_evidence``
+            pickled module or optimizer, a bare state dict: a dict of nothing but tensors, or what ``state_dicts``
             finds
 other       everything else
 """

@@ -196,7 +196,7 @@ HEALS = "its error heals: gradients renew the momentum within about ten steps, a
 
 
 def step_lines(steps: Mapping[str, Any]) -> list[str]:
-    """The lines of ``step_facts``."""
+    """The lines of ``facts``."""
     lines = []
     if steps["steps"] is not None:
         whole, *parts = figure_phrases(steps)

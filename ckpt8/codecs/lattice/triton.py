@@ -1,6 +1,6 @@
 """Weights on a lattice as Triton kernels: the operations of ``reference``, each rounded once, to the bit.
 
-    q        = floor(w / step + t)                          t is the dither of an element, see ``symbols_triton``
+    q        = floor(w / step + t)                          t is the dither of an element, see ``triton_blocks``
     decode   : w' = (q + (1/2 - t)) * step                  the reserved symbol: +0
 
 Step, salt and the index of the first element are arguments of a compiled kernel: one serves all tensors. ``encode`` and

@@ -1,9 +1,9 @@
 """A directory of containers of ranks, which hold slices of tensors: its index, and what a manifest says of them.
 
-``index`` is ``ckpt8-dcp.json``, ``reading`` reads it, and ``joining`` joins the parts of ranks that saved on their own.
-``layouts`` say which file holds which part of a tensor, ``slices`` are those that one container states, ``collecting``
-makes an index of what all ranks have written. ``tensors`` puts whole tensors together, one by one. No
-torch.distributed is needed.
+``index`` is ``ckpt8-dcp.json``, and says which file holds which part of a tensor. ``reading`` reads it, and the slices
+that one container states. ``collecting`` makes it of what all ranks have written, and joins the parts of ranks that
+saved on their own. ``joined`` opens the containers as one; ``damaged`` puts whole tensors together where some are
+damaged or missing. No torch.distributed is needed.
 """
 
 from __future__ import annotations

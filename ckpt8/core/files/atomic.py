@@ -486,7 +486,7 @@ class AtomicDirectory(AtomicOutput):
 
     With ``force`` it replaces an existing directory if ``check`` accepts that, but never a mount point or one that
     holds ``keep``, the current directory or the home directory. Callers have checked paths inside: see
-    ``member_paths``. This class makes the directories above them, which hold no links until ``publish`` makes them.
+    ``checks``. This class makes the directories above them, which hold no links until ``publish`` makes them.
     """
 
     what = "directory"

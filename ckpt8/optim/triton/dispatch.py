@@ -91,7 +91,7 @@ class LaunchPlan:
             )
 
     def step(self, rule: Any) -> None:
-        """Update every block by ``rule``: see ``steps``."""
+        """Update every block by ``rule``: see ``kernels``."""
         for programs, masked in ((self.whole, False), (self.short, True)):
             self.launch(step_kernel, programs, *self._averages, rule=rule, masked=masked)
 

@@ -1,7 +1,7 @@
 """Device functions on blocks of values: random bits, stochastic rounding and master weights, as in ``ckpt8.optim``.
 
-    bits of an element    hash of (seed, parameter, step, element): ``rounding.random_bits`` and ``stream_key``
-    second moment         code floor(t) or the next, scale rounded up: ``rounding.encode_second_moment``
+    bits of an element    hash of (seed, parameter, step, element): ``packed_tensor.random_bits`` and ``stream_key``
+    second moment         code floor(t) or the next, scale rounded up: ``packed_tensor.encode_second_moment``
     24-bit weight         hi = bf16(w);  d = w - hi in fp32 steps;  rho = (R d + noise) >> 15
     powers                in float64, by multiplication alone, so that they are the same everywhere
 
@@ -150,7 +150,7 @@ def compand_unsigned_randomly(v, levels: tl.constexpr, fourth_root: tl.constexpr
 
 @triton.jit
 def _chance_up(t, low, levels: tl.constexpr, fourth_root: tl.constexpr):
-    """The probability of the code above ``low``: see ``rounding``."""
+    """The probability of the code above ``low``: see ``packed_tensor``."""
     high = low + 1.0
     narrow = low < levels / (_NARROW_ROOT if fourth_root else _NARROW)
     a, b, c = (high * high, t * t, low * low) if fourth_root else (high, t, low)
@@ -166,7 +166,7 @@ def double(bits):
 
 @triton.jit
 def power(base, exponent):
-    """``base ** exponent`` of float64 and an integer of at least 0, as ``rounding.power``."""
+    """``base ** exponent`` of float64 and an integer of at least 0, as ``packed_tensor.power``."""
     result = base * 0.0 + 1.0
     while exponent > 0:
         result = tl.where((exponent & 1) == 1, result * base, result)

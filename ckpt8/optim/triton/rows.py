@@ -16,7 +16,7 @@ _WEIGHTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"
 
 
 class KernelLayout(NamedTuple):
-    """What kernels are compiled for: see ``blocks``. ``grad`` is torch's name of the element type.
+    """What kernels are compiled for: see ``kernels``. ``grad`` is torch's name of the element type.
 
     ``matrix``: whether the state has row and column averages; ``even``: whether rows are then multiples of 16.
     """

@@ -2,13 +2,12 @@
 
 The state goes to ``optimizer.state`` directly, as fresh tensors of the saved element type and strides.
 ``Optimizer.load_state_dict`` would cast them all to the type of the parameter. ``packed_state`` plans optimizers of
-``ckpt8.optim``; ``own_loading`` plans classes that load their state themselves.
+``ckpt8.optim``.
 
-Optimizers that take their state through their own ``load_state_dict``.
-
-Their class is unknown, and has a ``load_state_dict`` of its own, as in bitsandbytes, or keeps more than tensors and
-numbers, as in torchao. They get what ``torch.load`` would give them, in the order of their parameters. When their code
-fails, resume raises ResumeError and gives the optimizer its old state.
+Other optimizers take their state through their own ``load_state_dict``. Their class is unknown, and has one of its own,
+as in bitsandbytes, or keeps more than tensors and numbers, as in torchao. They get what ``torch.load`` would give them,
+in the order of their parameters. When their code fails, resume raises ResumeError and gives the optimizer its old
+state.
 
 The state that each optimizer class keeps for a parameter, and whether a saved state is that.
 

@@ -43,7 +43,7 @@ _PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "
 
 
 class Calls(Protocol):
-    """The judge of all calls of one file: see ``torch_calls``."""
+    """The judge of all calls of one file."""
 
     def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
         """Judge a call. Raises ValueError."""

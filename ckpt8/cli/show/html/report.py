@@ -247,7 +247,7 @@ Row = tuple[str, tuple[str, ...]]
 
 
 def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
-    """The rows of ``step_facts``; none without a budget."""
+    """The rows of ``facts``; none without a budget."""
     if steps is None:
         return []
     rows: list[Row] = []
