@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,11 +22,11 @@ from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
 from ckpt8.compressing.background import PendingSave, start, wait_for
-from ckpt8.compressing.compressor import Compressor, Options, Unwritten, within_budget
-from ckpt8.compressing.deltas import Auto, OpenBase, Wanted, bases_kept, chained, is_unlinked, wanted
+from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
+from ckpt8.compressing.deltas import Auto, BrokenBaseError, Wanted, bases_kept, choose_base, is_unlinked, wanted
 from ckpt8.compressing.gpu_encoder import choose_encoder
 from ckpt8.compressing.masters import plan_bundle
-from ckpt8.compressing.plan import Measured, Plan, Policy
+from ckpt8.compressing.plan import Measured, Policy
 from ckpt8.container.bases import looked_for_in
 from ckpt8.container.columns import is_unicode
 from ckpt8.container.kept_bases import unneeded_file
@@ -120,8 +121,8 @@ def compress(
             raise InputError(f"{source}: its name is not valid UTF-8, and a container states it; rename it")
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
-        run = partial(Compressor.run, target=target, force=force)
-        return _compressed(bundle, target, policy, options, asked, run, device=gpu)
+        write = partial(Compressor.run, target=target, policy=policy, force=force)
+        return _compress(bundle, target, policy, options, asked, write, device=gpu)
 
 
 def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
@@ -240,8 +241,8 @@ def save(
         with looked_for_in(map(Path, base_dirs)), live_checkpoint(obj, target.stem) as checkpoint:
             _warn_of_refusal(target, checkpoint)
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
-            pack = partial(run_or_pack, target=target, force=force)
-            return _compressed(Bundle.of(checkpoint, member), target, policy, options, asked, pack, live)
+            write = partial(run_or_pack, target=target, policy=policy, force=force)
+            return _compress(Bundle.of(checkpoint, member), target, policy, options, asked, write, live=live)
 
     if isinstance(asked, Path):
         wait_for(asked)
@@ -270,33 +271,44 @@ def _warn_of_refusal(target: Path, checkpoint: OpenCheckpoint) -> None:
     )
 
 
-def _compressed(
+def _compress(
     source: Bundle,
     target: Path,
     policy: Policy,
     options: Options,
     asked: Wanted,
-    run: Callable[..., R],
+    write: Callable[[Compressor], R],
+    *,
     live: Mapping[str, torch.UntypedStorage] | None = None,
     device: torch.device | None = None,
 ) -> R:
-    """What ``run`` returns for a compressor of ``source`` and its policy."""
+    """Plan the codecs of ``source``, choose the base of ``target``, and ``write``.
 
-    def compress_as_planned(options: Options, measured: Measured | None) -> R:
-        plan = plan_bundle(source, policy, measured)
-        policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
-
-        def compress_plan(plan: Plan, base: OpenBase | None, key_reason: str | None) -> R:
-            encoder = choose_encoder(source, live or {}, device, measure=options.stats and plan.is_lossy, base=base)
-            record = None if base is None else base.record(target)
-            return run(Compressor(source, plan, options, encoder, record, key_reason), policy=policy)
-
-        with ExitStack() as saving:
-            kept = saving.enter_context(bases_kept(asked, target))
-            result = chained(source, target, plan, policy, asked, kept, options.threads, compress_plan)
-            if isinstance(result, Unwritten):
-                result.keeps_base = kept is not None and not is_unlinked(target)
-                result.resources.push(saving.pop_all())
-            return result
-
-    return within_budget(options, compress_as_planned)
+    Twice at most: where the error of the whole file exceeds the budget, and where a chosen base cannot be read.
+    """
+    measured: Measured | None = None
+    damage: str | None = None
+    with ExitStack() as saving:
+        kept = saving.enter_context(bases_kept(asked, target))
+        while True:
+            plan = plan_bundle(source, policy, measured)
+            policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
+            try:
+                with choose_base(asked, target, source, plan, policy, kept, options.threads) as (plan, base, reason):
+                    measures = options.stats and plan.is_lossy
+                    encoder = choose_encoder(source, live or {}, device, measure=measures, base=base)
+                    record = None if base is None else base.record(target)
+                    result = write(Compressor(source, plan, options, encoder, record, damage or reason))
+            except OverBudgetError as exc:
+                measured, options = exc.measured, replace(options, progress=no_progress)
+            except BrokenBaseError as exc:
+                if not isinstance(asked, Auto):
+                    raise
+                asked, damage = None, f"a file below it is damaged: {exc}"
+                warnings.warn(f"{target}: is stored whole, as {damage}", stacklevel=_CALLER)
+            else:
+                break
+        if isinstance(result, Unwritten):
+            result.keeps_base = kept is not None and not is_unlinked(target)
+            result.resources.push(saving.pop_all())
+        return result

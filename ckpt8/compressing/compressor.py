@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -86,7 +85,7 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
 
     ``size`` are the bytes of the source; with 0 small units are grouped where the header would have 12 KiB.
     """
-    is_under_budget = any(stream.second is not None for unit in units for stream in unit.streams)
+    is_under_budget = any(stream.fallback_codec is not None for unit in units for stream in unit.streams)
     part = _BUDGET_ROOM_SHARE if is_under_budget else _ROOM_SHARE
     if not _is_header_long(units, max(_ROOM, size // part), slab):
         return list(units), []
@@ -95,7 +94,7 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
     for unit in units:
         for each in _parts_of(unit):
             if _is_small(each):
-                alike[tuple((s.spec.role, s.spec.dtype, s.codec, s.second) for s in each.streams)].append(each)
+                alike[tuple((s.spec.role, s.spec.dtype, s.codec, s.fallback_codec) for s in each.streams)].append(each)
             else:
                 own.append(each)
     groups = []
@@ -270,8 +269,6 @@ class GroupEncoder:
         return LOSSLESS.encode(content[:at].view(streams[0].spec.dtype.torch)), crcs
 
 
-R = TypeVar("R")
-
 _LONGEST, _LONGEST_MORE = 1.01, 1 << 14
 """How much longer than its source a container is at most: a part of it, and bytes."""
 
@@ -303,19 +300,14 @@ class Options:
 
 
 class OverBudgetError(Exception):
-    """The error of a file exceeds its budget: ``measured`` tells what the sample that it was planned by does not."""
+    """The error of a file exceeds its budget: ``measured`` tells what the sample that it was planned by does not.
+
+    Raised once: a plan of what was measured is not held against the budget again.
+    """
 
     def __init__(self, measured: Measured) -> None:
         super().__init__("the error exceeds the budget")
         self.measured = measured
-
-
-def within_budget(options: Options, compress: Callable[[Options, Measured | None], R]) -> R:
-    """What ``compress`` returns. Where it raises OverBudgetError, it is called again with what was measured, once."""
-    try:
-        return compress(options, None)
-    except OverBudgetError as exc:
-        return compress(replace(options, progress=no_progress), exc.measured)
 
 
 @dataclass(slots=True)
@@ -521,9 +513,7 @@ class Compressor:
     def _room(self) -> str:
         """The most that a container of the source takes: lossless storages are stored as they are at worst."""
         # Slices that a framework has compressed take more than their file once they are decoded.
-        decoded = sum(
-            stream.spec.numel * stream.spec.dtype.itemsize for unit in self._plan.units for stream in unit.streams
-        )
+        decoded = sum(stream.spec.numel * stream.spec.dtype.itemsize for stream in self._plan.streams)
         return f"at most {size(max(self._source.size, decoded) * _LONGEST + _LONGEST_MORE)}"
 
     def _no_errors(self, unit: Unit) -> UnitErrors:

@@ -4,8 +4,6 @@ The containers of a chain are numbered from its key on, which has the number 0. 
 i & (i - 1), i without its lowest bit: so the 16 containers of a chain are at most four links from their key, and most
 of them near to their base in time.
 
-Compresses a source as the continuation of a base, or whole where there is none that makes it smaller.
-
 Makes differences of the storages of a plan that have partners in an earlier container.
 
 A partner has the name, type, size and role of the storage, and tensors of the same names and places. A storage takes
@@ -30,12 +28,12 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ckpt8.checkpoint.replacing import written_once
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -205,7 +203,7 @@ _MOST_LINKS = 4
 _MOST_READ = 64
 """Containers whose manifests are read, at most."""
 
-_CALLER = 11
+_CALLER = 9
 """Frames from a warning to the caller of ``save``."""
 
 _unlinked = set[str]()
@@ -445,8 +443,8 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
         if trial.nbytes < sizes[stream.index]:
             streams[stream.index] = replace(stream, codec=codec, base=partner)
             sizes[stream.index] = trial.nbytes
-    units = [replace(unit, streams=tuple(streams[stream.index] for stream in unit.streams)) for unit in plan.units]
-    continued = replace(plan, units=units)
+    continued = replace(plan)
+    continued.map_streams(lambda stream: streams[stream.index])
     balance(continued)
     return Continuation(continued, resumed, sum(sizes.values()), whole)
 
@@ -517,56 +515,53 @@ def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
     return size
 
 
-R = TypeVar("R")
-
 _WORTH_IT = 0.95
 """A chain goes on where a difference takes less than this part of the whole."""
-
-_CALLER_OF_COMPRESS = 9
-"""Frames from a warning to the caller of ``save``."""
 
 NO_BASE = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
 RESUMED = "the run was resumed from a lossy container on the same lattice"
 NO_LINKS = "files cannot be linked in its folder, which would keep its base"
 NOT_SMALLER = "differences would hardly be smaller"
 
-Compress = Callable[[Plan, OpenBase | None, str | None], R]
-"""Compresses a plan with its differences to a base; without one, the text says why if one was looked for."""
+
+class Chosen(NamedTuple):
+    """A plan with its differences to ``base``; one without a base, and the ``reason`` where one was looked for."""
+
+    plan: Plan
+    base: OpenBase | None = None
+    reason: str | None = None
 
 
-def chained(
-    source: Bundle,
+@contextlib.contextmanager
+def choose_base(
+    asked: Wanted,
     target: Path,
+    source: Bundle,
     plan: Plan,
     policy: Policy,
-    base: Wanted,
     kept: KeptBases | None,
     threads: int | None,
-    compress: Compress[R],
-) -> R:
-    """What ``compress`` returns for ``plan`` with its differences to the base, and for that base.
+) -> Iterator[Chosen]:
+    """The base of ``target`` and ``plan`` with its differences to it; the base is open inside the block.
 
-    An explicit base must be sound. One that is chosen is linked among those that are ``kept``, and left out where it is
-    not sound, with a warning, and where it does not make the file smaller. Raises InputError and UsageError.
+    A base that was asked for by its path must be sound. One that is chosen makes the file smaller, and is linked among
+    those that are ``kept``. Raises InputError and UsageError, and BrokenBaseError for what is below a chosen base.
     """
-    if base is None:
-        return compress(plan, None, None)
-    reason = None
-    try:
-        with closing(open_bases(base, target, plan, policy, kept)) as found:
-            for each in found:
-                continued = continue_base(plan, source, each, threads)
-                reason = _why_new(continued) if isinstance(base, Auto) else None
-                if reason is None:
-                    return compress(continued.plan, each, None)
-    except BrokenBaseError as exc:
-        if not isinstance(base, Auto):
-            raise
-        reason = f"a file below it is damaged: {exc}"
-        warnings.warn(f"{target}: is stored whole, as {reason}", stacklevel=_CALLER_OF_COMPRESS)
-    if isinstance(base, Auto) and base.only_linked and is_unlinked(target):
+    if asked is None:
+        yield Chosen(plan)
+        return
+    reason = NO_BASE
+    with closing(open_bases(asked, target, plan, policy, kept)) as bases:
+        for base in bases:
+            continued = continue_base(plan, source, base, threads)
+            why_new = _why_new(continued) if isinstance(asked, Auto) else None
+            if why_new is None:
+                yield Chosen(continued.plan, base)
+                return
+            reason = why_new
+    if isinstance(asked, Auto) and asked.only_linked and is_unlinked(target):
         reason = NO_LINKS
-    return compress(plan, None, reason or NO_BASE)
+    yield Chosen(plan, None, reason)
 
 
 def _why_new(continued: Continuation) -> str | None:

@@ -26,7 +26,7 @@ from ckpt8.core.workers import scratch_elements
 
 def set_companions(plan: Plan) -> None:
     """Set the companions of codecs that need other moments. Streams whose parameter lacks them become lossless."""
-    if not any(stream.codec.companions for unit in plan.units for stream in unit.streams):
+    if not any(stream.codec.companions for stream in plan.streams):
         return
     plan.units = [
         replace(unit, streams=tuple(_with_companions(stream, unit) for stream in unit.streams)) for unit in plan.units

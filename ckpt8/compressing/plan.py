@@ -175,8 +175,8 @@ _MOST_PADDING = 4096
 class Stream:
     """One storage on its way into the container. ``spec`` is flat; ``storage`` its place in the source.
 
-    Where ``codec`` refuses its unit, ``second`` is next; None for lossless. ``base`` is the index of the storage in the
-    base of the container whose parts it is kept as a difference to; None for one that is kept whole.
+    Where ``codec`` refuses its unit, ``fallback_codec`` is next; None for lossless. ``base`` is the index of the
+    storage in the base of the container whose parts it is kept as a difference to; None for one that is kept whole.
     """
 
     index: int
@@ -184,20 +184,20 @@ class Stream:
     storage: StorageInfo
     codec: Codec
     reason: str | None = None
-    second: Codec | None = None
+    fallback_codec: Codec | None = None
     base: int | None = None
 
     @property
     def codecs(self) -> list[Codec]:
         """All codecs that it may come to have."""
-        return list(dict.fromkeys((self.codec, self.second or LOSSLESS, LOSSLESS)))
+        return list(dict.fromkeys((self.codec, self.fallback_codec or LOSSLESS, LOSSLESS)))
 
     def fallback(self, reason: str) -> Stream:
         """The stream with its next codec; ``reason`` is noted behind that of an earlier one."""
         # What is noted of the codec of a budget goes with it.
-        reasons = [reason] if self.reason is None or self.second is not None else [self.reason, reason]
+        reasons = [reason] if self.reason is None or self.fallback_codec is not None else [self.reason, reason]
         reason = "; ".join(dict.fromkeys(reasons))
-        return replace(self, codec=self.second or LOSSLESS, reason=reason, second=None, base=None)
+        return replace(self, codec=self.fallback_codec or LOSSLESS, reason=reason, fallback_codec=None, base=None)
 
     @property
     def lossy(self) -> bool:
@@ -258,7 +258,7 @@ class Unit:
         is_weight = refusal.storage is not None and refusal.storage == self.weight
         falling = [stream for stream in self.streams if (stream.index == self.weight) == is_weight]
         whose = "the state of its parameter " if len(falling) > 1 and refusal.storage is not None else ""
-        falling = [stream for stream in falling if stream.second] or [s for s in falling if s.codec != LOSSLESS]
+        falling = [stream for stream in falling if stream.fallback_codec] or [s for s in falling if s.codec != LOSSLESS]
         after = {stream.index: stream.fallback(f"{whose}{refusal.reason}") for stream in falling}
         return replace(self, streams=tuple(after.get(stream.index, stream) for stream in self.streams))
 
@@ -310,6 +310,10 @@ class Plan:
     def is_lossy(self) -> bool:
         """Whether decoding gives other values anywhere."""
         return any(stream.lossy for unit in self.units for stream in unit.streams)
+
+    def map_streams(self, change: Callable[[Stream], Stream]) -> None:
+        """Put what ``change`` makes of every stream in its place."""
+        self.units = [replace(unit, streams=tuple(map(change, unit.streams))) for unit in self.units]
 
     @property
     def streams(self) -> list[Stream]:

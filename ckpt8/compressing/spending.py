@@ -305,7 +305,7 @@ def _correct(plan: Plan, measured: Measured) -> None:
         k = min(math.floor(2 * math.log2(share.allowed / share.per_square)), codec.k)
         return replace(stream, codec=replace(codec, k=max(k, LOWEST_K)))
 
-    plan.units = [replace(unit, streams=tuple(map(corrected, unit.streams))) for unit in plan.units]
+    plan.map_streams(corrected)
 
 
 def _rounded(x: float, to: Callable[[float], int]) -> float:
@@ -328,7 +328,7 @@ def balance(plan: Plan) -> None:
         k = math.sqrt(share.allowed * max(1 + left / moments, _LEAST_LEFT) / share.per_square)
         return replace(stream, codec=replace(stream.codec, k=min(max(k, 1 / LARGEST), LARGEST)))
 
-    plan.units = [replace(unit, streams=tuple(map(balanced, unit.streams))) for unit in plan.units]
+    plan.map_streams(balanced)
 
 
 def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float, float]]:
@@ -357,7 +357,7 @@ class _Spending:
         self._plan, self._policy, self._budget = plan, policy, budget
         self._views = views_of(plan.tensors)
         self._sampler = Sampler(source)
-        self._streams = {stream.index: stream for unit in plan.units for stream in unit.streams}
+        self._streams = {stream.index: stream for stream in plan.streams}
         self._by_key = {stream.storage.key: stream for stream in self._streams.values()}
         stepped = ((each.shape, each.step) for unit in plan.units if (each := unit.parameter) is not None)
         # Why no state is known to belong to a weight, by its shape.
@@ -376,10 +376,7 @@ class _Spending:
                     self._keep(one, "its optimizer has not moved anything yet")
         self._follow_weights()
         self._follow_masters()
-        self._plan.units = [
-            replace(unit, streams=tuple(self._streams[stream.index] for stream in unit.streams))
-            for unit in self._plan.units
-        ]
+        self._plan.map_streams(lambda stream: self._streams[stream.index])
 
     def _stepped(self, unit: Unit) -> _Stepped | None:
         """The parameter of a unit if its step is known; else a note why its streams keep the codecs of the preset."""
@@ -476,7 +473,7 @@ class _Spending:
         if isinstance(codec, str):
             self._note([stream], codec)
         elif codec.accepts(stream.spec):
-            self._streams[stream.index] = replace(stream, codec=codec, second=stream.codec, reason=reason)
+            self._streams[stream.index] = replace(stream, codec=codec, fallback_codec=stream.codec, reason=reason)
 
     def _first(self, optimizer: _Optimizer, one: _Stepped, stream: Stream) -> Codec | str:
         rule, step, factors, share = one.rule, one.step, None, 1.0

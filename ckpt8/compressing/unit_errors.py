@@ -79,7 +79,7 @@ def exceeded_share(shares: Mapping[int, Share], unit: Unit, error: StepError | N
         moved = {True: error.weight, False: error.moment1 + error.moment2}
     for is_weight, energy in moved.items():
         own = [stream for stream in lossy if (stream.index == step.weight) == is_weight]
-        has_fallen = any(stream.second is None for stream in own)
+        has_fallen = any(stream.fallback_codec is None for stream in own)
         if own and not 0 <= energy < math.inf and (has_fallen or error is not None):
             return Refusal("its error in steps is unknown", step.weight if is_weight else None)
         if has_fallen and energy > sum(shares[stream.index].allowed for stream in own):
