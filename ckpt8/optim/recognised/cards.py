@@ -211,7 +211,7 @@ def _muon(rule_id: str, settings: Mapping[str, int], *, fused: bool = True, **ch
 def _schedule_free(rule_id: str, step_key: str) -> Card:
     """ScheduleFree AdamW by the setting that counts steps."""
     known = _known(
-        "schedule_free:schedule_free_adamw",
+        "schedule_free_adamw",
         StateTensor("z", "weight"),
         _V,
         settings=dict.fromkeys(("r", "weight_lr_power", "warmup_steps", "weight_sum", "lr_max"), 1),
