@@ -22,10 +22,10 @@ from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
 from ckpt8.compressing.background import PendingSave, start, wait_for
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
 from ckpt8.compressing.deltas import Auto, BrokenBaseError, Wanted, bases_kept, choose_base, is_unlinked, wanted
 from ckpt8.compressing.gpu_encoder import choose_encoder
-from ckpt8.compressing.masters import plan_bundle
 from ckpt8.compressing.plan import Measured, Policy
 from ckpt8.container.bases import looked_for_in
 from ckpt8.container.columns import is_unicode

@@ -1,11 +1,8 @@
-"""Plans a whole source: one plan for all its members.
+"""Copies of weights: averages and other copies that may be as far off as the weights, and rounded copies of masters.
 
-Averages and other copies of the weights that an optimizer steps: they may be as far off as these.
-
-Finds the bf16 and fp16 weights of a checkpoint that are rounded copies of its fp32 masters: they become references.
-
-The structure of the checkpoint proposes the master of a copy, and a few elements must agree. The encoder then compares
-every element. A storage of copies may hold padding between its tensors and after them.
+The bf16 and fp16 weights of a checkpoint that are rounded copies of its fp32 masters become references. The structure
+of the checkpoint proposes the master of a copy, and a few elements must agree. The encoder then compares every element.
+A storage of copies may hold padding between its tensors and after them.
 
     partitions   DeepSpeed's stages 1 and 2: ``param_slice_mappings`` place every parameter in the flat partitions of
                  all ranks
@@ -20,17 +17,14 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.meaning.dcp import joint_parameters, slice_twins
-from ckpt8.checkpoint.meaning.deepspeed import Partitions, Universal, find_partitions
-from ckpt8.checkpoint.meaning.names import NamesFromWeights, home_of
-from ckpt8.checkpoint.meaning.parameter_names import SLICE, split_member
-from ckpt8.checkpoint.meaning.roles import Names, short_name
-from ckpt8.checkpoint.meaning.state_dicts import evident_weights
+from ckpt8.checkpoint.meaning.dcp import slice_twins
+from ckpt8.checkpoint.meaning.deepspeed import Partitions, find_partitions
+from ckpt8.checkpoint.meaning.names import home_of
+from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.meaning.twins import twins
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, Labelled, NamedTensor, TensorRef, iter_leaves
@@ -38,24 +32,15 @@ from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run
 from ckpt8.codecs.rounded_copy import HalfReference, Reference
 from ckpt8.codecs.split24.reference import round_masters
-from ckpt8.compressing.lockstep import set_companions
-from ckpt8.compressing.optimizer_steps import give_steps, take_steps
 from ckpt8.compressing.plan import (
-    Measured,
     Plan,
     Policy,
     Stream,
-    Unit,
-    choose,
-    make_plan,
-    plan_joint,
     read_elements,
     views_of,
 )
-from ckpt8.compressing.spending import spend
 from ckpt8.container.checks import ReferenceCheck
 from ckpt8.container.frames import bytes_of
-from ckpt8.core.closing import without_collection
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import natural_order
 
@@ -353,78 +338,3 @@ def _join_runs(runs: Iterable[Run]) -> list[Run]:
         else:
             joined.append(run)
     return joined
-
-
-def plan_bundle(bundle: Bundle, policy: Policy, measured: Measured | None = None) -> Plan:
-    """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError.
-
-    ``measured`` is that of ``spend``.
-    """
-    return plan_policies(bundle, [policy], measured)[0]
-
-
-@without_collection()
-def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured | None = None) -> list[Plan]:
-    """The plan of all members under each policy. Raises as ``plan_bundle``."""
-    trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
-    found = plan_members(bundle, policies[0])
-    views = views_of(found.tensors)
-    plans: list[Plan] = []
-    stepped: Plan | None = None
-    for policy in policies:
-        units = found.units if policy is policies[0] else [_chosen(unit, found, views, policy) for unit in found.units]
-        plan = Plan(units, found.tensors, found.chosen)
-        refer_to_masters(plan, bundle, trees, policy)
-        if policy.budget is not None:
-            if stepped is None:
-                give_steps(plan, bundle)
-                plan.copies = copies_of_weights(plan, bundle)
-            else:
-                take_steps(plan, stepped)
-            stepped = stepped or replace(plan)  # whatever the budget is
-            spend(plan, bundle, policy, policy.budget, measured)
-        set_companions(plan)
-        plans.append(plan)
-    return plans
-
-
-def plan_members(bundle: Bundle, policy: Policy) -> Plan:
-    """As ``plan_bundle``, without what only elements tell: which storages are copies of others. Raises the same."""
-    members = [(member.path, member.checkpoint) for member in bundle.members]
-    names = Names()
-    plan = Plan([])
-    weight_names, universal = NamesFromWeights(members), Universal(members)
-    beside = cache(lambda: evident_weights(*(checkpoint.tree for _, checkpoint in members)))
-    for member in bundle.members:
-        names.prefix = "" if bundle.directory is None else f"{member.path}:"
-        own = make_plan(member.checkpoint, policy, names, universal.role(member.path), bundle, member.first, beside)
-        if any(unit.parameter for unit in own.units):
-            better = weight_names.of_member(member.path).items()
-            name_of = {names.prefix + place: short_name(names.prefix + name) for place, name in better}
-            own.units = [_renamed(unit, name_of) for unit in own.units]
-        plan.units += own.units
-        plan.tensors += own.tensors
-        plan.chosen |= own.chosen
-    joint = joint_parameters(state for member in bundle.members for state in member.states) + universal.parameters()
-    if joint:
-        plan_joint(bundle, plan, joint)
-    return plan
-
-
-def _chosen(unit: Unit, plan: Plan, views: Mapping[int, list[NamedTensor]], policy: Policy) -> Unit:
-    """The unit with the codecs that ``policy`` chooses."""
-    streams = tuple(
-        choose(stream, views[stream.index], policy) if stream.index in plan.chosen else stream
-        for stream in unit.streams
-    )
-    return unit if streams == unit.streams else Unit(streams, unit.parameter)
-
-
-def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:
-    """The unit, whose parameter has a better name if ``name_of`` has one for it; the place of a slice stays."""
-    parameter = unit.parameter
-    if parameter is None:
-        return unit
-    bare = SLICE.sub("", parameter.name)
-    name = name_of[bare] + parameter.name[len(bare) :] if bare in name_of else parameter.name
-    return unit if name == parameter.name else Unit(unit.streams, replace(parameter, name=name))

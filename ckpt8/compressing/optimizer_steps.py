@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.1
 """A learning rate counts as this part of the initial one at least: what a decay has left says little of the weights."""
 
 
-def give_steps(plan: Plan, bundle: Bundle) -> None:
+def attach_steps(plan: Plan, bundle: Bundle) -> None:
     """Give every parameter of ``plan`` its step, or the reason why it has none, and join weights into their units."""
     if any(unit.parameter is not None for unit in plan.units):
         steps = _Steps(plan, bundle)
@@ -38,7 +38,7 @@ def give_steps(plan: Plan, bundle: Bundle) -> None:
         plan.units, plan.stepless = join(plan.units, parameters), steps.stepless
 
 
-def take_steps(plan: Plan, other: Plan) -> None:
+def copy_steps_from(plan: Plan, other: Plan) -> None:
     """Give the parameters of ``plan`` the steps that ``other``, a plan of the same source, has, and the same copies."""
     plan.units = join(plan.units, [unit.parameter for unit in other.units if unit.parameter is not None])
     plan.copies, plan.stepless = other.copies, other.stepless

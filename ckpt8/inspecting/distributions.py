@@ -35,7 +35,7 @@ from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_measures import root
 from ckpt8.codecs.error_stats import ErrorStats, LatticeError, UpdateError, WeightError, read_error
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.parameters import Parameter
 from ckpt8.compressing.plan import LOSSLESS, Policy, Stream, Unit, join, read_elements

@@ -27,12 +27,12 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing import lockstep
 from ckpt8.compressing.budget import Budget
+from ckpt8.compressing.bundle_plan import plan_policies
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.compressor import Group, GroupEncoder, share
 from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest, steps_record
-from ckpt8.compressing.masters import plan_policies
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.optimizer_steps import take_steps
+from ckpt8.compressing.optimizer_steps import copy_steps_from
 from ckpt8.compressing.plan import PRESETS, Plan, Policy, Refusal, Unit, read_elements
 from ckpt8.compressing.unit_errors import UnitErrors, exceeded_share
 from ckpt8.container import frames, header, symbols
@@ -160,7 +160,7 @@ class _Prediction:
         if not is_exact and not any(map(_has_step, units)):
             # The plan knows no steps: measure it as if it did.
             plan = Plan(list(self._plan.units), self._plan.tensors, self._plan.chosen)
-            take_steps(plan, stepped)
+            copy_steps_from(plan, stepped)
             again = workers.map(self._of_unit, [unit for unit in plan.units if _has_step(unit)])
             found += [each._replace(stored=0.0) for each in again]
         error = StepError(1.0) if is_exact else StepError()

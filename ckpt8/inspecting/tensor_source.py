@@ -26,7 +26,7 @@ from ckpt8.checkpoint.meaning.parameter_names import SLICE, without_file
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, Stretch
 from ckpt8.checkpoint.tree import TensorRef, is_dense
-from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Policy
 from ckpt8.container.manifest import DCP, Manifest
 from ckpt8.core.tensors import DType, Role

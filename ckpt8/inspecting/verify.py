@@ -44,11 +44,11 @@ from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.checkpoint.sources.stored_member import MemberSource, read_member
 from ckpt8.checkpoint.tree import Checkpoint, Inert, StatefulDict, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error, read_step_error
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import check_source, read_chunk, read_master, rounded_masters
 from ckpt8.compressing.manifest_records import steps_record
-from ckpt8.compressing.masters import plan_bundle
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.optimizer_steps import give_steps
+from ckpt8.compressing.optimizer_steps import attach_steps
 from ckpt8.compressing.parameters import Parameter
 from ckpt8.compressing.plan import Policy, Stream, Unit
 from ckpt8.compressing.unit_errors import UnitErrors
@@ -134,7 +134,7 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
     _check_structure(reader, source)
     plan = plan_bundle(source, Policy.of("lossless"))
     if reader.manifest.budget is not None:
-        give_steps(plan, source)
+        attach_steps(plan, source)
     parameter_of = {
         frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
     }

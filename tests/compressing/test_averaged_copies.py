@@ -12,7 +12,8 @@ from torch import nn
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.masters import copies_of_weights, plan_bundle
+from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.masters import copies_of_weights
 from ckpt8.compressing.plan import Policy
 
 

@@ -18,7 +18,7 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.codecs.split32 import Split32
 from ckpt8.compressing import gpu_encoder as device_encoder
-from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Policy
 from ckpt8.container.decoding import decode_storage
 from ckpt8.container.reader import ContainerReader

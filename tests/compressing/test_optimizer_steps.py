@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.masters import plan_bundle, plan_policies
+from ckpt8.compressing.bundle_plan import plan_bundle, plan_policies
 from ckpt8.compressing.plan import Policy
 from ckpt8.core.tensors import DType
 

@@ -27,9 +27,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ckpt8.checkpoint.gate import refusal_of_bytes
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError
 from ckpt8.compressing.gpu_encoder import choose_encoder
-from ckpt8.compressing.masters import plan_bundle
 from ckpt8.compressing.plan import Policy
 from ckpt8.container.facts import NO_BUDGET
 from ckpt8.container.sharded.collecting import RankFile

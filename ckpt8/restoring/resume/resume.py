@@ -36,7 +36,6 @@ from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import model as models
 from ckpt8.restoring.resume import optimizer as optimizers
-from ckpt8.restoring.resume import optimizer as own_loading
 from ckpt8.restoring.resume.fills import DeviceCopy, OptimizerPlan, ValueBuilder
 from ckpt8.restoring.resume.model import ModelPlan
 from ckpt8.restoring.resume.optimizer import packed_optimizer, unwrapped
@@ -465,7 +464,7 @@ class _Plan:
         """Plan every optimizer; ``filled`` are the saved tensors of live weights, by ``id``."""
         given, path, plans = self._optimizers, self._source.path, dict[tuple[int, int], OptimizerPlan]()
         for each in given.objects:
-            if problem := own_loading.form_problem(each):
+            if problem := optimizers.form_problem(each):
                 raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
         packed = [
             None if each is None else PackedPlanner(each, self._values, self._streamer, filled, self._source.stored)
@@ -553,7 +552,7 @@ class _Plan:
         ]
         with torch.no_grad(), ExitStack() as undone:
             for _, _, optimizer in changing:
-                undone.enter_context(own_loading.undone_on_error(optimizer))
+                undone.enter_context(optimizers.undone_on_error(optimizer))
             for label, state, optimizer in changing:
                 try:
                     optimizers.apply(state, optimizer, source.checkpoint, streamer)

@@ -26,7 +26,7 @@ from fuzz_zip import mutate_zip
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.show.inspect import show
-from ckpt8.compressing.masters import plan_bundle
+from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.plan import Plan, Policy
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
