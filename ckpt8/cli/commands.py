@@ -1,16 +1,6 @@
-"""The command ``compress``.
+"""The commands ``compress``, ``convert``, ``chain``, ``rebase``, ``runs`` and ``bench``; ``app`` has the others.
 
-``torchrun -m ckpt8 compress``: the ranks share a directory of torch.distributed.checkpoint and write another.
-
-The command ``convert``.
-
-The command ``chain``.
-
-The command ``rebase``.
-
-The command ``runs``.
-
-The command ``bench``.
+With ``torchrun -m ckpt8 compress`` the ranks share a directory of torch.distributed.checkpoint and write another.
 """
 
 from __future__ import annotations

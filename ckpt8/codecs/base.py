@@ -1,8 +1,6 @@
 """The contract of every codec: how it stores a tensor, and what other packages may ask about that.
 
-Copies: storages whose elements are those of other storages, maybe rounded.
-
-Cuts a tensor and its parts into tiles.
+A copy is a storage whose elements are those of other storages, maybe rounded.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Measures as ``error_measures``, on a CPU in one pass over memory: whole blocks of the usual units.
+"""Measures as ``error_measures``, on a CPU in one pass over memory: the usual units, and parameters under a budget.
 
 Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks of 256 elements go through one short
 loop after the other, and a compiler turns each loop into vector instructions.
-
-Measures parameters under a budget as ``error_measures``, on a CPU in one pass over originals and decoded values.
-
-Maxima are the same bit for bit; sums are taken in float64, in 32 lanes.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ is read and written as its 16 bits, and rounded to nearest even by integer opera
 
     bf16 = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16           NaN: 0x7fc0
 
-Symbols and the dither of ``symbols`` as device functions, for the Triton kernels of codecs that write symbols.
+Symbols and their dither are device functions too, for the kernels of codecs that write symbols.
 """
 
 from __future__ import annotations

@@ -7,15 +7,10 @@ writer rolls the unit back and tries the next codecs, lossless ones at last: see
 ``run`` does all of it. ``pack`` stops when every chunk is packed in memory and the codec of every unit is final. From
 then on the source is not needed: the ``Unwritten`` that ``pack`` returns writes the same file later.
 
-Packs groups of small units: the parts of their storages one behind the other, in worker threads.
-
-A unit is encoded on its own unless its bytes are stored as they are. One that is refused falls back alone: its
-storages go, with the next codecs, to packs beside those of the others.
-
-Chooses the storages that share entries: small ones of one role and codec, where the header would be long otherwise.
-
-Lossless storages form groups one by one. The lossy moments of a parameter stay together: the codec of all of them
-changes where one is refused.
+Small storages of one role and codec share entries where the header would be long otherwise: their parts lie one behind
+the other. Lossless ones form groups one by one. The lossy moments of a parameter stay together: the codec of all of
+them changes where one is refused. A unit of a group is encoded on its own unless its bytes are stored as they are. One
+that is refused falls back alone: its storages go, with the next codecs, to packs beside those of the others.
 """
 
 from __future__ import annotations

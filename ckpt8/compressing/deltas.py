@@ -4,20 +4,15 @@ The containers of a chain are numbered from its key on, which has the number 0. 
 i & (i - 1), i without its lowest bit: so the 16 containers of a chain are at most four links from their key, and most
 of them near to their base in time.
 
-Makes differences of the storages of a plan that have partners in an earlier container.
-
-A partner has the name, type, size and role of the storage, and tensors of the same names and places. A storage takes
-the fields of its partner's codec, such as the step and the salt of a weight, where these are near enough to its own,
-and a sample tells whether the difference is smaller than the whole. First moments gain nothing, and stay whole.
+Storages of a plan become differences to their partners in the base. A partner has the name, type, size and role of the
+storage, and tensors of the same names and places. A storage takes the fields of its partner's codec, such as the step
+and the salt of a weight, where these are near enough to its own, and a sample tells whether the difference is smaller
+than the whole. First moments gain nothing, and stay whole.
 
 Weights keep a lattice of their own, and are differences to the points next to the weights of the base, where the step
 of the base is far from theirs, and in two cases all of them. The weights of a run that was resumed from the lattice of
 the base lie at its points: rounding them to the same points again would pull the run back. And where the steps of the
 base have become too large for the steps of the optimizer, a new lattice is due.
-
-The container that a new one continues, open while the new one is encoded.
-
-Finds the storages of an earlier container that hold earlier states of those of a plan.
 """
 
 from __future__ import annotations

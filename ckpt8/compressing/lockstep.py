@@ -1,9 +1,8 @@
 """Encodes and decodes the streams of a unit together: first those that other streams need as companions.
 
-Encodes and measures a chunk of a unit under a budget tile by tile, in the memory of its originals.
-
-Whole, a chunk would take three times as much: originals, symbols, and what these decode to. Symbols take four bytes, as
-fp32 does, and the place of originals that have been measured.
+Under a budget a chunk is encoded and measured tile by tile, in the memory of its originals. Whole, it would take three
+times as much: originals, symbols, and what these decode to. Symbols take four bytes, as fp32 does, and the place of
+originals that have been measured.
 """
 
 from __future__ import annotations

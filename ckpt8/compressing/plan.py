@@ -3,7 +3,7 @@
 A unit is one storage, or the moments of one parameter. These are read in lockstep, to measure their error in update
 space on the way.
 
-Chooses the codec of a storage: presets go by role, rules by name, and some tensors always stay lossless.
+Presets choose codecs by role, rules by name, and some tensors always stay lossless.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The errors of a unit, and those of a chunk that is measured in tiles.
+"""The errors of a unit: of a chunk at once by fused kernels on a CPU, which go over memory once, or in tiles.
 
-Measures a chunk of the usual units on a CPU with fused kernels: each goes over memory once.
-
-The measure of a budget for one parameter: what one step moves, and what errors of weights and moments count.
-
+The measure of a budget for one parameter is what one step moves, and what errors of weights and moments count.
 ``budget`` has the formulas. Sums over elements are taken without what all elements of a parameter have in common:
 
     step     m^2, for CAME with its confidence c it is v (m c)^2      weight   v dW^2

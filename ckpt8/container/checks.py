@@ -1,20 +1,17 @@
-"""Checks what storages of a container say of each other: references to masters, and companions.
+"""Checks what a container states of its parts: references, bases, members, paths and frames. Nobody is trusted.
 
 A reference costs nothing to store, so limits keep a small file from asking for much work: a copy is as long as its
 runs, padding is no more than half of it, its runs touch few chunks of masters for its length, and no master is copied
 more than a few times.
 
-The base of a delta: opened when a part of it is first needed, it must fit the delta then.
+The base of a delta is opened when a part of it is first needed; it must fit the delta then. The bytes of a member are
+runs of the skeleton between runs of storages.
 
-Where the bytes of a member come from: runs of the skeleton between runs of storages.
+Nothing lands outside of the directory of a member. Its path is relative, its components are names, and everything above
+it is a directory, never a file or a link. A link goes up with leading ``..`` only, and no higher than its directory:
+resolved step by step, over other links or not, it then stays inside.
 
-Checks the paths and links of the members of a directory, so that nothing lands outside of it.
-
-A path is relative, its components are names, and everything above it is a directory, never a file or a link. A link
-goes up with leading ``..`` only, and no higher than its directory: resolved step by step, over other links or not, it
-then stays inside.
-
-Finds the frames of every part in the entries of a container, and checks that they fit what the manifest states.
+The frames of every part in the entries of a container fit what the manifest states.
 """
 
 from __future__ import annotations

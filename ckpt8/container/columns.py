@@ -4,7 +4,7 @@ A column of a table with ``count`` rows is a list of as many values, ``{"all": v
 integers from k on. One column of every table is always a list: nothing takes memory that the text of the manifest does
 not have.
 
-Typed access to JSON that a file states, for the manifest and other metadata.
+``Fields`` and ``Table`` give typed access to JSON that a file states, for the manifest and other metadata.
 """
 
 from __future__ import annotations

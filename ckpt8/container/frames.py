@@ -3,8 +3,6 @@
 A part of one byte per element is one plane; a wider part is cut into its bytes, most significant first. A frame is
 an independent zstd frame with its content size, or the plane itself where zstd hardly makes it smaller; the
 stored length tells which. The manifest holds the stored length and the crc32 of the stored bytes.
-
-Reads one part of a chunk: every frame of it, checked, and inflated to its place in a row of planes.
 """
 
 from __future__ import annotations

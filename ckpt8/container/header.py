@@ -5,13 +5,8 @@
 safetensors demands that the entries cover the data without holes or overlaps, in any order of keys; ckpt8 writes and
 reads them in the order of their offsets. Every entry has dtype U8.
 
-Reads header, manifest and seal of a container, and what a file states as its seal.
-
-Where everything of a storage lies: chunks of 2^20 elements, slabs of whole chunks, one entry per part and slab.
-
-Inflates the frames of plain bytes, such as skeletons, without torch.
-
-Stores the JSON of a manifest in one frame of zstd, within the bounds of a reader.
+A storage lies in chunks of 2^20 elements, slabs of whole chunks, and one entry for each part and slab. The manifest is
+JSON in one frame of zstd, and the seal a SHA-256 of header and manifest. All of it is read without torch.
 """
 
 from __future__ import annotations

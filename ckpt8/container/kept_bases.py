@@ -4,7 +4,7 @@ Frameworks and users remove checkpoints as they please. A link takes no room whi
 its bytes when that goes. A save that links holds a lock on the folder until its delta is there; links that no delta
 needs go when nobody holds one.
 
-Which containers need another one as their base: nothing of ckpt8 replaces or removes that.
+Nothing of ckpt8 replaces or removes a container that another one needs as its base.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Packs and unpacks symbols in a pass over memory for every plane: the bits of ``symbols``.
+"""The kernels of ``symbols`` and ``differences`` on a CPU, with the same bits.
 
-Differences of symbols, and their sums, in one pass over memory: the bits of ``differences``.
+They pack and unpack symbols in a pass over memory for every plane, and take differences and sums in one pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The manifest of a ``.ckpt8``, everything but the planes: its records.
 
-What the manifest of a delta says of its base: the container that it is a difference to.
+That of a delta has a record of its base, the container that it is a difference to.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Turns the records of a manifest into values of JSON. Where storages share entries, members and tensors are tables.
 
-Reads the records of a manifest from its JSON.
-
-Reading validates every type and range: the seal proves that nothing is damaged, not that nobody is malicious.
+Reads the records again, and validates every type and range: the seal proves that nothing is damaged, not that nobody is
+malicious.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Reads a ``.ckpt8``: the seal first, then the manifest, then any chunk of any storage on its own.
 
-Reads storages that share entries. A thread keeps the packs that it used last: their storages are read in turn.
-
-Reads the elements of copies, which are rounded from masters that are other storages.
-
-What the parts of a difference count from: the parts of its base, or those of the base's decoded elements.
-
-The companions of chunks that row and column statistics in a container give.
-
-The bytes of a member outside its tensors, without torch: what ``inspect`` needs to name what a pickle would call.
+Storages that share entries are read in turn, so a thread keeps the packs that it used last. The elements of copies are
+rounded from masters, which are other storages. The parts of a difference count from those of its base, or from those
+that the decoded elements of the base have under its codec. ``SkeletonFile`` has the bytes of a member outside its
+tensors, without torch: ``inspect`` names what a pickle would call.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The mode follows from a histogram, so that every device and backend chooses the same. The functions of torch define the
 planes; ``kernels`` fills the same ones faster.
 
-Chooses the mode of a chunk from a histogram of its symbols: that whose planes zstd should make smallest.
+The mode of a chunk is that whose planes zstd should make smallest, by a histogram of its symbols.
 """
 
 from __future__ import annotations

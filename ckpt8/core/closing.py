@@ -1,6 +1,6 @@
-"""A base for objects that are closed at the end of a ``with`` block.
+"""A base for objects that are closed at the end of a ``with`` block, and work without garbage collection.
 
-Lets work that builds millions of records do without Python's search for cycles, which takes half of its time.
+Work that builds millions of records spends half of its time in Python's search for cycles.
 """
 
 from __future__ import annotations

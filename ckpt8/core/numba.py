@@ -4,8 +4,6 @@ A kernel lets go of the GIL, does IEEE arithmetic in the order written (nothing 
 on disk, so that a machine compiles it once. It takes numpy views of flat CPU tensors, and may call other kernels.
 Wrap integers in ``i4`` at every step: otherwise two int32 make an int64, and a vector holds half as many of those.
 
-Keeps numba's compiled kernels on disk, so that a machine compiles each only once.
-
 A kept kernel is machine code, so it is read only from a folder that no other user can write. Each file begins with a
 SHA-256 over its content and its origin: the source of this package, the signature, the processor, Python and numba. A
 file that is cut off, has a flipped bit or comes from other source is compiled anew and replaced. numba's own cache

@@ -4,11 +4,7 @@ zstandard, torch and file reads all release the GIL. Each thread runs torch with
 setting stays. The threads are not those of ``concurrent.futures``, which accept no work once the interpreter exits: a
 save in the background may still have most of its work to do then.
 
-Buffers that are used again: what threads allocate and free in turn, the allocator keeps in pieces of no use.
-
-Runs of the elements of a tensor of any strides, counted in the order of its dimensions.
-
-Set-up of a process that works on tensors.
+Buffers are used again: what threads allocate and free in turn, the allocator keeps in pieces of no use.
 """
 
 from __future__ import annotations

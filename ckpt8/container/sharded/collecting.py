@@ -1,6 +1,6 @@
 """Makes the index of what all ranks have written, from a few short columns of each.
 
-Joins the parts of an index that ranks have written on their own.
+Joins the parts of an index as well, where ranks have written on their own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The containers of a directory of which some are damaged or missing, and why each slice is lost or not.
 
-The tensors of a directory of containers, one by one: put together from their slices, and what is known of them.
+Tensors are put together from their slices one by one.
 """
 
 from __future__ import annotations

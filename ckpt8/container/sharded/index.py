@@ -18,9 +18,7 @@ The file is JSON. A file is given by its number in ``files``; "place" is [file, 
 Boxes are not empty, and have none where the tensor is. The tensor of a box has its name and its offsets in the table
 ``slices`` of its container.
 
-Which file holds which part of a tensor: most tensors are cut into grids, which take a few numbers however large.
-
-Whether boxes fill a tensor.
+Most tensors are cut into grids, which take a few numbers however large they are.
 """
 
 from __future__ import annotations

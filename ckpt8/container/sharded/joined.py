@@ -1,6 +1,6 @@
 """The containers of a directory, open as one: checked against its index and each other, with one manifest.
 
-One manifest for the containers of all ranks, with the names of the state dict in place of those in each file.
+The manifest has the names of the state dict in place of those in each file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads the index of a directory of containers. Checks all of it: nobody has to be trusted who could write it.
 
-The slices that a container states: which part of which distributed tensor each of its tensors is.
+Reads as well the slices that a container states: which part of which distributed tensor each of its tensors is.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Files and directories that appear whole or not at all: their checks, temporaries and renames.
 
-Writes a directory that is either complete under its name or not there at all.
-
-Makes temporary files and directories next to their targets, and removes those that killed processes left.
-
-A temporary is named ``.NAME.MACHINExxxxxxxx.ckpt8-partial``, and its process holds a lock on it. A later write to the
-same target removes the temporaries that nobody locks. Where locks say nothing (the file system has none, or another
-machine may hold one unseen) a temporary counts as abandoned after an hour without a change.
-
-Temporary directories that no interrupt leaves behind.
+Temporaries lie next to their targets; those that killed processes left are removed. A temporary is named
+``.NAME.MACHINExxxxxxxx.ckpt8-partial``, and its process holds a lock on it. A later write to the same target removes
+the temporaries that nobody locks. Where locks say nothing (the file system has none, or another machine may hold one
+unseen) a temporary counts as abandoned after an hour without a change.
 """
 
 from __future__ import annotations

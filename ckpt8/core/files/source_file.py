@@ -1,11 +1,9 @@
 """Reads bytes of source files by position. A short read, or a file that changes meanwhile, raises InputError.
 
-Names a URL as a URL, where a path to a file is expected.
-
-CRC-32, and that of a whole from the CRC-32 of its pieces, so that pieces can be checked by different threads.
-
-A CRC is linear over GF(2): appending n bytes to a message multiplies its checksum by x^(8n) modulo the polynomial,
-and the checksum of the appended bytes is added. Polynomials are integers in the reflected order of zlib, x^0 on top.
+A URL is refused where a path is expected. The CRC-32 of a whole follows from those of its pieces, so that pieces can be
+checked by different threads: a CRC is linear over GF(2): appending n bytes to a message multiplies its checksum by
+x^(8n) modulo the polynomial, and the checksum of the appended bytes is added. Polynomials are integers in the reflected
+order of zlib, x^0 on top.
 """
 
 from __future__ import annotations
