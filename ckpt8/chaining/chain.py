@@ -1,6 +1,6 @@
 """``ckpt8.chain``: every checkpoint of a run into a chain of containers, oldest first.
 
-Decides which container a checkpoint of a run gets, and whether it is there already.
+``placed`` decides which container a checkpoint gets, and whether it is there already.
 """
 
 from __future__ import annotations

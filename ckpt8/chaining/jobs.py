@@ -1,10 +1,9 @@
 """One checkpoint of many: compress it, verify and remove it, and say what became of it. A failure is an outcome.
 
-Removes a checkpoint once its container was verified against it, and never otherwise.
-
-The checkpoint first gets another name in one step, ``.NAME.SEAL.ckpt8-removed``, so that it never looks like one with
-files missing; a directory then becomes ``.NAME.SEAL.ckpt8-removing`` before the first of its files goes. A process that
-is killed leaves one of them. ``interrupted`` finds these, and ``finish_removal`` verifies again before it removes one.
+A checkpoint is removed once its container was verified against it, and never otherwise. It first gets another name in
+one step, ``.NAME.SEAL.ckpt8-removed``, so that it never looks like one with files missing; a directory then becomes
+``.NAME.SEAL.ckpt8-removing`` before the first of its files goes. A process that is killed leaves one of them.
+``interrupted`` finds these, and ``finish_removal`` verifies again before it removes one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The checkpoints of a run, oldest first: by the step that ``step_of`` finds, then by epoch, then by time.
 
-Tells whether a checkpoint is still being written: its files stay as they are for some seconds, and are complete.
+A checkpoint is at rest when its files have stayed as they are for some seconds, and are complete.
 """
 
 from __future__ import annotations

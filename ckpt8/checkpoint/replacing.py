@@ -4,8 +4,7 @@ Removing a directory removes every file in it. So its content must show that it 
 must either be written again under the same path, or have a name that frameworks give to files of one checkpoint. A
 directory without any file may be removed too.
 
-The checkpoints in the folder of a run: which entries they are, their steps, whether they are complete.
-
+Finds the checkpoints in the folder of a run as well: which entries they are, their steps, whether they are complete.
 Nothing here reads more than the first bytes of a file.
 """
 

@@ -1,13 +1,10 @@
-"""Every error of a command becomes one line and an exit code.
+"""Every error of a command becomes one line and an exit code; progress and results are printed here too.
 
 Expected errors have theirs in ``core.errors``. Anything else is INTERNAL: the process lacks memory, files or threads,
 or ckpt8 has a defect; the line says which.
 
-How commands print their progress and results. Nothing here imports typer, and JSON does not import rich.
-
-The standard streams and the environment of a command, such that no terminal, pipe or locale ends it in a traceback.
-
-A closed stream stays closed to its user: no file that the command opens gets its number. What stdout does not take
+Nothing here imports typer, and JSON does not import rich. No terminal, pipe or locale ends a command in a traceback. A
+closed stream stays closed to its user: no file that the command opens gets its number. What stdout does not take
 raises ``StdoutError``; what stderr does not take is dropped. A character that the encoding of a stream lacks is
 replaced.
 """

@@ -1,6 +1,6 @@
 """The options that several commands share, and their stopwatch.
 
-The option ``--base-dir``, which every command has that opens containers.
+Every command that opens containers has ``--base-dir``.
 """
 
 from __future__ import annotations

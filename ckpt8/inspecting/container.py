@@ -1,8 +1,7 @@
 """Facts about a ``.ckpt8`` or a directory of them: without options from manifests alone, and without torch.
 
-Names in pickles that ``torch.load`` refuses with ``weights_only``: without it, it imports and may call them.
-
-Nothing here needs torch.
+Among them are the names in pickles that ``torch.load`` refuses with ``weights_only``: without it, it imports them and
+may call them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Facts of a manifest in the words of ``inspect``: of a container, or of a raw checkpoint, see ``opening.describe``.
+"""Facts of a manifest in the words of ``inspect``: of a container, or of a raw checkpoint, see ``prediction.describe``.
 
 Nothing here needs torch.
 
-Facts about an error in steps of the optimizer, and the loss drift that it is expected to cost. Imports no torch.
-
-What an error in steps of the optimizer is expected to cost: the mean |loss - loss| of a resumed run, on its batches.
+An error in steps of the optimizer is expected to cost a loss drift: the mean |loss - loss| of a resumed run, on its
+batches.
 
     noise    NOISE sqrt(S)        what a batch sees of an error in any direction; S is the energy of the error
     rise     RISE S / sqrt(M1)    what curvature adds; M1 is the energy of one step, see ``compressing.budget``
@@ -26,8 +25,6 @@ CAME amplifies differences: within sixty steps they grow by a factor that depend
 states. Two stable runs, stored eight times, drifted 3.3 to 25 times as far as others would. AMPLIFIED is the least
 factor with which none of them drifts more than 1.5 times the mean: 25 / 1.5. A run at twice the rate is unstable: any
 difference grows until the drift is 5e-3, one of 1e-7 in the weights as well. No expectation holds there.
-
-The keys under which training programs count steps and epochs. Imports no torch.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 Sizes are good to about a percent for trained weights, errors in steps to some percent, but too large by far where a few
 rows of an embedding carry the step and none is in the sample.
 
-Opens any source in one form: a bundle to read from, and a manifest that describes it.
-
-A ``.ckpt8`` opens as the members that it was made from, with the values that it gives back. The manifest of a raw
-checkpoint is the one that its container would have.
+Any source opens in one form: a bundle to read from, and a manifest that describes it. A ``.ckpt8`` opens as the members
+that it was made from, with the values that it gives back. The manifest of a raw checkpoint is the one that its
+container would have.
 """
 
 from __future__ import annotations

@@ -4,18 +4,12 @@ Opening a container checks its seal; ``check_frames`` reads and decodes all othe
 tensors that the manifest lists with those that the decoded members have. ``check_statistics`` compares what it states
 with what is measured against the original.
 
-Measures a container again, against the checkpoint that it was made from; trusts no figure that it states.
+``measure`` takes the original and the stored planes, and repeats the measurements of ``compress``: no figure of the
+container is trusted.
 
-``measure`` takes the original and the stored planes, and repeats the measurements of ``compress``.
-
-Compares the containers of ranks with the plain directory that the same checkpoint was saved to.
-
-What the containers of ranks were made from, put together again from a plain directory of the same checkpoint.
-
-A rank saves an object of its own, with slices of tensors. Its file is in the container; the bytes of the slices come
-from the directory, however that cuts the tensors.
-
-Compares what two files of torch.save hold, without importing a class: any object, with the tensors in it.
+The containers of ranks are compared with a plain directory that the same checkpoint was saved to. A rank saves an
+object of its own, with slices of tensors. Its file is in the container; the bytes of the slices come from the
+directory, however that cuts the tensors. Two files of torch.save are compared without importing a class.
 """
 
 from __future__ import annotations

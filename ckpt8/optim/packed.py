@@ -9,12 +9,10 @@ On a CUDA device Triton kernels take the step, with the same results (see ``trit
 group, and the host reads nothing, so a CUDA graph can capture steps. There ``step`` lies on the device. A parameter
 that the kernels cannot update is updated as on a CPU, and a warning says why.
 
-Checks the options of a parameter group, and turns its codecs into the configurations that are saved.
-
-Checks a packed state dict against an optimizer and copies it; raises before anything changes.
+A packed state dict is checked against the optimizer before anything changes, and copied.
 
 ``torch.optim.Optimizer.load_state_dict`` casts state to the element type of the parameter, which destroys codes and
-scales, and it shares memory with the state dict. This module does neither.
+scales, and it shares memory with the state dict. ``PackedOptimizer`` does neither.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ and steps in their layout.
 
 StableAdamW stores bias-corrected moments: Adam's, divided by 1 - beta^t at step t (Wortsman et al., appendix).
 
-Writes and reads the state and the parameter groups of published classes, without their packages.
-
-The cards in ``known_optimizers`` say what each class keeps and where.
+The packages of the published classes are not needed: the cards in ``known_optimizers`` say what each class keeps and
+where.
 """
 
 from __future__ import annotations

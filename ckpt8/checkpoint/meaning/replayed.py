@@ -9,7 +9,7 @@ same state gets the same: ``compress``, which reads it piece by piece, and ``ver
             of one output of PCG64. numpy seeds it with (0x5EED, crc32 of the block of the first tensor in fp32, number
             of the step from 0 on). Its mean is 0, its variance 1; it is nearly normal, and the same on every machine
 
-Finds the rule of ``ckpt8.optim`` that a parameter of a checkpoint follows, and its settings.
+The rule that a parameter of a checkpoint follows, and its settings, are found by the card of its optimizer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shows the facts of ``inspect`` in a terminal, and the summary of ``compress``.
 
-Shows the origin, sizes, settings and red flags of a checkpoint in a terminal of any width.
+The overview has the origin, sizes, settings and red flags of a checkpoint, in a terminal of any width.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Shows what became of many checkpoints: a line for each, and their totals.
-
-Shows the report of ``convert`` in a terminal.
-
-Shows the result of ``verify`` in a terminal, and the figures of replayed steps.
-"""
+"""Shows what became of many checkpoints, and the results of ``convert`` and ``verify``."""
 
 from __future__ import annotations
 

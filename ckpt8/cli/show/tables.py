@@ -2,7 +2,7 @@
 
 Both keep every cell whole and break long names after a component.
 
-Shows an error in steps of the optimizer, and the loss drift that it is expected to cost, in a terminal.
+An error in steps of the optimizer, and the loss drift that it is expected to cost, are lines here as well.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The save planner of ``ckpt8.integrations.dcp``: of replicas, one rank writes all of a parameter's slice.
 
-Which tensors of a distributed state dict belong to one parameter: its weight, copies of it, its optimizer state.
+A family is what belongs to one parameter of a distributed state dict: its weight, copies of it, its optimizer state.
 
-Copies of row and column averages in the files of several ranks: moments in steps of these cannot be decoded without.
-
-CAME's column averages go over all rows. Where rows are cut, every rank has the same ones, of which one rank writes the
-tensor of the checkpoint. The others write copies beside their slices. No index names a copy.
-
-What a rank has of a value of a distributed state dict.
+Moments in steps of row and column averages cannot be decoded without these. CAME's column averages go over all rows.
+Where rows are cut, every rank has the same ones, of which one rank writes the tensor of the checkpoint. The others
+write copies beside their slices. No index names a copy.
 """
 
 from __future__ import annotations

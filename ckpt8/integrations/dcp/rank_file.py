@@ -1,10 +1,9 @@
 """What one rank writes: the values of its plan as a model and an optimizer, compressed into one container.
 
-The tensors that a rank saves: in the memory of the state where they lie there as they are, else made when read.
-
-A value that is not contiguous, or that the planner makes anew each time it is asked, has a stand-in in the object that
-is compressed: a storage of its size that nobody writes to. Its elements are copied chunk by chunk, so that memory
-beside the state does not grow with the number of such values.
+Tensors are taken from the memory of the state where they lie there as they are, and else made when read. A value that
+is not contiguous, or that the planner makes anew each time it is asked, has a stand-in in the object that is
+compressed: a storage of its size that nobody writes to. Its elements are copied chunk by chunk, so that memory beside
+the state does not grow with the number of such values.
 """
 
 from __future__ import annotations

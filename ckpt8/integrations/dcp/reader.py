@@ -1,6 +1,6 @@
 """The storage reader of ``ckpt8.integrations.dcp``.
 
-Takes parts of tensors from a container, with only the chunks that they need.
+It takes parts of tensors from a container, with only the chunks that they need.
 """
 
 from __future__ import annotations

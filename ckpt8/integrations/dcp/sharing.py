@@ -1,7 +1,5 @@
 """Packs a directory of torch.distributed.checkpoint in the ranks of a job, each a share of it.
 
-A directory of torch.distributed.checkpoint as a source for several ranks, each of which reads a share of it.
-
 Every rank reads the ``.metadata`` and comes to the same shares, so that none has to be sent. The slices stay as they
 are cut. Weight and moments of one slice go to one rank, the largest first to the rank that has least so far.
 """

@@ -1,8 +1,7 @@
 """The storage writer of ``ckpt8.integrations.dcp``.
 
-Of a save that ranks make without waiting for each other: whether all of them do, and an id that they find alike.
-
-The index of a directory in the terms of torch.distributed.checkpoint, and the directory of a writer or reader.
+Ranks may save without waiting for each other: they find an id alike, and learn whether all of them do so. The index of
+the directory is put in the terms of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ State and settings are those of torch 2.13, pytorch-optimizer 4.1.0, torch-optim
 moments are values from zero on that an update divides by; first moments are what else is an average, or the last
 gradient.
 
-Cards of optimizers whose state has roles, and whose step is not replayed, each with the reason. Imports no torch.
+``UNREPLAYED`` are those whose state has roles and whose step is not replayed, each with the reason.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The kernels update a parameter that lies on a CUDA device (or on a CPU with ``TR
 and its gradient are contiguous, and its rule has kernels. Plans stay from step to step: a step compares addresses, and
 rewrites those of gradients on the device where they are new.
 
-``LaunchPlan``: tensors that one launch updates together, their table, and the blocks of its programs.
+A ``LaunchPlan`` has the tensors that one launch updates together, their table, and the blocks of its programs.
 """
 
 from __future__ import annotations

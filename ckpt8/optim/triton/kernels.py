@@ -7,11 +7,10 @@
 
 Operations are on integers, or on fp32 and rounded once: results are those of the torch path on a CPU, bit for bit.
 
-The table of tensors on the device, and how kernels read and write a block of their values.
-
-The table has one row of int64 for each tensor: addresses, size, and what the prologue computes. ``programs`` holds a
-row number and a block number for each program. One launch handles all whole blocks, without masks, another the last,
-short blocks of all tensors. A kernel gets the element types of its tensors as constants:
+The table of tensors on the device has one row of int64 for each tensor: addresses, size, and what the prologue
+computes. ``programs`` holds a row number and a block number for each program. One launch handles all whole blocks,
+without masks, another the last, short blocks of all tensors. A kernel gets the element types of its tensors as
+constants:
 
     weight       "fp32", "fp16" (with a master) or "bf16" (with a residual: split24 of R = ``levels``, or split32)
     grad         tl.float32, tl.float16, or tl.int16 for the bits of bf16
@@ -22,9 +21,8 @@ short blocks of all tensors. A kernel gets the element types of its tensors as c
 ``tensor`` is a row of the table. ``count`` is the number of elements of a masked block, None for a whole one. Each
 thread has eight neighbouring elements, 16 bytes of bf16, so that no element changes its thread.
 
-Row and column averages of matrices, and the factors that CAME's kernels compute from them.
-
-A tensor is (batches, height, width). For each of its two pairs of averages, ``sq`` (pair 0) and ``res`` (pair 1):
+CAME has row and column averages of matrices, and factors from them. A tensor is (batches, height, width). For each of
+its two pairs of averages, ``sq`` (pair 0) and ``res`` (pair 1):
 
     tiles     128 x 128 values: float64 sums of their rows and of their columns
     lines     256 rows or columns: R = b R + (1-b) mean, and the sum of those R;  C likewise, and C^-1/2

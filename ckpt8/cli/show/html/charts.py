@@ -1,12 +1,8 @@
-"""Rows of a name, a bar and a figure. Bars are SVG in per cent of the available width, so that text keeps its size.
+"""What a page of the report is made of: bars, histograms and lines as SVG, text, the style sheet, the page itself.
 
-Histograms and lines as SVG: axes with ticks and units, and the figures of a bar under the pointer.
-
-Text, figures and ticks of axes on their way into a page.
-
-The style sheet of the report: one column on a phone, light or dark as the reader's system is.
-
-A page that loads nothing and runs nothing. It also holds its facts as JSON, in the element ``ckpt8-report``.
+Bars are in per cent of the available width, so that text keeps its size. A histogram has axes with ticks and units, and
+shows the figures of a bar under the pointer. The page has one column on a phone, and is light or dark as the reader's
+system is. It loads nothing and runs nothing, and holds its facts as JSON, in the element ``ckpt8-report``.
 """
 
 from __future__ import annotations

@@ -3,15 +3,9 @@
 It also holds its facts as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
 ``distributions`` (see ``ckpt8.inspecting.distributions.Gathered``) and the ``replay``, if given.
 
-The sections about how values and codes are distributed.
-
-The sections about the error of lossy storage: totals, errors by layer, the worst tensors with their histograms.
-
-The section about ``verify --resume-steps``: reads its JSON output and draws its figures by step.
-
-The report section on sizes: original and stored (or predicted) bytes, in total, by role and by layer.
-
-The figures of an error in steps, and what is predicted of containers of a checkpoint, as rows of a table.
+Its sections: sizes in total, by role and by layer; the error in steps and what is predicted; the error of lossy storage
+by layer, and the worst tensors with their histograms; how values and codes are distributed; the steps of ``verify
+--resume-steps``.
 """
 
 from __future__ import annotations
