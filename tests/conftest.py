@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,41 @@ torch.set_num_threads(1)
 MISSING = "is not installed", "could not import"
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Where parameters are multiplied, the default run takes as few cases as have every value; the others are slow.
+
+    All of them run with ``-m "slow or not slow"``; the mark ``by_default`` chooses among the cases of a list.
+    """
+    tests = {}
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            tests.setdefault((item.parent, item.originalname), []).append(item)
+    for cases in tests.values():
+        kept = _by_default(cases)
+        for item in cases:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def _by_default(cases):
+    mark = cases[0].get_closest_marker("by_default")
+    if mark and mark.args:
+        return [item for item in cases if item.callspec.id in mark.args]
+    if mark:
+        most = mark.kwargs["most"]
+        return [cases[at * len(cases) // most] for at in range(most)] if len(cases) > most else cases
+    values = [set(enumerate(item.callspec._idlist)) for item in cases]
+    used, kept = Counter(), []
+    while any(each - used.keys() for each in values):
+        _, _, best = max(
+            (len(each - used.keys()), -sum(map(used.__getitem__, each)), -at) for at, each in enumerate(values)
+        )
+        kept.append(cases[-best])
+        used.update(values[-best])
+    return kept
 
 
 def pytest_collection_finish():

@@ -81,8 +81,8 @@ def test_packs_of_symbols(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_copies_of_decoded_masters(header, dtype, tmp_path):
-    _, path = written(tree_of(header, dtype, masters()), tmp_path, preset="archive")
+def test_copies_of_decoded_masters(layout, dtype, tmp_path):
+    _, path = written(tree_of(layout, dtype, masters()), tmp_path, preset="archive")
     assert codecs(agrees(path)) >= {"reference/2", *STEPPED}
 
 
