@@ -115,6 +115,7 @@ def test_a_base_that_is_named(run, run_command):
     assert "nothing.ckpt8" in err
 
 
+@pytest.mark.by_default("environment")
 @pytest.mark.parametrize("by", ["option", "environment"])
 def test_a_base_elsewhere(by, run, run_command, tmp_path, monkeypatch):
     delta = next(name for name, base in sorted(bases(run).items()) if base)

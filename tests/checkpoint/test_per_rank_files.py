@@ -87,6 +87,7 @@ def facts_of(written):
     return cache(lambda kind: inspect_checkpoint(written / kind, tensors=True))
 
 
+@pytest.mark.by_default("hsdp", "fsdp1")
 @pytest.mark.parametrize("kind", ["hsdp", "tp", SHARDED, FQN])
 def test_inspect_shows_whole_tensors(kind, written, facts_of):
     shapes = {name: list(tensor.shape) for name, tensor in full(written, kind)["model"].items()}
@@ -109,6 +110,7 @@ def test_state_is_recognised_and_its_parameters_are_named(kind, facts_of):
     assert facts["framework"] == (None if kind == FQN else "verl")
 
 
+@pytest.mark.by_default(most=2)
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_compressed_at_the_usual_ratio(kind, written, tmp_path):
     target = tmp_path / "run.ckpt8"

@@ -156,6 +156,7 @@ GARBAGE = {
 COMMANDS = ("compress", "inspect", "restore", "verify")
 
 
+@pytest.mark.by_default(most=7)
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_what_is_no_checkpoint_is_refused_by_every_command(kind, run, tmp_path):
     path = tmp_path / "file.pt"

@@ -78,6 +78,7 @@ def test_a_name_of_a_million_characters_is_broken_in_time():
     assert len(lines) > 20_000
 
 
+@pytest.mark.by_default("0", "7", "1000000000")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_terminal_of_any_size(size, run_command, files, tmp_path, monkeypatch):
     for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH", "JUPYTER_COLUMNS"):
@@ -92,6 +93,7 @@ def test_a_terminal_of_any_size(size, run_command, files, tmp_path, monkeypatch)
 # Encodings
 
 
+@pytest.mark.by_default("ascii", "utf-16")
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp037", "utf-16", "utf-8"])
 def test_any_encoding_shows_every_name(encoding, run_command, files, tmp_path, monkeypatch):
     for command, code in commands(files, tmp_path).items():
@@ -106,6 +108,7 @@ def test_any_encoding_shows_every_name(encoding, run_command, files, tmp_path, m
             assert f"max |{'Δ' if encoding.startswith('utf') else 'd'}u|" in text
 
 
+@pytest.mark.by_default("ascii")
 @pytest.mark.parametrize(
     "environment",
     [
@@ -131,6 +134,7 @@ def test_a_process_in_any_locale(environment, files, tmp_path):
 # Streams
 
 
+@pytest.mark.by_default("(0, 1, 2)")
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (1, 2), (0, 1, 2)], ids=str)
 def test_closed_streams(closed, files):
     result = start("inspect", files / "run.ckpt8", closed=closed)

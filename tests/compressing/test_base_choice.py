@@ -177,6 +177,7 @@ def test_what_is_no_container_does_not_matter(states, folder):
     assert folder.save(states[1], "next.ckpt8").base.path == "step-0.ckpt8"
 
 
+@pytest.mark.by_default("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_to_a_folder_new_files_are_sound(seed, states, folder):
     """Files are lost, copied, renamed and touched between saves of various kinds; every new one reads back."""

@@ -146,6 +146,7 @@ def frames(path):
 # The stand-in
 
 
+@pytest.mark.by_default("flash-options0", "archive-options2")
 @pytest.mark.parametrize(("preset", "options"), CASES)
 def test_live_tensors_of_a_device_give_the_file_of_the_cpu(preset, options, tmp_path, stand_in, monkeypatch):
     tree, target = checkpoint(), tmp_path / "a.ckpt8"
@@ -294,6 +295,7 @@ def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, s
     assert target.read_bytes() == expected
 
 
+@pytest.mark.by_default("flash")
 @pytest.mark.parametrize("preset", ["flash", "archive"])
 def test_units_on_several_devices_are_left_to_the_cpu(preset, tmp_path, stand_in):
     """As they are where only one of a parameter's moments was moved."""
@@ -315,6 +317,7 @@ def test_units_on_several_devices_are_left_to_the_cpu(preset, tmp_path, stand_in
     assert stand_in[1].downloads == launched - 3
 
 
+@pytest.mark.by_default("flash")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("preset", ["flash", "lossless"])
 def test_what_a_distributed_save_makes_when_it_is_read_is_no_memory_of_a_device(
@@ -344,6 +347,7 @@ def came(parameters):
     return pytest.importorskip("came_pytorch").CAME(parameters, lr=1e-4)
 
 
+@pytest.mark.by_default("flash-AdamW", "archive-came")
 @pytest.mark.parametrize(
     ("preset", "optimizer_of"), [*((preset, torch.optim.AdamW) for preset in PRESETS), ("archive", came)]
 )

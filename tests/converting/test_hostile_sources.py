@@ -95,6 +95,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.by_default(most=9)
 @pytest.mark.parametrize("change", CHANGES)
 def test_one_line_or_a_file(change, run, tmp_path):
     tree = plain_checkpoint(run)
@@ -113,6 +114,7 @@ def test_one_line_or_a_file(change, run, tmp_path):
             assert time.process_time() - started < 20
 
 
+@pytest.mark.by_default(most=8)
 @pytest.mark.parametrize("change", [each for each in CHANGES if "weight" not in each and "model" not in each])
 def test_directories_too(change, tmp_path):
     model, optimizer = trained()

@@ -55,6 +55,7 @@ def outcome(function, arguments):
         return error
 
 
+@pytest.mark.by_default(most=12)
 @pytest.mark.parametrize("value", WRONG)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_wrong_type_is_one_line(name, value, arguments, tmp_path):

@@ -34,6 +34,7 @@ def chained(**options):
     return Ckpt8Callback(preset="archive", base="auto", **options)
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("background", [False, True])
 def test_the_limit_breaks_no_chain(background, tmp_path):
     folder = tmp_path / "run"

@@ -19,6 +19,7 @@ from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_background_process_saves(tmp_path, world):
     run(world, tmp_path)

@@ -60,6 +60,7 @@ def assert_same(one, other):
         assert one == other
 
 
+@pytest.mark.by_default("archive")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_inspect_reports_on_all_ranks_as_on_one_file(saved, tmp_path, preset):
     ckpt8.compress(saved / "plain", tmp_path / "one.ckpt8", preset=preset)

@@ -26,6 +26,7 @@ def simulation():
     sys.modules.pop("ranks_simulation")
 
 
+@pytest.mark.by_default(most=1)
 @pytest.mark.parametrize("mesh", ["fsdp", "tp8"])
 def test_sixteen_ranks(mesh, simulation):
     found = simulation.simulate(16, 2, mesh, 1)

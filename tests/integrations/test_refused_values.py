@@ -100,6 +100,7 @@ def refused(load):
     return None
 
 
+@pytest.mark.by_default(most=12)
 @pytest.mark.parametrize(("name", "value"), VALUES, ids=[name for name, _ in VALUES])
 def test_save_warns_of_what_load_refuses(name, value, tmp_path):
     found = warned(lambda: ckpt8.save({"here": value, "w": torch.ones(2)}, tmp_path / "x.ckpt8", threads=1))
@@ -109,6 +110,7 @@ def test_save_warns_of_what_load_refuses(name, value, tmp_path):
     assert name not in ("np.float64", "own") or error
 
 
+@pytest.mark.by_default(most=12)
 @pytest.mark.parametrize(("name", "value"), VALUES, ids=[name for name, _ in VALUES])
 def test_the_writer_warns_of_what_the_reader_refuses(name, value, tmp_path):
     state = {"here": value, "also": {"here": value}, "w": torch.ones(2)}

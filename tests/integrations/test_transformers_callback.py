@@ -45,6 +45,7 @@ def uninterrupted(tmp_path_factory):
     return losses(run)
 
 
+@pytest.mark.by_default("flash-0.001-options1", "archive-0.01-options3")
 @pytest.mark.parametrize(
     ("preset", "drift", "options"),
     [
@@ -80,6 +81,7 @@ def test_an_interrupted_run_goes_on(preset, drift, options, uninterrupted, tmp_p
     assert not ckpt8.verify(tmp_path / "checkpoint-12.ckpt8").failures
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("background", [False, True])
 def test_the_limit_holds_for_containers(background, tmp_path):
     callback = Ckpt8Callback(keep_original=False, background=background)
@@ -102,6 +104,7 @@ def test_a_run_that_begins_again_beside_later_containers_keeps_what_it_saves(tmp
     assert not ckpt8.verify(tmp_path / "checkpoint-12.ckpt8").failures
 
 
+@pytest.mark.by_default("best")
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch):
     """A compression that takes longer than the steps between two saves, of a directory that the next save removes."""

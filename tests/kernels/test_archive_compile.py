@@ -73,6 +73,7 @@ def assert_floors_are_compared(kernel, count) -> None:
         assert len(re.findall(r"\bsetp\.[gl]t\.f32\b", kernel.ptx)) >= count
 
 
+@pytest.mark.slow
 @CASES
 @KINDS
 @DIRECTIONS
@@ -85,6 +86,7 @@ def test_lattice(tmp_path, direction, kind, size, masked, capability):
         assert_wide_parts(kernel, direction, size)
 
 
+@pytest.mark.slow
 @CASES
 @KINDS
 @DIRECTIONS
@@ -104,6 +106,7 @@ def test_vscaled(tmp_path, direction, kind, size, masked, capability):
         assert kernel.accesses("ld")[16] == others + (direction == "decode" or size == 4)
 
 
+@pytest.mark.by_default("rows alone-encode-*fp32-4-90-False")
 @CASES
 @KINDS
 @DIRECTIONS
@@ -120,6 +123,7 @@ def test_rclog(tmp_path, direction, kind, size, columns, masked, capability):
         assert_wide_parts(kernel, direction, size, gathered=PER_THREAD * (1 + columns))
 
 
+@pytest.mark.slow
 @TARGETS
 @KINDS
 @COLUMNS
@@ -133,6 +137,7 @@ def test_sums_of_rclog(tmp_path, kind, size, columns, capability):
     assert kernel.ptx.count("atom.global") + kernel.ptx.count("red.global") == 2
 
 
+@pytest.mark.slow
 @CASES
 def test_means_of_rclog(tmp_path, masked, capability):
     kernel = compiled("rclog means", "*fp32", capability, tmp_path, masked=masked)

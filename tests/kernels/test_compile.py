@@ -109,6 +109,7 @@ def assert_wide(accesses: Counter[int], width: int, total: int, others: int = 0)
     assert sum(times for size, times in accesses.items() if size < width) <= others
 
 
+@pytest.mark.by_default("127-whole-90")
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("levels", [127, 7])
@@ -121,6 +122,7 @@ def test_split24_encode(tmp_path, levels, masked, capability):
         assert_wide(kernel.accesses("st"), 16, 3 * PER_THREAD, others=1)
 
 
+@pytest.mark.slow
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("levels", [127, 7])
@@ -141,6 +143,7 @@ def companded(kernel, kind, moment, masked, capability, folder, *others) -> Comp
     return Compiled(kernel, pointers, {"levels": levels, "masked": masked, **moment}, capability, folder)
 
 
+@pytest.mark.by_default("*fp32-4-{'signed': False, 'fourth_root': True}-whole-90")
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
@@ -154,6 +157,7 @@ def test_companded8_encode(tmp_path, kind, size, moment, masked, capability):
         assert_wide(kernel.accesses("st"), 16, PER_THREAD, others=2)
 
 
+@pytest.mark.slow
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)

@@ -139,6 +139,7 @@ def entries(kernel: Fused) -> int:
     return len(re.findall(r"ld\.global\.b64 \{ %rd\d+ \}", kernel.ptx))
 
 
+@pytest.mark.by_default("came-step_kernel-90")
 @TARGETS
 @EACH
 def test_bf16(tmp_path, module, name, capability):
@@ -153,6 +154,7 @@ def test_bf16(tmp_path, module, name, capability):
         assert kernel.usage["REG"] <= 102
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), [key for key in KERNELS if key[1] == "step_kernel"])
 def test_short_blocks(tmp_path, module, name):
     kernel = block_kernel(module, name, "bf16", True, 90, tmp_path)
@@ -173,6 +175,7 @@ def test_every_layout(tmp_path, module, name, layout, capability):
             assert_wide(kernel, module, layout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["adamw", "stable_adamw", "sgd", "lion", "came"])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_prologues(tmp_path, module, scaled):

@@ -74,6 +74,7 @@ def share(kernel: Kernel, kind: str, least: int) -> float:
     return sum(size * times for size, times in accesses.items() if size >= least) / total
 
 
+@pytest.mark.slow
 @TARGETS
 @KINDS
 @pytest.mark.parametrize("columns", [384, 8192])
@@ -90,6 +91,7 @@ def test_codes_by_row(tmp_path, kind, columns, capability):
     assert share(kernel, "ld", 16) == 1
 
 
+@pytest.mark.slow
 @TARGETS
 @KINDS
 @pytest.mark.parametrize("transposed", [False, True])
@@ -111,6 +113,7 @@ def product(kind, bias, rows, capability, folder, *, even=True) -> Kernel:
     return Kernel(triton.matmul_kernel, {"y": kind, "bias": bias}, options, capability, folder, even, ("columns",))
 
 
+@pytest.mark.by_default("64-*i16-90")
 @TARGETS
 @KINDS
 @pytest.mark.parametrize("rows", [8, 64, 4096])
@@ -127,6 +130,7 @@ def test_products(tmp_path, kind, rows, capability):
     assert kernel.shared <= 160 * 1024
 
 
+@pytest.mark.slow
 @TARGETS
 @pytest.mark.parametrize("rows", [8, 4096])
 def test_products_of_any_size(tmp_path, rows, capability):

@@ -82,6 +82,7 @@ def test_two_runs_are_equal_and_the_seed_matters(name):
     assert not torch.equal(runs[0][1][0]["residual"], runs[2][1][0]["residual"])
 
 
+@pytest.mark.by_default(most=2)
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tile_size_does_not_matter(name, threads):
     torch.set_num_threads(threads)

@@ -136,6 +136,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.by_default(most=2)
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_trains_as_it_does_uncompiled(name):

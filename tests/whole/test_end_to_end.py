@@ -707,6 +707,7 @@ def test_storages_of_several_frames(preset, large, tmp_path):
         assert parameter.name == "a"
 
 
+@pytest.mark.by_default("archive")
 @lossy_presets
 def test_a_container_does_not_depend_on_the_number_of_threads(preset, large, tmp_path):
     for source in (large, INPUTS / "gpt_came.pt"):

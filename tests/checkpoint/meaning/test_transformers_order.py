@@ -101,6 +101,7 @@ def ref(key, tensor):
     return TensorRef(key, DType.FLOAT32, 0, tuple(tensor.shape), tuple(tensor.stride()))
 
 
+@pytest.mark.by_default(most=16)
 @pytest.mark.parametrize("kind", sorted({*REARRANGED, *SEQUENCES}))
 def test_the_order_and_the_groups_of_the_trainer(kind):
     """Every name given is right, and all are given where the file has the tensors of the model."""

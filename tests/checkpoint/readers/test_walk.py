@@ -83,6 +83,7 @@ DEEP = {
 }
 
 
+@pytest.mark.by_default(most=2)
 @pytest.mark.parametrize("kind", DEEP)
 def test_deep_nesting_is_refused_by_the_walk_and_freed_safely(kind):
     tree = load(DEEP[kind] + b".")

@@ -17,6 +17,7 @@ REAL = sorted(
 )
 
 
+@pytest.mark.by_default("gpt_came.pt", "custom_objects.pt", "trainer-stable-adamw", "low_bit/torchao_8.pt", "legacy.pt")
 @pytest.mark.parametrize("name", REAL)
 def test_every_real_checkpoint_and_its_container(name, inspect, inputs, tmp_path):
     path, container = inputs / name, tmp_path / "x.ckpt8"

@@ -212,6 +212,7 @@ def changed(tree, **values):
     return {**tree, "resume": {**tree["resume"], **values}}
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -74,6 +74,7 @@ def test_layers_are_the_sums_of_their_parameters(steps, loaded):
         assert_figures(facts["roles"][role], expected(*(joined(side, inside) for side in (first, second))))
 
 
+@pytest.mark.by_default(most=2)
 @pytest.mark.parametrize("at", [0, FRAME - 1, FRAME, 4 * FRAME, 4 * FRAME + 6])
 def test_one_element_of_many(tmp_path, at):
     x = torch.full((4 * FRAME + 7,), 0.5)

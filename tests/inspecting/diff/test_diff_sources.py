@@ -26,6 +26,7 @@ def assert_all_equal(facts, count):
     assert all(each["identical"] for each in facts["tensors"]["both"])
 
 
+@pytest.mark.by_default("archive", "lossless")
 @pytest.mark.parametrize("preset", ["flash", "compact", "archive", "lossless"])
 def test_an_original_its_container_and_the_restored_file(tmp_path, steps, loaded, preset):
     packed, restored = tmp_path / "run.ckpt8", tmp_path / "run.pt"

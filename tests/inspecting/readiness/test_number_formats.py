@@ -29,6 +29,7 @@ def test_range_is_that_of_the_numbers(number_format):
     assert number_format.step == values[-1] - values[-2] == beyond - values[-1]
 
 
+@pytest.mark.by_default(most=4)
 @by_format
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_16_bit_number(number_format, dtype):

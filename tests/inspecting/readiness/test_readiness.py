@@ -61,6 +61,7 @@ def check_figures(tensor, role, value):
             same(found, wanted, tensor["name"], each.id, kind, tolerance=1e-3 if each.id == "int8" else 1e-7)
 
 
+@pytest.mark.by_default("gpt_bf16.pt", "trainer-adamw")
 @pytest.mark.parametrize("name", REAL)
 def test_every_tensor_of_real_checkpoints(inputs, name):
     report = inspect_readiness(inputs / name, full=True)

@@ -160,6 +160,7 @@ def test_the_figures_are_those_of_the_real_optimizer(make, monkeypatch, name):
         assert told["weight_max"] == pytest.approx(largest, abs=float(joined(units).abs().max()) * FEW_STEPS)
 
 
+@pytest.mark.by_default(most=7)
 @pytest.mark.parametrize("name", REPLAYED)
 def test_lossless_steps_do_not_differ(make, name):
     result = steps_of(make(name, "lossless"), max_replay_error=0.0)

@@ -228,6 +228,7 @@ def tensors_of(root):
     }
 
 
+@pytest.mark.by_default("gpt_came.pt", "crc_off.pt", "trainer-adamw")
 @pytest.mark.parametrize("name", [*FILES, "accelerate", "trainer-adamw", "trainer-stable-adamw"])
 def test_flags_of_real_checkpoints_are_those_of_their_values(name, inputs):
     tensors = tensors_of(inputs / name)
@@ -250,6 +251,7 @@ def test_odd_fixtures_raise_no_alarm(name, inputs):
     assert kinds - named <= {"moment2_fp16_zero", "fp16_scales"}
 
 
+@pytest.mark.by_default("views.pt", "trainer-adamw")
 @pytest.mark.parametrize("name", ["gpt_adamw.pt", "views.pt", "trainer-adamw", "low_bit/torchao_fp8.pt"])
 def test_a_container_has_the_flags_of_its_original(name, inputs, tmp_path):
     ckpt8.compress(inputs / name, tmp_path / "run.ckpt8", preset="lossless")

@@ -215,6 +215,7 @@ def test_shards_of_two_processes_are_counted_together(tmp_path):
         assert any(key[0] == "moment2_fp16_zero" for key in found)
 
 
+@pytest.mark.by_default("gpt_bf16.pt", "trainer-adamw")
 @pytest.mark.parametrize("name", ["gpt_adamw.pt", "gpt_bf16.pt", "accelerate", "trainer-adamw"])
 def test_layers_have_all_bytes_and_every_moment_is_with_its_weight(name, inputs, tmp_path):
     facts = inspect_checkpoint(inputs / name)

@@ -298,6 +298,7 @@ def test_the_public_stand_ins(tmp_path):
     assert b"readers" not in pickle.dumps(rest)
 
 
+@pytest.mark.by_default("low_bit")
 @pytest.mark.parametrize("folder", ["", "low_bit"])
 def test_trees_hold_no_other_class_of_ours(inputs, tmp_path, folder):
     files = sorted((inputs / folder).glob("*.pt"))

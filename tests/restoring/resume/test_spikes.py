@@ -46,6 +46,7 @@ def test_spread_gradients_spike_where_second_moments_become_zero(spikes, loss_we
         assert rows[name]["update"] < 1
 
 
+@pytest.mark.slow
 def test_spread_gradients_of_1e_8(spikes, loss_weight, tmp_path):
     """The largest elements of a group keep an fp16 scale alive; it is coarse, and second moments vanish."""
     setup = spikes.Setup(1e-8, eps=1e-15, **SMALL)
@@ -58,6 +59,7 @@ def test_spread_gradients_of_1e_8(spikes, loss_weight, tmp_path):
         assert rows[name]["moment"]["nmse"] < 1e-3
 
 
+@pytest.mark.slow
 def test_even_gradients_of_1e_8_lose_their_momentum_in_fp16_scales(spikes, tmp_path):
     result = spikes.measure(spikes.Setup(1e-8, sigma=0.0, lr=0.01, **SMALL), tmp_path)
     assert result["gradient"]["median"] == pytest.approx(1e-8, rel=0.5)

@@ -8,6 +8,7 @@ import pytest
 from flips_kit import SAMPLES, flip, make_sample, places, sweep
 
 
+@pytest.mark.by_default("directory", "chain")
 @pytest.mark.parametrize("kind", [*SAMPLES, "chain"])
 def test_flips_all_over_the_file_are_noticed_and_named(kind, tmp_path):
     path, rng = make_sample(tmp_path, kind), random.Random(1)

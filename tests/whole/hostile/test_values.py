@@ -39,6 +39,7 @@ KINDS = {
 }
 
 
+@pytest.mark.by_default(most=7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_takes_more_than_its_cost(kind):
     text = KINDS[kind](40_000).encode()
