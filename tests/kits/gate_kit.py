@@ -1,7 +1,7 @@
 """Files for ``torch.load``, and every public way that leads there, tried in a process with little memory and time.
 
-``attempt`` starts one child that has torch loaded, and forks. For each try the fork has ``MEMORY`` more bytes of
-address space than it uses, and ``SECONDS`` of processor time: what takes more fails in it, whoever asked for it.
+``Gates`` starts one child that has torch loaded, and forks for each try. The fork has ``MEMORY`` more bytes of address
+space than it uses, and ``SECONDS`` of processor time: what takes more fails in it, whoever asked for it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ _HEAD = (pickle.dumps(1001, 2), pickle.dumps({"protocol_version": 1001, "little_
 def archive(body, data=bytes(8), *, dtype="FloatStorage", location="cpu", before=(), after=()):
     """A zip file of torch whose pickle is a dict of the tensor ``w`` over one storage, and ``g``, made by ``body``."""
     content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as out:
-        for name, record, method in before:
-            out.writestr(f"archive/{name}", record, method)
+    with zipfile.ZipFile(content, "w", compresslevel=1) as out:
+        for name, pieces, method in before:
+            info = zipfile.ZipInfo(f"archive/{name}")
+            info.compress_type = method
+            with out.open(info, "w") as record:
+                record.writelines(pieces)
         out.writestr("archive/data.pkl", pickled(body, data, dtype=dtype, location=location))
         out.writestr("archive/data/0", data)
         if not any(name == "version" for name, _, _ in before):
@@ -135,14 +138,27 @@ def written(content, folder, gate):
     return saved_object(content, folder / "dcp") if gate in OF_DIRECTORIES else member(content, folder, "a.ckpt8")
 
 
-def attempt(tries, *, allow=()):
-    """What becomes of each (gate, path): ``loaded``, an error by its class and text, or ``killed``."""
-    job = json.dumps({"tries": [[gate, str(path)] for gate, path in tries], "allow": list(allow)})
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, job], capture_output=True, text=True, check=False, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [tuple(each) for each in json.loads(done.stdout)]
+class Gates:
+    """Tries to load files in forks of one child. A context manager."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def attempt(self, gate, path, *, allow=()):
+        """What becomes of a path at a gate: ``loaded``, an error by its class and text, or ``killed``."""
+        self._process.stdin.write(json.dumps({"gate": gate, "path": str(path), "allow": list(allow)}) + "\n")
+        self._process.stdin.flush()
+        return tuple(json.loads(self._process.stdout.readline()))
 
 
 def loads():
@@ -192,37 +208,32 @@ def _limit():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _forked(load, paths):
-    """What becomes of each path in one fork; ``killed`` of the one that ends it, and nothing of those behind it."""
+def _forked(load, path, allow):
+    import torch
+
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        for path in paths:
-            _limit()
-            os.write(writing, json.dumps(_outcome(load, path)).encode() + b"\n")
+        torch.serialization.add_safe_globals([_named(name) for name in allow])
+        _limit()
+        os.write(writing, json.dumps(_outcome(load, path)).encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as said:
-        answers = [json.loads(line) for line in said]
+        answer = said.read()
     os.waitpid(child, 0)
-    return answers if len(answers) == len(paths) else [*answers, ("killed", "")]
+    return json.loads(answer) if answer else ("killed", "")
 
 
-def main(job):
+def main():
     import torch
 
     torch.set_num_threads(1)
     ways = loads()
-    if job["allow"]:
-        torch.serialization.add_safe_globals([_named(name) for name in job["allow"]])
-    found = {}
-    for gate, load in ways.items():
-        paths = [path for other, path in job["tries"] if other == gate]
-        while len(paths) > (done := sum(key[0] == gate for key in found)):
-            answers = _forked(load, paths[done:])
-            found |= {(gate, path): answer for path, answer in zip(paths[done:], answers, strict=False)}
-    print(json.dumps([found[gate, path] for gate, path in job["tries"]]))
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(json.dumps(_forked(ways[job["gate"]], job["path"], job["allow"])), flush=True)
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main()

@@ -11,6 +11,7 @@ import pickle
 import struct
 import zipfile
 from collections import Counter, OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +26,6 @@ from gate_kit import (
     TUPLES,
     among,
     archive,
-    attempt,
     call,
     call_name,
     expanded,
@@ -163,24 +163,15 @@ TYPES = {
 DATA = {"bytearray of a tensor": struct.pack("<q", 1 << 40), "tensor of a shape of tensors": struct.pack("<q", 1 << 20)}
 
 
-def with_large_storages():
-    cast = call(f"{REBUILD}device_tensor_from_cpu_tensor", TENSOR, call_name("torch.float64"), text("cpu"), NO)
-    place = b"(" + text("storage") + call_name("torch.FloatStorage") + text("0") + text("meta") + number(1 << 20)
-    return {
-        "the same tensor converted again": archive(among(cast * 300), LARGE),
-        "a storage read again": archive(among(place + b"tq\x12Q", b"h\x12Q" * 30_000), LARGE, location="meta"),
-    }
+CAST = call(f"{REBUILD}device_tensor_from_cpu_tensor", TENSOR, call_name("torch.float64"), text("cpu"), NO)
+PLACE = b"(" + text("storage") + call_name("torch.FloatStorage") + text("0")
+LARGE_PLACE, SMALL_PLACE = PLACE + text("meta") + number(1 << 20), PLACE + text("cpu") + number(2)
 
 
-def with_odd_archives():
-    """Zip files of which torch's own library could make something else than we do."""
-    bomb, hostile = bytes(1 << 30), pickled(BODIES["bytearray"], bytes(8))
+def with_names_by_case():
+    hostile = pickled(BODIES["bytearray"], bytes(8))
     names = ("DATA.pkl", "Data.pkl", "DAta.pkl", "DATa.pkl")
-    return {
-        "a version that inflates": archive(NONE, before=[("version", bomb, zipfile.ZIP_DEFLATED)]),
-        "names by case": archive(NONE, after=[(name, hostile, zipfile.ZIP_STORED) for name in names]),
-        "another directory in the comment": with_another_directory(archive(BODIES["bytearray"])),
-    }
+    return archive(NONE, after=[(name, hostile, zipfile.ZIP_STORED) for name in names])
 
 
 def with_another_directory(inner):
@@ -200,51 +191,46 @@ def with_another_directory(inner):
     return bytes(outer + comment)
 
 
-def with_legacy_pickles():
-    place = b"(" + text("storage") + call_name("torch.FloatStorage") + text("0") + text("cpu") + number(2)
-    view = b"(" + NESTED + number(0) + number(2) + b"ttQ"
-    return {
-        "legacy: bytearray": legacy(BODIES["bytearray"]),
-        "legacy: bytearray among the keys": legacy(NONE).replace(
-            pickle.dumps(["0"], 2), b"\x80\x02](X\x01\0\0\x000" + BODIES["bytearray"] + b"e."
-        ),
-        "legacy: view by tuples in tuples": legacy(among(nested(number(1), TUPLES, wide=64, deep=5), place + view)),
-        "legacy: the same tensor again": legacy(BODIES["the same tensor again"]),
-    }
+def with_a_bytearray_among_the_keys():
+    keys = b"\x80\x02](X\x01\0\0\x000" + BODIES["bytearray"] + b"e."
+    return legacy(NONE).replace(pickle.dumps(["0"], 2), keys)
 
 
-FILES = (
-    {
-        name: archive(body, DATA.get(name, bytes(64)), dtype=TYPES.get(name, "FloatStorage"))
+FILES = {
+    **{
+        name: partial(archive, body, DATA.get(name, bytes(64)), dtype=TYPES.get(name, "FloatStorage"))
         for name, body in BODIES.items()
-    }
-    | with_large_storages()
-    | with_odd_archives()
-    | with_legacy_pickles()
-)
+    },
+    "the same tensor converted again": lambda: archive(among(CAST * 300), LARGE),
+    "a storage read again": lambda: archive(
+        among(LARGE_PLACE + b"tq\x12Q", b"h\x12Q" * 30_000), LARGE, location="meta"
+    ),
+    # Zip files of which torch's own library could make something else than we do
+    "a version that inflates": lambda: archive(
+        NONE, before=[("version", [bytes(1 << 20)] * 1024, zipfile.ZIP_DEFLATED)]
+    ),
+    "names by case": with_names_by_case,
+    "another directory in the comment": lambda: with_another_directory(archive(BODIES["bytearray"])),
+    "legacy: bytearray": lambda: legacy(BODIES["bytearray"]),
+    "legacy: bytearray among the keys": with_a_bytearray_among_the_keys,
+    "legacy: view by tuples in tuples": lambda: legacy(
+        among(
+            nested(number(1), TUPLES, wide=64, deep=5),
+            SMALL_PLACE + b"(" + NESTED + number(0) + number(2) + b"ttQ",
+        )
+    ),
+    "legacy: the same tensor again": lambda: legacy(BODIES["the same tensor again"]),
+}
+each_gate = pytest.mark.parametrize("gate", GATES)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """What each file came to at each gate."""
-    folder = tmp_path_factory.mktemp("gate")
-    tries = {}
-    for at, (name, content) in enumerate(FILES.items()):
-        for number_, gate in enumerate(GATES):
-            own = folder / f"{at}-{number_}"
-            own.mkdir()
-            tries[name, gate] = written(content, own, gate)
-    found = attempt([(gate, path) for (_, gate), path in tries.items()])
-    return dict(zip(tries, found, strict=True))
-
-
+@each_gate
 @pytest.mark.parametrize("name", FILES)
-def test_what_torch_would_do_is_refused_in_front_of_it(name, outcomes):
-    for gate in GATES:
-        kind, message = outcomes[name, gate]
-        assert kind in ("InputError", "UnsupportedError"), (gate, kind, message)
-        assert message.isprintable()
-        assert "torch says" not in message, gate
+def test_what_torch_would_do_is_refused_in_front_of_it(name, gate, attempt, tmp_path):
+    kind, message = attempt(gate, written(FILES[name](), tmp_path, gate))
+    assert kind in ("InputError", "UnsupportedError"), (kind, message)
+    assert message.isprintable()
+    assert "torch says" not in message
 
 
 ODD = {
@@ -276,19 +262,12 @@ ODD = {
 }
 
 
-def test_whatever_else_is_wrong_is_one_line(tmp_path):
-    tries = []
-    for at, body in enumerate(ODD.values()):
-        (tmp_path / str(at)).mkdir()
-        tries += [(gate, written(archive(body), _below(tmp_path / str(at), gate), gate)) for gate in GATES]
-    for (gate, path), (kind, message) in zip(tries, attempt(tries), strict=True):
-        assert kind in ("InputError", "UnsupportedError", "loaded"), (list(ODD)[int(path.parts[-3])], gate, message)
-        assert message.isprintable() or not message
-
-
-def _below(folder, gate):
-    (folder / gate).mkdir()
-    return folder / gate
+@each_gate
+@pytest.mark.parametrize("name", ODD)
+def test_whatever_else_is_wrong_is_one_line(name, gate, attempt, tmp_path):
+    kind, message = attempt(gate, written(archive(ODD[name]), tmp_path, gate))
+    assert kind in ("InputError", "UnsupportedError", "loaded"), message
+    assert message.isprintable() or not message
 
 
 NUMPY = ["numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype"]
@@ -301,14 +280,12 @@ ARRAYS = {
 }
 
 
-def test_arrays_that_are_allowed_are_as_large_as_what_they_hold(tmp_path):
-    tries = []
-    for name, body in ARRAYS.items():
-        (tmp_path / name).mkdir()
-        tries += [(gate, written(archive(body), _below(tmp_path / name, gate), gate)) for gate in GATES]
-    for kind, message in attempt(tries, allow=NUMPY):
-        assert kind == "InputError", message
-        assert "torch says" not in message
+@each_gate
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_that_are_allowed_are_as_large_as_what_they_hold(name, gate, attempt, tmp_path):
+    kind, message = attempt(gate, written(archive(ARRAYS[name]), tmp_path, gate), allow=NUMPY)
+    assert kind == "InputError", message
+    assert "torch says" not in message
 
 
 # What must go through
@@ -405,7 +382,7 @@ def saved(request, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("gate", GATES)
+@each_gate
 def test_what_torch_saves_is_loaded_as_torch_loads_it(gate, saved, tmp_path):
     path = written(saved, tmp_path, gate)
     with torch.serialization.safe_globals([Plain, Kept]):
@@ -414,10 +391,10 @@ def test_what_torch_saves_is_loaded_as_torch_loads_it(gate, saved, tmp_path):
     same(found["g"] if gate in OF_DIRECTORIES else found, expected)
 
 
-def test_a_name_that_nobody_allowed_is_told_before_anything_is_done(tmp_path):
-    """All of them, at every gate, be the rest hostile or not."""
+@each_gate
+def test_a_name_that_nobody_allowed_is_told_before_anything_is_done(gate, attempt, tmp_path):
+    """All of them, be the rest hostile or not."""
     body = among(call("fractions.Fraction", number(1)), call("datetime.date", HUGE), BODIES["bytearray"])
-    tries = [(gate, written(archive(body), _below(tmp_path, gate), gate)) for gate in GATES]
-    for kind, message in attempt(tries):
-        assert kind == "UnsupportedError"
-        assert "holds datetime.date, fractions.Fraction, which torch does not allow" in message
+    kind, message = attempt(gate, written(archive(body), tmp_path, gate))
+    assert kind == "UnsupportedError"
+    assert "holds datetime.date, fractions.Fraction, which torch does not allow" in message
