@@ -122,6 +122,15 @@ def containers(run_directory, tmp_path_factory):
     return found
 
 
+@pytest.fixture(scope="session")
+def run_program(tmp_path_factory):
+    """Run a program in a process that has imported torch and nothing of ours: what it prints, and what it says."""
+    from program_kit import Forks
+
+    with Forks(tmp_path_factory.mktemp("programs"), "torch") as forks:
+        yield forks.run
+
+
 @pytest.fixture
 def run_command(monkeypatch, capsys):
     """Run a command in this process: (exit code, stdout, stderr)."""

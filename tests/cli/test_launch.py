@@ -99,17 +99,14 @@ print(*sorted(found | set(sys.modules) - at_start), file=sys.stderr)
 """
 
 
-def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch_does(tmp_path):
+def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch_does(run_program, tmp_path):
     """torch.distributed.checkpoint alone takes as long as torch, and brings sympy."""
     model = torch.nn.Linear(80, 80)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 80)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    command = [sys.executable, "-c", ALL_COMMANDS]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    modules = result.stderr.splitlines()[-1].split()
+    modules = run_program(ALL_COMMANDS, folder=tmp_path)[1].splitlines()[-1].split()
     assert {"ckpt8.restoring.restore", "ckpt8.restoring.resume.optimizer"} <= set(modules)
     assert [name for name in modules if name.startswith(("torch.distributed", "sympy", "mpmath"))] == []
 

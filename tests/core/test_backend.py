@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -80,22 +78,7 @@ def test_every_codec_says_what_it_cannot_run(codec_id):
         codec.encode(torch.zeros(40), backend="triton")
 
 
-def test_nothing_needs_triton_on_a_cpu():
-    code = """
-import sys
-sys.modules["triton"] = None  # importing it fails
-import torch
-from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.split24 import Split24
-from ckpt8.core.tensors import DType, Role, TensorSpec
-x = torch.ones(40)
-for codec in (Split24(), Companded8(), Companded8(signed=False, Q=255)):
-    assert torch.equal(codec.decode(codec.encode(x), TensorSpec("x", Role.OTHER, DType.FLOAT32, (40,))), x)
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-
-
-ON_A_LARGE_TENSOR = """
+ROUND_TRIPS = """
 import sys
 import torch
 from ckpt8.codecs.companded8 import Companded8
@@ -104,35 +87,29 @@ from ckpt8.core.tensors import DType, Role, TensorSpec
 x = torch.ones({numel})
 for codec in (Split24(), Companded8(), Companded8(signed=False, Q=255)):
     assert torch.equal(codec.decode(codec.encode(x), TensorSpec("x", Role.OTHER, DType.FLOAT32, ({numel},))), x)
-kernels = [name for name in sys.modules if name.startswith("ckpt8.") and name.endswith(".numba")]
+kernels = [name for name in sys.modules if name.startswith("ckpt8.codecs.") and name.endswith(".numba")]
 """
+LARGE, SMALL = ROUND_TRIPS.format(numel=1 << 17), ROUND_TRIPS.format(numel=(1 << 17) - 1)
 
 
-def run_python(code: str, **variables: str) -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env={**os.environ, **variables})
+def hidden(name):
+    return f"import sys; sys.modules[{name!r}] = None  # importing it fails\n"
 
 
-def test_large_tensors_take_numba():
-    pytest.importorskip("numba", reason="numba is not installed")
-    run_python(ON_A_LARGE_TENSOR.format(numel=1 << 17) + "assert len(kernels) == 2, kernels")
+def test_small_tensors_need_no_triton_and_are_not_worth_the_import_of_numba(run_program):
+    run_program(hidden("triton") + SMALL + "assert not kernels and 'numba' not in sys.modules")
 
 
-def test_small_tensors_are_not_worth_its_import():
-    run_python(ON_A_LARGE_TENSOR.format(numel=(1 << 17) - 1) + "assert not kernels and 'numba' not in sys.modules")
-
-
-def test_nothing_needs_numba():
-    code = ON_A_LARGE_TENSOR.format(numel=1 << 17)
-    run_python("import sys; sys.modules['numba'] = None" + code + "assert not kernels, kernels")
-    run_python(code + "assert not kernels, kernels", NUMBA_DISABLE_JIT="1")
-
-
-def test_kernels_need_no_place_to_be_kept(tmp_path):
+def test_large_tensors_take_numba_whose_kernels_need_no_place_to_be_kept(run_program, tmp_path):
     pytest.importorskip("numba", reason="numba is not installed")
     (tmp_path / "file").write_bytes(b"")
-    code = ON_A_LARGE_TENSOR.format(numel=1 << 17)
-    run_python(code + "assert len(kernels) == 2, kernels", NUMBA_CACHE_DIR=str(tmp_path / "file"), HOME=str(tmp_path))
+    run_program(LARGE + "assert len(kernels) == 2, kernels", NUMBA_CACHE_DIR=tmp_path / "file", HOME=tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_nothing_needs_numba(run_program):
+    run_program(hidden("numba") + LARGE + "assert not kernels, kernels")
+    run_program(LARGE + "assert not kernels, kernels", NUMBA_DISABLE_JIT="1")
 
 
 def test_requests_for_numba_that_cannot_be_met(monkeypatch):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cache_kit import FORGED, START, Forks, finish, kept, start
+from kernel_cache_kit import FORGED, START, finish, kept, start
+from program_kit import Forks
 
 import ckpt8
 
@@ -23,7 +24,7 @@ STRANGER = 12345
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    with Forks(tmp_path_factory.mktemp("said")) as forks:
+    with Forks(tmp_path_factory.mktemp("said"), "torch", "numba") as forks:
         yield forks.run
 
 
@@ -58,6 +59,27 @@ def good(filled_home, tmp_path):
 
 def cache(home):
     return home / ".cache" / "ckpt8" / "kernels"
+
+
+WHERE = START + "import numba; print(repr(numba.config.CACHE_DIR))"
+
+
+def test_kernels_are_in_the_cache_of_the_user(run_program, tmp_path):
+    """The package has nothing new beside its source. numba looks at its variables when it is imported."""
+    home, source = tmp_path / "home", Path(ckpt8.__file__).parent
+    before = sorted(source.rglob("*.nb[ic]"))
+    assert run_program(WHERE, HOME=home) == ("0\n''", "")
+    assert len(kept(cache(home))) == 1
+    assert run_program(WHERE, HOME=home, XDG_CACHE_HOME=tmp_path / "xdg") == ("0\n''", "")
+    assert kept(tmp_path / "xdg" / "ckpt8")
+    # A relative cache is none.
+    assert run_program(WHERE, HOME=home, XDG_CACHE_HOME="somewhere") == ("1\n''", "")
+    assert (
+        run_program(WHERE, HOME=tmp_path / "other", NUMBA_CACHE_DIR=tmp_path / "own")[0] == f"0\n'{tmp_path / 'own'}'"
+    )
+    assert kept(tmp_path / "own")
+    assert not (tmp_path / "other").exists()
+    assert sorted(source.rglob("*.nb[ic]")) == before
 
 
 def test_a_forged_kernel_would_run(run, home, forged_home):
@@ -117,13 +139,9 @@ def test_a_folder_of_another_user_is_not_used(run, way, home, forged_home):
 @pytest.mark.by_default("XDG_CACHE_HOME")
 @as_root
 @pytest.mark.parametrize("name", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
-def test_a_folder_that_is_named_is_under_the_same_rule(name, home, forged_home, tmp_path):
-    named = tmp_path / "named"
-
-    def run(*program, **environment):
-        # numba looks at its variables when it is imported.
-        return finish(start(*program, **environment))
-
+def test_a_folder_that_is_named_is_under_the_same_rule(name, run_program, home, forged_home, tmp_path):
+    """numba looks at its variables when it is imported."""
+    named, run = tmp_path / "named", run_program
     run(FORGED + START, forged_home / "ran", **{"HOME": home, name: named})
     assert kept(named)
     run(START, **{"HOME": home, name: named})
@@ -251,7 +269,7 @@ def test_a_warning_that_is_an_error_stops_nothing(run, home, forged_home):
 
 def test_processes_at_once(run, tmp_path):
     home = tmp_path / "home"
-    processes = [start(START, HOME=home) for _ in range(4)]
+    processes = [start(START, HOME=home) for _ in range(2)]
     assert {finish(process)[1] for process in processes} == {""}
     assert len(kept(home)) == 1
     assert run(START, HOME=home) == ("1", "")

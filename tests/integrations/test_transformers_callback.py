@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -348,7 +346,7 @@ def test_arguments_are_checked_before_the_run():
     ("module", "package", "blocked"),
     [("transformers", "transformers", ["transformers"]), ("lightning", "lightning", ["lightning", "lightning_fabric"])],
 )
-def test_without_the_framework_one_line_says_so(module, package, blocked):
+def test_without_the_framework_one_line_says_so(module, package, blocked, run_program):
     program = (
         "import sys\n"
         "class Hidden:\n"
@@ -362,14 +360,12 @@ def test_without_the_framework_one_line_says_so(module, package, blocked):
         "except ImportError as exc:\n"
         "    print(exc)\n"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == f"ckpt8.integrations.{module} needs {package}: pip install {package}"
+    assert run_program(program)[0] == f"ckpt8.integrations.{module} needs {package}: pip install {package}"
 
 
-def test_ckpt8_itself_imports_no_framework():
+def test_ckpt8_itself_imports_no_framework(run_program):
     program = (
         "import sys, ckpt8, ckpt8.compressing.compress, ckpt8.cli.app\n"
         "print([n for n in sys.modules if n.startswith(('transformers', 'lightning', 'ckpt8.integrations'))])"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert run_program(program)[0] == "[]"

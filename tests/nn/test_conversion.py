@@ -173,8 +173,8 @@ def test_a_run_is_resumed(tmp_path, converted, kind):
     assert abs(loss - ours) < 0.01
 
 
-def test_nothing_is_imported_before_it_is_used():
-    code = "import sys, ckpt8; nn = ckpt8.nn; print(dir(nn)); assert 'torch' not in sys.modules; nn.switchback"
+def test_nothing_is_imported_before_it_is_used(run_program):
+    code = "import sys, ckpt8; nn = ckpt8.nn; print(dir(nn)); assert 'torch' not in sys.modules"
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
     assert result.stdout.strip() == str(["HEADS", "SwitchBackLinear", "switchback", "to_linear"])
     code = """
@@ -185,6 +185,6 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 8))
 ckpt8.nn.switchback(model)
 model(torch.ones(2, 8)).sum().backward()
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    run_program(code)
     with pytest.raises(AttributeError, match="no attribute 'abacus'"):
         ckpt8.nn.abacus  # noqa: B018

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import warnings
 from types import SimpleNamespace
 
@@ -43,12 +41,12 @@ def test_it_is_no_part_of_the_state(name):
     assert int(other.state[twin]["step"]) == 2
 
 
-def test_training_on_a_cpu_imports_no_kernels():
+def test_training_on_a_cpu_imports_no_kernels(run_program):
     code = (
         "import sys, torch, ckpt8.optim as o; p = torch.nn.Parameter(torch.zeros(80, 80)); p.grad = p.data.clone();"
         "o.AdamW([p]).step(); assert 'ckpt8.optim.triton.dispatch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_program(code)
 
 
 def test_a_parameter_on_a_device_that_is_not_fused_is_told_of_once(monkeypatch):

@@ -28,17 +28,17 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.errors import InputError
 
 INPUTS = {
-    "zip": 800,
-    "legacy": 800,
-    "safetensors": 1000,
-    "container": 120,
-    "directory": 120,
-    "resume": 150,
-    "metadata": 300,
-    "manifest": 90,
-    "values": 120,
-    "environment": 25,
-    "process": 2,
+    "zip": 250,
+    "legacy": 250,
+    "safetensors": 300,
+    "container": 40,
+    "directory": 40,
+    "resume": 50,
+    "metadata": 100,
+    "manifest": 30,
+    "values": 40,
+    "environment": 8,
+    "process": 1,
 }
 
 
@@ -59,7 +59,7 @@ def test_a_short_run_finds_nothing(target, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("target", INPUTS)
 def test_a_longer_run_finds_nothing(target, tmp_path):
-    short_run(target, 8, 20 * INPUTS[target], tmp_path)
+    short_run(target, 8, 60 * INPUTS[target], tmp_path)
 
 
 def short_run(target, seed, inputs, folder):
