@@ -525,32 +525,16 @@ def _release(directory: Path, *, as_json: bool) -> None:
     present(facts, lambda console: print_lines(console, lines), as_json=as_json)
 
 
-_MOST_RANKS = 64
-_SIZES = "0.25GB,0.5GB,1GB,2GB,4GB,8GB"
-
-
 def bench(
     checkpoint: Annotated[
         Path | None,
-        typer.Argument(readable=False, help="A checkpoint file or directory. Without one, bench trains a GPT."),
-    ] = None,
-    train_size: Annotated[
-        str, typer.Option("--size", metavar="BYTES", help="Size of the checkpoint to train, as in 1.5GB.")
-    ] = "0.25GB",
-    scaling: Annotated[
-        bool, typer.Option("--scaling", help="Also measure several numbers of threads and several sizes.")
-    ] = False,
-    sizes: Annotated[
-        str, typer.Option(metavar="BYTES,...", help="With --scaling: the sizes. bench skips those that do not fit.")
-    ] = _SIZES,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=_MOST_RANKS,
-            help="Save and load a sharded state with so many processes, beside torch.distributed.checkpoint.",
+        typer.Argument(
+            readable=False, help="A checkpoint file or directory. Without one, bench makes a synthetic one."
         ),
     ] = None,
+    synthetic_size: Annotated[
+        str, typer.Option("--size", metavar="BYTES", help="Size of the synthetic checkpoint, as in 1.5GB.")
+    ] = "0.25GB",
     scratch: Annotated[
         Path | None,
         typer.Option(
@@ -564,15 +548,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Compare time, size and memory with cp, zstd and torch; on a GPU, kernels and steps with a copy and torch."""
-    from ckpt8.cli.bench.run import parse_size
     from ckpt8.cli.show.bench import show_bench, show_device_bench
     from ckpt8.core.gpu import requested
 
-    if ranks is not None:
-        if checkpoint is not None or scaling or device != "cpu":
-            raise UsageError("--ranks trains a state on the CPU; leave out a checkpoint, --scaling and --device")
-        _bench_ranks(ranks, parse_size(train_size, "--size"), threads, repeat, scratch, as_json=as_json)
-        return
     where = requested(device)
     if where is not None and where.type != "cpu":
         from ckpt8.cli.bench.device import bench_device
@@ -580,34 +558,14 @@ def bench(
         measured = bench_device(where, parameters=parameters)
         present(measured, lambda console: show_device_bench(console, measured), as_json=as_json)
         return
-    from ckpt8.cli.bench.run import bench as run
+    from ckpt8.cli.bench import run
 
+    size = run.parse_size(synthetic_size, "--size")
     try:
-        result = run(
-            checkpoint,
-            size=parse_size(train_size, "--size"),
-            sizes=[parse_size(size, "--sizes") for size in sizes.split(",")] if scaling else [],
-            threads=threads,
-            repeat=repeat,
-            scratch=scratch,
-            say=_say,
-        )
+        result = run.bench(checkpoint, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
     finally:
         _say("")
     present(result, lambda console: show_bench(console, result), as_json=as_json)
-
-
-def _bench_ranks(
-    ranks: int, size: int, threads: int | None, repeat: int, scratch: Path | None, *, as_json: bool
-) -> None:
-    from ckpt8.cli.bench.ranks import bench_ranks
-    from ckpt8.cli.show.bench import show_ranks
-
-    try:
-        result = bench_ranks(ranks, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
-    finally:
-        _say("")
-    present(result, lambda console: show_ranks(console, result), as_json=as_json)
 
 
 def _say(text: str) -> None:

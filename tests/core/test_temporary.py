@@ -106,7 +106,7 @@ def test_a_signal_at_the_moment_a_process_starts_leaves_none(number, tmp_path, m
 
     monkeypatch.setattr(subprocess, "Popen", struck)
     with pytest.raises(StruckError):
-        run_child(tmp_path)("ckpt8.cli.bench.source", {}, False)
+        run_child(tmp_path)("ckpt8.cli.bench.probe", {}, False)
     assert [child.poll() is None for child in children] == [False]
 
 

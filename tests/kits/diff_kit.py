@@ -6,10 +6,8 @@ import copy
 import json
 
 import torch
-from gpt_kit import Run
+from gpt_kit import GPTConfig, Run, RunConfig
 from safetensors.torch import save_file
-
-from ckpt8.cli.bench.training import GPTConfig, RunConfig
 
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=48, block_size=16)
 

@@ -8,12 +8,11 @@ import sys
 
 import pytest
 import torch
-from gpt_kit import Run
+from gpt_kit import GPTConfig, Run, RunConfig, build_model
 from torch import nn
 from torch.nn.utils import parametrize
 
 import ckpt8
-from ckpt8.cli.bench.training import GPTConfig, RunConfig, build_model
 from ckpt8.core.errors import UsageError
 from ckpt8.nn import SwitchBackLinear, switchback, to_linear
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpt_kit import Run
+from gpt_kit import GPTConfig, Run, RunConfig, build_model
 
 import ckpt8
-from ckpt8.cli.bench.training import GPTConfig, RunConfig, build_model
 from ckpt8.nn import SwitchBackLinear, switchback
 
 CONFIG = GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=64)

@@ -1,1 +1,1 @@
-"""Benchmarks: checkpoints come from real training runs, never from random numbers."""
+"""The measurements of ``ckpt8 bench``: a checkpoint, which may be synthetic, or kernels and steps of a device."""

@@ -9,8 +9,6 @@ Peak memory: of this process, from the kernel's record, and of a session of proc
 The memory of a session is that of all its processes. Pages that several share, such as those a fork has not written to,
 count once: the kernel's proportional set size (PSS) divides each by the number of its users. The kernel keeps no peak
 of PSS, hence the samples. Both figures include mapped pages of files that are in memory.
-
-Starts the ranks of one gloo job for ``bench --ranks``, as torchrun does, and collects what they measured.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,19 +44,6 @@ def peak_memory() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
-
-
-class PeakMemory:
-    """The peak memory of this process beyond what it has now; where the system keeps one peak for all time, of that."""
-
-    def __init__(self) -> None:
-        with contextlib.suppress(OSError):
-            (_PROC / "self" / "clear_refs").write_text("5")
-        self._before = _status("VmRSS")
-
-    def taken(self) -> int:
-        """Bytes beyond those of the beginning."""
-        return max(peak_memory() - self._before, 0)
 
 
 def _status(name: str) -> int:
@@ -154,12 +138,12 @@ def _run(folder: Path, module: str, job: dict[str, Any], watch: bool) -> dict[st
                 _end(child)
             raise
         if child.returncode:
-            raise failure_of(child.returncode, text_of(err))
-        result: dict[str, Any] = json.loads(text_of(out))
+            raise _failure(child.returncode, _text(err))
+        result: dict[str, Any] = json.loads(_text(out))
     return result | ({"session_pss": peak.nbytes, "processes": peak.processes} if watch else {})
 
 
-def text_of(file: IO[bytes]) -> str:
+def _text(file: IO[bytes]) -> str:
     """All that a process wrote to a file."""
     file.seek(0)
     return file.read().decode(errors="replace")
@@ -176,7 +160,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def failure_of(code: int, said: str) -> Ckpt8Error:
+def _failure(code: int, said: str) -> Ckpt8Error:
     """The error of a process that ended with ``code`` and wrote ``said``."""
     if code < 0:
         why = "; there may be too little memory" if code == -signal.SIGKILL else ""
@@ -193,50 +177,3 @@ def main(module: str, job: str) -> None:
         sys.stderr.write(f"{exc}\n")
         sys.exit(exc.exit_code)
     sys.stdout.write(json.dumps(result))
-
-
-Process = subprocess.Popen[bytes]
-
-_RANK = "ckpt8.cli.bench.ranks"
-_RANK_INTERVAL = 0.05
-"""Seconds between looks at the ranks."""
-
-
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    """What each rank of the job measured, in ``ranks``. Raises Ckpt8Error if one fails."""
-    folder, world = Path(job["folder"]), job["ranks"]
-    with ExitStack() as stack:
-        outputs = [[stack.enter_context(TemporaryFile(dir=folder)) for _ in range(2)] for _ in range(world)]
-        ranks = [_start(job, rank, _environment(rank, world), *files) for rank, files in enumerate(outputs)]
-        try:
-            failed = _wait(ranks)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        texts = [[text_of(file) for file in files] for files in outputs]
-        if failed is not None:
-            raise failure_of(ranks[failed].returncode, texts[failed][1])
-        return {"ranks": [json.loads(said) for said, _ in texts]}
-
-
-def _start(job: dict[str, Any], rank: int, environment: dict[str, str], out: IO[bytes], err: IO[bytes]) -> Process:
-    code = "from ckpt8.cli.bench.child import main; main(*sys.argv[1:])"
-    command = python(code, _RANK, json.dumps({**job, "rank": rank}))
-    return subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **environment})  # noqa: S603
-
-
-def _wait(processes: list[Process]) -> int | None:
-    """Wait for all; the number of the first that fails, at once, since the others wait for it."""
-    while True:
-        codes = [process.poll() for process in processes]
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
-        if failed is not None or None not in codes:
-            return failed
-        time.sleep(_RANK_INTERVAL)
-
-
-def _environment(rank: int, world: int) -> dict[str, str]:
-    """What torchrun sets for the ranks of one machine."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-    return {name: str(number) for name, number in numbers.items()}

@@ -1,59 +1,104 @@
-"""The operations of ckpt8 and of torch that ``bench`` measures: each imports what its first call would, then works."""
+"""The operations of ckpt8 and of torch that ``bench`` measures, and the look at the checkpoint before.
+
+Each operation imports what its first call would, then works against the clock.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file as load_safetensors
 
 import ckpt8.inspecting.verify
 import ckpt8.restoring.restore
-from ckpt8.cli.bench.probe import flush
-from ckpt8.cli.bench.source import Job, load_file
+from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
+from ckpt8.checkpoint.readers import safetensors
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.cli.bench.probe import Job, Operation, Source, flush, measured
+from ckpt8.core.errors import InputError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.workers import settle
+
+_LAYOUTS = ("float32", "bfloat16", "float16")
+
+
+def survey(path: Path) -> Source:
+    """Look at a checkpoint without reading its tensors. Raises InputError if it holds none."""
+    sizes: Counter[str] = Counter()
+    loaded = []
+    with open_source(path, containers=False) as bundle:
+        if not bundle.holds_tensors:
+            raise InputError(f"{path}: holds no tensors; there is nothing to measure")
+        directory = bundle.directory is not None
+        for member in bundle.members:
+            storages = member.checkpoint.source_storages
+            for storage in storages:
+                sizes[storage.dtype.label] += storage.nbytes
+            name = member.path if directory else ""
+            if storages and _opens(path / name if name else path, member.checkpoint.format):
+                loaded.append(name)
+        return Source(str(path), bundle.size, directory, tuple(loaded), max(_LAYOUTS, key=lambda name: sizes[name]))
+
+
+def _load_file(path: Path) -> Any:
+    """The object in a file of ``Source.loaded``, from torch or safetensors, read and not mapped."""
+    with closing(SourceFile(ByteRange.of(path))) as file:
+        is_safetensors = safetensors.sniff(file)
+    return load_safetensors(path) if is_safetensors else torch.load(path, weights_only=True, mmap=False)
+
+
+def _opens(path: Path, kind: str) -> bool:
+    """Whether ``_load_file`` opens a file of this format. This reads files in the older format of torch."""
+    return kind == "safetensors" or (kind in TORCH_FORMATS and is_loadable(path))
+
 
 Run = Callable[[], object]
 
 
-def compress(job: Job, **options: Any) -> Run:
+def _compress(job: Job, **options: Any) -> Run:
     """``ckpt8.compress`` with ``options``."""
     settle(kernels=True)
     return lambda: ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
 
 
-def restore(job: Job) -> Run:
+def _restore(job: Job) -> Run:
     """``ckpt8.restore``."""
     settle(kernels=True)
     return lambda: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)
 
 
-def verify(job: Job) -> Run:
+def _verify(job: Job) -> Run:
     """``ckpt8.verify``."""
     settle(kernels=True)
     return lambda: ckpt8.verify(job.container, threads=job.threads)
 
 
-def load(job: Job) -> Run:
+def _load(job: Job) -> Run:
     """``ckpt8.load`` of every member that ``torch.load`` opens."""
     settle(kernels=False)
     members = [member or None for member in job.source.loaded]
     return lambda: [ckpt8.load(job.container, member=member, threads=job.threads) for member in members]
 
 
-def torch_load(job: Job) -> Run:
+def _torch_load(job: Job) -> Run:
     """``torch.load`` of the same members."""
-    return lambda: [load_file(file) for file in job.source.files]
+    return lambda: [_load_file(file) for file in job.source.files]
 
 
-def save(job: Job) -> Run:
+def _save(job: Job) -> Run:
     """``ckpt8.save`` of the objects in memory."""
     settle(kernels=True)
     objects = _objects(job)
     return lambda: ckpt8.save(objects, job.target, threads=job.threads)
 
 
-def torch_save(job: Job) -> Run:
+def _torch_save(job: Job) -> Run:
     """``torch.save`` and fsync of the objects in memory."""
     objects = _objects(job)
 
@@ -66,5 +111,28 @@ def torch_save(job: Job) -> Run:
 
 def _objects(job: Job) -> Any:
     """The checkpoint in memory: one object, or a list of those of several files."""
-    objects = [load_file(file) for file in job.source.files]
+    objects = [_load_file(file) for file in job.source.files]
     return objects[0] if len(objects) == 1 else objects
+
+
+OPERATIONS: dict[str, Operation] = {
+    "compress": _compress,
+    "compress --no-stats": partial(_compress, stats=False),
+    "compress --preset compact": partial(_compress, preset="compact"),
+    "compress --preset archive": partial(_compress, preset="archive"),
+    "restore": _restore,
+    "verify": _verify,
+    "load": _load,
+    "torch.load": _torch_load,
+    "save": _save,
+    "torch.save": _torch_save,
+}
+"""The operations of this module by their names in the report."""
+
+IN_MEMORY = ("load", "torch.load", "save", "torch.save")
+"""Operations that hold all tensors at once, as every training script does."""
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """Do one of the ``OPERATIONS`` of this module, see ``probe.measured``."""
+    return measured(job, OPERATIONS)

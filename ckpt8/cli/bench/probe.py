@@ -1,4 +1,8 @@
-"""The operations of ``bench``. A job is one of them: it prepares, then works against the clock."""
+"""What ``bench`` measures without torch: ``cp``, zstd, ZipNN, the start of Python; and how it measures all operations.
+
+A job is one operation on a checkpoint: it prepares, then works against the clock. This module imports no torch, whose
+memory would count for ``cp`` and zstd.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,16 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
 from ckpt8.cli.bench.child import peak_memory, python
-from ckpt8.cli.bench.source import Job, Source
 
 _CHUNK = 1 << 22
 _PIECE = 1 << 27
@@ -27,15 +30,56 @@ _LENGTH_BYTES = 8
 
 ZIPNN = "ZipNN"
 START = "start of Python, torch, numba"
+PEERS = frozenset({ZIPNN})
+"""Packages of others, which may fail on a checkpoint that ckpt8 handles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint. ``nbytes`` is the size of its files.
+
+    ``loaded`` are the members with tensors that ``torch.load(weights_only=True)`` or safetensors open, relative to the
+    path; an empty one is the path itself. ``layout`` is the floating type of most of its bytes.
+    """
+
+    path: str
+    nbytes: int
+    directory: bool
+    loaded: Sequence[str]
+    layout: str
+
+    @property
+    def files(self) -> list[Path]:
+        """The paths of ``loaded``."""
+        return [Path(self.path) / member if member else Path(self.path) for member in self.loaded]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """``container`` holds ``source`` already; an operation writes to ``target``."""
+
+    source: Source
+    container: Path
+    target: Path
+    threads: int
+
+
+Operation = Callable[[Job], Callable[[], object]]
+"""Prepares a job, and returns the function to time."""
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
+    """Do one of the ``OPERATIONS`` of this module, see ``measured``."""
+    return measured(job, OPERATIONS)
+
+
+def measured(job: dict[str, Any], operations: Mapping[str, Operation]) -> dict[str, Any]:
     """Do the operation ``name``: seconds of wall time, without imports and preparation, and peak memory in bytes.
 
     ``output_bytes`` is the size of the output, which is removed unless the job says ``keep``; None without output.
     """
     target = Path(job["target"])
-    run = OPERATIONS[job["name"]](Job(Source(**job["source"]), Path(job["container"]), target, job["threads"]))
+    run = operations[job["name"]](Job(Source(**job["source"]), Path(job["container"]), target, job["threads"]))
     start = time.perf_counter()
     kept = run()
     seconds = time.perf_counter() - start
@@ -70,10 +114,6 @@ def flush(path: Path) -> None:
             os.close(descriptor)
 
 
-Operation = Callable[[Job], Callable[[], object]]
-"""Prepares a job, and returns the function to time."""
-
-
 def _copy(job: Job) -> Callable[[], object]:
     """``cp`` and fsync, the yardstick of all others."""
 
@@ -85,7 +125,7 @@ def _copy(job: Job) -> Callable[[], object]:
 
 
 def _zstd(level: int, job: Job) -> Callable[[], object]:
-    """As ``zstd -LEVEL -T`` and fsync; the files of a directory one after another."""
+    """``zstd -LEVEL -T`` and fsync; the files of a directory one after another."""
 
     def run() -> None:
         compressor = zstandard.ZstdCompressor(level=level, threads=job.threads)
@@ -124,45 +164,11 @@ def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
     return lambda: subprocess.run(command, check=True)  # noqa: S603
 
 
-def _library(name: str, job: Job, **options: Any) -> Callable[[], object]:
-    """An operation of ``library``, whose imports the others do not need."""
-    prepare: Operation = partial(getattr(import_module("ckpt8.cli.bench.library"), name), **options)
-    return prepare(job)
-
-
 OPERATIONS: dict[str, Operation] = {
     "cp": _copy,
     "zstd -1": partial(_zstd, 1),
     "zstd -3": partial(_zstd, 3),
     ZIPNN: _zipnn,
     START: _start,
-    "compress": partial(_library, "compress"),
-    "compress --no-stats": partial(_library, "compress", stats=False),
-    "compress --preset compact": partial(_library, "compress", preset="compact"),
-    "compress --preset archive": partial(_library, "compress", preset="archive"),
-    "restore": partial(_library, "restore"),
-    "verify": partial(_library, "verify"),
-    "load": partial(_library, "load"),
-    "torch.load": partial(_library, "torch_load"),
-    "save": partial(_library, "save"),
-    "torch.save": partial(_library, "torch_save"),
 }
-"""Every operation by its name in the report."""
-
-IN_MEMORY = ("load", "torch.load", "save", "torch.save")
-"""Operations that hold all tensors at once, as every training script does."""
-
-PEERS = frozenset({ZIPNN})
-"""Packages of others, which may fail on a checkpoint that ckpt8 handles."""
-
-
-def left_out(source: Source, available: int | None) -> dict[str, str]:
-    """Operations that ``bench`` cannot measure here, each with the reason."""
-    found = {}
-    if find_spec("zipnn") is None:
-        found[ZIPNN] = "is not installed"
-    if not source.loaded:
-        found |= dict.fromkeys(IN_MEMORY, "torch.load(weights_only=True) opens no file of this checkpoint")
-    elif available is not None and available < 1.2 * source.nbytes + (1 << 29):
-        found |= dict.fromkeys(IN_MEMORY, "there is too little memory for the tensors")
-    return found
+"""The operations of this module by their names in the report."""

@@ -2,10 +2,7 @@
 
 Each operation runs in a process of its own, in turn with the others. A first round brings the source into the page
 cache and measures memory, which takes time; the report has medians and ranges of the rounds that follow. Each operation
-flushes its output to the disk, and removes it afterwards. ``--scaling`` also measures operations over threads on one
-checkpoint, and over sizes, where time should be linear and memory flat.
-
-One bench: runs operations in processes of their own, round after round, and sums up their figures.
+flushes its output to the disk, and removes it afterwards.
 
 Reads sizes as people write them, and finds free room on disks and in memory.
 """
@@ -17,10 +14,11 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import gettempdir
@@ -28,9 +26,10 @@ from typing import Any
 
 from ckpt8 import __version__
 from ckpt8.checkpoint.readers.entries import size_of
+from ckpt8.cli.bench import library, probe, synthetic
 from ckpt8.cli.bench.child import Run, run_child
-from ckpt8.cli.bench.probe import IN_MEMORY, OPERATIONS, PEERS, left_out, remove
-from ckpt8.cli.bench.source import Source
+from ckpt8.cli.bench.library import IN_MEMORY, survey
+from ckpt8.cli.bench.probe import PEERS, ZIPNN, Source, remove
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import temporary_directory
 from ckpt8.core.files.source_file import refuse_url
@@ -93,11 +92,12 @@ def available_memory() -> int | None:
     return int(lines["MemAvailable"].split()[0]) * 1024
 
 
-PROBE, SOURCE, TRAINING = (f"ckpt8.cli.bench.{name}" for name in ("probe", "source", "training"))
+MODULES = {name: module.__name__ for module in (probe, library) for name in module.OPERATIONS}
+"""The module of every operation, in the order of the report."""
 
-_ROOM, _TRAINED_ROOM = 2.0, 2.4
+_ROOM, _MADE_ROOM = 2.0, 2.4
 """Files that are on the disk at once, in sizes of the checkpoint: a copy, and a container, which can be as large if
-nothing packs. A trained checkpoint packs, but is on the disk itself."""
+nothing packs. A checkpoint that is made for the purpose packs, but is on the disk itself."""
 
 _SLACK = 1 << 26
 
@@ -106,8 +106,7 @@ _SLACK = 1 << 26
 class Bench:
     """Where and how to measure: ``work`` is the folder for files, ``run`` does jobs, ``say`` shows each of them.
 
-    ``trained`` describes the last trained checkpoint. ``failed`` are peers that failed, with the reason: they take no
-    further part.
+    ``failed`` are peers that failed, with the reason: they take no further part.
     """
 
     work: Path
@@ -115,22 +114,19 @@ class Bench:
     threads: int
     repeat: int
     say: Callable[[str], None] = lambda _: None
-    trained: dict[str, Any] | None = None
     failed: dict[str, str] = field(default_factory=dict)
 
-    def survey(self, checkpoint: Path) -> Source:
-        """Look at a checkpoint. Raises InputError."""
-        return Source(**self.run(SOURCE, {"path": str(checkpoint)}, False))
-
     @contextmanager
-    def training(self, nbytes: int) -> Iterator[Source]:
-        """Train a checkpoint of about so many bytes; the context removes it. Raises UsageError, OutputError."""
-        check_space(self.work, nbytes, f"a checkpoint of {in_gigabytes(nbytes)} and its copies", trained=True)
-        target = self.work / "trained.pt"
-        self.say(f"training a checkpoint of {in_gigabytes(nbytes)}")
+    def made(self, make: Callable[[Path, int], dict[str, Any]], nbytes: int) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """A checkpoint of about ``nbytes`` bytes and what ``make`` says of it; the context removes the file.
+
+        Raises OutputError where there is no room for it and its copies, and errors of ``make``.
+        """
+        check_space(self.work, nbytes, f"a checkpoint of {in_gigabytes(nbytes)} and its copies", made=True)
+        target = self.work / f"{make.__name__}.pt"
+        self.say(f"making a checkpoint of {in_gigabytes(nbytes)}")
         try:
-            self.trained = self.run(TRAINING, {"size": nbytes, "target": str(target)}, False)
-            yield self.survey(target)
+            yield target, make(target, nbytes)
         finally:
             target.unlink(missing_ok=True)
 
@@ -168,7 +164,7 @@ class Bench:
     def _do(self, name: str, job: dict[str, Any], where: str, *, watch: bool = False) -> dict[str, Any]:
         self.say(f"{where}: {name}, {job['threads']} threads")
         try:
-            return self.run(PROBE, {**job, "name": name}, watch)
+            return self.run(MODULES[name], {**job, "name": name}, watch)
         except Ckpt8Error as exc:
             raise type(exc)(f"{name}: {exc}") from exc
 
@@ -191,18 +187,14 @@ def _row(name: str, source: Source, done: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_space(folder: Path, nbytes: int, what: str, *, trained: bool) -> None:
+def check_space(folder: Path, nbytes: int, what: str, *, made: bool) -> None:
     """Raise OutputError if there is no room for the files made from a checkpoint of ``nbytes`` bytes."""
-    needed, free = int(nbytes * (_TRAINED_ROOM if trained else _ROOM)) + _SLACK, free_bytes(folder)
+    needed, free = int(nbytes * (_MADE_ROOM if made else _ROOM)) + _SLACK, free_bytes(folder)
     if free < needed:
         raise OutputError(
             f"{folder}: {what} need {in_gigabytes(needed)} and {in_gigabytes(free)} are free; "
             "give another folder with --scratch"
         )
-
-
-_OPERATIONS = ("compress", "compress --no-stats", "restore", "verify", "load")
-_YARDSTICKS = ("cp", "zstd -3", "torch.load")
 
 
 def compare_with_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -226,22 +218,11 @@ def compare_with_torch(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Any
     }
 
 
-def bench(
-    checkpoint: Path | None = None,
-    *,
-    size: int = 250_000_000,
-    sizes: Sequence[int] = (),
-    threads: int | None = None,
-    repeat: int = 3,
-    scratch: Path | None = None,
-    say: Callable[[str], None] = lambda _: None,
-    run: Run | None = None,
-) -> dict[str, Any]:
-    """Measure every operation on a checkpoint, a file or a directory; without one, train one of ``size`` bytes.
-
-    With ``sizes``, measure how operations scale over these, and over numbers of threads up to ``threads``. Raises
-    InputError for the checkpoint, OutputError if ``scratch`` has too little room, UsageError for the sizes.
-    """
+@contextmanager
+def opened(
+    scratch: Path | None, threads: int, repeat: int, say: Callable[[str], None], run: Run | None
+) -> Iterator[Bench]:
+    """A bench in a temporary folder below ``scratch``. Raises OutputError where there can be none."""
     folder = scratch or Path(gettempdir())
     free_bytes(folder)
     with ExitStack() as stack:
@@ -249,25 +230,39 @@ def bench(
             work = stack.enter_context(temporary_directory("ckpt8-bench-", folder))
         except OSError as exc:
             raise OutputError(f"{folder}: cannot be written to: {exc.strerror}") from exc
-        here = Bench(work, run or run_child(work), threads or default_threads(), repeat, say)
-        if checkpoint is not None:
-            check_space(here.work, size_of(checkpoint), f"the copies of {checkpoint}", trained=False)
-            result = _measured(here, here.survey(checkpoint), checkpoint.name, sizes)
-        else:
-            with here.training(size) as source:
-                result = _measured(here, source, "trained.pt", sizes)
-        if sizes:
-            result["scaling"] |= over_sizes(here, sizes)
-        return result
+        yield Bench(work, run or run_child(work), threads, repeat, say)
 
 
-def _measured(here: Bench, source: Source, name: str, sizes: Sequence[int]) -> dict[str, Any]:
-    missing = left_out(source, available_memory())
-    rows = here.measure(source, [operation for operation in OPERATIONS if operation not in missing])
-    result = {
+def bench(
+    checkpoint: Path | None = None,
+    *,
+    size: int = 250_000_000,
+    threads: int | None = None,
+    repeat: int = 3,
+    scratch: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    run: Run | None = None,
+) -> dict[str, Any]:
+    """Measure every operation on a checkpoint, a file or a directory, or on a synthetic one of ``size`` bytes.
+
+    Raises InputError for the checkpoint, OutputError if ``scratch`` has too little room.
+    """
+    with opened(scratch, threads or default_threads(), repeat, say, run) as here:
+        if checkpoint is None:
+            with here.made(synthetic.write, size) as (path, facts):
+                return measured(here, survey(path), "a synthetic checkpoint") | {"synthetic": facts}
+        check_space(here.work, size_of(checkpoint), f"the copies of {checkpoint}", made=False)
+        return measured(here, survey(checkpoint), checkpoint.name)
+
+
+def measured(here: Bench, source: Source, name: str) -> dict[str, Any]:
+    """The report on one checkpoint, as plain values. Raises errors of the operations, with their name."""
+    missing = left_out(source)
+    rows = here.measure(source, [operation for operation in MODULES if operation not in missing])
+    return {
         "checkpoint": name,
         "bytes": source.nbytes,
-        "trained": here.trained,
+        "synthetic": None,
         "threads": here.threads,
         "repeat": here.repeat,
         "versions": versions(),
@@ -277,9 +272,18 @@ def _measured(here: Bench, source: Source, name: str, sizes: Sequence[int]) -> d
         "results": compare_with_copy(rows),
         "load_to_torch": compare_with_torch(rows, source.nbytes),
     }
-    if sizes:
-        result["scaling"] = {"threads": over_threads(here, source, rows, set(missing) | set(IN_MEMORY[1:]))}
-    return result
+
+
+def left_out(source: Source) -> dict[str, str]:
+    """Operations that cannot be measured here, each with the reason."""
+    reasons, available = {}, available_memory()
+    if find_spec("zipnn") is None:
+        reasons[ZIPNN] = "is not installed"
+    if not source.loaded:
+        reasons |= dict.fromkeys(IN_MEMORY, "torch.load(weights_only=True) opens no file of this checkpoint")
+    elif available is not None and available < 1.2 * source.nbytes + (1 << 29):
+        reasons |= dict.fromkeys(IN_MEMORY, "there is too little memory for the tensors")
+    return reasons
 
 
 def versions() -> dict[str, str]:
@@ -289,71 +293,3 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
-
-
-def thread_counts(most: int) -> list[int]:
-    """1, 2, 4, ... and the most."""
-    return sorted({1 << k for k in range(most.bit_length()) if 1 << k <= most} | {most})
-
-
-def over_threads(
-    here: Bench, source: Source, measured: list[dict[str, Any]], missing: Collection[str]
-) -> list[dict[str, Any]]:
-    """A row for each number of threads and operation; ``measured`` has the rows of all threads.
-
-    ``speedup`` is the time with one thread divided by the time with these.
-    """
-    operations = [name for name in ("zstd -3", *_OPERATIONS) if name not in missing]
-    rows = []
-    for threads in thread_counts(here.threads):
-        done = measured if threads == here.threads else here.measure(source, operations, threads)
-        rows += [{"threads": threads, **row} for row in done if row["operation"] in operations]
-    alone = {row["operation"]: row["seconds"] for row in rows if row["threads"] == 1}
-    return [{**row, "speedup": alone[row["operation"]] / row["seconds"]} for row in rows]
-
-
-def over_sizes(here: Bench, sizes: Sequence[int]) -> dict[str, Any]:
-    """``sizes``: rows for each size and operation; ``skipped``: sizes that do not fit here, and why; ``laws``.
-
-    ``bench`` trains each checkpoint once and removes it before the next.
-    """
-    rows: list[dict[str, Any]] = []
-    skipped: dict[str, str] = {}
-    for nbytes in sorted(set(sizes)):
-        try:
-            with here.training(nbytes) as source:
-                missing = left_out(source, available_memory())
-                done = here.measure(source, [name for name in (*_YARDSTICKS, *_OPERATIONS) if name not in missing])
-                rows += [{"bytes": source.nbytes, **row} for row in done]
-        except (OutputError, UsageError) as exc:
-            skipped[in_gigabytes(nbytes)] = str(exc)
-    if not rows:
-        raise UsageError(f"--sizes: {next(iter(skipped.values()), 'names none')}")
-    names = [name for name in (*_YARDSTICKS, *_OPERATIONS) if any(row["operation"] == name for row in rows)]
-    laws = [law(name, [row for row in rows if row["operation"] == name]) for name in names]
-    return {"sizes": rows, "skipped": skipped, "laws": laws}
-
-
-def law(operation: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The growth of time and memory with the size, from rows of one operation in the order of their sizes.
-
-    ``exponent`` is b of seconds ≈ a · bytes^b, by least squares of the logarithms: 1 is linear; None for a single size.
-    ``seconds_per_gb`` and ``peak_memory`` have the smallest and the largest size; the memory of operations that hold
-    all tensors excludes the bytes of the files.
-    """
-    held = operation in IN_MEMORY
-    ends = [rows[0], rows[-1]]
-    return {
-        "operation": operation,
-        "exponent": slope([(math.log(row["bytes"]), math.log(row["seconds"])) for row in rows]),
-        "seconds_per_gb": [1e9 * row["seconds"] / row["bytes"] for row in ends],
-        "peak_memory": [row["peak_memory"] - (row["bytes"] if held else 0) for row in ends],
-        "beyond_files": held,
-    }
-
-
-def slope(points: list[tuple[float, float]]) -> float | None:
-    """The slope of the least-squares line through points; None if they have one x."""
-    mean = sum(x for x, _ in points) / len(points)
-    spread = sum((x - mean) ** 2 for x, _ in points)
-    return sum((x - mean) * y for x, y in points) / spread if spread else None

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ckpt8.cli.bench.probe import START
-from ckpt8.cli.bench.source import OWN, PLAIN
-from ckpt8.cli.show.tables import Table, show_table
+from ckpt8.cli.show.tables import Table
 from ckpt8.core.text import counted, printable_tree, size
 
 
@@ -22,9 +21,10 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         f"{rounds}, bytes of the checkpoint per second",
         soft_wrap=True,
     )
-    if trained := result["trained"]:
+    if synthetic := result["synthetic"]:
         console.print(
-            f"a GPT of {trained['parameters']:,} parameters after {trained['steps']} steps of AdamW on real text",
+            f"{synthetic['parameters']:,} parameters and moments of AdamW, drawn at random: "
+            "for the size of a real one, name a checkpoint",
             soft_wrap=True,
         )
     columns = ("operation", "seconds", "range", "of cp", "throughput", "output", "ratio", "peak memory", "of cp")
@@ -57,78 +57,10 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
             f"torch.load {size(load['torch_beyond_files'])}",
             soft_wrap=True,
         )
-    if scaling := result.get("scaling"):
-        _show_scaling(console, scaling)
 
 
 def _range(spread: list[float]) -> str:
     return f"{spread[0]:.2f} to {spread[1]:.2f}"
-
-
-def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
-    rows = [
-        (
-            row["operation"],
-            f"{row['threads']}",
-            f"{row['seconds']:.2f}",
-            _range(row["spread"]),
-            f"{row['speedup']:.2f}x",
-            size(row["peak_memory"]),
-        )
-        for row in sorted(scaling["threads"], key=lambda row: str(row["operation"]))
-    ]
-    show_table(console, ("operation", "threads", "seconds", "range", "speedup", "peak memory"), rows)
-    rows = [
-        (
-            row["operation"],
-            size(row["bytes"]),
-            f"{row['seconds']:.2f}",
-            _range(row["spread"]),
-            f"{size(row['bytes_per_second'])}/s",
-            size(row["peak_memory"]),
-        )
-        for row in sorted(scaling["sizes"], key=lambda row: str(row["operation"]))
-    ]
-    show_table(console, ("operation", "size", "seconds", "range", "throughput", "peak memory"), rows)
-    for name, reason in scaling["skipped"].items():
-        console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
-    columns = ("from the smallest to the largest", "time ~ bytes^", "seconds per GB", "peak memory")
-    laws = [
-        (
-            law["operation"],
-            "-" if law["exponent"] is None else f"{law['exponent']:.2f}",
-            " to ".join(f"{seconds:.2f}" for seconds in law["seconds_per_gb"]),
-            ("files + " if law["beyond_files"] else "") + " to ".join(size(peak) for peak in law["peak_memory"]),
-        )
-        for law in scaling["laws"]
-    ]
-    show_table(console, columns, laws)
-
-
-def show_ranks(console: Console, result: dict[str, Any]) -> None:
-    """Print the figures of ``bench --ranks``."""
-    rounds = "one round" if result["repeat"] == 1 else f"medians of {result['repeat']:,} rounds"
-    console.print(
-        f"{counted(result['ranks'], 'rank')}, {size(result['bytes'])} of state, at most "
-        f"{size(result['bytes_per_rank'])} in a rank, {counted(result['threads'], 'thread')} each, {rounds}",
-        soft_wrap=True,
-    )
-    rows = [
-        (
-            row["operation"],
-            *(f"{row[side]['seconds']:.2f}" for side in (OWN, PLAIN)),
-            f"{row['ratio']:.2f}x",
-            *(size(row[side]["peak_memory"]) for side in (OWN, PLAIN)),
-            *(size(row[side]["stored_bytes"]) for side in (OWN, PLAIN)),
-        )
-        for row in result["results"]
-    ]
-    names = [f"{what}, {side}" for what in ("seconds", "memory", "stored") for side in (OWN, PLAIN)]
-    console.print(Table(("operation", *names[:2], "of dcp", *names[2:]), rows))
-    console.print(
-        "async_save: the time that training waits; memory: what the rank with the highest peak takes beside its state",
-        soft_wrap=True,
-    )
 
 
 def show_device_bench(console: Console, result: dict[str, Any]) -> None:

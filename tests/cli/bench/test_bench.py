@@ -5,6 +5,7 @@ Jobs run in this process, but for the tests of processes. No test looks at how l
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import json
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,16 +24,16 @@ import zstandard
 from rich.console import Console
 
 import ckpt8
-from ckpt8.cli.bench import probe
+from ckpt8.cli.bench import library, probe, synthetic
 from ckpt8.cli.bench import run as sizes
 from ckpt8.cli.bench.child import run_child
-from ckpt8.cli.bench.probe import IN_MEMORY, OPERATIONS, PEERS, START, ZIPNN
-from ckpt8.cli.bench.run import PROBE, bench, free_bytes, law, parse_size, thread_counts
-from ckpt8.cli.bench.source import survey
+from ckpt8.cli.bench.library import IN_MEMORY, survey
+from ckpt8.cli.bench.probe import PEERS, START, ZIPNN
+from ckpt8.cli.bench.run import MODULES, bench, free_bytes, parse_size
 from ckpt8.cli.show.bench import show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 
-OWN = [name for name in OPERATIONS if name not in PEERS]
+OWN = [name for name in MODULES if name not in PEERS]
 
 
 def in_process(module, job, watch):
@@ -49,7 +50,7 @@ def content(folder):
 @pytest.fixture(autouse=True)
 def _without_peers(monkeypatch):
     """Packages that are installed here and not there make no difference."""
-    monkeypatch.setattr(probe, "find_spec", lambda _: None)
+    monkeypatch.setattr(sizes, "find_spec", lambda _: None)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def folder(inputs, tmp_path):
 def done(name, source, packed, target, threads=2):
     """Run one operation and keep what it wrote."""
     job = {"source": asdict(survey(source)), "container": str(packed), "target": str(target), "threads": threads}
-    return in_process(PROBE, {**job, "name": name, "keep": True}, False)
+    return in_process(MODULES[name], {**job, "name": name, "keep": True}, False)
 
 
 def test_copies_and_restored_files_are_the_files(folder, tmp_path):
@@ -111,10 +112,9 @@ def test_the_smaller_presets_and_saves_are_what_ckpt8_and_torch_write(inputs, tm
 def test_both_loads_are_given_the_same(folder, tmp_path, monkeypatch):
     ckpt8.compress(folder, tmp_path / "packed.ckpt8", preset="lossless")
     made = []
-    prepare = {name: OPERATIONS[name] for name in ("load", "torch.load")}
-    for name, operation in prepare.items():
+    for name in ("load", "torch.load"):
         job = probe.Job(survey(folder), tmp_path / "packed.ckpt8", tmp_path / "out", 1)
-        made.append(operation(job)())
+        made.append(library.OPERATIONS[name](job)())
         assert not (tmp_path / "out").exists(), name
     ours, theirs = ({n: t for part in tree for n, t in part.items() if torch.is_tensor(t)} for tree in made)
     assert len(ours) > 5
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_either_kind(name, inputs, tmp_path, scratch):
     rows = {row["operation"]: row for row in result["results"]}
     assert list(rows) == OWN
     assert result["left_out"] == {ZIPNN: "is not installed"}
-    assert (result["checkpoint"], result["threads"], result["trained"]) == (name, 1, None)
+    assert (result["checkpoint"], result["threads"], result["synthetic"]) == (name, 1, None)
     ckpt8.compress(source, tmp_path / "packed.ckpt8")
     assert rows["compress"]["output_bytes"] == (tmp_path / "packed.ckpt8").stat().st_size
     assert rows["restore"]["output_bytes"] == nbytes
@@ -201,7 +201,7 @@ def test_what_torch_does_not_load_is_left_out_with_the_reason(inputs, scratch):
 
 @pytest.mark.slow
 def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scratch, monkeypatch):
-    monkeypatch.setattr(probe, "find_spec", lambda _: True)
+    monkeypatch.setattr(sizes, "find_spec", lambda _: True)
     bad = [ZIPNN]
 
     def run(module, job, watch):
@@ -218,44 +218,47 @@ def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scr
         bench(inputs / "legacy.pt", repeat=1, scratch=scratch, run=run)
 
 
-@pytest.mark.slow
-def test_scaling_over_threads_and_over_sizes(scratch, monkeypatch):
-    monkeypatch.setattr("ckpt8.cli.bench.training.MAX_STEPS", 5)
-    asked = [2_000_000, 1_000_000, 10**16]
-    made = Counter()
-
-    def run(module, job, watch):
-        made[job.get("size")] += 1
-        return in_process(module, job, watch)
-
-    result = bench(size=1_000_000, sizes=asked, threads=2, repeat=1, scratch=scratch, run=run)
+def test_a_synthetic_checkpoint_is_measured_and_shown_as_one(scratch, monkeypatch):
+    monkeypatch.setattr(sizes, "MODULES", {name: MODULES[name] for name in ("cp", "compress", "load", "torch.load")})
+    result = bench(size=2_000_000, repeat=1, scratch=scratch, run=in_process)
     check_rows(result, result["bytes"])
-    assert abs(result["bytes"] / 1e6 - 1) < 0.2
-    assert result["trained"]["steps"] == 5
-    scaling = result["scaling"]
-    names = ["compress", "compress --no-stats", "restore", "verify", "load"]
-    assert {(row["threads"], row["operation"]) for row in scaling["threads"]} == {
-        (threads, name) for threads in (1, 2) for name in ("zstd -3", *names)
-    }
-    alone = {row["operation"]: row["seconds"] for row in scaling["threads"] if row["threads"] == 1}
-    for row in scaling["threads"]:
-        assert row["speedup"] == pytest.approx(alone[row["operation"]] / row["seconds"])
-    found = sorted({row["bytes"] for row in scaling["sizes"]})
-    assert len(found) == 2
-    assert 1.5 < found[1] / found[0] < 2.5
-    assert list(scaling["skipped"]) == ["10000000.00 GB"]
-    assert "are free" in scaling["skipped"]["10000000.00 GB"]
-    assert [entry["operation"] for entry in scaling["laws"]] == ["cp", "zstd -3", "torch.load", *names]
-    # Once as what is measured above all, once each for the sizes.
-    assert (made[1_000_000], made[2_000_000], made[10**16]) == (2, 1, 0)
-
+    assert abs(result["bytes"] / 2e6 - 1) < 0.03
     text = io.StringIO()
     show_bench(Console(file=text, width=200, highlight=False), result)
-    for name in OWN:
-        assert f"\n{name}  " in text.getvalue()
-    assert f"{result['trained']['parameters']:,} parameters after 5 steps" in text.getvalue()
-    assert "are free" in text.getvalue()
-    assert "files + " in text.getvalue()
+    assert f"{result['synthetic']['parameters']:,} parameters and moments of AdamW, drawn at random" in text.getvalue()
+    assert all(f"\n{row['operation']}  " in text.getvalue() for row in result["results"])
+
+
+@pytest.mark.parametrize("nbytes", [1, 3_000_000])
+def test_a_synthetic_checkpoint_is_one_that_torch_could_have_saved(nbytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "_TILE", 5000)
+    paths = [tmp_path / name / "run.pt" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        facts = synthetic.write(path, nbytes)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert abs(paths[0].stat().st_size - nbytes) < max(8000, 0.03 * nbytes)
+    with zipfile.ZipFile(paths[0]) as file:
+        assert file.testzip() is None
+    tree = torch.load(paths[0], weights_only=True)
+    parameters = [torch.nn.Parameter(weight) for weight in tree["model"].values()]
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.load_state_dict(tree["optimizer"])
+    assert facts["parameters"] == sum(weight.numel() for weight in parameters)
+    for weight, state in optimizer.state.items():
+        assert (state["step"], state["exp_avg"].shape, state["exp_avg_sq"].shape) == (1000, weight.shape, weight.shape)
+        assert (weight.detach().std(), state["exp_avg_sq"].min() > 0) == (pytest.approx(0.02, rel=0.5), True)
+        steps = state["exp_avg"] / state["exp_avg_sq"].sqrt()
+        assert 0.15 < steps.std() < 0.35
+
+
+def test_a_disk_that_is_full_ends_a_synthetic_checkpoint(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(synthetic, "write_all_at", full)
+    with pytest.raises(OutputError, match=r"run\.pt: cannot be written: No space left on device$"):
+        synthetic.write(tmp_path / "run.pt", 10_000)
 
 
 def test_names_reach_the_terminal_escaped():
@@ -264,7 +267,7 @@ def test_names_reach_the_terminal_escaped():
         "bytes": 1,
         "threads": 1,
         "repeat": 1,
-        "trained": None,
+        "synthetic": None,
         "results": [],
         "left_out": {"torch.load": "a\x1b[2K\nb.pt: is no pickle"},
         "load_to_torch": None,
@@ -276,27 +279,6 @@ def test_names_reach_the_terminal_escaped():
     assert "\x1b" not in text.getvalue()
     show_bench(Console(file=text, width=200, highlight=False), result | {"threads": 2, "repeat": 3})
     assert "2 threads, medians of 3 rounds, bytes of" in text.getvalue()
-
-
-def test_laws_are_those_of_the_figures():
-    def rows(power, held):
-        return [
-            {"bytes": n, "seconds": 3 * (n / 1e9) ** power, "peak_memory": 5 + held * n}
-            for n in (10**9, 2 * 10**9, 8 * 10**9)
-        ]
-
-    linear = law("compress", rows(1, 0))
-    assert linear["exponent"] == pytest.approx(1)
-    assert linear["seconds_per_gb"] == pytest.approx([3, 3])
-    assert (linear["peak_memory"], linear["beyond_files"]) == ([5, 5], False)
-    assert law("verify", rows(2, 0))["exponent"] == pytest.approx(2)
-    assert (law("load", rows(1, 1))["peak_memory"], law("load", rows(1, 1))["beyond_files"]) == ([5, 5], True)
-    assert law("compress", rows(1, 0)[:1])["exponent"] is None
-
-
-@pytest.mark.parametrize(("most", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_threads_are_doubled_up_to_the_most(most, counts):
-    assert thread_counts(most) == counts
 
 
 # What cannot be
@@ -343,12 +325,6 @@ def test_a_disk_that_is_memory_is_not_filled(kind, fits, scratch, tmp_path, monk
     assert free_bytes(scratch) == (50 << 30 if fits else 5 << 30)
 
 
-def test_memory_is_asked_for_before_training(scratch, monkeypatch):
-    monkeypatch.setattr("ckpt8.cli.bench.training.available_memory", lambda: 1 << 30)
-    with pytest.raises(UsageError, match="to train it takes"):
-        bench(size=1_000_000, scratch=scratch, run=in_process)
-
-
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -357,7 +333,6 @@ def test_memory_is_asked_for_before_training(scratch, monkeypatch):
         (("--scratch", "MISSING"), 4),
         (("--scratch", "PLAIN"), 4),
         (("--size", "-5"), 2),
-        (("--scaling", "--sizes", "1GB,,"), 2),
         (("--repeat", "0"), 2),
         (("--device", "tpu"), 2),
     ],
@@ -379,8 +354,10 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="sessions of POSIX")
 @posix
 def test_errors_of_a_process_arrive_as_they_are(tmp_path):
     run = run_child(tmp_path)
+    source = {"path": str(tmp_path / "none.pt"), "nbytes": 1, "directory": False, "loaded": [], "layout": "float32"}
+    job = {"name": "compress", "source": source, "container": "", "target": str(tmp_path / "out"), "threads": 1}
     with pytest.raises(InputError, match=r"^/[^\n]*none\.pt: cannot be read: No such file or directory$"):
-        run("ckpt8.cli.bench.source", {"path": str(tmp_path / "none.pt")}, False)
+        run(MODULES["compress"], job, False)
     with pytest.raises(Ckpt8Error, match="ModuleNotFoundError"):
         run("ckpt8.cli.bench.nothing", {}, False)
     assert list(tmp_path.iterdir()) == []
@@ -392,7 +369,7 @@ def test_a_process_is_watched_while_it_works(inputs, tmp_path):
         pytest.skip("no PSS here")
     source = asdict(survey(inputs / "legacy.pt"))
     job = {"source": source, "container": "", "target": str(tmp_path / "out"), "threads": 1, "keep": True}
-    result = run_child(tmp_path)(PROBE, {**job, "name": "cp"}, True)
+    result = run_child(tmp_path)(MODULES["cp"], {**job, "name": "cp"}, True)
     assert (tmp_path / "out").read_bytes() == (inputs / "legacy.pt").read_bytes()
     assert result["processes"] >= 1
     assert 1 << 22 < result["session_pss"] < 1 << 30

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import ckpt8
+from ckpt8.cli.bench import probe
+from ckpt8.cli.bench.library import survey
 from ckpt8.cli.bench.probe import START
-from ckpt8.cli.bench.run import PROBE
-from ckpt8.cli.bench.source import survey
 
 WITHOUT = "import sys; sys.path.remove(''); "
 """Leaves the working directory out of the path, as a console script does."""
@@ -48,7 +48,7 @@ def test_nothing_in_the_working_directory_is_imported(run, inputs, tmp_path):
     for name in ("ckpt8", "torch", "numba", "json"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'w')\n")
     job = {"source": asdict(survey(inputs / "legacy.pt")), "container": "", "target": str(tmp_path / "out")}
-    run(WITHOUT + BENCH, PROBE, {**job, "name": START, "threads": 1, "keep": False})
+    run(WITHOUT + BENCH, probe.__name__, {**job, "name": START, "threads": 1, "keep": False})
     assert not (tmp_path / "ran").exists()
 
 
@@ -65,4 +65,4 @@ def test_the_memory_of_others_does_not_count_torch(run, inputs, tmp_path, name):
         "assert not {'torch', 'numba', 'numpy'} & sys.modules.keys()"
     )
     job = {"source": asdict(survey(inputs / "legacy.pt")), "container": "", "target": str(tmp_path / "out")}
-    run(program, PROBE, {**job, "name": name, "threads": 1, "keep": False})
+    run(program, probe.__name__, {**job, "name": name, "threads": 1, "keep": False})

@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from gpt_kit import SIZES, Run
+from gpt_kit import SIZES, Run, RunConfig
 from resume_kit import OPTIMIZERS
 
 import ckpt8
-from ckpt8.cli.bench.training import RunConfig
 
 FILES = {
     "gpt_adamw.pt": ("torch-adamw", "tiny"),

@@ -1,4 +1,4 @@
-"""The benchmark's GPT: it learns, and it is reproducible."""
+"""The GPT of tests and scripts: it learns, and it is reproducible."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import io
 
 import pytest
 import torch
-from gpt_kit import SIZES, Run, train
-
-from ckpt8.cli.bench.training import VOCABULARY, GPTConfig, RunConfig, batch, build_model, config_for_bytes, corpus
+from gpt_kit import SIZES, VOCABULARY, GPTConfig, Run, RunConfig, batch, build_model, config_for_bytes, corpus, train
 
 TINY = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32)
 

@@ -1,0 +1,134 @@
+"""Scripts in ``fixtures/bench`` on tiny checkpoints: what they make and measure. No test looks at times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpt_kit import SIZES, Run, RunConfig
+
+SCRIPTS = Path(__file__).parents[2] / "fixtures" / "bench"
+NAMES = ("trained_gpt", "scaling", "sharded_saves")
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The modules by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield {name: importlib.import_module(name) for name in NAMES}
+    for name in NAMES:
+        sys.modules.pop(name)
+
+
+def test_updates_in_the_backward_pass_are_those_of_a_step_after_it(scripts):
+    settings = RunConfig(horizon=4, batch_size=2, lr=1e-3, warmup=2, grad_clip=math.inf)
+    plain, fused = (Run(SIZES["mini"], settings, lambda groups, lr: torch.optim.AdamW(groups, lr=lr)) for _ in range(2))
+    scripts["trained_gpt"].update_in_backward(fused)
+    for step in range(4):
+        plain.advance()
+        for group in fused.optimizer.param_groups:
+            group["lr"] = settings.lr_at(step)
+        fused.loss(step).backward()
+        assert all(param.grad is None for param in fused.model.parameters())
+    expected, found = plain.optimizer.state_dict(), fused.optimizer.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        for key, tensor in state.items():
+            assert torch.equal(found["state"][index][key], tensor), (index, key)
+    for ours, theirs in zip(fused.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_trained_checkpoint_has_the_size_asked_for_and_has_learned(scripts, tmp_path):
+    target = tmp_path / "trained.pt"
+    facts = scripts["trained_gpt"].trained(target, 2_000_000)
+    tree = torch.load(target, weights_only=True)
+    assert abs(target.stat().st_size / 2e6 - 1) < 0.1
+    assert facts["steps"] == tree["iter_num"] == 100
+    assert facts["parameters"] == sum(t.numel() for t in {t.data_ptr(): t for t in tree["model"].values()}.values())
+    assert facts["loss"] < math.log(96) - 0.1
+    for state in tree["optimizer"]["state"].values():
+        assert state["step"] == facts["steps"]
+        assert state["exp_avg"].count_nonzero() > 0
+
+
+@pytest.mark.parametrize(("size", "steps"), [(1e6, 100), (2.5e8, 16), (1.5e9, 4), (8e9, 4)])
+def test_large_networks_take_fewer_steps(size, steps, scripts):
+    assert scripts["trained_gpt"].steps_for(size) == steps
+
+
+@pytest.mark.slow
+def test_scaling_over_threads_and_over_sizes(scripts, tmp_path, monkeypatch):
+    monkeypatch.setattr(scripts["trained_gpt"], "MAX_STEPS", 5)
+    scaling = scripts["scaling"]
+
+    def run(module, job, watch):
+        """Do a job here; what crosses to a process and back is JSON."""
+        result = json.loads(json.dumps(importlib.import_module(module).work(json.loads(json.dumps(job)))))
+        return result | ({"session_pss": 1, "processes": 1} if watch else {})
+
+    with scaling.opened(tmp_path, 2, 1, lambda _: None, run) as here:
+        result = scaling.measure(here, [2_000_000, 1_000_000, 10**16])
+    assert list(tmp_path.iterdir()) == []
+    names = {"compress", "compress --no-stats", "restore", "verify", "load"}
+    threads = {(row["threads"], row["operation"]) for row in result["threads"]}
+    assert threads == {(count, name) for count in (1, 2) for name in ("zstd -3", *names)}
+    alone = {row["operation"]: row["seconds"] for row in result["threads"] if row["threads"] == 1}
+    for row in result["threads"]:
+        assert row["speedup"] == pytest.approx(alone[row["operation"]] / row["seconds"])
+    small, large = sorted({row["bytes"] for row in result["sizes"]})
+    assert 1.5 < large / small < 2.5
+    assert list(result["skipped"]) == ["10000000.00 GB"]
+    assert "are free" in result["skipped"]["10000000.00 GB"]
+    assert {entry["operation"] for entry in result["laws"]} == {"cp", "zstd -3", "torch.load", *names}
+
+
+def test_laws_are_those_of_the_figures(scripts):
+    law = scripts["scaling"].law
+
+    def rows(power, held):
+        return [
+            {"bytes": n, "seconds": 3 * (n / 1e9) ** power, "peak_memory": 5 + held * n}
+            for n in (10**9, 2 * 10**9, 8 * 10**9)
+        ]
+
+    linear = law("compress", rows(1, 0))
+    assert linear["exponent"] == pytest.approx(1)
+    assert linear["seconds_per_gb"] == pytest.approx([3, 3])
+    assert (linear["peak_memory"], linear["beyond_files"]) == ([5, 5], False)
+    assert law("verify", rows(2, 0))["exponent"] == pytest.approx(2)
+    assert (law("load", rows(1, 1))["peak_memory"], law("load", rows(1, 1))["beyond_files"]) == ([5, 5], True)
+    assert law("compress", rows(1, 0)[:1])["exponent"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_save_and_load_with_both(scripts, tmp_path, monkeypatch):
+    monkeypatch.setattr(scripts["trained_gpt"], "MAX_STEPS", 4)
+    result = scripts["sharded_saves"].measure(2, 1_000_000, None, 2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    json.dumps(result, allow_nan=False)
+    # Weights and moments in fp32, the output layer once more, a step for each tensor in each rank.
+    parameters, layers = result["trained"]["parameters"], result["trained"]["n_layer"]
+    tied = result["trained"]["n_embd"] * result["trained"]["vocab_size"]
+    assert result["bytes"] == 12 * parameters + 4 * tied + 2 * 4 * (12 * layers + 4)
+    assert result["bytes"] / 2 <= result["bytes_per_rank"] < 0.51 * result["bytes"]
+    assert result["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [row["operation"] for row in result["results"]] == ["save", "load", "async_save"]
+    for row in result["results"]:
+        for side in (row["ckpt8"], row["dcp"]):
+            assert len(side["times"]) == 2
+            assert side["seconds"] == pytest.approx(sum(side["times"]) / 2)
+            assert 0 <= side["peak_memory"] < 500 << 20
+        assert row["ratio"] == row["ckpt8"]["seconds"] / row["dcp"]["seconds"]
+        assert row["dcp"]["stored_bytes"] > result["bytes"] - 2 * 4 * (12 * layers + 4)
+        assert 0 < row["ckpt8"]["stored_bytes"] < row["dcp"]["stored_bytes"]
