@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 with warnings.catch_warnings():
@@ -31,6 +33,21 @@ torch.set_num_threads(1)
 MISSING = "is not installed", "could not import"
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def pytest_configure(config):
+    """Forty examples of each test of hypothesis; 300 with ``-m hypothesis``."""
+    full = re.search(r"(?<!not )hypothesis", config.option.markexpr)
+    health = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "ckpt8",
+        max_examples=300 if full else 40,
+        deadline=None,
+        derandomize=not full,
+        database=None,
+        suppress_health_check=health,
+    )
+    hypothesis.settings.load_profile("ckpt8")
 
 
 @pytest.hookimpl(tryfirst=True)

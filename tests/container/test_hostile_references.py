@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from reference_kit import LAYOUTS, masters
-from test_damage import _SETTINGS, _mutations, exercise, is_detected, pack, unpack
+from test_damage import _mutations, exercise, is_detected, pack, unpack
 
 import ckpt8
 from ckpt8.core.errors import InputError
@@ -167,7 +167,6 @@ def test_a_cycle(parts, tmp_path):
     assert is_detected(path)
 
 
-@settings(max_examples=100, **_SETTINGS)
 @given(data=st.data())
 def test_a_mutated_manifest_with_references_is_read_or_refused(data, parts, small, tmp_path):
     _mutations(parts, data, small, tmp_path)

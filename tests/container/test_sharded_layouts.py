@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from growth_kit import growth
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt8.container.sharded.collecting import RankFile, collect
@@ -51,7 +51,6 @@ def elements(offsets, sizes):
     return set(product(*(range(at, at + size) for at, size in zip(offsets, sizes, strict=True))))
 
 
-@settings(max_examples=200, deadline=None)
 @given(grids(), st.data())
 def test_a_grid_has_the_boxes_that_it_was_made_of(grid, data):
     shape, boxes, files = grid
@@ -65,7 +64,6 @@ def test_a_grid_has_the_boxes_that_it_was_made_of(grid, data):
     assert found == {each for each in boxes if elements(*each[1:]) & wanted}
 
 
-@settings(max_examples=200, deadline=None)
 @given(grids(), st.data())
 def test_boxes_that_are_no_grid_are_listed(grid, data):
     shape, boxes, files = grid
@@ -131,7 +129,6 @@ def test_pickled_boxes_keep_their_places():
     assert tensor.pickled(tensor.boxes()[0]) == Place("0", 7, 90)
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-2, 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=3),

@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 from converting_kit import Net, trained
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -146,7 +146,6 @@ def test_masters_of_a_packed_run(tmp_path):
         assert not torch.equal(found["up.weight"], model.up.weight.float())
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=12),

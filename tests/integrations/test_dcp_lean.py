@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from memory_kit import run_measured
 
@@ -50,6 +50,7 @@ found = {}
 """
 
 
+@pytest.mark.slow
 def test_memory_beside_the_state_does_not_grow_with_its_values(tmp_path):
     # 20 values of 8 MB: transposed, conjugate, made by the planner. Of those the last four are kept.
     assert run_measured(SETUP, CODE, tmp_path)["extra"] < 100 * MB
@@ -89,7 +90,6 @@ def views():
     ]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.integers(0, len(views()) - 1), st.booleans(), st.data())
 def test_a_stand_in_is_read_as_the_contiguous_value(which, copies, data):
     value = views()[which]

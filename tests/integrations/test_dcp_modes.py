@@ -43,10 +43,9 @@ REPRESENTATIVES = [
     Case("uneven", "fsdp2", 4, "AdamW", (*PRESETS, *by("cached", EXACT)), (("fsdp2", 3), ("plain", 1))),
     Case("uneven", "hsdp", 4, "CAME", (*BOTH, *by("apart", EXACT)), (("fsdp2", 2),)),
     Case("even", "tp_fsdp2", 4, "StableAdamW", by("thread", *BOTH), (("tp_fsdp2", 4),)),
-    Case("uneven", "fsdp1", 2, "AdamW", (EXACT, FLAT), (("fsdp1", 3),)),
-    Case("deep", "pipeline", 4, "AdamW", STAGED, (("pipeline", 2), ("plain", 1))),
 ]
 SETUPS = [
+    Case("uneven", "fsdp1", 2, "AdamW", (EXACT, FLAT), (("fsdp1", 3),)),
     *(Case("uneven", "fsdp2", 4, each, PRESETS, (("fsdp2", 4), ("hsdp", 4), ("fsdp2", 1))) for each in OPTIMIZERS),
     *(Case("uneven", "hsdp", 4, each, (*BOTH, *TORCH), (("hsdp", 4), ("fsdp2", 3))) for each in OPTIMIZERS),
     *(Case("even", "tp_fsdp2", 4, each, (*BOTH, *TORCH), (("tp_fsdp2", 4), ("fsdp2", 3))) for each in OPTIMIZERS),

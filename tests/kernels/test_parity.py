@@ -22,11 +22,20 @@ SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in (*CODECS[1:], "fu
 
 
 def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: str = "slow or not slow") -> None:
-    """Run the ``cases`` of a file of tests in a process of its own, ``under`` another program if need be.
+    """Run the ``cases`` of files of tests in a process of its own, ``under`` another program if need be.
 
     That one sees the borders of tensors only where torch does not keep memory for later.
     """
-    tests = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases, str(Path(__file__).with_name(file))]
+    tests = [
+        "-q",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        cases,
+        *(str(Path(__file__).with_name(name)) for name in file.split()),
+    ]
     result = subprocess.run(
         [*under, sys.executable, "-m", "pytest", *tests],
         env={**os.environ, "TRITON_INTERPRET": interpret, "PARITY_BACKEND": backend, "OMP_NUM_THREADS": "1"}
@@ -51,10 +60,10 @@ def test_the_interpreter_agrees_in_the_other_cases(file):
     run(file, "1", cases="slow")
 
 
-@pytest.mark.parametrize("file", CODECS)
-def test_numba_agrees_with_the_reference(file):
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_numba_agrees_with_the_reference(cases):
     pytest.importorskip("numba", reason="numba is not installed")
-    run(file, "0", backend="numba")
+    run(" ".join(CODECS), "0", backend="numba", cases=cases)
 
 
 @pytest.mark.gpu

@@ -134,7 +134,7 @@ class Server:
     def run(self, operation: Operation, **more: float) -> tuple[int, float, str]:
         """Exit code, seconds, and what was said."""
         errors = operation.folder / "stderr"
-        job = {**operation.job, **more, "stderr": str(errors)}
+        job = {**operation.job, **more, "stderr": str(errors), "tmp": str(operation.tmp)}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         code, seconds = json.loads(self._process.stdout.readline())

@@ -6,7 +6,7 @@
 With "delay" the child gets "signal", by default SIGKILL, after so many seconds; with "size" files may not grow beyond
 so many bytes; with "die" it kills itself, see ``chain_faults_kit``. It leaves as every interpreter does, but does not
 tear down what it has imported. The answer is the exit code, negative for a signal, and the seconds it took. "stderr"
-names a file for what the child says.
+names a file for what the child says, "tmp" the folder of its temporary files.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -74,6 +75,8 @@ def run(job: dict) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(0, 1)
     os.dup2(os.open(job["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.environ["TMPDIR"] = job["tmp"]
+    tempfile.tempdir = None
     if "die" in job:
         from chain_faults_kit import die
 

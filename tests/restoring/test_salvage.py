@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import subprocess
-import sys
 import warnings
 import zipfile
 from contextlib import contextmanager
@@ -430,28 +428,20 @@ def test_targets_are_as_safe_as_ever(directory, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run.ckpt8"]
 
 
-# As a user types it
-
-
-def run(*arguments):
-    command = [sys.executable, "-W", "ignore", "-m", "ckpt8", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_the_command(sample, tmp_path):
+def test_the_command(sample, run_command, tmp_path):
     plane = max(name for name, _, _ in places(sample.read_bytes()) if "mlp" in name and name.endswith("/rho"))
     path = damage(sample, tmp_path / "run.ckpt8", plane)
-    result = run("restore", path, "--salvage", "--json")
-    assert result.returncode == 1
-    assert result.stderr.count("\n") == 1
-    report = json.loads(result.stdout)
+    code, out, err = run_command("restore", path, "--salvage", "--json")
+    assert code == 1
+    assert err.count("\n") == 1
+    report = json.loads(out)
     assert report["path"] == str(tmp_path / "run.pt")
     assert (report["original"], report["other_name"], report["replaced"]) == ("gpt_adamw.pt", "gpt_adamw.pt", None)
     assert [each["name"] for each in report["lost"]] == [plane.rpartition("/")[0]]
     names = {"original", "other_name", "replaced", "left", "error", "exit_code"}
     assert set(report) == {"schema", "path", "damage", "base", "tensors", "members", "lost", "complete"} | names
-    assert (report["exit_code"], f"ckpt8: {report['error']}\n") == (1, result.stderr)
+    assert (report["exit_code"], f"ckpt8: {report['error']}\n") == (1, err)
     shutil.copy(sample, path)
-    result = run("restore", path, "--salvage", "--force")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "intact, 0 not recovered in full" in result.stdout
+    code, out, err = run_command("restore", path, "--salvage", "--force")
+    assert (code, err) == (0, "")
+    assert "intact, 0 not recovered in full" in out

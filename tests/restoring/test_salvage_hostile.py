@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_damage import HEADERS, MALFORMED, VALUES, _header, _mutate, _nodes, pack, parts, small  # noqa: F401 - fixtures
 
@@ -59,13 +59,6 @@ def test_hostile_headers_are_not_needed(name, parts, tmp_path):  # noqa: F811
     assert found.lost == []
 
 
-@settings(
-    max_examples=150,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
 @given(data=st.data())
 def test_mutated_manifests(data, parts, tmp_path):  # noqa: F811
     metadata, entries, manifest = parts

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from dcp_kit import load_all, run_processes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from make_dcp import make, save, states, step
 from memory_kit import run_measured
@@ -27,7 +27,6 @@ from ckpt8.inspecting.origin import Stored, layers
 from ckpt8.inspecting.survey import Rows, Subject, Tally, View, survey
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 1 << 20), st.integers(256, 1 << 15), st.integers(0, 1 << 16))
 def test_windows_are_in_order_apart_and_no_more_than_asked_for(numel, most, row):
     found = list(sampling.windows(numel, most, row))
@@ -43,7 +42,6 @@ def test_windows_are_in_order_apart_and_no_more_than_asked_for(numel, most, row)
     assert list(sampling.windows(numel, None)) == list(sampling.windows(numel, numel, row))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 9), st.integers(2, 12), st.data())
 def test_rows_that_come_in_pieces(count, row, data):
     x = torch.tensor(data.draw(st.lists(st.sampled_from([0, 0, 0, 1]), min_size=count * row, max_size=count * row)))
@@ -93,7 +91,6 @@ def subject_of(views):
     return Subject(found, [], read)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_strided_view_is_looked_at_where_it_is(data):
     base = torch.rand(6, 7, 8) + 1

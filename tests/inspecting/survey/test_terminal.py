@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
@@ -127,7 +127,6 @@ def render(table, width):
 NAMES = st.text(st.sampled_from("ab.:_/[]漢 "), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(NAMES, NAMES, st.integers(0, 10**12)), min_size=1, max_size=4), st.sampled_from([24, 40, 80]))
 def test_a_table_keeps_every_cell(rows, width):
     out = render(Table(("name", "codec", "count"), [(a, b, str(n)) for a, b, n in rows]), width)
@@ -154,7 +153,6 @@ def test_a_table_that_fits_is_one():
     assert out.splitlines()[2].split() == ["bb", "22"]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text(st.sampled_from("abc.:/_ 漢"), max_size=200), st.integers(12, 60))
 def test_wrapped_lines_fit_and_say_the_same(text, width):
     lines = list(wrap(text, width, first="  ", more="    "))

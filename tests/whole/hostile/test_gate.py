@@ -225,7 +225,9 @@ each_gate = pytest.mark.parametrize("gate", GATES)
 
 
 @each_gate
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "a version that inflates")) for name in FILES]
+)
 def test_what_torch_would_do_is_refused_in_front_of_it(name, gate, attempt, tmp_path):
     kind, message = attempt(gate, written(FILES[name](), tmp_path, gate))
     assert kind in ("InputError", "UnsupportedError"), (kind, message)

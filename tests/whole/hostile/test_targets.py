@@ -6,9 +6,6 @@ import argparse
 import copy
 import io
 import json
-import os
-import subprocess
-import sys
 
 import torch
 import zstandard
@@ -34,7 +31,7 @@ def snapshot(folder):
     }
 
 
-def test_reading_leaves_no_trace(tmp_path):
+def test_reading_leaves_no_trace(run_command, tmp_path, monkeypatch):
     """Inspect, verify and load write nothing at all, compress and restore their target alone."""
     folder, out = tmp_path / "in", tmp_path / "out"
     (folder / "run").mkdir(parents=True)
@@ -44,10 +41,12 @@ def test_reading_leaves_no_trace(tmp_path):
     ckpt8.compress(folder / "a.pt")
     ckpt8.compress(folder / "run")
     before = snapshot(folder)
-    environment = {**os.environ, "TMPDIR": str(out), "HOME": str(out), "PYTHONDONTWRITEBYTECODE": "1"}
+    monkeypatch.setenv("TMPDIR", str(out))
+    monkeypatch.setenv("HOME", str(out))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.chdir(folder)
     for command in (["inspect", "run"], ["verify", "a.ckpt8", "--against", "a.pt"]):
-        run = [sys.executable, "-m", "ckpt8", *command]
-        subprocess.run(run, cwd=folder, env=environment, check=True, capture_output=True, timeout=120)
+        assert run_command(*command)[0] == 0
     for name in ("a.ckpt8", "run.ckpt8"):
         with ckpt8.open(folder / name) as file:
             for member in file.manifest.members:
@@ -156,18 +155,15 @@ def test_no_text_of_a_manifest_reaches_the_terminal_as_it_is(tmp_path):
     assert shown >= 5
 
 
-def test_the_command_line_shows_nothing_else(tmp_path):
+def test_the_command_line_shows_nothing_else(run_command, tmp_path):
     """A name in a checkpoint, and the name of a file, with commands to the terminal in them."""
     folder = tmp_path / "a\x1b[2J\nb"
     folder.mkdir()
     torch.save({"model": {ESCAPE: torch.randn(80, 80)}}, folder / "a.pt")
     (folder / "damaged.pt").write_bytes(b"PK\3\4" + bytes(50))
     ckpt8.compress(folder / "a.pt")
-    outputs = []
-    for command in (["inspect", "a.pt", "--tensors"], ["inspect", "a.ckpt8", "--tensors"], ["inspect", "damaged.pt"]):
-        run = [sys.executable, "-m", "ckpt8", command[0], str(folder / command[1]), *command[2:]]
-        done = subprocess.run(run, check=False, capture_output=True, text=True, timeout=120)
-        outputs.append(done.stdout + done.stderr)
+    shown = [["a.pt", "--tensors"], ["a.ckpt8", "--tensors"], ["damaged.pt"]]
+    outputs = ["".join(run_command("inspect", folder / name, *options)[1:]) for name, *options in shown]
     assert all(line.isprintable() for output in outputs for line in output.split("\n"))
     assert all("\\x1b[2J" in output for output in outputs)
     assert outputs[2].count("\n") == 1
