@@ -397,6 +397,7 @@ def test_leaving_right_after_the_call_completes_the_file(ending, tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_leaving_leaves_no_file(tmp_path):
     process = _start(SLOW, tmp_path / "a.ckpt8", 60)
     assert process.stdout.readline() == "False\n"

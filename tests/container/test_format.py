@@ -265,6 +265,7 @@ def test_every_element_type_and_empty_storages(tmp_path):
         assert _raw(plain.tensor(record)) == _raw(tree[name])
 
 
+@pytest.mark.slow
 def test_several_slabs(tmp_path, monkeypatch):
     """A storage of three slabs and a ragged end in each codec, and a skeleton of two."""
     generator = torch.Generator().manual_seed(4)

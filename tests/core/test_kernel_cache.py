@@ -267,6 +267,7 @@ def test_a_warning_that_is_an_error_stops_nothing(run, home, forged_home):
     assert not (forged_home / "ran").exists()
 
 
+@pytest.mark.slow
 def test_processes_at_once(run, tmp_path):
     home = tmp_path / "home"
     processes = [start(START, HOME=home) for _ in range(2)]

@@ -83,7 +83,7 @@ class Run:
         """Exit code, seconds and what was said; as if all went well where nothing is left to do."""
         if not (arguments := self.arguments()):
             return 0, 0.0, ""
-        return server.run(SimpleNamespace(job={"argv": arguments}, folder=self.folder.parent), **more)
+        return server.run(SimpleNamespace(job={"argv": arguments}, folder=self.folder.parent, tmp=self.tmp), **more)
 
     def check(self, outcome: Outcome, what: str) -> None:
         """Count how every checkpoint is there, and note one that is not."""

@@ -156,6 +156,7 @@ def test_sums_beyond_int32():
     torch.testing.assert_close(sums(a, b), expected, rtol=2**-23, atol=0)
 
 
+@pytest.mark.slow
 def test_sums_are_exact_where_torchs_own_saturate():
     """A CPU without VNNI adds products in 16 bits: oneDNN does so here when it is told of nothing newer than AVX2."""
     code = """

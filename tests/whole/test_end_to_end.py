@@ -685,6 +685,7 @@ def large(tmp_path_factory):
     return path
 
 
+@pytest.mark.by_default("archive")
 @every_preset
 def test_storages_of_several_frames(preset, large, tmp_path):
     ckpt8.compress(large, tmp_path / "x.ckpt8", preset=preset)

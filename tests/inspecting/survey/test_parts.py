@@ -309,6 +309,7 @@ found = inspect_checkpoint(Path(sys.argv[1]), full=sys.argv[2] == "full")["sampl
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sample", pytest.param("full", marks=pytest.mark.slow)])
 def test_memory_does_not_grow_with_the_checkpoint(how, tmp_path):
     # A file with holes: 800 MB that take no disk, in two tensors, each larger than what may be used.

@@ -268,6 +268,7 @@ def test_two_runs_write_one_file(tmp_path):
     assert names(tmp_path) == ["run.ckpt8", "run.pt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_runs_write_one_directory(force, tmp_path):
     make_run(tmp_path / "run")
