@@ -694,7 +694,7 @@ def test_a_progress_bar_shows_its_label_escaped(monkeypatch):
     assert r"compress [b]a\x1b[2K\x0a.pt" in sys.stderr.getvalue()
 
 
-def test_round_trip_as_a_user_types_it(inputs, tmp_path):
+def test_round_trip_as_a_user_types_it(run, inputs, tmp_path):
     """In a terminal's place, with pipes: silence on stderr, exit code 0, the file back."""
     source = tmp_path / "run.pt"
     source.write_bytes((inputs / "legacy.pt").read_bytes())
@@ -708,8 +708,7 @@ def test_round_trip_as_a_user_types_it(inputs, tmp_path):
         assert str(tmp_path) in result.stdout.replace("\n", "")
     assert (tmp_path / "back.pt").read_bytes() == source.read_bytes()
     assert files(tmp_path)["run.pt"] == stamp["run.pt"]
-    result = start("restore", tmp_path / "none.ckpt8")
-    assert_refused((result.returncode, result.stdout, result.stderr), 3)
+    assert_refused(run("restore", tmp_path / "none.ckpt8"), 3)
 
 
 def test_every_command_has_help_and_the_version_is_the_packages(run):
