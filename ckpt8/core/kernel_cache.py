@@ -29,8 +29,8 @@ from numba.core.serialize import dumps
 
 from ckpt8 import __version__
 from ckpt8.core.errors import KernelCacheWarning
-from ckpt8.core.files.private_folder import check_private, make_private
 from ckpt8.core.files.atomic import deferred
+from ckpt8.core.files.private_folder import check_private, make_private
 from ckpt8.core.text import printable
 
 _PACKAGE = Path(__file__).parents[1]
