@@ -26,7 +26,7 @@ from ckpt8.restoring.salvage import salvage as run
 from ckpt8.restoring.unpack import unpack_tree
 
 if TYPE_CHECKING:
-    from ckpt8.restoring.salvage import SalvagedDirectory
+    from ckpt8.restoring.sharded_salvage import SalvagedDirectory
 
 
 @overload
@@ -76,7 +76,7 @@ def restore(
 
     With ``salvage`` a damaged container is an error only if nothing in it is whole. Returns a ``Salvage``: see
     ``restoring.salvage``. A directory that ranks have packed, in which files are damaged or missing, gives a plain one
-    with the tensors that are whole, and a ``SalvagedDirectory``: see ``restoring.salvage``.
+    with the tensors that are whole, and a ``SalvagedDirectory``: see ``restoring.sharded_salvage``.
 
     >>> ckpt8.restore("run.ckpt8", "back.pt").name
     'back.pt'
@@ -85,7 +85,7 @@ def restore(
         with sources_of(Path(source), damaged_too=True) as sources:
             if (directory := find_sharded(Path(source))) is not None:
                 # Needs torch.distributed.checkpoint, which takes as long to import as torch.
-                from ckpt8.restoring.salvage import salvage_directory
+                from ckpt8.restoring.sharded_salvage import salvage_directory
 
                 return salvage_directory(directory, target, force=force, threads=threads, progress=progress)
             return run(sources, target, force=force, threads=threads, progress=progress)

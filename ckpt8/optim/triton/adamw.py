@@ -12,8 +12,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.dispatch import LaunchPlan, Scaler
 from ckpt8.optim.triton.kernels import double, power, scalar
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
 from ckpt8.optim.triton.prologue import advance, put, rate
 
 _DECAY, _FIRST_RATE, _KEEP, _SECOND_RATE, _STEP_SIZE, _ROOT_CORRECTION, _EPS = map(tl.constexpr, range(1, 8))

@@ -22,7 +22,6 @@ import triton.language as tl
 
 from ckpt8.codecs.companded8.triton import expand_signed_each
 from ckpt8.codecs.triton_blocks import widen
-from ckpt8.optim.triton.dispatch import LaunchPlan, Scaler
 from ckpt8.optim.triton.kernels import (
     COLUMN_SUMS,
     FIRST,
@@ -47,6 +46,7 @@ from ckpt8.optim.triton.kernels import (
     root_mean,
     scalar,
 )
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
 from ckpt8.optim.triton.prologue import advance, bits_of_float, own_numbers, put, rate
 
 _EPS, _KEEP, _RATE, _RESIDUAL_EPS, _DECAY, _STEP_SIZE, _CLIP, _SECOND_KEEP, _SECOND_RATE = map(

@@ -11,8 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.dispatch import LaunchPlan, Scaler
 from ckpt8.optim.triton.kernels import double, scalar
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
 from ckpt8.optim.triton.prologue import advance, put, rate
 
 _DECAY, _KEEP, _RATE, _STEP_SIZE, _LOOKAHEAD = map(tl.constexpr, range(1, 6))

@@ -17,8 +17,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from ckpt8.optim.triton.dispatch import LaunchPlan, Scaler
 from ckpt8.optim.triton.kernels import double, power, root_mean, scalar
+from ckpt8.optim.triton.launches import LaunchPlan, Scaler
 from ckpt8.optim.triton.prologue import advance, own_numbers, put, rate
 
 _FIRST_RATE, _KEEP, _SECOND_RATE, _EPS, _FLOOR, _DECAY, _STEP_SIZE = map(tl.constexpr, range(1, 8))

@@ -1,0 +1,223 @@
+"""``restore --salvage`` of a directory of containers of ranks: a plain directory of all that is whole.
+
+A tensor is written if all of its slices are whole, under its name, cut as it was. One that has lost a slice, or a part
+of one, is not: no program can take it for the tensor that was saved. What is lost of it is told slice by slice.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.container.decoding import decode_tensor
+from ckpt8.container.sharded import INDEX
+from ckpt8.container.sharded.damaged import DamagedDirectory
+from ckpt8.container.sharded.index import GlobalTensor, Place, ShardedIndex, Slice
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.files.atomic import AtomicDirectory, refuse_source
+from ckpt8.core.files.write_at import write_at
+from ckpt8.core.text import box_text, counted, listed
+from ckpt8.core.workers import Progress, Workers
+from ckpt8.restoring.member_output import Restored
+from ckpt8.restoring.salvage import find_lost
+from ckpt8.restoring.sharded import SliceFile, metadata_of, write_empty
+
+_SHOWN = 3
+"""Slices of one tensor in a file, and files, that a line tells; the JSON has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostSlice:
+    """A part of a tensor that is not whole: its place and size, the file that has it, and why it is lost."""
+
+    offsets: list[int]
+    sizes: list[int]
+    file: str
+    reason: str
+
+    @property
+    def where(self) -> str:
+        """The file and the reason, for a line of text."""
+        return f"({self.file}: {self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class LostValue:
+    """A tensor that is not written, with its ``shape`` and the ``slices`` that it lacks; ``elements`` counts theirs.
+
+    A value that is no tensor has no shape, and a single slice without a place.
+    """
+
+    name: str
+    shape: list[int] | None
+    elements: int
+    slices: list[LostSlice]
+
+    def line(self) -> str:
+        """The name and what is lost, as a line of text."""
+        if self.shape is None:
+            return f"  {self.name}: not written: {self.slices[0].where}"
+        boxes: dict[str, list[str]] = {}
+        for each in self.slices:
+            boxes.setdefault(each.where, []).append(box_text(each.offsets, each.sizes, self.shape))
+        places = [f"{listed(own, _SHOWN)} {where}".strip() for where, own in boxes.items()]
+        more = f"; and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
+        lacks = f"lacks {self.elements:,} of {prod(self.shape):,} elements"
+        return f"  {self.name}: not written, {lacks}: {'; '.join(places[:_SHOWN])}{more}"
+
+
+@dataclass(slots=True)
+class _Content:
+    """What is whole in one file."""
+
+    slices: list[tuple[str, GlobalTensor, Slice]] = field(default_factory=list)
+    values: list[tuple[str, Place]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class SalvagedDirectory(Restored):
+    """What was recovered: ``tensors`` and ``values`` count those that were written, ``lost`` lists the others.
+
+    ``damage`` says what is wrong with a file, by its name: with its header or manifest, so that nothing proves the
+    names, shapes and places that it states, or why nothing of it was read.
+    """
+
+    tensors: int = 0
+    values: int = 0
+    damage: dict[str, str] = field(default_factory=dict)
+    lost: list[LostValue] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all files are undamaged."""
+        return not self.lost and not self.damage
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values, and ``complete``."""
+        return {**asdict(self), "path": str(self.path), "complete": self.complete}
+
+    def lines(self) -> list[str]:
+        """What to tell the user, as lines of text."""
+        written = f"{counted(self.tensors, 'tensor')} and {counted(self.values, 'other value')} written"
+        lines = [f"{self.path}: {written}, {len(self.lost):,} not whole", *Restored.lines(self)]
+        lines += [f"{file}: {problem}" for file, problem in self.damage.items()]
+        return lines + [each.line() for each in self.lost]
+
+
+def salvage_directory(
+    source: Path, target: str | os.PathLike[str] | None, *, force: bool, threads: int | None, progress: Progress
+) -> SalvagedDirectory:
+    """Write what is whole as a plain directory that torch's FileSystemReader reads.
+
+    Raises InputError where nothing is, OutputError for the target, UsageError without one.
+    """
+    if target is None:
+        raise UsageError(f"{source}: is a directory of containers; give another for what is whole, with -o DIR")
+    path = Path(target)
+    refuse_source(path, source)
+    try:
+        directory = DamagedDirectory(source)
+    except InputError as exc:
+        advice = f"salvage its files one by one: restore {source}/FILE.ckpt8 --salvage"
+        raise type(exc)(f"{exc}; nothing can be recovered of the whole, {advice}") from exc
+    with directory, Workers(threads) as workers:
+        for reader in directory.readers.values():
+            find_lost(reader, workers)
+        result = SalvagedDirectory(path=path, original=source.resolve().name, other_name=None)
+        result.damage = dict(directory.unread)
+        result.damage |= {name: reader.damage for name, reader in directory.readers.items() if reader.damage}
+        whole = _whole(directory, result)
+        result.tensors, result.values = len(whole.tensors), len(whole.objects)
+        files = _by_file(whole)
+        if not files:
+            first = "".join(f" ({file}: {problem})" for file, problem in list(result.damage.items())[:1])
+            raise InputError(f"{source}: no tensor is whole{first}; nothing can be recovered")
+        result.replaced = _write(directory, whole, files, path, force=force, progress=progress)
+    return result
+
+
+def _whole(directory: DamagedDirectory, result: SalvagedDirectory) -> ShardedIndex:
+    """The index without what is lost, which goes into ``result``."""
+    index = directory.index
+    for name, tensor in index.tensors.items():
+        slices = [
+            LostSlice(list(box.offsets), list(box.sizes), box.file, reason)
+            for box in tensor.boxes()
+            if (reason := directory.why_lost(name, tensor, box)) is not None
+        ]
+        if slices:
+            elements = sum(prod(each.sizes) for each in slices)
+            result.lost.append(LostValue(name, list(tensor.shape), elements, slices))
+    for name, place in index.objects.items():
+        if (reason := directory.why_lost_value(place)) is not None:
+            result.lost.append(LostValue(name, None, 0, [LostSlice([], [], place.file, reason)]))
+    lost = {each.name for each in result.lost}
+    return replace(
+        index,
+        tensors={name: tensor for name, tensor in index.tensors.items() if name not in lost},
+        objects={name: place for name, place in index.objects.items() if name not in lost},
+        paths=None if index.paths is None else {name: keys for name, keys in index.paths.items() if name not in lost},
+    )
+
+
+def _by_file(whole: ShardedIndex) -> dict[str, _Content]:
+    """The slices and values of every file that holds some."""
+    found: dict[str, _Content] = {}
+    for name, tensor in whole.tensors.items():
+        for box in tensor.boxes():
+            found.setdefault(box.file, _Content()).slices.append((name, tensor, box))
+    for name, place in whole.objects.items():
+        found.setdefault(place.file, _Content()).values.append((name, place))
+    return found
+
+
+def _write(
+    directory: DamagedDirectory,
+    whole: ShardedIndex,
+    files: Mapping[str, _Content],
+    path: Path,
+    *,
+    force: bool,
+    progress: Progress,
+) -> str | None:
+    """Write the plain directory of ``whole``; return what was there before. Raises OutputError."""
+    names = {file: f"{Path(file).stem}.distcp" for file in whole.files if file in files}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    check = checkpoint_directory([*names.values(), METADATA])
+    with AtomicDirectory(path, force=force, keep=directory.path / INDEX, check=check) as output:
+        for number, (file, name) in enumerate(names.items()):
+            with output.new_file(name) as descriptor:
+                out = SliceFile(name, descriptor, output.guard, places)
+                _write_file(directory, files[file], out, progress)
+                if number == 0:
+                    write_empty(whole, out)
+        metadata = pickle.dumps(metadata_of(whole, places))
+        with output.new_file(METADATA) as descriptor, output.guard():
+            write_at(descriptor, memoryview(metadata), 0)
+        output.publish()
+    return output.replaced
+
+
+def _write_file(directory: DamagedDirectory, content: _Content, out: SliceFile, progress: Progress) -> None:
+    """Write the slices and values of one file, a slice at a time."""
+    for name, tensor, box in content.slices:
+        index = MetadataIndex(name, torch.Size(box.offsets))
+        if (place := tensor.pickled(box)) is not None:
+            out.add(index, directory.value(place))
+        else:
+            record = directory.record(name, box)
+            out.add_tensor(index, decode_tensor(directory.readers[box.file], record))
+            progress(record.nbytes)
+    for name, place in content.values:
+        out.add(MetadataIndex(name), directory.value(place))
