@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -68,9 +69,12 @@ def test_a_slow_writer(watched, sources):
 
 
 @pytest.mark.slow
-def test_the_last_file_of_trainer_and_a_damaged_one(watched, sources, inputs):
+def test_the_last_file_of_trainer_and_a_damaged_one(watched, sources, inputs, tmp_path):
     for step in (20, 30):
-        shutil.copytree(inputs / "trainer-adamw", watched / f"checkpoint-{step}")
+        folder = shutil.copytree(inputs / "trainer-adamw", watched / f"checkpoint-{step}")
+        progress = json.loads((folder / "trainer_state.json").read_text()) | {"global_step": step}
+        (folder / "trainer_state.json").write_text(json.dumps(progress))
+    shutil.copytree(watched / "checkpoint-20", tmp_path / "original")
     state = (watched / "checkpoint-20" / "trainer_state.json").rename(watched.parent / "state")
     for source in sources[:2]:
         shutil.copy(source, watched)
@@ -79,7 +83,7 @@ def test_the_last_file_of_trainer_and_a_damaged_one(watched, sources, inputs):
     state.rename(watched / "checkpoint-20" / "trainer_state.json")
     until(lambda: "checkpoint-20.ckpt8" in containers(watched))
     until(lambda: not (watched / "checkpoint-20").exists())
-    assert not ckpt8.verify(watched / "checkpoint-20.ckpt8", inputs / "trainer-adamw").failures
+    assert not ckpt8.verify(watched / "checkpoint-20.ckpt8", tmp_path / "original").failures
     assert (watched / "checkpoint-30").is_dir()
 
 

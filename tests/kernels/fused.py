@@ -13,7 +13,7 @@ import torch
 from optim_cases import advance, assert_same_state, build, set_grads
 
 from ckpt8.core.errors import UsageError
-from ckpt8.optim.triton import dispatch as plans
+from ckpt8.optim.triton import launches
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -29,7 +29,7 @@ each_kind = pytest.mark.parametrize("name", ["AdamW", "StableAdamW", "SGD", "CAM
 @pytest.fixture(autouse=True)
 def _large_blocks(monkeypatch):
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(plans, "BLOCK", 4096)
+        monkeypatch.setattr(launches, "BLOCK", 4096)
 
 
 def make_params(dtype, shapes=SHAPES, device=None):
@@ -115,13 +115,13 @@ def test_other_arguments(name, arguments):
 )
 def test_matrices(shapes, arguments, monkeypatch):
     """Batches, more than one tile and line each way, rows of uneven length, and the rule of vectors."""
-    monkeypatch.setattr(plans, "BLOCK", 1 << 14)
+    monkeypatch.setattr(launches, "BLOCK", 1 << 14)
     compare(*pair("CAME", BF16, shapes=shapes, **arguments))
 
 
 @each_kind
 def test_blocks_of_the_size_of_a_device(name, monkeypatch):
-    monkeypatch.setattr(plans, "BLOCK", 1024)
+    monkeypatch.setattr(launches, "BLOCK", 1024)
     compare(*pair(name, BF16, shapes=((65, 64), (7,))))
 
 

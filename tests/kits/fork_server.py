@@ -75,8 +75,7 @@ def run(job: dict) -> None:
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     os.dup2(0, 1)
     os.dup2(os.open(job["stderr"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    os.environ["TMPDIR"] = job["tmp"]
-    tempfile.tempdir = None
+    os.environ["TMPDIR"] = tempfile.tempdir = job["tmp"]  # not tried out: a kill then would leave tempfile's own file
     if "die" in job:
         from chain_faults_kit import die
 

@@ -330,7 +330,7 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
     ]
     console.print(Table(("option", "predicted", "ratio", "error in steps", "expected loss drift"), rows))
     for reason, count in facts["unpredicted"].items():
-        print_lines(console, [f"not in steps: {counted(count, 'tensor')}: {reason}"])
+        print_lines(console, wrap(f"not in steps: {counted(count, 'tensor')}: {reason}", console.width))
 
 
 def option_of(name: str) -> str:

@@ -14,7 +14,6 @@ BOUND = 120e6
 
 SETUP = """from pathlib import Path
 from ckpt8.inspecting.readiness import inspect_readiness
-from ckpt8.inspecting.readiness import casting, number_formats, verdicts
 torch.zeros(1).half().float().sum()
 """
 CODE = """
