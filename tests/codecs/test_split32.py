@@ -51,8 +51,8 @@ def test_every_mantissa(exponent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exponent", range(255))
-def test_every_mantissa_of_every_exponent(exponent):
+@pytest.mark.parametrize("exponent", [2, *range(9, 253, 27), 253])
+def test_every_mantissa_of_more_exponents(exponent):
     sweep(exponent)
 
 

@@ -826,7 +826,7 @@ def test_a_mutated_manifest_is_read_or_refused(data, parts, small, tmp_path):
 
 
 @pytest.mark.slow
-@settings(max_examples=4000, derandomize=True)
+@settings(max_examples=1000, derandomize=True)
 @given(data=st.data())
 def test_many_mutated_manifests_are_read_or_refused(data, parts, small, tmp_path):
     _mutations(parts, data, small, tmp_path)

@@ -29,8 +29,9 @@ from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError
 from ckpt8.compressing.gpu_encoder import choose_encoder
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.plan import Measured, Policy
 from ckpt8.container.facts import NO_BUDGET
+from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded.collecting import RankFile
 from ckpt8.container.sharded.index import OBJECTS, Shape
 from ckpt8.container.sharded.reading import SliceKey, slices_of
@@ -289,15 +290,15 @@ class RankPlan:
             live = {key: storage for key, storage in memory.items() if storage.data_ptr() not in made}
             encoder = choose_encoder(bundle, live, None, measure=options.stats)
 
-            plan = plan_bundle(bundle, policy)
+            def compressed(measured: Measured | None) -> tuple[Manifest, bytes | None]:
+                plan = plan_bundle(bundle, policy, measured)
+                compressor = Compressor(bundle, plan, options, encoder, slices=slices)
+                return compressor.run(target, policy, force=False, tidy=False), compressor.seal
+
             try:
-                compressor = Compressor(bundle, plan, options, encoder, slices=slices)
-                manifest = compressor.run(target, policy, force=False, tidy=False)
+                manifest, seal = compressed(None)
             except OverBudgetError as exc:
-                plan = plan_bundle(bundle, policy, exc.measured)
-                compressor = Compressor(bundle, plan, options, encoder, slices=slices)
-                manifest = compressor.run(target, policy, force=False, tidy=False)
-        seal = compressor.seal
+                manifest, seal = compressed(exc.measured)
         assert seal is not None  # noqa: S101 - it has written the file
         reasons = (manifest.storages[record.storage].reason or "" for record in slices_of(manifest).values())
         return RankFile.of(

@@ -51,7 +51,7 @@ def test_a_limit_on_the_size_of_files_anywhere(operation, server):
 def test_interrupts_at_random_moments(name, operation, server):
     if "save" not in operation.name:
         assert signal_rounds(server, operation, name, 12, seed=4).faults == []
-        assert signal_rounds(None, operation, name, 4, seed=5).faults == []
+        assert signal_rounds(None, operation, name, 2, seed=5).faults == []
 
 
 @pytest.fixture
@@ -89,6 +89,6 @@ def test_a_kill_as_a_directory_goes(moment, run, server):
 @pytest.mark.slow
 def test_a_chain_is_killed_many_times(run, server):
     """The script does 200."""
-    outcome = chain_faults_kit.kill_rounds(server, run, 60, seed=8)
+    outcome = chain_faults_kit.kill_rounds(server, run, 40, seed=8)
     assert outcome.faults == []
     assert min(outcome.counts[state] for state in ("as original", "as both", "as container", "with leftovers")) > 0

@@ -59,7 +59,7 @@ def test_a_short_run_finds_nothing(target, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("target", INPUTS)
 def test_a_longer_run_finds_nothing(target, tmp_path):
-    short_run(target, 8, 60 * INPUTS[target], tmp_path)
+    short_run(target, 8, 20 * INPUTS[target], tmp_path)
 
 
 def short_run(target, seed, inputs, folder):
