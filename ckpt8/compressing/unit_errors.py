@@ -137,7 +137,7 @@ def cuts_of(stream: Stream, numel: int, step: int) -> list[Mapping[str, slice]]:
 
 def measure_packed(unit: Unit, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> OnePass:
     """Decode and measure the first elements of a chunk; none of them if there is no kernel for the unit."""
-    from ckpt8.codecs import error_numba as stats_numba
+    from ckpt8.codecs import error_numba
     from ckpt8.codecs.companded8.numba import BLOCK
 
     length, streams = len(originals[0]), unit.streams
@@ -146,14 +146,14 @@ def measure_packed(unit: Unit, originals: Sequence[torch.Tensor], parts: Sequenc
     parts = [take(p, cuts_of(stream, length, done)[0]) for p, stream in zip(parts, streams, strict=True)]
     only = streams[0].codec
     if only.measured_as == "weight" and only.measured_in_one_pass and len(streams) == 1:
-        error = stats_numba.weight_error(tensors[0], parts[0], only)  # type: ignore[arg-type]
+        error = error_numba.weight_error(tensors[0], parts[0], only)  # type: ignore[arg-type]
         return OnePass(done, {streams[0].index: error})
     rule = unit.parameter.rule if unit.parameter else None
     places = _adam_places(unit)
     if rule is None or rule.divisor_eps is None or places is None:
         return OnePass()
     first, second = ((tensors[k], parts[k], streams[k].codec) for k in places)
-    *found, update = stats_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)  # type: ignore[arg-type]
+    *found, update = error_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)  # type: ignore[arg-type]
     return OnePass(done, {streams[k].index: error for k, error in zip(places, found, strict=True)}, update)
 
 

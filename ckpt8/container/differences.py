@@ -62,9 +62,9 @@ def _numba(symbols: torch.Tensor, backend: backends.Backend | None) -> ModuleTyp
     """The module of numba's kernels where the backend, or by default the size, asks for it."""
     if backends.resolve(backends.on_cpu(backend, symbols.device), symbols.device, symbols.numel()) != "numba":
         return None
-    from ckpt8.container import kernels as differences_numba
+    from ckpt8.container import kernels
 
-    return differences_numba
+    return kernels
 
 
 def _subtract(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -407,13 +407,12 @@ class ContainerReader(Closing):
     def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec, name: str) -> torch.Tensor:
         """One part of a pack. Raises InputError that names the tensor ``name``, for which it is read."""
         from ckpt8.container import frames
-        from ckpt8.container.frames import read_part
         from ckpt8.container.symbols import unpack_parts
 
         if not pack.numel:
             return frames.host_bytes(0).view(spec.dtype.torch)
         where = f"{self.path}: {name}"
-        found, packing = read_part(self._file, self.places[pack].get(part), spec, 0, where, reuse=True)
+        found, packing = frames.read_part(self._file, self.places[pack].get(part), spec, 0, where, reuse=True)
         return unpack_parts({part: found}, {} if packing is None else {part: packing}, where, self.backend)[part]
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:

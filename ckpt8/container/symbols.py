@@ -267,9 +267,9 @@ def _numba(symbols: torch.Tensor, backend: backends.Backend | None) -> ModuleTyp
     """The module of numba's kernels where the backend, or by default the size, asks for it."""
     if backends.resolve(backends.on_cpu(backend, symbols.device), symbols.device, symbols.numel()) != "numba":
         return None
-    from ckpt8.container import kernels as symbols_numba
+    from ckpt8.container import kernels
 
-    return symbols_numba
+    return kernels
 
 
 def _largest(symbols: torch.Tensor) -> int:

@@ -18,8 +18,7 @@ from ckpt8.container.opening import is_stored
 from ckpt8.container.sharded import FOLDER
 from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.converting.choice import SINGLE_FILE, Content
-from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory
-from ckpt8.converting.layouts import ranks as per_rank
+from ckpt8.converting.layouts import dcp, deepspeed_partitions, deepspeed_universal, model_directory, ranks
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.text import listed, printable
 
@@ -44,7 +43,7 @@ LAYOUTS: Mapping[str, DirectoryLayout] = {
     "deepspeed-partitions": deepspeed_partitions,
     "dcp": dcp,
     "model-directory": model_directory,
-    PER_RANK: per_rank,
+    PER_RANK: ranks,
 }
 """Layouts of directories by id, in the order in which ``layout_of`` tries them."""
 

@@ -35,7 +35,6 @@ from ckpt8.compressing.optimizer_steps import copy_steps_from
 from ckpt8.compressing.plan import PRESETS, Plan, Policy, Refusal, Unit, read_elements
 from ckpt8.compressing.unit_errors import UnitErrors, exceeded_share
 from ckpt8.container import frames, header, symbols
-from ckpt8.container import header as layout
 from ckpt8.container.facts import NO_BUDGET, NOT_MEASURED, SKELETON_ROLE
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.closing import without_collection
@@ -193,7 +192,7 @@ class _Prediction:
     def _measured(self, workers: Workers) -> tuple[list[Unit], list[_Found]]:
         """The units that hold tensors, and what they take."""
         units = [unit for unit in self._plan.units if unit.streams[0].index not in self._structure]
-        own, groups = share(units, self._source.size, layout.SLAB)
+        own, groups = share(units, self._source.size, header.SLAB)
         return units, [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
 
     def _size(self, found: Sequence[_Found]) -> int:
@@ -214,7 +213,7 @@ class _Prediction:
             if refusal is None:
                 break
             unit = coded.fallback(refusal)
-        slabs = len(layout.slab_chunks(unit.numel, layout.SLAB))
+        slabs = len(header.slab_chunks(unit.numel, header.SLAB))
         stored = sum(map(len, _frames_of(parts))) * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
         return _Found(stored + _STEPS_BYTES * _has_step(unit), error)
 

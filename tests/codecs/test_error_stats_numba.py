@@ -46,12 +46,12 @@ def assert_same_figures(found, expected):
 
 @pytest.mark.parametrize(("low", "high"), [(-3, 0), (-44, -30), (-20, 30)])
 def test_weights(low, high):
-    from ckpt8.codecs import error_numba as stats_numba
+    from ckpt8.codecs import error_numba
 
     x = spread(1, low, high)
     codec = Split24()
     parts, y = decoded(codec, x)
-    error = stats_numba.weight_error(x, parts, codec)
+    error = error_numba.weight_error(x, parts, codec)
     assert_same_figures(error, stats.weight_error(x, y))
     relative = ((y.double() - x.double()).abs() / x.double().abs().clamp_min(2.0**-126)).tolist()
     assert math.isclose(error.max_relative, max(relative), rel_tol=1e-6)
@@ -61,13 +61,13 @@ def test_weights(low, high):
 @pytest.mark.parametrize("second", [Companded8(signed=False, Q=255), Companded8(signed=False, Q=63, p=0.5)], ids=repr)
 @pytest.mark.parametrize(("low", "high", "eps"), [(-4, -1, 1e-8), (-12, -9, 1e-8), (-17, 2, 1e-15), (-3, 0, 0.1)])
 def test_both_moments_and_the_update(second, low, high, eps):
-    from ckpt8.codecs import error_numba as stats_numba
+    from ckpt8.codecs import error_numba
 
     first, rule = Companded8(), UpdateRule("adam", 100, 0.9, 0.999, eps)
     m, v = spread(2, low, high), spread(3, low, high).square_()
     (m_parts, m_there), (v_parts, v_there) = decoded(first, m), decoded(second, v)
     moments = (m, m_parts, first), (v, v_parts, second)
-    of_m, of_v, of_u = stats_numba.adam_errors(*moments, rule.divisor_eps, rule.factor)
+    of_m, of_v, of_u = error_numba.adam_errors(*moments, rule.divisor_eps, rule.factor)
     roots = stats.root(v), stats.root(v_there)
     assert_same_figures(of_m, stats.moment_error(m, m_there, decode_scales(m_parts["scales"])))
     assert_same_figures(of_v, stats.moment_error(v, v_there, decode_scales(v_parts["scales"]), roots))

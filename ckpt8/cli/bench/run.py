@@ -3,8 +3,6 @@
 Each operation runs in a process of its own, in turn with the others. A first round brings the source into the page
 cache and measures memory, which takes time; the report has medians and ranges of the rounds that follow. Each operation
 flushes its output to the disk, and removes it afterwards.
-
-Reads sizes as people write them, and finds free room on disks and in memory.
 """
 
 from __future__ import annotations
