@@ -4,16 +4,14 @@ What the caller of resume gave: one live object, or several as a list, a tuple o
 
 Which entry of a checkpoint belongs to which of several live objects.
 
-A path that was given decides. Then come the keys of a dict: as the path of an entry or the end of it, else by the stem
-that is left of both without words such as ``net`` or ``optimizer``: ``netG`` is ``optimizer_G``. For the rest decides
-what fits, by names and shapes; of several optimizers that fit, the one that the file has for the weights of the live
-one. What fits alike is refused: order decides nothing.
+A path that was given decides. Then come the keys of a dict, as the path of an entry or the end of it. For the rest
+decides what fits, by names and shapes; of several optimizers that fit, the one that the file has for the weights of the
+live one. What fits alike is refused: order decides nothing.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -161,14 +159,6 @@ def _refuse_sharded(label: str, kinds: Iterable[str]) -> None:
 
 
 _SHOWN = 10
-_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_COMMON = frozenset(
-    {
-        *("state", "dict", "sd", "model", "models", "net", "nets", "network", "networks", "module", "weights"),
-        *("optimizer", "optimizers", "optim", "optims", "opt", "opts", "checkpoint"),
-    }
-)
-"""Words of keys that say what kind of thing an entry is, and not whose."""
 
 Fits = Callable[[int, Candidate], int]
 """How well a candidate fits the object of a number: 0 for not at all."""
@@ -234,21 +224,12 @@ class _Matching:
                 self._choose(number, found[0])
 
     def by_key(self) -> None:
-        keys = self._given.keys or []
-        for number, key in enumerate(keys):
+        for number, key in enumerate(self._given.keys or ()):
             if number not in self.chosen:
                 same = [each for each in self._candidates if each.path == key]
                 same = same or [each for each in self._candidates if f".{each.path}".endswith(f".{key}")]
                 if len(same) == 1:
                     self._choose(number, same[0])
-        open_numbers, open_candidates = self._open()
-        stems = {number: _stem(keys[number]) for number in open_numbers} if keys else {}
-        for number, stem in stems.items():
-            same = [each for each in open_candidates if stem and _stem(each.path) == stem]
-            if len(same) > 1:
-                same = [each for each in same if self._fits(number, each)]
-            if len(same) == 1 and list(stems.values()).count(stem) == 1:
-                self._choose(number, same[0])
 
     def by_fit(self) -> None:
         while self._settle_one():
@@ -317,12 +298,6 @@ def _weights_in(model: Candidate) -> Weights:
     return {(ref.key, ref.offset) for ref in model.node.values() if isinstance(ref, TensorRef)}
 
 
-def _stem(path: str) -> tuple[str, ...]:
-    """What a path says beside the kind of thing, as lower-case words: ``optimizer_G`` and ``netG`` are both ``g``."""
-    words: Sequence[str] = [word.lower() for word in _WORDS.findall(path)]
-    return tuple(word for word in words if word not in _COMMON)
-
-
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
@@ -354,10 +329,10 @@ def resume(
     ``optimizer_states.0``. ``member`` chooses a file of a directory.
 
     Several models or optimizers come as a list, or as a dict by name: ``model={"netG": G, "netD": D}``. A name finds
-    the entry with this key, or this stem: ``netG`` finds ``optimizer_G``. Others find the entry that they fit, by the
-    names and shapes of their parameters; of several optimizers alike, the one that belongs to the weights which its
-    parameters take, by the keys of the file. Never their order decides: where that leaves a choice, UsageError asks for
-    ``model_at`` or ``optimizer_at``, which are then a list or a dict too.
+    the entry with this key. Others find the entry that they fit, by the names and shapes of their parameters; of
+    several optimizers alike, the one that belongs to the weights which its parameters take, by the keys of the file.
+    Never their order decides: where that leaves a choice, UsageError asks for ``model_at`` or ``optimizer_at``, which
+    are then a list or a dict too.
 
     The rest is the tree without the entries that were used, on the CPU; what held nothing else is missing too. Objects
     of classes that are not imported are ``ckpt8.Inert`` in it: see ``checkpoint.sources.objects``. Nothing that holds

@@ -87,8 +87,8 @@ def test_dicts_find_their_keys_though_all_have_one_shape(layout, name, tmp_path)
     there = Gan(1, trained=True, widths=(24, 24), makes=(adamw, adamw))
     here = Gan(7, trained=False, widths=(24, 24), makes=(adamw, adamw))
     path = saved(tmp_path, LAYOUTS[layout](*there.states()), name)
-    given = {"D": here.nets[1], "G": here.nets[0]}, {"netD": here.optimizers[1], "netG": here.optimizers[0]}
-    ckpt8.resume(path, model=given[0], optimizer=given[1])
+    models = dict(zip(reversed(PATHS[layout]), reversed(here.nets), strict=True))
+    ckpt8.resume(path, model=models, optimizer={"discriminator": here.optimizers[1], "generator": here.optimizers[0]})
     assert here.equals(there)
 
 
