@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 from ckpt8.core import backend as backends
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
@@ -69,17 +69,8 @@ TILE = 1 << 18
 """Elements that a codec handles at once, so that its temporaries stay in the L2 cache."""
 
 
-class HasLayout(Hashable, Protocol):
-    """A codec, as far as cutting needs it."""
-
-    def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
-        """As ``Codec.layout``."""
-
-
 @lru_cache(maxsize=256)
-def pieces(
-    codec: HasLayout, dtype: DType, numel: int, step: int = TILE
-) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
+def pieces(codec: Codec, dtype: DType, numel: int, step: int = TILE) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
     """Cut a flat tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
     found = []
     part_start = dict.fromkeys(codec.layout(TensorSpec("", Role.OTHER, dtype, (numel,))), 0)

@@ -22,7 +22,6 @@ from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, symbols
-from ckpt8.container.differences import difference
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
@@ -133,7 +132,7 @@ class ChunkEncoder:
     def __init__(self, checkpoint: Checkpoint, *, measure: bool, base: OpenBase | None = None) -> None:
         self._checkpoint = checkpoint
         self._base = base
-        self._backend = for_checkpoint(checkpoint.storages)
+        self._backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
         self._meter = ErrorMeter(checkpoint)
         self._measures = measure
 
@@ -230,7 +229,7 @@ class ChunkEncoder:
         if base is None:
             return parts
         try:
-            return difference(parts, base, self._backend)
+            return symbols.difference(parts, base, self._backend)
         except RefusedError as exc:
             exc.storage = stream.index
             raise

@@ -41,10 +41,9 @@ from ckpt8.compressing.spending import balance, left_over
 from ckpt8.container import frames, header, symbols
 from ckpt8.container.bases import find_base
 from ckpt8.container.columns import is_unicode
-from ckpt8.container.differences import difference
 from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, links_in
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
-from ckpt8.container.reader import ContainerReader, predicted_parts
+from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.reading import find_sharded
 from ckpt8.core.arguments import described, is_path
 from ckpt8.core.closing import Closing
@@ -92,7 +91,7 @@ class OpenBase(Closing):
     def parts(self, storage: int, chunk: int, codec: Codec) -> Parts:
         """What the parts of a chunk under ``codec`` count from. Raises BrokenBaseError. Thread-safe."""
         try:
-            return predicted_parts(codec, self.reader, storage, chunk)
+            return self.reader.parts_under(codec, storage, chunk)
         except InputError as exc:
             raise BrokenBaseError(str(exc)) from exc
 
@@ -467,7 +466,7 @@ def _try(each: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
     expected = codec.layout(replace(stream.spec, shape=(count,)))
     below = {name: part[: expected[name].numel] for name, part in base.parts(each.partner, chunk, codec).items()}
     try:
-        parts = difference(codec.encode(x, first=first, inherited=below), below)
+        parts = symbols.difference(codec.encode(x, first=first, inherited=below), below)
     except RefusedError:
         return None
     nbytes = _stored_bytes(parts) * stream.spec.numel / count

@@ -61,7 +61,7 @@ class ErrorMeter:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.backend = for_checkpoint(checkpoint.storages)
+        self.backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
         self._last: tuple[Parameter, _Factors] | None = None
 
     def measure(self, unit: Unit, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import Companions, Run
@@ -22,7 +22,6 @@ from ckpt8.codecs.lossless import RAW_PART
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
 from ckpt8.container import bases, header
 from ckpt8.container.checks import (
-    Base,
     Locator,
     Places,
     check_companions,
@@ -43,10 +42,7 @@ from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, Source
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     import torch
-
 
 _KEPT = 16
 """Packs that a thread keeps: more than a checkpoint has roles and element types."""
@@ -114,100 +110,70 @@ class PackReader:
         return found
 
 
-class Chunks(Protocol):
-    """An open container."""
+class Base(Closing):
+    """The base of the container ``delta``, which ``deltas`` opens. Thread-safe."""
 
-    def codec(self, storage: int) -> Codec:
-        """The codec of a storage."""
+    def __init__(self, delta: ContainerReader, open_base: Callable[[], ContainerReader]) -> None:
+        self._delta = delta
+        self._open = open_base
+        self._reader: ContainerReader | None = None
+        self._problem: InputError | None = None
+        self._lock = threading.Lock()
 
-    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
-        """The parts of one chunk."""
+    def reader(self) -> ContainerReader:
+        """The open base. Raises InputError where it is missing or damaged, or does not fit."""
+        with self._lock:
+            if self._problem is not None:
+                raise self._problem
+            if self._reader is None:
+                try:
+                    self._reader = self._opened()
+                except InputError as exc:
+                    # Each chunk of a delta asks again.
+                    self._problem = exc
+                    raise
+            return self._reader
 
-    def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
-        """One decoded chunk."""
+    def _opened(self) -> ContainerReader:
+        found = self._open()
+        try:
+            _check_base(self._delta, found)
+        except BaseException:
+            found.close()
+            raise
+        return found
 
-
-def read_copy(chunks: Chunks, runs: Iterable[Run], numel: int, dtype: DType) -> torch.Tensor:
-    """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
-    from ckpt8.container import frames
-
-    out = frames.host_bytes(numel * dtype.itemsize).view(dtype.torch)
-    at, last, rounded = 0, (-1, -1), out
-    for storage, start, count in runs:
-        begin, stop = at, at + count
-        if storage is None:
-            fill_padding(out[begin:stop], start)
-            at = stop
-            continue
-        while at < stop:
-            chunk, into = divmod(start + at - begin, header.FRAME)
-            if (storage, chunk) != last:
-                last, rounded = (storage, chunk), _rounded_chunk(chunks, storage, chunk, dtype)
-            length = min(stop - at, header.FRAME - into)
-            out[at : at + length] = rounded[into : into + length]
-            at += length
-    return out
-
-
-def _rounded_chunk(chunks: Chunks, storage: int, chunk: int, dtype: DType) -> torch.Tensor:
-    """One chunk of a master rounded to ``dtype``; to bf16 from its upper parts alone where it has them."""
-    codec = chunks.codec(storage)
-    if codec.upper_parts and dtype is DType.BFLOAT16:
-        return codec.upper(chunks.read_parts(storage, chunk, codec.upper_parts))
-    return round_to(dtype, chunks.read_chunk(storage, chunk))
+    def close(self) -> None:
+        """Close the base, if it is open."""
+        with self._lock:
+            if self._reader is not None:
+                self._reader.close()
 
 
-class _Base(Protocol):
-    @property
-    def backend(self) -> Backend | None: ...
-
-    def codec(self, storage: int) -> Codec: ...
-
-    def chunk_spec(self, storage: int, chunk: int) -> TensorSpec: ...
-
-    def read_parts(self, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts: ...
-
-    def where(self, storage: int) -> str: ...
-
-
-def predicted_parts(codec: Codec, base: _Base, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
-    """The parts, all or ``only`` some, that those of a chunk under ``codec`` are compared with.
-
-    They are those of ``storage`` of the base. A lattice with another step or salt counts from the points next to the
-    decoded weights of the base. Raises InputError.
-    """
-    below = base.codec(storage)
-    if codec == below:
-        return base.read_parts(storage, chunk, only)
-    spec, first = base.chunk_spec(storage, chunk), chunk * FRAME
-    elements = below.decode(base.read_parts(storage, chunk), spec, backend=base.backend, first=first)
-    try:
-        parts = codec.encode(elements, backend=base.backend, first=first)
-    except RefusedError as exc:
-        raise InputError(f"{base.where(storage)}: {exc}, and no difference counts from that") from exc
-    return parts if only is None else {name: parts[name] for name in only if name in parts}
+def _check_base(delta: ContainerReader, base: ContainerReader) -> None:
+    """Raise InputError unless the chain of ``delta`` is that of ``base``, and each difference has its partner there."""
+    record, below = delta.manifest.base, base.manifest.base
+    seal = base.seal.hex()
+    key, place, links = (seal, 0, 0) if below is None else (below.key, below.place, below.links)
+    if record is None or record.seal != seal:
+        raise InputError(f"{delta.path}: its base {base.path} was replaced while it was opened")
+    if record.key != key or record.links != links + 1 or record.place <= place:
+        raise InputError(f"{delta.path}: its place in its chain does not fit that of its base {base.path}")
+    for index, own in enumerate(delta.manifest.storages):
+        if own.base is not None and (problem := _partner_problem(delta, index, base, own.base)) is not None:
+            raise InputError(f"{delta.path}: {own.name}: {problem} in its base {base.path}")
 
 
-class _Reader(Protocol):
-    def codec(self, storage: int) -> Codec: ...
-
-    def chunk_spec(self, storage: int, chunk: int) -> TensorSpec: ...
-
-    def read_chunk(self, storage: int, chunk: int) -> torch.Tensor: ...
-
-
-def expanded(reader: _Reader, storage: int, chunk: int) -> Parts:
-    """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
-    factored = reader.codec(storage).factored
-    if not factored:
-        return {}
-    from ckpt8.codecs.factored import expand
-
-    first, numel = chunk * FRAME, reader.chunk_spec(storage, chunk).numel
-    return {
-        name: expand(each, reader.read_chunk(each.rows, 0), reader.read_chunk(each.columns, 0), first, numel)
-        for name, each in factored.items()
-    }
+def _partner_problem(
+    delta: ContainerReader, index: int, own: StorageRecord, base: ContainerReader, at: int
+) -> str | None:
+    """Why a storage is no difference to that ``at`` the index in the base; None if it may be."""
+    if at >= len(base.manifest.storages):
+        return "has no partner"
+    own, partner = delta.manifest.storages[index], base.manifest.storages[at]
+    if partner.pack is not None or (partner.dtype, partner.numel) != (own.dtype, own.numel):
+        return "has a partner of another type or size"
+    return None if delta.codec(index).counts_from(base.codec(at)) else "has a partner with another codec"
 
 
 class ContainerReader(Closing):
@@ -231,7 +197,7 @@ class ContainerReader(Closing):
         self.path = path
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._kernels = kernels
-        self._base: Base[ContainerReader] | None = None
+        self._base: Base | None = None
         self._file = SourceFile(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
         self._codecs: dict[int | Pack, Codec] = {}
         self._packs = PackReader(self.pack_codec, self._read_pack_part)
@@ -246,7 +212,8 @@ class ContainerReader(Closing):
     def _open(self) -> None:
         entries, stored = self._open_header()
         self.manifest = self._open_manifest(stored)
-        self.backend = for_checkpoint(self.manifest.storages) if self._kernels else "torch"
+        nbytes = sum(record.nbytes for record in self.manifest.storages)
+        self.backend = for_checkpoint(nbytes) if self._kernels else "torch"
         self.places = self._locate({entry.name: entry for entry in entries})
         check_references(self.manifest, self.codec, str(self.path))
         check_companions(self.manifest, self.codec, str(self.path))
@@ -367,13 +334,30 @@ class ContainerReader(Closing):
             return self._packs.parts(record, only), {}
         if base is None:
             return self._read_own(storage, chunk, only, reuse=reuse)
-        from ckpt8.container.differences import total
-        from ckpt8.container.symbols import unpack_parts
+        from ckpt8.container.symbols import total, unpack_parts
 
         # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
-        below, where = predicted_parts(self.codec(storage), *base, chunk, only), self.where(storage)
+        reader, index = base
+        below, where = reader.parts_under(self.codec(storage), index, chunk, only), self.where(storage)
         own = unpack_parts(*self._read_own(storage, chunk, only, reuse=True), where, self.backend)
         return total(own, below, where, self.backend), {}
+
+    def parts_under(self, codec: Codec, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+        """The parts, all or ``only`` some, that those of a chunk of a delta under ``codec`` are compared with.
+
+        They are those of ``storage``. A lattice with another step or salt counts from the points next to its decoded
+        weights. Raises InputError.
+        """
+        own = self.codec(storage)
+        if codec == own:
+            return self.read_parts(storage, chunk, only)
+        spec, first = self.chunk_spec(storage, chunk), chunk * FRAME
+        elements = own.decode(self.read_parts(storage, chunk), spec, backend=self.backend, first=first)
+        try:
+            parts = codec.encode(elements, backend=self.backend, first=first)
+        except RefusedError as exc:
+            raise InputError(f"{self.where(storage)}: {exc}, and no difference counts from that") from exc
+        return parts if only is None else {name: parts[name] for name in only if name in parts}
 
     def base_of(self, storage: int) -> tuple[ContainerReader, int] | None:
         """The base of a storage that is kept as a difference, open, and its index there. Raises InputError."""
@@ -390,7 +374,7 @@ class ContainerReader(Closing):
         copied: Parts = {}
         if codec.copied is not None:
             runs = codec.copied.cut(chunk * header.FRAME, spec.numel)
-            copied[ROUNDED] = read_copy(self, runs, spec.numel, codec.copied.rounded_type(spec.dtype))
+            copied[ROUNDED] = self._read_copy(runs, spec.numel, codec.copied.rounded_type(spec.dtype))
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         places, where = self.places[storage], self.where(storage)
@@ -399,6 +383,34 @@ class ContainerReader(Closing):
         }
         packings = {part: packing for part, (_, packing) in found.items() if packing is not None}
         return copied | {part: x for part, (x, _) in found.items()}, packings
+
+    def _read_copy(self, runs: Iterable[Run], numel: int, dtype: DType) -> torch.Tensor:
+        """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
+        from ckpt8.container import frames
+
+        out = frames.host_bytes(numel * dtype.itemsize).view(dtype.torch)
+        at, last, rounded = 0, (-1, -1), out
+        for storage, start, count in runs:
+            begin, stop = at, at + count
+            if storage is None:
+                fill_padding(out[begin:stop], start)
+                at = stop
+                continue
+            while at < stop:
+                chunk, into = divmod(start + at - begin, FRAME)
+                if (storage, chunk) != last:
+                    last, rounded = (storage, chunk), self._rounded_chunk(storage, chunk, dtype)
+                length = min(stop - at, FRAME - into)
+                out[at : at + length] = rounded[into : into + length]
+                at += length
+        return out
+
+    def _rounded_chunk(self, storage: int, chunk: int, dtype: DType) -> torch.Tensor:
+        """One chunk of a master rounded to ``dtype``; to bf16 from its upper parts alone where it has them."""
+        codec = self.codec(storage)
+        if codec.upper_parts and dtype is DType.BFLOAT16:
+            return codec.upper(self.read_parts(storage, chunk, codec.upper_parts))
+        return round_to(dtype, self.read_chunk(storage, chunk))
 
     def where(self, storage: int) -> str:
         """How messages name a storage."""
@@ -459,12 +471,25 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        found = expanded(self, storage, chunk)
+        found = self.expanded(storage, chunk)
         place, lent = vars(self._local).pop("lent", (None, None))
         for name, other in self.codec(storage).companion_storages.items():
             elements = lent if place == (other, chunk) else self.read_chunk(other, chunk)
             found[name] = elements.float()
         return found
+
+    def expanded(self, storage: int, chunk: int) -> Parts:
+        """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
+        factored = self.codec(storage).factored
+        if not factored:
+            return {}
+        from ckpt8.codecs.factored import expand
+
+        first, numel = chunk * FRAME, self.chunk_spec(storage, chunk).numel
+        return {
+            name: expand(each, self.read_chunk(each.rows, 0), self.read_chunk(each.columns, 0), first, numel)
+            for name, each in factored.items()
+        }
 
     def lend(self, storage: int, chunk: int, elements: torch.Tensor) -> None:
         """Give this thread the decoded ``elements`` of a chunk: the next one that it decodes may need them."""

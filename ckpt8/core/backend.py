@@ -10,11 +10,11 @@ With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ckpt8.core.errors import UsageError
 
@@ -84,14 +84,6 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
     return "triton" if requested == "triton" else "numba"
 
 
-class Sized(Protocol):
-    """A storage of a checkpoint, or the record of one."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-
-
 _whole: ContextVar[int] = ContextVar("whole", default=0)
 
 
@@ -108,9 +100,9 @@ def part_of(nbytes: int) -> Iterator[None]:
         _whole.reset(before)
 
 
-def for_checkpoint(storages: Iterable[Sized]) -> Backend | None:
-    """The backend to request on a CPU for a checkpoint of these ``storages``; None leaves the choice to each tensor."""
-    return None if max(sum(storage.nbytes for storage in storages), _whole.get()) >= LEAST_FOR_NUMBA else "torch"
+def for_checkpoint(nbytes: int) -> Backend | None:
+    """The backend to request on a CPU for a checkpoint of so many bytes; None leaves the choice to each tensor."""
+    return None if max(nbytes, _whole.get()) >= LEAST_FOR_NUMBA else "torch"
 
 
 def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:

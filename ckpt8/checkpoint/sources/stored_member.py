@@ -18,7 +18,7 @@ from ckpt8.container import header
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
-from ckpt8.container.reader import ContainerReader, expanded
+from ckpt8.container.reader import ContainerReader
 from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
@@ -216,6 +216,6 @@ class StoredParts:
             chunk * FRAME,
             *reader.read_packed(index, chunk),
             companions,
-            expanded(reader, index, chunk),
+            reader.expanded(index, chunk),
             reader.where(index),
         )
