@@ -209,8 +209,8 @@ def _targets(src: Path, output: Path | None) -> tuple[Path | None, Path]:
 def _preview_one(
     src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
 ) -> None:
+    from ckpt8.chaining.chain import job_for
     from ckpt8.chaining.jobs import Job, Settings, finishing
-    from ckpt8.chaining.several import job_for
     from ckpt8.cli.jobs import run_jobs
 
     _, target = _targets(src, output)
@@ -236,8 +236,8 @@ def _compress_now(
 
     is_there = False
     if remove:
+        from ckpt8.chaining.chain import job_for
         from ckpt8.chaining.jobs import Settings, refuse_removal, remove_verified
-        from ckpt8.chaining.several import job_for
         from ckpt8.compressing.compressor import no_progress
 
         refuse_removal(src)
@@ -278,8 +278,8 @@ def _compress_many(
     as_json: bool,
     dry: bool,
 ) -> None:
+    from ckpt8.chaining.chain import collected
     from ckpt8.chaining.jobs import Settings
-    from ckpt8.chaining.several import collected
     from ckpt8.cli.jobs import run_jobs
 
     elapsed = stopwatch()

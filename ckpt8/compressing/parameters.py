@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
 from ckpt8.checkpoint.meaning.roles import ParameterState
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise, rule_of
-from ckpt8.checkpoint.scalars import read_settings
-from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
+from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
 from ckpt8.core.tensors import DType, TensorSpec
 from ckpt8.optim.card import Card, Form
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE

@@ -164,9 +164,7 @@ def _check_base(delta: ContainerReader, base: ContainerReader) -> None:
             raise InputError(f"{delta.path}: {own.name}: {problem} in its base {base.path}")
 
 
-def _partner_problem(
-    delta: ContainerReader, index: int, own: StorageRecord, base: ContainerReader, at: int
-) -> str | None:
+def _partner_problem(delta: ContainerReader, index: int, base: ContainerReader, at: int) -> str | None:
     """Why a storage is no difference to that ``at`` the index in the base; None if it may be."""
     if at >= len(base.manifest.storages):
         return "has no partner"

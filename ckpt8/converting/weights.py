@@ -18,9 +18,8 @@ import torch
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, weight_checks
-from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.composite import Composite, Streamer, computed
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import TensorRef, read_scalar
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP

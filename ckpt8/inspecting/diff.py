@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt8.checkpoint.meaning.roles import unique_name
-from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.checkpoint.tree import Checkpoint, TensorRef, format_path, iter_nodes
+from ckpt8.checkpoint.tree import Checkpoint, TensorRef, format_path, iter_nodes, read_scalar
 from ckpt8.container.frames import FRAME, bytes_of
 from ckpt8.core.arguments import checked
 from ckpt8.core.closing import without_collection

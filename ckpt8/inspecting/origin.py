@@ -22,9 +22,8 @@ from ckpt8.checkpoint.meaning.names import RankFile, rank_file
 from ckpt8.checkpoint.meaning.nodes import dict_groups, is_optimizer
 from ckpt8.checkpoint.meaning.parameter_names import SLICE, in_model_order, layer_of, plain_path, whole_tensor
 from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
-from ckpt8.checkpoint.tree import Checkpoint, format_path, iter_nodes
+from ckpt8.checkpoint.tree import Checkpoint, format_path, iter_nodes, read_scalar
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.container.manifest import DCP, FILE, Manifest
 from ckpt8.core.errors import InputError

@@ -32,11 +32,10 @@ from ckpt8.checkpoint.meaning.replayed import Order, Replayed, find_rule
 from ckpt8.checkpoint.meaning.trained import Pairs
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
 from ckpt8.checkpoint.readers import READERS
-from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef, read_settings
 from ckpt8.codecs.error_stats import ErrorStats
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader

@@ -25,8 +25,7 @@ from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.entries import tree_of_head
 from ckpt8.checkpoint.replacing import TRAINER_STATE, is_one_checkpoint, may_be_checkpoint, parts_in, step_in_path
-from ckpt8.checkpoint.scalars import number_of
-from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes
+from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes, number_of
 from ckpt8.codecs.error_stats import StepError, read_step_error
 from ckpt8.container.bases import KEPT, is_kept_name
 from ckpt8.container.columns import Fields

@@ -23,9 +23,8 @@ from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import Entry, kept
 from ckpt8.checkpoint.replacing import TRAINER_STATE, epoch_in_name
-from ckpt8.checkpoint.scalars import read_scalar
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.tree import Checkpoint, Components, TensorRef, iter_nodes
+from ckpt8.checkpoint.tree import Checkpoint, Components, TensorRef, iter_nodes, read_scalar
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.container import bases
 from ckpt8.container.header import is_container

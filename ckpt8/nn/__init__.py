@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 from ckpt8.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from ckpt8.nn.conversion import HEADS as HEADS
-    from ckpt8.nn.conversion import switchback as switchback
-    from ckpt8.nn.conversion import to_linear as to_linear
+    from ckpt8.nn.linear import HEADS as HEADS
     from ckpt8.nn.linear import SwitchBackLinear as SwitchBackLinear
+    from ckpt8.nn.linear import switchback as switchback
+    from ckpt8.nn.linear import to_linear as to_linear
 
 __all__ = ["HEADS", "SwitchBackLinear", "switchback", "to_linear"]
 
 _LOCATIONS = {
-    "HEADS": "ckpt8.nn.conversion:HEADS",
+    "HEADS": "ckpt8.nn.linear:HEADS",
     "SwitchBackLinear": "ckpt8.nn.linear:SwitchBackLinear",
-    "switchback": "ckpt8.nn.conversion:switchback",
-    "to_linear": "ckpt8.nn.conversion:to_linear",
+    "switchback": "ckpt8.nn.linear:switchback",
+    "to_linear": "ckpt8.nn.linear:to_linear",
 }
 
 __getattr__ = lazy_names(__name__, lambda: _LOCATIONS)

@@ -17,8 +17,8 @@ from faults_kit import digest
 
 import ckpt8
 from ckpt8.chaining import jobs as removal
+from ckpt8.chaining.chain import collected
 from ckpt8.chaining.jobs import Settings, finishing, remove_verified
-from ckpt8.chaining.several import collected
 from ckpt8.compressing import deltas
 from ckpt8.container.reader import ContainerReader
 

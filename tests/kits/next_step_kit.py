@@ -13,9 +13,8 @@ from torch import nn
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.replayed import find_rule
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.scalars import read_settings
 from ckpt8.checkpoint.sources.composite import Streamer
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import TensorRef, read_settings
 
 INNER = ("optimizer", "base_optimizer")
 """Where wrappers keep the optimizer that takes the step, on gradients of their own."""

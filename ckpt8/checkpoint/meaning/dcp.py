@@ -25,8 +25,7 @@ from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import Place, Slice
 from ckpt8.checkpoint.readers.dcp.names import StateKey
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.scalars import read_scalar
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import TensorRef, read_scalar
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS
 

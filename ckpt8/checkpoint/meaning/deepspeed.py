@@ -25,8 +25,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
 from ckpt8.checkpoint.meaning.update_rules import recognise
-from ckpt8.checkpoint.scalars import read_scalar
-from ckpt8.checkpoint.tree import Checkpoint, Inert, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint, Inert, TensorRef, read_scalar
 from ckpt8.core.tensors import Role
 from ckpt8.optim.known_optimizers import setting_names
 

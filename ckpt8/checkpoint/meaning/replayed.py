@@ -249,7 +249,7 @@ _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of r
 def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> Replayed | str:
     """The rule of one parameter from its saved state and group, or why there is no replay.
 
-    Numbers in tensors must have been read, see ``scalars.read_settings``.
+    Numbers in tensors must have been read, see ``tree.read_settings``.
     """
     found = identify_state(state, group)
     if found is None or found[1].update is None:

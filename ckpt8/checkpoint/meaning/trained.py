@@ -16,8 +16,7 @@ from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.scalars import read_settings
-from ckpt8.checkpoint.tree import Checkpoint, Labelled, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint, Labelled, TensorRef, read_settings
 
 _RANK = re.compile(r"(rank|shard)[_-]?\d+(?:_\d+)*")
 """The part of a path that numbers the processes that saved one optimizer together."""

@@ -16,10 +16,9 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.deepspeed import common_step, groups_of, param_of
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.scalars import is_setting
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import TensorRef, is_setting
 from ckpt8.converting.choice import Content, adopt_member
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import contiguous_stride

@@ -17,8 +17,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers.dcp.names import GROUPS, PARAMETERS, STATE
-from ckpt8.checkpoint.scalars import is_setting
-from ckpt8.checkpoint.tree import TensorRef, format_path
+from ckpt8.checkpoint.tree import TensorRef, format_path, is_setting
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import SIDE_STATE, STATE_ROLES, TENSORS, WHOLE_SHAPE

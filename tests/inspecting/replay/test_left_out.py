@@ -10,8 +10,7 @@ from torch import nn
 
 import ckpt8
 from ckpt8.checkpoint.meaning.replayed import Replayed, find_rule
-from ckpt8.checkpoint.scalars import is_setting, read_settings
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import TensorRef, is_setting, read_settings
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType
 
