@@ -1,13 +1,12 @@
-"""Converts packed state to plain state and back: pure functions on state dicts and tensors.
+"""Converts packed state to plain state: pure functions on state dicts and tensors.
 
 Packed state is what an optimizer of ``ckpt8.optim`` keeps: moments as codes and scales, and residuals or masters that
 complete 16-bit parameters to fp32 weights. Plain state is what the published classes keep: moments in fp32, with groups
 and steps in their layout.
 
     unpack(packed state dict)             returns a state dict that torch, optimi, came-pytorch or lion-pytorch loads
-    pack(plain state dict, optimizer)     returns a state dict that ``optimizer`` loads
     adamw_to_stable_adamw, and back       convert the moments of a run to the other convention of bias
-    split_weight, join_weight, ...        convert between fp32 weights, and bf16 parameters with residuals
+    join_weight                           returns the fp32 weights of bf16 parameters with residuals
 
 StableAdamW stores bias-corrected moments: Adam's, divided by 1 - beta^t at step t (Wortsman et al., appendix).
 
@@ -26,8 +25,7 @@ from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.known_optimizers import CARDS, SIDE_STATE, SPELLINGS
-from ckpt8.optim.packed import PackedOptimizer
-from ckpt8.optim.packed_tensor import Moment, read_master, residual_codes, residual_dtype, write_master
+from ckpt8.optim.packed_tensor import Moment, read_master
 
 _EXACT_IN_FP32 = 1 << 24
 _STEPS = 1 << 62
@@ -136,44 +134,8 @@ def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence
 
 
 StateDict = dict[str, Any]
-_MAGNITUDE = 0x7FFFFFFF
-"""Masks all bits of an fp32 number but its sign."""
-
-_HALF_ULP = 1 << 15
-"""Half the distance between two neighbouring bf16 numbers, counted in neighbouring fp32 numbers."""
-
 
 # --- weights ------------------------------------------------------------------------------------------------------
-
-
-def split_weight(weight: torch.Tensor, codec: Codec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 parameter and its residual (int8 for split24, int16 for split32), shaped as the fp32 ``weight``."""
-    flat = weight.detach().float().contiguous().view(-1)
-    param = torch.empty(flat.shape, dtype=torch.bfloat16, device=flat.device)
-    residual = torch.empty(flat.shape, dtype=residual_dtype(codec), device=flat.device)
-    write_master(flat, param, residual, codec, bits=None)
-    return param.view(weight.shape), residual.view(weight.shape)
-
-
-def residual_of(master: torch.Tensor, param: torch.Tensor, codec: Codec) -> torch.Tensor:
-    """The residual that completes a bf16 parameter to the fp32 weights that it is the rounding of.
-
-    A weight half way between two bf16 numbers may be rounded to either, since programs differ. ``join_weight`` may then
-    give the fp32 number next to it. A weight so small that it rounds to zero takes the sign of its parameter. Raises
-    UsageError where a parameter is not its weight rounded.
-    """
-    weight_bits = master.detach().float().contiguous().view(-1).view(torch.int32)
-    param_bits = param.detach().reshape(-1).view(torch.int16).to(torch.int32) << 16
-    distance = (weight_bits & _MAGNITUDE) - (param_bits & _MAGNITUDE)
-    other_sign = ((weight_bits ^ param_bits) < 0) & ((param_bits & _MAGNITUDE) != 0)
-    if bool(((distance.abs() > _HALF_ULP) | other_sign).any()):
-        raise UsageError("the bf16 parameters are not the master weights rounded; set them with split_weight first")
-    if codec.codes is not None:
-        residual = residual_codes(distance, codec.codes.highest, noise=None).to(torch.int8)
-    else:
-        # int16 lacks +2^15, which a half rounded down needs: split32 itself rounds halves up.
-        residual = distance.clamp_(-_HALF_ULP, _HALF_ULP - 1).to(torch.int16)
-    return residual.view(param.shape)
 
 
 def join_weight(param: torch.Tensor, residual: torch.Tensor | None, codec: Codec) -> torch.Tensor:
@@ -193,7 +155,7 @@ def bf16_from_planes(parts: Parts) -> torch.Tensor:
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-# --- packed <-> plain ---------------------------------------------------------------------------------------------
+# --- packed -> plain ----------------------------------------------------------------------------------------------
 
 
 def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -233,60 +195,6 @@ def unpack(
             state[i] = plain_state(group, step, read_moments(states[i], group))
         groups.append(plain_group(group, set(steps.values())))
     return {"state": state, "param_groups": groups}
-
-
-def pack(
-    plain: Mapping[str, Any], optimizer: PackedOptimizer, masters: Mapping[Any, torch.Tensor] | None = None
-) -> StateDict:
-    """A plain state dict in the packed layout of ``optimizer``. Does not modify ``optimizer``.
-
-    Parameters match by their order, as in torch. ``masters`` holds fp32 weights by the ids that ``plain`` gives their
-    parameters; bf16 parameters must be their rounding (see ``split_weight``). For a parameter without one the residual
-    is zero, and the fp32 master of an fp16 parameter is its value. Raises UsageError where groups, keys, shapes or
-    weights do not match.
-    """
-    target = optimizer.state_dict()
-    sizes, expected = ([len(group["params"]) for group in each["param_groups"]] for each in (plain, target))
-    if sizes != expected:
-        raise UsageError(f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}")
-    groups, state = [], {}
-    # Three forms of each group: the optimizer's own, with parameters; the saved one, with its ids; the given one.
-    for own, saved, given in zip(optimizer.param_groups, target["param_groups"], plain["param_groups"], strict=True):
-        groups.append({**saved, **packed_group(given, saved["rule"], optimizer.rule_arguments)})
-        for param, target_id, plain_id in zip(own["params"], saved["params"], given["params"], strict=True):
-            if plain["state"].get(plain_id):
-                master = None if masters is None else masters.get(plain_id)
-                state[target_id] = _packed_state(optimizer, own, param, plain["state"][plain_id], given, master)
-    return {"state": state, "param_groups": groups}
-
-
-def _packed_state(
-    optimizer: PackedOptimizer,
-    group: dict[str, Any],
-    param: torch.Tensor,
-    plain: Mapping[str, Any],
-    given: Mapping[str, Any],
-    master: torch.Tensor | None,
-) -> dict[str, torch.Tensor]:
-    """The packed state of ``param``, in ``group`` of ``optimizer``, from its ``plain`` state in the group ``given``."""
-    state, shape = optimizer.initial_state(group, param), tuple(param.shape)
-    # The moments are views: writing to them fills ``state``.
-    codec, _, moments = optimizer.views(group, param, state)
-    factored = optimizer.factored(shape)
-    state["step"].fill_(step_of(plain, given))
-    if master is not None and "residual" in state:
-        state["residual"].copy_(residual_of(master, param, codec))
-    elif master is not None and "master" in state:
-        state["master"].copy_(master.detach())
-    for name in (*moments, *factored):
-        values = plain.get(name)
-        if not isinstance(values, torch.Tensor) or tuple(values.shape) != factored.get(name, shape):
-            raise UsageError(f"{name} of a parameter of shape {shape} is missing or has another shape")
-        if name in moments:
-            moments[name].write(0, values.numel(), values.detach().float().reshape(-1), bits=None)
-        else:
-            state[name].copy_(values)
-    return state
 
 
 # --- AdamW <-> StableAdamW ------------------------------------------------------------------------------------------

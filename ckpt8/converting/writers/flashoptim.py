@@ -1,4 +1,14 @@
-"""A ``.pt`` whose optimizer is in the layout of flashoptim 0.1.4: see ``optim.flashoptim_layout`` for it.
+"""A ``.pt`` whose optimizer is in the layout of flashoptim (arXiv 2602.23349; package version 0.1.4).
+
+    NAME::quantized   int8 (softsign) or, for exp_avg_sq, uint8 (square root); NAME::scales fp16, groups of 32,
+                      viewed as bf16 where the parameter is bf16
+    error_bits        e / (ulp/2) in 127ths, e = master - parameter, ulp = distance to the next larger value: int8,
+                      cast to the type of the parameter by value
+    step              int64;    group: initial_lr, master_bytewidth (0 or 3), quantize
+
+    scale = max(max|x|, 1e-12) as fp16;   code = rint(Q * phi(x / max|x|)),  phi(n) = 2n/(1+|n|), or n of sqrt(v)
+
+Scales are fp16, so small moments are lost.
 
 Weights become bf16, and 8 ``error_bits`` keep what that loses: FlashAdamW, FlashAdam, FlashSGD and FlashLion with
 ``master_weight_bits=24`` go on from the 24-bit masters. With ``--dtype float32`` weights stay as they are and have no
@@ -18,6 +28,7 @@ from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.sources.composite import Composite, computed
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.companded8 import GROUP
+from ckpt8.codecs.companded8.reference import as_groups, square_root
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.choice import FLOATS, cast, model_tensors
 from ckpt8.converting.request import Report, Request
@@ -25,8 +36,7 @@ from ckpt8.converting.weights import WeightTypes, choose_run, step_number
 from ckpt8.converting.writers.torch_zip import write_torch
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
-from ckpt8.optim.flashoptim_layout import error_bits, quantize
-from ckpt8.optim.known_optimizers import CARDS
+from ckpt8.optim.known_optimizers import CARDS, TENSORS
 
 _BLOCK = 2 * FRAME
 """Elements to quantize at once, which takes several times their size."""
@@ -36,6 +46,9 @@ _KEPT = ("params", "param_names", "initial_lr")
 _REFUSED = ("amsgrad", "maximize", "decouple_lr")
 _MASTER_BYTES = 3
 """Bytes of a master weight: two of the parameter and one of ``error_bits``."""
+
+_SMALLEST_SCALE = 1e-12
+_ERROR_LEVELS = 127
 
 
 def write(request: Request, report: Report) -> None:
@@ -127,12 +140,37 @@ def _quantize(data: Composite, name: str, ref: TensorRef, dtype: DType) -> tuple
     )
 
 
+def quantize(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes shaped as ``x`` and fp16 scales of a moment."""
+    squared = TENSORS[name].slot == "moment2"
+    flat = x.float().reshape(-1)
+    groups = as_groups(square_root(flat) if squared else flat)
+    scales = groups.abs().amax(1).clamp_min(_SMALLEST_SCALE)
+    n = groups / scales.unsqueeze(1)
+    t = n * 255 if squared else (2 * n / (1 + n.abs())) * 127
+    codes = t.round_().clamp_(0 if squared else -127, 255 if squared else 127).to(torch.int32)
+    flat_codes = codes.view(-1)[: x.numel()].to(torch.uint8 if squared else torch.int8)
+    return flat_codes.view(x.shape), scales.half()
+
+
+def error_bits(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """The residual of fp32 master weights over a bf16 or fp16 parameter, as int8."""
+    error = (master - param.float()) / _half_ulp(param)
+    return error.clamp_(-1, 1).mul_(_ERROR_LEVELS).round_().to(torch.int8)
+
+
+def _half_ulp(param: torch.Tensor) -> torch.Tensor:
+    size = param.abs()
+    gap = torch.nextafter(size, torch.full_like(size, float("inf"))).sub(size).float()
+    return gap.mul_(0.5).clamp_min_(torch.finfo(torch.float32).tiny)
+
+
 def _error_bits(data: Composite, weight: TensorRef, dtype: DType) -> TensorRef:
     """The difference between an fp32 weight and its parameter, in 127ths of half a step, cast to ``dtype`` by value."""
 
     def compute(start: int, stop: int) -> torch.Tensor:
         master = data.elements(weight, start, stop)
-        return error_bits(master, master.to(dtype.torch), torch.int8).to(dtype.torch)
+        return error_bits(master, master.to(dtype.torch)).to(dtype.torch)
 
     return computed(data, dtype, weight.shape, compute, _BLOCK)
 
