@@ -37,7 +37,6 @@ from ckpt8.compressing.unit_errors import (
     TiledErrors,
     UnitErrors,
     cuts_of,
-    errors_of,
     measure_packed,
     tiles_of,
 )
@@ -80,9 +79,8 @@ class ErrorMeter:
         if whole:
             decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend, source, reuse=True)
         elif self._has_kernels(unit, originals):
-            found = measure_packed(unit, originals, parts)
-            errors.merge(errors_of(found))
-            done = found.done
+            done, found = measure_packed(unit, originals, parts)
+            errors.merge(found)
         factors = self._factors(unit.parameter)
         # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
         step = done or (TILE if originals[0].device.type == "cpu" else FRAME)

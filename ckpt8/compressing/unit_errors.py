@@ -118,16 +118,6 @@ _TILE = 1 << 17
 """Elements of a unit under a budget that are in memory more than once at a time: as many as fit the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class OnePass:
-    """The errors of the first ``done`` elements of a chunk: by stream index, of the update, and in steps."""
-
-    done: int = 0
-    streams: Mapping[int, ErrorStats] = field(default_factory=dict)
-    update: UpdateError | None = None
-    steps: StepError | None = None
-
-
 def cuts_of(stream: Stream, numel: int, step: int) -> list[Mapping[str, slice]]:
     """The slices of the parts of every run of ``step`` elements; empty ones of a codec that takes chunks whole."""
     if stream.codec.by_chunk:
@@ -135,8 +125,8 @@ def cuts_of(stream: Stream, numel: int, step: int) -> list[Mapping[str, slice]]:
     return [cuts for _, cuts in pieces(stream.codec, stream.spec.dtype, numel, step)]
 
 
-def measure_packed(unit: Unit, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> OnePass:
-    """Decode and measure the first elements of a chunk; none of them if there is no kernel for the unit."""
+def measure_packed(unit: Unit, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> tuple[int, UnitErrors]:
+    """Decode and measure the first elements of a chunk; how many these are, 0 if there is no kernel for the unit."""
     from ckpt8.codecs import error_numba
     from ckpt8.codecs.companded8.numba import BLOCK
 
@@ -147,14 +137,14 @@ def measure_packed(unit: Unit, originals: Sequence[torch.Tensor], parts: Sequenc
     only = streams[0].codec
     if only.measured_as == "weight" and only.measured_in_one_pass and len(streams) == 1:
         error = error_numba.weight_error(tensors[0], parts[0], only)  # type: ignore[arg-type]
-        return OnePass(done, {streams[0].index: error})
+        return done, UnitErrors({streams[0].index: error})
     rule = unit.parameter.rule if unit.parameter else None
     places = _adam_places(unit)
     if rule is None or rule.divisor_eps is None or places is None:
-        return OnePass()
+        return 0, UnitErrors()
     first, second = ((tensors[k], parts[k], streams[k].codec) for k in places)
     *found, update = error_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)  # type: ignore[arg-type]
-    return OnePass(done, {streams[k].index: error for k, error in zip(places, found, strict=True)}, update)
+    return done, UnitErrors({streams[k].index: error for k, error in zip(places, found, strict=True)}, update)
 
 
 def _adam_places(unit: Unit) -> tuple[int, int] | None:
@@ -182,7 +172,6 @@ class BudgetedTiles:
 
         self._sums = BudgetedSums()
         self._weight, self._moments, self._rule, self._scales = weight, moments, rule, scales
-        self._done = 0
 
     @classmethod
     def of(cls, unit: Unit) -> BudgetedTiles | None:
@@ -210,15 +199,16 @@ class BudgetedTiles:
         first, second = (pairs[index] for index in self._moments)
         assert self._rule.divisor_eps is not None  # noqa: S101 - as ``of`` found
         self._sums.add(pairs.get(self._weight), first, second, self._rule.divisor_eps)
-        self._done += done
         return done
 
-    def result(self) -> OnePass:
+    def result(self) -> UnitErrors:
         """The errors of all that was added."""
         *found, update, steps = self._sums.errors(self._rule.factor)
         indices = self._weight, *self._moments
-        errors = {index: error for index, error in zip(indices, found, strict=True) if index is not None}
-        return OnePass(self._done, errors, update, self._scales.apply(steps))
+        errors: dict[int, ErrorStats] = {
+            index: error for index, error in zip(indices, found, strict=True) if index is not None
+        }
+        return UnitErrors(errors, update, self._scales.apply(steps))
 
 
 Moments = Mapping[str, torch.Tensor]
@@ -262,11 +252,6 @@ class UnitErrors:
             self.steps.merge(later.steps)
 
 
-def errors_of(found: OnePass) -> UnitErrors:
-    """The same errors as those of a unit."""
-    return UnitErrors(dict(found.streams), found.update, found.steps)
-
-
 @dataclass(frozen=True, slots=True)
 class TiledErrors:
     """Measures the tiles of a chunk in turn: ``tiles`` its whole blocks, ``measure_rest`` what is behind the last."""
@@ -286,6 +271,6 @@ class TiledErrors:
     def result(self) -> UnitErrors:
         """The errors of all tiles."""
         errors = UnitErrors.for_unit(self.unit)
-        errors.merge(errors_of(self.tiles.result()))
+        errors.merge(self.tiles.result())
         errors.merge(self.rest)
         return errors
