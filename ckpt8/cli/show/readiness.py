@@ -1,0 +1,92 @@
+"""Shows ``inspect --readiness`` in a terminal: a verdict for each format, and the figures behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from ckpt8.cli.show.tables import Table, show_table
+from ckpt8.core.text import percent
+from ckpt8.inspecting.facts import ROLE_WORDS
+from ckpt8.inspecting.readiness import RAW, SCALED, snr, snr_text
+
+_COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scaled SNR", "over", "under", "sub")
+
+
+def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool = False) -> None:
+    """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
+    console.print("\n[bold]Low-precision readiness[/]")
+    console.print(_coverage(readiness))
+    for each in readiness["formats"]:
+        console.print(f"[bold]{escape(each['label'])}[/]{escape(each['line'].removeprefix(each['label']))}")
+    show_table(console, _COLUMNS, _rows(readiness["formats"]))
+    if "against" in readiness:
+        _show_measured(console, readiness["against"])
+    if tensors:
+        _show_tensors(console, readiness)
+
+
+def _coverage(readiness: dict[str, Any]) -> str:
+    count, total = readiness["looked_at"], readiness["elements"]
+    if count == total:
+        lines = [f"all {total:,} elements of {len(readiness['tensors']):,} weights and moments"]
+    else:
+        sample = readiness["sample"]
+        lines = [
+            f"a sample of {count:,} of {total:,} elements: of every weight and moment at most {sample['elements']:,} "
+            f"in {sample['windows']} runs; --full reads all"
+        ]
+    if readiness["nonfinite"]:
+        lines.append(f"{readiness['nonfinite']:,} of them are NaN or infinite, and are left out")
+    lines += [f"left out: {count:,} tensors {escape(why)}" for why, count in readiness["left_out"].items()]
+    return "\n".join(lines)
+
+
+def _rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    for each in formats:
+        name, ideal = each["label"], f"{each['ideal_snr_db']:.1f}"
+        for role, report in each["roles"].items():
+            yield name, ideal, ROLE_WORDS[role], *_cells(report[RAW]), *_cells(report[SCALED])
+            name = ideal = ""
+
+
+def _cells(figures: dict[str, Any]) -> Iterator[str]:
+    yield snr(figures["snr_db"])
+    for key in ("overflow", "underflow", "subnormal"):
+        yield percent(figures[key])
+
+
+def _show_measured(console: Console, against: dict[str, Any]) -> None:
+    console.print(f"\n[bold]Measured[/] against {escape(against['path'])}", soft_wrap=True)
+    for role, total in against["roles"].items():
+        console.print(f"{ROLE_WORDS[role]}, {total['tensors']:,} tensors: {escape(snr_text(total))}")
+    if against["unpaired"]:
+        console.print(f"{against['unpaired']:,} tensors have no counterpart of their name and shape in it")
+
+
+def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
+    """Print the SNR of every tensor by format, raw and scaled."""
+    console.print("\n[bold]SNR in dB, raw and scaled[/]")
+    formats = {each["format"]: each["label"] for each in readiness["formats"]}
+    rows = [
+        (
+            tensor["label"],
+            f"{tensor['rms']:.2g}",
+            f"2^{math.frexp(tensor['unit_scale'])[1] - 1}",
+            *(_pair(tensor, name) for name in formats),
+            "-" if tensor["measured"] is None else snr(tensor["measured"]["snr_db"]),
+        )
+        for tensor in readiness["tensors"]
+    ]
+    console.print(Table(("tensor", "RMS", "unit", *formats.values(), "measured"), rows))
+
+
+def _pair(tensor: dict[str, Any], name: str) -> str:
+    if tensor["formats"] is None:
+        return "-"
+    figures = tensor["formats"][name]
+    return f"{snr(figures[RAW]['snr_db'])} {snr(figures[SCALED]['snr_db'])}"
