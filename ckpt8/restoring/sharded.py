@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,22 +72,14 @@ def restore_directory(
     path = Path(target)
     refuse_source(path, source)
     with _opened(source, threads) as opened:
-        names = {member.path: f"{Path(member.path).stem}.distcp" for member in opened.members}
-        written = checkpoint_directory([*names.values(), METADATA])
-        with AtomicDirectory(path, force=force, keep=source / INDEX, check=written) as output:
-            places: dict[MetadataIndex, _StorageInfo] = {}
-            for member in opened.members:
-                with output.new_file(names[member.path]) as descriptor:
-                    out = SliceFile(names[member.path], descriptor, output.guard, places)
-                    _write_tensors(member, out, progress)
-                    _write_values(opened, member.path, out)
-                    if member is opened.members[0]:
-                        write_empty(opened.index, out)
-            metadata = pickle.dumps(metadata_of(opened.index, places))
-            with output.new_file(METADATA) as descriptor, output.guard():
-                write_at(descriptor, memoryview(metadata), 0)
-            output.publish()
-        return Restored(path=path, original=source.resolve().name, other_name=None, replaced=output.replaced)
+        members = {member.path: member for member in opened.members}
+
+        def fill(file: str, out: SliceFile) -> None:
+            _write_tensors(members[file], out, progress)
+            _write_values(opened, file, out)
+
+        replaced = write_plain(path, source, opened.index, members, fill, force=force)
+        return Restored(path=path, original=source.resolve().name, other_name=None, replaced=replaced)
 
 
 class SliceFile:
@@ -111,6 +103,36 @@ class SliceFile:
         self.add(index, content.getbuffer())
 
 
+def write_plain(
+    path: Path,
+    source: Path,
+    index: ShardedIndex,
+    files: Iterable[str],
+    fill: Callable[[str, SliceFile], None],
+    *,
+    force: bool,
+) -> str | None:
+    """Write a plain directory of ``index``; ``fill`` writes the content of one of ``files`` into its new file.
+
+    Returns what was there before. Raises OutputError.
+    """
+    names = {file: f"{Path(file).stem}.distcp" for file in files}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    check = checkpoint_directory([*names.values(), METADATA])
+    with AtomicDirectory(path, force=force, keep=source / INDEX, check=check) as output:
+        for number, (file, name) in enumerate(names.items()):
+            with output.new_file(name) as descriptor:
+                out = SliceFile(name, descriptor, output.guard, places)
+                fill(file, out)
+                if number == 0:
+                    _write_empty(index, out)
+        metadata = pickle.dumps(_metadata_of(index, places))
+        with output.new_file(METADATA) as descriptor, output.guard():
+            write_at(descriptor, memoryview(metadata), 0)
+        output.publish()
+    return output.replaced
+
+
 def _write_tensors(member: DcpMember, out: SliceFile, progress: Progress) -> None:
     streamer = Streamer(member.checkpoint)
     for piece, ref in member.parts:
@@ -132,7 +154,7 @@ def _write_values(opened: _Source, file: str, out: SliceFile) -> None:
                 out.add(MetadataIndex(name, torch.Size(box.offsets)), opened.bytes_of(name, part))
 
 
-def write_empty(index: ShardedIndex, out: SliceFile) -> None:
+def _write_empty(index: ShardedIndex, out: SliceFile) -> None:
     """Append the tensors without elements, which are in no container."""
     for name, tensor in index.tensors.items():
         if not tensor.boxes():
@@ -140,7 +162,7 @@ def write_empty(index: ShardedIndex, out: SliceFile) -> None:
             out.add_tensor(at, torch.empty(tensor.shape, dtype=tensor.dtype.torch))
 
 
-def metadata_of(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:
+def _metadata_of(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:
     """What torch's FileSystemReader reads of a plain directory: all values of ``index``, and where they lie."""
     values: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, tensor in index.tensors.items():

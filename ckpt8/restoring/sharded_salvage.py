@@ -7,31 +7,24 @@ of one, is not: no program can take it for the tensor that was saved. What is lo
 from __future__ import annotations
 
 import os
-import pickle
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
-from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.container.decoding import decode_tensor
-from ckpt8.container.sharded import INDEX
 from ckpt8.container.sharded.damaged import DamagedDirectory
 from ckpt8.container.sharded.index import GlobalTensor, Place, ShardedIndex, Slice
 from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.files.atomic import AtomicDirectory, refuse_source
-from ckpt8.core.files.write_at import write_at
+from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import Restored
 from ckpt8.restoring.salvage import find_lost
-from ckpt8.restoring.sharded import SliceFile, metadata_of, write_empty
+from ckpt8.restoring.sharded import SliceFile, write_plain
 
 _SHOWN = 3
 """Slices of one tensor in a file, and files, that a line tells; the JSON has them all."""
@@ -143,7 +136,12 @@ def salvage_directory(
         if not files:
             first = "".join(f" ({file}: {problem})" for file, problem in list(result.damage.items())[:1])
             raise InputError(f"{source}: no tensor is whole{first}; nothing can be recovered")
-        result.replaced = _write(directory, whole, files, path, force=force, progress=progress)
+
+        def fill(file: str, out: SliceFile) -> None:
+            _write_file(directory, files[file], out, progress)
+
+        names = [file for file in whole.files if file in files]
+        result.replaced = write_plain(path, source, whole, names, fill, force=force)
     return result
 
 
@@ -180,33 +178,6 @@ def _by_file(whole: ShardedIndex) -> dict[str, _Content]:
     for name, place in whole.objects.items():
         found.setdefault(place.file, _Content()).values.append((name, place))
     return found
-
-
-def _write(
-    directory: DamagedDirectory,
-    whole: ShardedIndex,
-    files: Mapping[str, _Content],
-    path: Path,
-    *,
-    force: bool,
-    progress: Progress,
-) -> str | None:
-    """Write the plain directory of ``whole``; return what was there before. Raises OutputError."""
-    names = {file: f"{Path(file).stem}.distcp" for file in whole.files if file in files}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    check = checkpoint_directory([*names.values(), METADATA])
-    with AtomicDirectory(path, force=force, keep=directory.path / INDEX, check=check) as output:
-        for number, (file, name) in enumerate(names.items()):
-            with output.new_file(name) as descriptor:
-                out = SliceFile(name, descriptor, output.guard, places)
-                _write_file(directory, files[file], out, progress)
-                if number == 0:
-                    write_empty(whole, out)
-        metadata = pickle.dumps(metadata_of(whole, places))
-        with output.new_file(METADATA) as descriptor, output.guard():
-            write_at(descriptor, memoryview(metadata), 0)
-        output.publish()
-    return output.replaced
 
 
 def _write_file(directory: DamagedDirectory, content: _Content, out: SliceFile, progress: Progress) -> None:
