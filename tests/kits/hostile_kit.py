@@ -62,14 +62,25 @@ def forget_peak():
         Path("/proc/self/clear_refs").write_text("5")
 
 
+_LOOP, _USUAL = 300_000, 0.02
+"""The length of a loop, and the seconds that it takes on a usual machine that has nothing else to do."""
+
+
+def slowness():
+    """How many times as long as usual a loop takes here and now; at least 1."""
+    start = time.process_time()
+    sum(k * k for k in range(_LOOP))
+    return max((time.process_time() - start) / _USUAL, 1)
+
+
 @contextlib.contextmanager
 def bounded(seconds=SECONDS, memory=MEMORY):
-    """Fail when the body takes longer, or takes more memory than was in use before it."""
+    """Fail when the body takes longer, on a usual machine, or takes more memory than was in use before it."""
     forget_peak()
     before, start = peak_memory(), time.process_time()
     yield
     took, grown = time.process_time() - start, peak_memory() - before
-    assert took < seconds, f"took {took:.1f} s"
+    assert took < seconds or took < seconds * slowness(), f"took {took:.1f} s"
     assert grown < memory, f"took {grown >> 20} MiB"
 
 
