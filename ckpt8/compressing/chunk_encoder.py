@@ -23,7 +23,6 @@ from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, symbols
 from ckpt8.container.symbol_modes import Packing
-from ckpt8.core.backend import for_checkpoint
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.gpu import copy_to_row, row_bytes
@@ -132,8 +131,8 @@ class ChunkEncoder:
     def __init__(self, checkpoint: Checkpoint, *, measure: bool, base: OpenBase | None = None) -> None:
         self._checkpoint = checkpoint
         self._base = base
-        self._backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
         self._meter = ErrorMeter(checkpoint)
+        self._backend = self._meter.backend
         self._measures = measure
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
