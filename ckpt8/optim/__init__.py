@@ -5,7 +5,7 @@
 To add an optimizer, write
 
 1. its rule, a function over blocks of fp32 values (see ``packed_tensor``), and its class, which names the ``rule_id``
-   and the arguments of the constructor: one module here, for example ``lion``;
+   and the arguments of the constructor, in ``optimizers``;
 2. kernels, if it is to have any: one module in ``triton``;
 3. its card in ``known_optimizers``: state, settings, the signs of its saved state, the published classes.
 
@@ -26,13 +26,13 @@ from ckpt8.core.lazy import lazy_names
 from ckpt8.optim.known_optimizers import trained_cards
 
 if TYPE_CHECKING:
-    from ckpt8.optim.adafactor import Adafactor as Adafactor
-    from ckpt8.optim.adamw import Adam as Adam
-    from ckpt8.optim.adamw import AdamW as AdamW
-    from ckpt8.optim.came import CAME as CAME
-    from ckpt8.optim.lion import Lion as Lion
-    from ckpt8.optim.sgd import SGD as SGD
-    from ckpt8.optim.stable_adamw import StableAdamW as StableAdamW
+    from ckpt8.optim.optimizers import CAME as CAME
+    from ckpt8.optim.optimizers import SGD as SGD
+    from ckpt8.optim.optimizers import Adafactor as Adafactor
+    from ckpt8.optim.optimizers import Adam as Adam
+    from ckpt8.optim.optimizers import AdamW as AdamW
+    from ckpt8.optim.optimizers import Lion as Lion
+    from ckpt8.optim.optimizers import StableAdamW as StableAdamW
 
 OPTIMIZERS: tuple[tuple[str, str], ...] = tuple((card.name, card.cls) for card in trained_cards())
 """(name, "module:Class") of every optimizer."""

@@ -169,7 +169,9 @@ def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:
 
 _M = StateTensor("exp_avg", "moment1")
 _V = StateTensor("exp_avg_sq", "moment2")
-_ADAM = Form("ckpt8.optim.adamw:adam", (_M, _V, StateTensor("max_exp_avg_sq", "max_moment2", when="amsgrad")), "adam")
+_ADAM = Form(
+    "ckpt8.optim.optimizers:adam", (_M, _V, StateTensor("max_exp_avg_sq", "max_moment2", when="amsgrad")), "adam"
+)
 _ADAM_SETTINGS = {"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1}
 _ADAM_SIGNS = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_alpha", "use_muon"})
 
@@ -208,15 +210,15 @@ for _card in (
     Card(
         rule_id="came",
         name="CAME",
-        cls="ckpt8.optim.came:CAME",
+        cls="ckpt8.optim.optimizers:CAME",
         settings={"lr": 1, "betas": 3, "eps": 2, "clip_threshold": 1, "weight_decay": 1},
         matrix=Form(
-            "ckpt8.optim.came:came",
+            "ckpt8.optim.optimizers:came",
             (_M, *_rows_and_columns("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")),
             "came",
             "tensor",
         ),
-        vector=Form("ckpt8.optim.came:came_vector", (_M, _V), "momentum", "tensor"),
+        vector=Form("ckpt8.optim.optimizers:came_vector", (_M, _V), "momentum", "tensor"),
         signs=frozenset({"RMS"}),
         kernels="came",
         published=(
@@ -227,9 +229,9 @@ for _card in (
     Card(
         rule_id="stable_adamw",
         name="StableAdamW",
-        cls="ckpt8.optim.stable_adamw:StableAdamW",
+        cls="ckpt8.optim.optimizers:StableAdamW",
         settings=_ADAM_SETTINGS,
-        matrix=Form("ckpt8.optim.stable_adamw:stable_adamw", (_M, _V), "stable_adamw", "tensor"),
+        matrix=Form("ckpt8.optim.optimizers:stable_adamw", (_M, _V), "stable_adamw", "tensor"),
         fixed={"clip_threshold": 1.0},
         signs=frozenset({"beta1", "kahan_comp", "eps_sq"}),  # optimi's AdamW and Adam keep these averages too
         counts=True,
@@ -250,7 +252,7 @@ for _card in (
     Card(
         rule_id="adamw",
         name="AdamW",
-        cls="ckpt8.optim.adamw:AdamW",
+        cls="ckpt8.optim.optimizers:AdamW",
         settings=_ADAM_SETTINGS,
         matrix=_ADAM,
         fixed={"decoupled": True},
@@ -266,7 +268,7 @@ for _card in (
     Card(
         rule_id="adam",
         name="Adam",
-        cls="ckpt8.optim.adamw:Adam",
+        cls="ckpt8.optim.optimizers:Adam",
         settings=_ADAM_SETTINGS,
         matrix=_ADAM,
         fixed={"decoupled": False},
@@ -282,9 +284,11 @@ for _card in (
     Card(
         rule_id="sgd",
         name="SGD",
-        cls="ckpt8.optim.sgd:SGD",
+        cls="ckpt8.optim.optimizers:SGD",
         settings={"lr": 1, "momentum": 1, "dampening": 1, "weight_decay": 1, "nesterov": 1},
-        matrix=Form("ckpt8.optim.sgd:sgd", (StateTensor("momentum_buffer", "moment1", when="momentum"),), "momentum"),
+        matrix=Form(
+            "ckpt8.optim.optimizers:sgd", (StateTensor("momentum_buffer", "moment1", when="momentum"),), "momentum"
+        ),
         needs=("momentum", "dampening", "nesterov"),  # Muon has no dampening
         lacks=frozenset({"eps"}),  # LARS has all keys of SGD, and an eps
         coupled=True,
@@ -296,9 +300,9 @@ for _card in (
     Card(
         rule_id="lion",
         name="Lion",
-        cls="ckpt8.optim.lion:Lion",
+        cls="ckpt8.optim.optimizers:Lion",
         settings={"lr": 1, "betas": 2, "weight_decay": 1},
-        matrix=Form("ckpt8.optim.lion:lion", (_M,), "replayed"),
+        matrix=Form("ckpt8.optim.optimizers:lion", (_M,), "replayed"),
         needs=("betas",),
         average=lambda given: (given["betas"][1], 1 - given["betas"][1]),
         kernels="lion",
@@ -312,10 +316,10 @@ for _card in (
     Card(
         rule_id="adafactor",
         name="Adafactor",
-        cls="ckpt8.optim.adafactor:Adafactor",
+        cls="ckpt8.optim.optimizers:Adafactor",
         settings={"lr": 1, "beta2_decay": 1, "eps": 2, "d": 1, "weight_decay": 1},
-        matrix=Form("ckpt8.optim.adafactor:adafactor", _rows_and_columns("row_var", "col_var", kept=True)),
-        vector=Form("ckpt8.optim.adafactor:adafactor", (StateTensor("variance", "moment2", packable=False),)),
+        matrix=Form("ckpt8.optim.optimizers:adafactor", _rows_and_columns("row_var", "col_var", kept=True)),
+        vector=Form("ckpt8.optim.optimizers:adafactor", (StateTensor("variance", "moment2", packable=False),)),
         nullable=frozenset({"eps"}),
         counts=True,
         published=(Published("torch", "Adafactor", step="tensor", group={"foreach": None}),),

@@ -51,13 +51,8 @@ def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: 
 
 @pytest.mark.parametrize("file", ["parity.py", *SLOW])
 def test_the_interpreter_agrees_with_the_reference(file):
+    """Slow cases vary constants of the kernels: numba's kernels run them, and a device."""
     run(file, "1", cases="not slow")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", [*CODECS, "switchback.py"])
-def test_the_interpreter_agrees_in_the_other_cases(file):
-    run(file, "1", cases="slow")
 
 
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -10,7 +10,7 @@ import torch
 from optim_cases import ARGUMENTS, PLAIN, SHAPES, advance, build, make_params, set_grads
 from own_optimizer_kit import PlainEma
 
-from ckpt8.optim.adamw import adam
+from ckpt8.optim.optimizers import adam
 from ckpt8.optim.packed_tensor import flat_blocks
 
 ORACLES = {

@@ -1,4 +1,4 @@
-"""AdamW and Adam, fused: ``ckpt8.optim.adamw.adam`` on blocks in registers, the same operations in the same order.
+"""AdamW and Adam, fused: ``ckpt8.optim.optimizers.adam`` on blocks in registers, the same operations in the same order.
 
 AdamW: theta = theta (1 - lr wd)                    Adam: g = g + wd theta
 m = m + (1-b1) (g - m);     v = b2 v + (1-b2) g^2

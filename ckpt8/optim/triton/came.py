@@ -1,4 +1,4 @@
-"""CAME, fused: ``ckpt8.optim.came`` on blocks in registers.
+"""CAME, fused: ``ckpt8.optim.optimizers`` on blocks in registers.
 
     s  = g^2 + eps1;     R, C = b2-averages of the means of s;     u = g * approx(R, C)
     u /= max(1, RMS(u)/d);     m = b1 m + (1-b1) u

@@ -1,4 +1,4 @@
-"""Lion, fused: ``ckpt8.optim.lion.lion`` on blocks in registers, the same operations in the same order.
+"""Lion, fused: ``ckpt8.optim.optimizers.lion`` on blocks in registers, the same operations in the same order.
 
 c = b1 m + (1-b1) g;     theta = theta (1 - lr wd) - lr sign(c);     m = b2 m + (1-b2) g
 """

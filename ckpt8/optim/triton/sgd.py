@@ -1,4 +1,4 @@
-"""SGD with momentum, fused: ``ckpt8.optim.sgd.sgd`` on blocks in registers, the same operations in the same order.
+"""SGD with momentum, fused: ``ckpt8.optim.optimizers.sgd`` on blocks in registers, in the same order.
 
 g = g + wd theta;     b = g at the first step, then mu b + (1 - dampening) g
 theta -= lr (g + mu b  if nesterov  else b);     without momentum: theta -= lr g

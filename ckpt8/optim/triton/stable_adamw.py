@@ -1,4 +1,4 @@
-"""StableAdamW, fused: ``ckpt8.optim.stable_adamw.stable_adamw`` on blocks in registers.
+"""StableAdamW, fused: ``ckpt8.optim.optimizers.stable_adamw`` on blocks in registers.
 
     b^  = b (1 - b^(t-1)) / (1 - b^t)
     m   = m + (1-b1^) (g - m);     u = b2^ u + (1-b2^) g^2
