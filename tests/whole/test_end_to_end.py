@@ -18,6 +18,7 @@ from pathlib import Path
 import budget_bounds
 import pytest
 import torch
+from updates_kit import update_errors
 
 import ckpt8
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError
@@ -282,44 +283,28 @@ def test_the_restored_file_loads_as_an_equal_structure(name, preset, round_trips
 
 
 @every_fixture
-def test_lossless_restores_the_file_byte_for_byte(name, round_trips):
-    _, restored = round_trips(name, "lossless")
-    assert restored.read_bytes() == (INPUTS / name).read_bytes()
-
-
-@every_fixture
-@lossy_presets
+@every_preset
 def test_bytes_outside_the_storages_change_only_where_checksums_are(name, preset, round_trips):
+    """Checksums of a zip file hold where those of the original do."""
     _, restored = round_trips(name, preset)
     before, after = (INPUTS / name).read_bytes(), restored.read_bytes()
     assert len(before) == len(after)
+    if preset == "lossless":
+        assert before == after
     if not zipfile.is_zipfile(INPUTS / name):
         return
     with zipfile.ZipFile(INPUTS / name) as left, zipfile.ZipFile(restored) as right:
         for a, b in zip(left.infolist(), right.infolist(), strict=True):
             kept = ("filename", "header_offset", "file_size", "compress_size", "extra", "flag_bits", "date_time")
             assert [getattr(a, key) for key in kept] == [getattr(b, key) for key in kept]
-            # The member is read from its own local header, which repeats the name.
-            start = a.header_offset + 26
-            name_length, extra_length = struct.unpack_from("<HH", before, start)
-            data = start + 4 + name_length + extra_length
+            start, size = _record(INPUTS / name, a.filename)
             if "/data/" not in a.filename:
-                assert before[data : data + a.file_size] == after[data : data + a.file_size]
+                assert before[start : start + size] == after[start : start + size]
                 assert a.CRC == b.CRC
-
-
-@every_fixture
-@every_preset
-def test_the_checksums_of_the_restored_zip_hold_where_those_of_the_original_do(name, preset, round_trips):
-    if not zipfile.is_zipfile(INPUTS / name):
-        pytest.skip("no zip file")
-    _, restored = round_trips(name, preset)
-    if name == "crc_off.pt":
-        assert {info.CRC for info in zipfile.ZipFile(restored).infolist()} == {0}
-        assert {info.CRC for info in zipfile.ZipFile(INPUTS / name).infolist()} == {0}
-    else:
-        assert _zip_is_sound(INPUTS / name)
-        assert _zip_is_sound(restored)
+            elif name == "crc_off.pt":
+                assert (a.CRC, b.CRC) == (0, 0)
+        if name != "crc_off.pt":
+            assert left.testzip() is right.testzip() is None
 
 
 @every_fixture
@@ -411,38 +396,13 @@ def test_the_figures_that_are_reported_are_those_of_the_files(preset, round_trip
         relative = (b - a).abs() / a.abs().clamp_min(SMALLEST_NORMAL)
         assert errors["weight"]["max_relative"] == pytest.approx(relative.max().item(), rel=1e-5)
         assert errors["weight"]["mean_relative"] == pytest.approx(relative.mean().item(), rel=1e-5)
-    nmse, largest, _ = _update_errors(before, after)
+    nmse, largest, _ = update_errors(before["optimizer"], after["optimizer"])
     assert errors["update"]["nmse"] == pytest.approx(nmse, rel=1e-4)
     assert errors["update"]["max_error"] == pytest.approx(largest, rel=1e-4)
     assert errors["update_unknown"] == 0
 
 
 # Updates
-
-
-def _updates(checkpoint, key):
-    """AdamW's step per unit of learning rate of every parameter, in float64."""
-    optimizer = checkpoint[key]
-    group_of = {k: group for group in optimizer["param_groups"] for k in group["params"]}
-    updates = {}
-    for k, state in optimizer["state"].items():
-        if state["exp_avg"].dim() < 2:
-            continue
-        beta1, beta2 = group_of[k]["betas"]
-        step = float(state["step"])
-        m = state["exp_avg"].double() / (1 - beta1**step)
-        v = state["exp_avg_sq"].double() / (1 - beta2**step)
-        updates[k] = m / (v.sqrt() + group_of[k]["eps"])
-    return updates
-
-
-def _update_errors(before, after, key="optimizer"):
-    """NMSE and max |Δu| over the parameters of two dimensions, and max |Δu| of each."""
-    left, right = (_updates(tree, key) for tree in (before, after))
-    noise = sum(((right[k] - left[k]) ** 2).sum().item() for k in left)
-    signal = sum((left[k] ** 2).sum().item() for k in left)
-    largest = {k: (right[k] - left[k]).abs().max().item() for k in left}
-    return noise / signal, max(largest.values()), largest
 
 
 def _scaled(factor):
@@ -465,8 +425,21 @@ def _codecs(manifest, suffix):
     return {s.name: s.codec["id"] for s in manifest.storages if s.name.endswith(suffix)}
 
 
-def _check_small_gradients(tree, manifest, after):
-    nmse, largest, _ = _update_errors(tree, after)
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-8])
+@pytest.mark.parametrize("dead", [False, True])
+def test_small_gradients_stay_compressed_and_lose_no_second_moment(dead, factor, tmp_path):
+    """Rows that have decayed to subnormals do not hurt their neighbours either."""
+    tree = _scaled(factor)
+    state = tree["optimizer"]["state"][0]
+    if dead:
+        for rows in (slice(1, None, 3), slice(5, 9)):
+            state["exp_avg"][rows] = 5.6e-45
+            state["exp_avg_sq"][rows] = 1.3e-44
+        # And dead elements inside groups that are alive.
+        state["exp_avg"][0, ::5] = -5.6e-45
+        state["exp_avg_sq"][0, ::5] = 1.3e-44
+    manifest, after = _round_trip(tree, tmp_path)
+    nmse, largest, _ = update_errors(tree["optimizer"], after["optimizer"])
     assert nmse <= 1e-4
     assert largest <= 1
     for k, state in tree["optimizer"]["state"].items():
@@ -477,36 +450,14 @@ def _check_small_gradients(tree, manifest, after):
             assert _codecs(manifest, f".state.{k}.{slot}") == {f"optimizer.state.{k}.{slot}": wanted}
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-8])
-def test_small_gradients_stay_compressed_and_lose_no_second_moment(factor, tmp_path):
-    tree = _scaled(factor)
-    manifest, after = _round_trip(tree, tmp_path)
-    _check_small_gradients(tree, manifest, after)
-
-
-@pytest.mark.parametrize("factor", [1.0, 1e-4])
-def test_rows_that_have_decayed_to_subnormals_do_not_hurt_their_neighbours(factor, tmp_path):
-    tree = _scaled(factor)
-    state = tree["optimizer"]["state"][0]
-    for rows in (slice(1, None, 3), slice(5, 9)):
-        state["exp_avg"][rows] = 5.6e-45
-        state["exp_avg_sq"][rows] = 1.3e-44
-    # And dead elements inside groups that are alive.
-    state["exp_avg"][0, ::5] = -5.6e-45
-    state["exp_avg_sq"][0, ::5] = 1.3e-44
-    assert (state["exp_avg_sq"] > 0).all()
-    manifest, after = _round_trip(tree, tmp_path)
-    _check_small_gradients(tree, manifest, after)
-
-
 def test_a_bound_on_the_update_error_keeps_those_that_break_it(tmp_path, round_trips):
     source = INPUTS / "gpt_adamw.pt"
     before = torch.load(source, weights_only=True)
     _, restored = round_trips("gpt_adamw.pt", "flash")
-    _, _, largest = _update_errors(before, torch.load(restored, weights_only=True))
+    _, _, largest = update_errors(before["optimizer"], torch.load(restored, weights_only=True)["optimizer"])
     bound = sorted(largest.values())[len(largest) // 2] * 1.001
     manifest, after = _round_trip(before, tmp_path, max_update_error=bound)
-    _, _, kept = _update_errors(before, after)
+    _, _, kept = update_errors(before["optimizer"], after["optimizer"])
     exact = {k for k, error in largest.items() if error > bound}
     assert 0 < len(exact) < len(largest)
     assert {k for k, error in kept.items() if error == 0} == exact
@@ -583,12 +534,6 @@ def test_optimizers_of_torch(optimizer_class, options, kind, tmp_path):
     assert error["sum_square_error"] / error["sum_square"] == pytest.approx(
         (((right - left) ** 2).sum() / (left**2).sum()).item(), rel=1e-4
     )
-
-
-def test_no_statistics_and_a_bound_exclude_each_other(tmp_path):
-    with pytest.raises(UsageError):
-        ckpt8.compress(INPUTS / "crc_off.pt", tmp_path / "x.ckpt8", stats=False, max_update_error=1)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_statistics_the_frames_are_the_same(tmp_path, round_trips):
@@ -713,7 +658,7 @@ def test_storages_of_several_frames(preset, large, tmp_path):
 def test_a_container_does_not_depend_on_the_number_of_threads(preset, large, tmp_path):
     for source in (large, INPUTS / "gpt_came.pt"):
         digests = set()
-        for threads in (1, 2, 3):
+        for threads in (1, 3):
             ckpt8.compress(source, tmp_path / "x.ckpt8", preset=preset, threads=threads, force=True)
             digests.add(hashlib.sha256((tmp_path / "x.ckpt8").read_bytes()).hexdigest())
         assert len(digests) == 1
@@ -729,6 +674,9 @@ def test_a_container_does_not_depend_on_the_number_of_threads(preset, large, tmp
 # save
 
 
+@pytest.mark.by_default(
+    "flash-gpt_adamw.pt", "compact-gpt_came.pt", "archive-crc_off.pt", "flash-legacy.pt", "compact-views.pt"
+)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSAFE])
 @lossy_presets
 def test_save_is_compress_of_torch_save(name, preset, tmp_path):
@@ -818,32 +766,6 @@ def test_a_record_that_does_not_match_its_checksum_is_refused(record, preset, tm
         ckpt8.compress(source, preset=preset)
     assert list(tmp_path.iterdir()) == [source]
     assert source.read_bytes() == damaged
-
-
-@pytest.mark.parametrize("change", ["touch", "append", "truncate", "overwrite"])
-def test_a_source_that_changes_while_it_is_read_is_refused(change, large, tmp_path):
-    source = tmp_path / "a.pt"
-    source.write_bytes(large.read_bytes())
-    os.utime(source, ns=(1, 1))
-    calls = []
-
-    def interfere(_):
-        if calls.append(1) or len(calls) > 1:
-            return
-        if change == "touch":
-            os.utime(source)
-        elif change == "append":
-            with source.open("ab") as file:
-                file.write(b"x")
-        elif change == "truncate":
-            os.truncate(source, 1000)
-        else:
-            source.write_bytes(source.read_bytes()[::-1])
-
-    with pytest.raises(InputError):
-        ckpt8.compress(source, progress=interfere)
-    assert calls
-    assert list(tmp_path.iterdir()) == [source]
 
 
 def test_progress_counts_every_byte(large, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from frameworks_kit import through
 from safetensors.torch import load_file
+from updates_kit import adam_update, stable_update, update_errors
 
 import ckpt8
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
@@ -47,33 +48,6 @@ def test_flash_changes_weights_and_moments_alone(name, inputs, tmp_path):
     assert states[0]["param_groups"] == states[1]["param_groups"]
 
 
-def adam_update(state, group):
-    step = float(state["step"])
-    m_hat = state["exp_avg"].double() / (1 - group["betas"][0] ** step)
-    v_hat = state["exp_avg_sq"].double() / (1 - group["betas"][1] ** step)
-    return m_hat / (v_hat.sqrt() + group["eps"])
-
-
-def stable_update(state, group):
-    """Its moments are unbiased already."""
-    return state["exp_avg"].double() / (state["exp_avg_sq"].double().sqrt() + group["eps"])
-
-
-def update_error(before, after, update):
-    """NMSE and max |Δu| over every parameter, in float64 from two state dicts."""
-    noise = signal = worst = 0.0
-    for group in before["param_groups"]:
-        for index in group["params"]:
-            # Small moments are kept as they are, and are no part of what is measured.
-            if before["state"][index]["exp_avg"].numel() < 4096:
-                continue
-            u, found = (update(each["state"][index], group) for each in (before, after))
-            noise += float((found - u).square().sum())
-            signal += float(u.square().sum())
-            worst = max(worst, float((found - u).abs().max()))
-    return noise / signal, worst
-
-
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_the_error_in_update_space(name, inputs, tmp_path):
     optimizer, kinds, step = DIRECTORIES[name]
@@ -82,8 +56,10 @@ def test_the_error_in_update_space(name, inputs, tmp_path):
     if step:
         assert {parameter.rule["step"] for parameter in manifest.parameters} == {step}
     states = [torch.load(folder / optimizer, weights_only=True) for folder in (inputs / name, restored)]
-    nmse, worst = update_error(*states, stable_update if kinds == {"stable_adamw"} else adam_update)
-    stated = inspect_container(tmp_path / f"{name}.ckpt8")["errors"]["update"]
+    nmse, worst, _ = update_errors(*states, stable_update if kinds == {"stable_adamw"} else adam_update)
+    errors = inspect_container(tmp_path / f"{name}.ckpt8")["errors"]
+    stated = errors["update"]
+    assert errors["update_unknown"] == 0
     assert stated["nmse"] == pytest.approx(nmse, rel=1e-3)
     assert stated["max_error"] == pytest.approx(worst, rel=1e-3)
     assert 0 < nmse < 3e-4
@@ -106,7 +82,7 @@ def test_lightning(inputs, tmp_path):
     before, after = (torch.load(path, weights_only=False) for path in (source, restored))
     for key in before.keys() - {"state_dict", "optimizer_states"}:
         assert after[key] == before[key], key
-    nmse, worst = update_error(before["optimizer_states"][1], after["optimizer_states"][1], adam_update)
+    nmse, worst, _ = update_errors(before["optimizer_states"][1], after["optimizer_states"][1])
     assert 0 < nmse < 3e-4
     assert worst < 0.1
     momentum = [each["optimizer_states"][0]["state"][0]["momentum_buffer"] for each in (before, after)]
