@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 import struct
 
 import pytest
@@ -262,35 +260,6 @@ def make(root, depth):
 
 
 # What torch would do with a member
-
-
-ALLOCATIONS = {
-    "bytearray": b"c__builtin__\nbytearray\n\x8a\x06\0\0\0\0\0\x10\x85R",
-    "tensor": b"ctorch\nFloatTensor\n\x8a\x06\0\0\0\0\0\x10\x85R",
-    "tensor of a shape": b"ctorch\nTensor\nM\xff\xffM\xff\xffM\xff\xff\x87R",
-    "tensor of a size": b"ctorch\nTensor\nM\xff\xffM\xff\xffM\xff\xff\x87\x85R",
-    "storage": b"ctorch.storage\nUntypedStorage\n\x8a\x06\0\0\0\0\0\x10\x85R",
-    "new storage": b"ctorch.storage\nUntypedStorage\n\x8a\x06\0\0\0\0\0\x10\x85\x81",
-    "sparse": b"ctorch.sparse\nFloatTensor\nK\x02\x85R",
-}
-
-
-@pytest.mark.parametrize("kind", ALLOCATIONS)
-@pytest.mark.parametrize("legacy", [False, True])
-def test_memory_that_a_pickle_asks_for(kind, legacy, tmp_path):
-    """torch allows these calls; none reaches it."""
-    tree = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"sX\x01\0\0\0g" + ALLOCATIONS[kind] + b"s."
-    content = zipped(tree)
-    if legacy:
-        buffer = io.BytesIO()
-        torch.save({}, buffer, _use_new_zipfile_serialization=False)
-        empty = pickle.dumps({}, 2)
-        content = buffer.getvalue().replace(empty + pickle.dumps([], 2), tree + pickle.dumps(["0"], 2))
-        content += struct.pack("<q", 2) + bytes(8)
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(container_of(content, "torch-legacy" if legacy else "torch-zip"))
-    with bounded(3):
-        assert "asks for memory" in outcome(lambda: ckpt8.load(path))
 
 
 def test_a_member_that_is_not_what_its_pickle_says(tmp_path):
