@@ -40,7 +40,7 @@ def by(way, *saves):
 
 
 REPRESENTATIVES = [
-    Case("uneven", "fsdp2", 4, "AdamW", (*PRESETS, *by("cached", EXACT)), (("fsdp2", 3), ("plain", 1))),
+    Case("uneven", "fsdp2", 4, "AdamW", (*PRESETS, FLAT, *by("cached", EXACT)), (("fsdp2", 3), ("plain", 1))),
     Case("uneven", "hsdp", 4, "CAME", (*BOTH, *by("apart", EXACT)), (("fsdp2", 2),)),
     Case("even", "tp_fsdp2", 4, "StableAdamW", by("thread", *BOTH), (("tp_fsdp2", 4),)),
 ]

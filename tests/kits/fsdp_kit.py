@@ -1,108 +1,66 @@
-"""A small FSDP2 run in gloo processes that meet in a file; one process where the world has one."""
+"""A small FSDP2 run in gloo processes that meet in a file, and what they save of it."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
 
-from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import compress_share
 
 WIDTH = 96
 STEPS = 4
 
 
-def make():
-    torch.manual_seed(0)
+def make(seed=0):
+    torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, 3 * WIDTH + 1), torch.nn.Tanh(), torch.nn.Linear(3 * WIDTH + 1, WIDTH)
     )
-    if dist.is_initialized():
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def train(model, optimizer, steps):
-    """Every rank sees the same batches, so that losses do not depend on the world size."""
-    losses = []
-    for step in steps:
+def train(model, optimizer):
+    for step in range(STEPS):
         batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        loss = (model(batch) - batch.roll(1, dims=1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
+        (model(batch) - batch.roll(1, dims=1)).square().mean().backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses
+        optimizer.zero_grad()
 
 
-def state_of(model, optimizer, flat=False):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    weights, moments = get_state_dict(model, optimizer, options=options)
+def state_of(model, optimizer):
+    weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "progress": {"seen": 7, "note": "half way"}}
 
 
-def put(model, optimizer, state, flat=False):
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-    )
-
-
-def _full(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def whole_state(model, optimizer):
-    """Every tensor in full, by name."""
-    state = state_of(model, optimizer)
-    found = {f"model.{name}": _full(value).clone() for name, value in state["model"].items()}
+def whole(state):
+    """Every tensor of model and optimizer in full, by the name that a distributed checkpoint has for it."""
+    flat = {f"model.{name}": value for name, value in state["model"].items()}
     for name, values in state["optimizer"]["state"].items():
-        found |= {f"{name}.{key}": _full(value).clone() for key, value in values.items()}
-    return found
-
-
-def save_run(folder, preset="lossless", flat=False, asynchronous=False):
-    """Train, save, go on: losses after the save, and the state at the save."""
-    model, optimizer = make()
-    train(model, optimizer, range(STEPS))
-    before = whole_state(model, optimizer)
-    state, writer = state_of(model, optimizer, flat), Ckpt8StorageWriter(Path(folder) / "saved", preset=preset)
-    if asynchronous:
-        # A group of its own: the ranks talk about the save while they train.
-        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        pending = dcp.async_save(state, storage_writer=writer, process_group=group)
-    else:
-        dcp.save(state, storage_writer=writer)
-    losses = train(model, optimizer, range(STEPS, 2 * STEPS))
-    if asynchronous:
-        pending.result()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(before, Path(folder) / "before.pt")
-        (Path(folder) / "losses.json").write_text(json.dumps(losses))
+        flat |= {f"optimizer.state.{name}.{key}": value for key, value in values.items()}
+    return {name: getattr(value, "full_tensor", value.clone)().clone() for name, value in flat.items()}
 
 
 def save_both(folder, presets):
     """Train, and save one state to the plain directory ``plain``, packed with each preset, and by each rank alone."""
     model, optimizer = make()
-    train(model, optimizer, range(STEPS))
+    train(model, optimizer)
     state = state_of(model, optimizer)
     state["empty"] = torch.zeros(0, 3)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(Path(folder) / "plain"))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "plain"))
     for preset in presets:
-        dcp.save(state, storage_writer=Ckpt8StorageWriter(Path(folder) / preset, preset=preset))
-    parts = Ckpt8StorageWriter(Path(folder) / "parts", preset="lossless")
+        dcp.save(state, storage_writer=Ckpt8StorageWriter(folder / preset, preset=preset))
+    parts = Ckpt8StorageWriter(folder / "parts", preset="lossless")
     dcp.save(state, storage_writer=parts, use_collectives=False)
     dist.barrier()
 
@@ -112,7 +70,7 @@ def share(folder):
 
     The error of each rank goes into a file.
     """
-    folder, rank = Path(folder), dist.get_rank()
+    rank = dist.get_rank()
     compress_share(folder / "plain", folder / "shared", {"preset": "lossless"}, rank, 2, overwrite=False)
     if rank == 0:
         shutil.copytree(folder / "plain", folder / "damaged")
@@ -139,7 +97,7 @@ def save_replicas(folder):
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, WIDTH))
     replica = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-2)
-    train(replica, optimizer, range(STEPS))
+    train(replica, optimizer)
     for name, planner, options in (
         ("spread", DefaultSavePlanner(), {"budget": 2}),
         ("together", Ckpt8SavePlanner(), {"budget": 2}),
@@ -148,26 +106,11 @@ def save_replicas(folder):
     ):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            writer = Ckpt8StorageWriter(Path(folder) / name, **options)
+            writer = Ckpt8StorageWriter(folder / name, **options)
             dcp.save(state_of(replica, optimizer), storage_writer=writer, planner=planner)
         if dist.get_rank() == 0:
             ours = [str(each.message) for each in said if str(folder) in str(each.message)]
-            (Path(folder) / f"{name}.json").write_text(json.dumps(ours))
-
-
-def load_run(folder, flat=False):
-    """Load into a fresh model and optimizer and go on; the same figures beside the others."""
-    model, optimizer = make()
-    state = state_of(model, optimizer, flat)
-    state["progress"] = {"seen": 0, "note": ""}
-    dcp.load(state, storage_reader=Ckpt8StorageReader(Path(folder) / "saved"))
-    assert state["progress"] == {"seen": 7, "note": "half way"}
-    put(model, optimizer, state, flat)
-    after = whole_state(model, optimizer)
-    losses = train(model, optimizer, range(STEPS, 2 * STEPS))
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(after, Path(folder) / "after.pt")
-        (Path(folder) / "resumed.json").write_text(json.dumps(losses))
+            (folder / f"{name}.json").write_text(json.dumps(ours))
 
 
 def _call(rank, calls):
@@ -176,8 +119,5 @@ def _call(rank, calls):
 
 
 def run(world, *calls):
-    """Run calls, one after the other, in ``world`` processes; in this one where the world has one."""
-    if world == 1:
-        _call(0, calls)
-    else:
-        run_ranks(_call, world, calls)
+    """Run calls, one after the other, in ``world`` processes."""
+    run_ranks(_call, world, calls)
