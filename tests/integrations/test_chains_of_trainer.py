@@ -76,6 +76,7 @@ def test_the_best_checkpoint_stays_whole(tmp_path):
         metric_for_best_model="eval_loss",
         greater_is_better=True,
         save_total_limit=1,
+        max_steps=8,
     ).state.best_model_checkpoint
     kept = [name for name in names_in(tmp_path) if name.endswith(".ckpt8")]
     assert f"{os.path.basename(best)}.ckpt8" in kept  # noqa: PTH119

@@ -10,7 +10,6 @@ from frameworks_kit import PRESETS, check_goes_on, drift, quiet, through
 from safetensors import safe_open
 
 import ckpt8
-from ckpt8.inspecting.container import inspect_container
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -18,7 +17,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAVED, LAST = 6, 12
-OPTIMIZERS = {"adamw_torch": "adam", "stable_adamw": "stable_adamw"}
+OPTIMIZERS = ("adamw_torch", "stable_adamw")
 
 
 class Sharded(transformers.LlamaForCausalLM):
@@ -92,6 +91,7 @@ def test_the_run_goes_on(preset, trained, tmp_path):
     check_goes_on(preset, found, expected, other)
 
 
+@pytest.mark.by_default("adamw_torch")
 def test_without_the_optimizer_the_run_does_not_go_on(trained, tmp_path):
     """What the bound on the drift is worth: a fresh optimizer on the same weights is far outside of it."""
     optimizer, expected, other, checkpoint = trained
@@ -99,18 +99,6 @@ def test_without_the_optimizer_the_run_does_not_go_on(trained, tmp_path):
     (restored / "optimizer.pt").unlink()
     found = losses(tmp_path / "again", optimizer, resume_from=restored)
     assert drift(found, expected) > drift(other, expected) / 5
-
-
-def test_errors_are_measured_in_update_space(trained, tmp_path):
-    optimizer, _, _, checkpoint = trained
-    manifest = ckpt8.compress(checkpoint, tmp_path / "x.ckpt8")
-    assert {parameter.rule["kind"] for parameter in manifest.parameters} == {OPTIMIZERS[optimizer]}
-    errors = inspect_container(tmp_path / "x.ckpt8")["errors"]
-    assert len(manifest.parameters) == 2 * (7 + 2) + 2
-    assert errors["update"]["parameters"] == 2 * 7 + 1
-    assert errors["update_unknown"] == 0
-    assert errors["update"]["nmse"] < 1e-4
-    assert errors["update"]["max_error"] < 0.1
 
 
 def test_a_model_in_shards(tmp_path):
@@ -121,11 +109,9 @@ def test_a_model_in_shards(tmp_path):
     manifest, restored = through(checkpoint, tmp_path / "there", "lossless")
     assert shards == [member.path for member in manifest.members if member.format == "safetensors"]
     assert losses(tmp_path / "again", resume_from=restored, model=Sharded) == expected
-    _, restored = through(checkpoint, tmp_path / "flash", "flash")
-    found = losses(tmp_path / "more", resume_from=restored, model=Sharded)
-    check_goes_on("flash", found, expected, losses(tmp_path / "other", seed=1, model=Sharded))
 
 
+@pytest.mark.by_default("adamw_torch")
 def test_the_model_loads_from_the_restored_directory(trained, tmp_path):
     checkpoint = trained[3]
     _, restored = through(checkpoint, tmp_path, "flash")

@@ -190,7 +190,7 @@ def tree(gadget, place):
 PLACES = ["value", "argument", "hooks", "state", "key of a dict", "persistent id", "dropped"]
 
 
-@pytest.mark.by_default(most=4)
+@pytest.mark.by_default(most=2)
 @pytest.mark.parametrize("place", PLACES)
 def test_in_a_zip_file_and_in_a_container(place, marker):
     """Every gadget, in every place of the pickle; all of them as a file, and as a member of a container."""
@@ -226,7 +226,7 @@ def legacy(gadget, place):
     return b"".join(pickles) + struct.pack("<q", 2) + bytes(8)
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.by_default(most=1)
 @pytest.mark.parametrize("place", range(5))
 def test_in_every_pickle_of_a_legacy_file_and_in_a_container(place, marker):
     for gadget in gadgets(marker).values():
