@@ -181,6 +181,9 @@ def test_a_copy_has_the_step_of_its_weight_and_a_dither_of_its_own(tmp_path):
         found = ckpt8.load(tmp_path / "run.ckpt8")["ema"][f"{k}.weight"]
         assert 0 < (found - tree["ema"][f"{k}.weight"]).abs().max() <= 0.51 * step
     assert records["ema.1.running_mean"].codec["id"] == "lossless/1"
+    ruled = ckpt8.compress(tmp_path / "run.pt", tmp_path / "ruled.ckpt8", preset="archive", rules=["ema.0.*=lossless"])
+    codecs = {record.name: record.codec["id"] for record in ruled.storages}
+    assert (codecs["ema.0.weight"], codecs["ema.2.weight"]) == ("lossless/1", "lattice/1")
     assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
 
 

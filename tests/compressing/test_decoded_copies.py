@@ -6,17 +6,14 @@ import pytest
 import torch
 from reference_kit import LAYOUTS, MATRICES, SHAPES, VECTORS, adamw, codecs, copies, masters
 from test_damage import pack, unpack
-from test_gpu_encoder import Deferred
 
 import ckpt8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.rounded_copy import LatticeReference, Run, round_to
-from ckpt8.compressing import gpu_encoder as device_encoder
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
-FRAME = 1 << 20
 TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -84,20 +81,6 @@ def test_copies_are_the_rounded_decoded_masters(layout, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_copy_takes_no_bytes(dtype, tmp_path):
-    weights = masters(shapes={"a": (300, 200)})
-    tree = {
-        "model": {"a": weights["a"].to(dtype)},
-        "optimizer": adamw(list(weights.values()), master_param=weights.values()),
-    }
-    manifest, path = written(tree, tmp_path)
-    assert codecs(manifest)["model.a"] == ("reference/2", None)
-    with ckpt8.open(path) as file:
-        stats = file.stats("model.a")
-    assert (stats["stored_bytes"], stats["masters"]) == (0, ["optimizer.state.0.master_param"])
-
-
-@pytest.mark.parametrize("dtype", TYPES)
 def test_one_element_that_differs(dtype, tmp_path):
     """The original must be the copy of the original master: the container says so."""
     weights = masters(shapes={"a": (300, 200), "b": (200, 300)})
@@ -115,23 +98,6 @@ def test_one_element_that_differs(dtype, tmp_path):
     copied["a"].view(-1).view(torch.int16)[7000] += 1
     torch.save(tree, tmp_path / "run.pt")
     assert ckpt8.verify(path, tmp_path / "run.pt").failures[0] == "model.a: differs from the original"
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_chunks_of_long_copies(dtype, tmp_path):
-    """Runs that begin and end anywhere, read from anywhere, with padding behind them."""
-    shapes = {"a": (FRAME + 77,), "b": (65, 1001), "c": (5000,)}
-    weights = {name: torch.randn(shape) for name, shape in shapes.items()}
-    manifest, path = written(tree_of("flat buffer", dtype, weights), tmp_path, stats=False)
-    index = next(k for k, record in enumerate(manifest.storages) if record.codec["id"] == "reference/2")
-    master = next(k for k, record in enumerate(manifest.storages) if record.codec["id"] == "lattice/1")
-    with ContainerReader(path) as reader:
-        whole = torch.cat([reader.read_chunk(master, chunk) for chunk in (0, 1)]).to(dtype)
-        for chunk in (1, 0):
-            found = reader.read_chunk(index, chunk)
-            wanted = whole[chunk * FRAME :][: len(found)]
-            assert same(found[: len(wanted)], wanted)
-            assert not found[len(wanted) :].any()
 
 
 def test_live_objects(tmp_path):
@@ -159,18 +125,6 @@ def test_damage_of_a_master_is_told_of_its_copy_and_salvaged(tmp_path):
         file.get_tensor("model.embed.weight")
     found = ckpt8.restore(path, tmp_path / "back.pt", salvage=True)
     assert {lost.name for lost in found.lost} == {"model.embed.weight", "optimizer.state.0.master_param"}
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_device_path(dtype, tmp_path, monkeypatch):
-    """A stand-in for a GPU, see test_gpu_encoder: the same bytes."""
-    Deferred.made, Deferred.marks = [], {}
-    _, path = written(tree_of("flat groups", dtype, masters()), tmp_path)
-    monkeypatch.setattr(device_encoder, "CudaTransfer", Deferred)
-    monkeypatch.setattr("ckpt8.compressing.compress.requested", lambda device: torch.device("cpu") if device else None)
-    ckpt8.compress(tmp_path / "run.pt", tmp_path / "other.ckpt8", preset="archive", device="cuda")
-    assert path.read_bytes() == (tmp_path / "other.ckpt8").read_bytes()
-    assert Deferred.made
 
 
 def test_a_live_model_takes_its_copies(tmp_path):
