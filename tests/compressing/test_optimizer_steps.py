@@ -134,27 +134,6 @@ def test_a_largest_second_moment_is_in_the_unit(tmp_path):
     assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
 
 
-def test_stable_adamw_of_optimi(tmp_path):
-    optimi = pytest.importorskip("optimi")
-    net = make_net()
-    optimizer = trained(net, optimi.StableAdamW, betas=(0.9, 0.98), triton=False)
-    plan = saved({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
-    assert {(step.lr, step.beta1, step.beta2) for step in steps(plan)} == {(1e-3, 0.9, 0.98)}
-    assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
-
-
-def test_came_steps_matrices(tmp_path):
-    """Vectors have no second moment, so that no budget counts their steps."""
-    came = pytest.importorskip("came_pytorch")
-    net = make_net()
-    plan = saved({"model": net.state_dict(), "optimizer": trained(net, came.CAME).state_dict()}, tmp_path)
-    check_units(plan)
-    assert pairs(plan) == {f"{k}.weight": f"model.{k}.weight" for k in (0, 2, 3)}
-    assert {(step.lr, step.beta1, step.beta2) for step in steps(plan) if not isinstance(step, str)} == {
-        (1e-3, 0.9, 0.999)
-    }
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})],
@@ -176,15 +155,6 @@ def test_a_rule_that_is_not_known(tmp_path):
 
 
 # Weights
-
-
-def test_tied_weights(tmp_path):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 64), nn.Linear(64, 128, bias=False))
-    net[2].weight = net[0].weight
-    plan = saved({"model": net.state_dict(), "optimizer": trained(net).state_dict()}, tmp_path)
-    check_units(plan)
-    assert pairs(plan) == {name: f"model.{name}" for name in ("0.weight", "1.weight", "1.bias")}
 
 
 def test_elements_in_another_order_or_place_are_not_paired(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
-from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.error_measures import lattice_error, moment_error, root, step_sums, update_error
 from ckpt8.codecs.lattice import Lattice
@@ -25,6 +25,7 @@ from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.compressing.unit_errors import BudgetedTiles, StepScales, UnitErrors
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 LR, BETA1, BETA2, STEP, EPS = 3e-3, 0.9, 0.95, 20, 1e-8
@@ -194,15 +195,6 @@ def test_a_chunk_encoded_in_the_memory_of_its_originals_has_the_same_parts_and_e
     assert refusal.value.storage == unit.streams[1].index
 
 
-def test_amsgrad_divides_by_the_largest_second_moment():
-    values = state()
-    second = Companded8(signed=False, Q=255)
-    unit = unit_of(values, [Split24(), Companded8(), second, second], RULES["adam"])
-    found, there = measured(unit, values)
-    assert_energies(found.steps, energies(values, there, "adam", "max_moment2"))
-    assert found.steps.weight > 1.1 * energies(values, there, "adam")["weight"]
-
-
 def test_the_step_of_an_exact_parameter_counts():
     values = {key: state()[key] for key in ("weight", "moment1", "moment2")}
     unit = unit_of(values, [Lossless()] * 3, RULES["adam"])
@@ -219,35 +211,6 @@ def test_without_a_known_step_nothing_is_measured_in_steps():
     unit = unit_of(values, [Companded8(), Companded8(signed=False, Q=255)], UpdateRule("momentum"))
     assert measured(unit, values)[0].steps is None
     assert StepScales.of(None) is None
-
-
-def test_came_takes_second_moments_from_its_row_and_column_statistics():
-    shape = (40, 256)
-    values = {key: state()[key] for key in ("weight", "moment1")}
-    generator = torch.Generator().manual_seed(7)
-    rows, columns, res_rows, res_columns = (
-        torch.rand(length, generator=generator) * 1e-4 + 1e-6 for length in (*shape, *shape)
-    )
-
-    class Given(ErrorMeter):
-        """With statistics that are in no file."""
-
-        def _statistic(self, *which):
-            return (res_rows, res_columns, rows, columns)[which[0]]
-
-    unit = unit_of(values, [Split24(R=7), Companded8()], UpdateRule("came"), confidence=[[0], [1]], squares=[[2], [3]])
-    found, there = measured(unit, values, Given(SimpleNamespace(storages=[])))
-    wide, decoded = ({key: x.double().reshape(shape) for key, x in side.items()} for side in (values, there))
-    v = rows.double()[:, None] / rows.double().mean() * columns.double()
-    confidence = (res_rows.double()[:, None] / res_rows.double().mean() * res_columns.double()).rsqrt()
-    du = (decoded["moment1"] - wide["moment1"]) * confidence
-    expected = {
-        "step": float((v * (LR * wide["moment1"] * confidence).square()).sum()),
-        "weight": float((v * (decoded["weight"] - wide["weight"]).square()).sum()),
-        "moment1": float((v * (LR * BETA1 / (1 - BETA1) * du).square()).sum()),
-        "moment2": 0.0,
-    }
-    assert_energies(found.steps, expected)
 
 
 @pytest.mark.parametrize("with_weight", [True, False])
@@ -280,3 +243,35 @@ def test_the_fused_kernel_finds_the_same(with_weight):
         was = {key: was[key] for key in ("moment1", "moment2")}
     unit = unit_of(was, [Lossless()] * len(was), rule)
     assert_energies(StepScales.of(unit.parameter).apply(steps), energies(was, there, "adam"))
+
+
+def test_a_thread_gets_the_statistics_of_its_own_parameter(tmp_path):
+    """The meter keeps CAME's statistics of one parameter, and another thread may replace them at once."""
+    shapes = ((2,), (3,), (4,), (5,))
+    values = [torch.rand(shape) for shape in shapes]
+    path = tmp_path / "statistics"
+    path.write_bytes(b"".join(x.numpy().tobytes() for x in values))
+    places = [sum(x.nbytes for x in values[:k]) for k in range(4)]
+    storages = [StorageInfo(str(k), DType.FLOAT32, places[k], values[k].nbytes) for k in range(4)]
+    refs = [TensorRef.whole(str(k), DType.FLOAT32, shape) for k, shape in enumerate(shapes)]
+    factors = list(zip(storages, refs, strict=True))
+    mine, other = (
+        Parameter(name, {}, UpdateRule("came"), None, shape, part)
+        for name, shape, part in (("mine", (2, 3), factors[:2]), ("other", (4, 5), factors[2:]))
+    )
+
+    class Raced(ErrorMeter):
+        """As if another thread ran after every assignment."""
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "_last" and value is not None and value[0] is mine:
+                super().__setattr__(name, (other, self._factors(other)))
+
+    file = SourceFile(ByteRange.of(path))
+    meter = Raced(OpenCheckpoint("file", file, storages))
+    for _ in range(2):
+        found = meter._factors(mine).confidence
+        assert torch.equal(found.rows, values[0])
+        assert torch.equal(found.columns, values[1])
+    file.close()
