@@ -175,7 +175,7 @@ def interrupted(folder: Path, homes: Iterable[Path]) -> list[tuple[Path, Path, P
     with suppress(OSError):
         found = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.fullmatch(path.name))]
         homes = dict.fromkeys((*homes, folder)) if found else ()
-        seals = {(stated_seal(path) or "")[:_SEAL_KEPT]: path for each in homes for path in sorted(each.iterdir())}
+        seals = {(stated_seal(path) or "")[:_SEAL_KEPT]: path for home in homes for path in sorted(home.iterdir())}
         return [
             (path, folder / _name_of(match[1], seals.get(match[2])), seals.get(match[2]))
             for path, match in found
@@ -281,7 +281,7 @@ class Settings:
             most = max((errors[kind]["max_error"] for kind in ("update", "replayed") if errors[kind]), default=0.0)
             if not most <= bound:
                 return f"has a max |Δu| of {most:.3g}, above {bound:g}"
-        lossy = [each for each in manifest.storages if codec_from_config(each.codec).measured_as is not None]
+        lossy = [storage for storage in manifest.storages if codec_from_config(storage.codec).measured_as is not None]
         if lossy and all(each.error is None for each in lossy):
             return "carries no statistics, by which it could be checked"
         return None

@@ -161,7 +161,7 @@ class _Contents:
         while waiting:
             folder = waiting.pop()
             with os.scandir(root / folder) as entries:
-                found = sorted(entries, key=lambda each: each.name)
+                found = sorted(entries, key=lambda entry: entry.name)
             steps = [each.name for each in found if each.name.startswith(_STEP) and each.is_dir(follow_symlinks=False)]
             if len(steps) > 1 and not self._folders.issuperset(f"{folder}/{step}".strip("/") for step in steps):
                 yield f"holds several checkpoints ({steps[0]!r}, {steps[1]!r})"
@@ -377,7 +377,7 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
     """
     try:
         with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda each: each.name)
+            found = sorted(entries, key=lambda entry: entry.name)
         names = [each.name for each in found if each.is_file()]
         if is_one_checkpoint(names):
             return []
@@ -394,7 +394,7 @@ def run_in(folder: Path) -> list[str]:
 
     It is one where they are of several steps or epochs, or where there are containers among them.
     """
-    raw = [each.path.name for each in checkpoints_in(folder) if not each.is_doubtful and each.skipped is None]
+    raw = [path.path.name for path in checkpoints_in(folder) if not path.is_doubtful and path.skipped is None]
     found = (path for path in folder.iterdir() if _is_visible(path.name) and is_container(path))
     packed = [path.name for path in found if re.fullmatch(sharded.RANK_FILE, path.name) is None]
     names = sorted((*raw, *packed))

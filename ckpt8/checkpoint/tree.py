@@ -262,7 +262,7 @@ class Labelled:
 def gaps(storages: Iterable[StorageInfo], size: int) -> Iterator[tuple[int, int]]:
     """The runs of the ``size`` bytes of a source outside all storages, in order: offset and length."""
     position = 0
-    for offset, nbytes in [*sorted((each.offset, each.nbytes) for each in storages), (size, 0)]:
+    for offset, nbytes in [*sorted((storage.offset, storage.nbytes) for storage in storages), (size, 0)]:
         if position < offset:
             yield position, offset - position
         position = offset + nbytes
@@ -486,4 +486,4 @@ def is_setting(value: object) -> bool:
     """Whether a value is a plain setting of an optimizer: a number, a text, None, or a list or tuple of these."""
     # Not deeper: a list of a file may hold itself.
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return all(isinstance(each, (bool, int, float, str, type(None))) for each in values)
+    return all(isinstance(value, (bool, int, float, str, type(None))) for value in values)

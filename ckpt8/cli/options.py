@@ -89,7 +89,7 @@ def finding_bases(command: Callable[..., None]) -> Callable[..., None]:
     option = inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
     parameters = [*inspect.signature(command).parameters.values(), option]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [each.replace(annotation=hints[each.name]) for each in parameters], return_annotation=None
+        [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters], return_annotation=None
     )
     run.__annotations__ = hints
     return run

@@ -105,7 +105,7 @@ def rounded_masters(
 
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
     """Compress a packed chunk whose parts are on the CPU. With ``copy``, the result shares no memory with them."""
-    stored = [_store_parts(each, how, copy=copy) for each, how in zip(packed.parts, packed.packings, strict=True)]
+    stored = [_store_parts(part, how, copy=copy) for part, how in zip(packed.parts, packed.packings, strict=True)]
     return Chunk(stored, packed.crcs, packed.errors, packed.refused, packed.packings)
 
 

@@ -233,7 +233,7 @@ class GroupEncoder:
             packed.units.append(EncodedUnit(unit, chunk.errors, chunk.crcs))
         for place in range(len(units[0].streams) if kept else 0):
             parts = [each[place] for each in found]
-            joined = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+            joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             packed.packs.append(([unit.streams[place] for unit in kept], *self._encoder.pack_symbols(joined)))
         return refused
 
@@ -397,7 +397,7 @@ class Compressor:
                 measured += [(unit, packed[0].errors.steps)] if packed else []
             groups = deque(workers.map(self._groups.pack, self._shared))
             self._source.check_unchanged()
-            measured += [(each.unit, each.errors.steps) for group in groups for each in group.units]
+            measured += [(unit.unit, unit.errors.steps) for group in groups for unit in group.units]
             self._check_budget(policy, measured)
             return Unwritten(self, policy, units, chunks, groups, writer, workers, stack.pop_all())
 
@@ -422,10 +422,10 @@ class Compressor:
         """Write groups of units that share entries. Raises as ``run``."""
         for group in groups:
             errors = UnitErrors()
-            for each in group.units:
-                check_source(each.unit, each.crcs, self._source.label)
-                results.add_unit(each.unit, each.errors)
-                errors.streams.update(each.errors.streams)
+            for unit in group.units:
+                check_source(unit.unit, unit.crcs, self._source.label)
+                results.add_unit(unit.unit, unit.errors)
+                errors.streams.update(unit.errors.streams)
             for streams, parts, packings in group.packs:
                 name = f"{PACK_NAME}{len(results.packs)}"
                 tables = {part: FrameTable() for part in parts}
@@ -561,8 +561,8 @@ def _refusal(bound: float | None, shares: Mapping[int, Share], unit: Unit, error
 def _broken_bound(bound: float | None, unit: Unit, errors: UnitErrors) -> Refusal | None:
     """Why the codecs of a unit cannot keep the bound on its update error, or None."""
     parameter = unit.parameter
-    moments = [each for each in unit.streams if each.index != unit.weight]
-    if bound is None or not any(each.lossy if parameter else each.lossy_moment for each in moments):
+    moments = [stream for stream in unit.streams if stream.index != unit.weight]
+    if bound is None or not any(moment.lossy if parameter else moment.lossy_moment for moment in moments):
         return None
     error = errors.update
     if error is None:

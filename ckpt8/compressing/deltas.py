@@ -153,7 +153,8 @@ def find_partners(plan: Plan, base: Manifest) -> Partners:
     for view in base.tensors:
         other[view.storage].add((_timeless(view.name), view.dtype, view.offset, *view.shape, *view.stride))
     named = {
-        (_timeless(each.name), each.dtype, each.numel, each.role): index for index, each in enumerate(base.storages)
+        (_timeless(storage.name), storage.dtype, storage.numel, storage.role): index
+        for index, storage in enumerate(base.storages)
     }
     found = {}
     for stream in plan.streams:
@@ -353,11 +354,11 @@ def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Si
 def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[_Sibling]:
     """The base of number ``place`` in the chain of ``key``, then the newest with few enough links."""
     newest = regular = None
-    for each in siblings:
-        if each.key == key and each.links < _MOST_LINKS and each.place < place:
-            newest = newest or each
-            if each.place == place & (place - 1):
-                regular = each
+    for sibling in siblings:
+        if sibling.key == key and sibling.links < _MOST_LINKS and sibling.place < place:
+            newest = newest or sibling
+            if sibling.place == place & (place - 1):
+                regular = sibling
                 break
     return (each for each in dict.fromkeys((regular, newest)) if each is not None)
 
@@ -426,10 +427,12 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
         trials = tried(candidates)
         resumed = _resumed(trials)
         if resumed or _outgrown(plan, candidates):
-            own = [each._replace(codec=each.stream.codec) for each in candidates if each.shares_lattice]
-            trials = [each for each in trials if not each.candidate.shares_lattice] + tried(own)
+            own = [
+                candidate._replace(codec=candidate.stream.codec) for candidate in candidates if candidate.shares_lattice
+            ]
+            trials = [trial for trial in trials if not trial.candidate.shares_lattice] + tried(own)
         if resumed:
-            trials = [each for each in trials if not each.candidate.codec.inherited]
+            trials = [trial for trial in trials if not trial.candidate.codec.inherited]
     sizes = {index: _whole(stream, partners, base) for index, stream in streams.items()}
     whole = sum(sizes.values())
     for trial in trials:
@@ -492,7 +495,7 @@ def _resumed(trials: Sequence[_Trial]) -> bool:
 
 def _outgrown(plan: Plan, candidates: Iterable[_Candidate]) -> bool:
     """Whether the steps of the base take more of a budget than first moments can give."""
-    codecs = {each.stream.index: each.codec for each in candidates}
+    codecs = {candidate.stream.index: candidate.codec for candidate in candidates}
     found = left_over(plan, codecs)
     return any(left < -_MOST_TAKEN * moments for left, moments in found.values())
 

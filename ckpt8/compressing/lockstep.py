@@ -33,7 +33,7 @@ def set_companions(plan: Plan) -> None:
 
 
 def _with_companions(stream: Stream, unit: Unit) -> Stream:
-    usable = {each.index for each in unit.streams if not each.codec.companions}
+    usable = {stream.index for stream in unit.streams if not stream.codec.companions}
     moments = unit.parameter.moments if unit.parameter else {}
     found: dict[str, int] = {}
     for name, slots in stream.codec.companions.items():

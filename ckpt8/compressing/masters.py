@@ -199,9 +199,9 @@ class _Origins:
         """Lay the copies one after the other over flat masters, group by group."""
         waiting = {copy.run: copy for copy in copies if copy.ref not in self.runs}.values()
         lines = [master for master in self._masters if len(master.ref.shape) == 1]
-        listed = [each for each in lines if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", each.name))]
+        listed = [line for line in lines if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", line.name))]
         longest = max((copy.count for copy in waiting), default=0)
-        flat = listed or [each for each in lines if each.count > longest]
+        flat = listed or [line for line in lines if line.count > longest]
         if not waiting or not flat:
             return
         matrices = [copy for copy in waiting if len(copy.ref.shape) > 1]

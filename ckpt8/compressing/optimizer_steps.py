@@ -112,7 +112,7 @@ class _Steps:
             and len(views) == 1
             and views[0].ref.offset == 0
             and stream.spec.numel == moment.numel
-            and all(len(each.shape) == 1 and is_dense(each) for each in refs)
+            and all(len(ref.shape) == 1 and is_dense(ref) for ref in refs)
         )
 
 
@@ -159,5 +159,5 @@ def _fills(ref: TensorRef, stream: Stream, views: Sequence[NamedTensor]) -> bool
     whole = (0, stream.spec.dtype, stream.spec.numel)
     refs = (ref, *(view.ref for view in views))
     return stream.spec.dtype.is_plane_float and all(
-        is_dense(each) and (each.offset, each.dtype, each.numel) == whole for each in refs
+        is_dense(ref) and (ref.offset, ref.dtype, ref.numel) == whole for ref in refs
     )

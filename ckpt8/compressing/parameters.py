@@ -143,7 +143,7 @@ def _replayed_slots(found: tuple[Card, Form] | None) -> Mapping[str, str]:
     """The slots of what a replayed step needs besides statistics, by key; empty where no step is replayed."""
     if found is None or found[1].update != "replayed":
         return {}
-    return {each.key: each.slot for each in found[1].tensors if each.is_moment}
+    return {tensor.key: tensor.slot for tensor in found[1].tensors if tensor.is_moment}
 
 
 def _owns(ref: TensorRef, stream: Place, views: Mapping[int, list[NamedTensor]]) -> bool:
@@ -212,17 +212,17 @@ def _replay(
     if isinstance(rule, str):
         return rule
     first, others = refs.get(rule.form.tensors[0].key), {}
-    moments = {each.key for each in rule.form.tensors if each.is_moment}
+    moments = {tensor.key for tensor in rule.form.tensors if tensor.is_moment}
     if first is None or {key for key in moments if isinstance(saved.state.get(key), TensorRef)} != refs.keys():
         return "the tensors of its state do not fill storages of their own, in one order"
     if problem := _beyond_reach(rule, first, saved):
         return problem
-    for each in rule.form.tensors:
-        ref = saved.state.get(each.key)
-        if not each.is_moment and isinstance(ref, TensorRef):
-            others[each.key] = (streams[ref.key].storage, ref)
-            if ref.shape != each.shape(first.shape) or streams[ref.key].lossy or not is_plain(first):
-                return f"{each.key} is lossy, or does not have the shape of the parameter"
+    for tensor in rule.form.tensors:
+        ref = saved.state.get(tensor.key)
+        if not tensor.is_moment and isinstance(ref, TensorRef):
+            others[tensor.key] = (streams[ref.key].storage, ref)
+            if ref.shape != tensor.shape(first.shape) or streams[ref.key].lossy or not is_plain(first):
+                return f"{tensor.key} is lossy, or does not have the shape of the parameter"
     state = {key: streams[ref.key].index for key, ref in refs.items()}
     return Replay(rule, Order.of(rule.form, first), state, others)
 

@@ -155,7 +155,7 @@ def _adam_places(unit: Unit) -> tuple[int, int] | None:
         return None
     first, second = places[moments["moment1"]], places[moments["moment2"]]
     roots = [unit.streams[k].codec.stores_roots for k in (first, second)]
-    fits = all(each.spec.dtype is DType.FLOAT32 and each.codec.measured_in_one_pass for each in unit.streams)
+    fits = all(stream.spec.dtype is DType.FLOAT32 and stream.codec.measured_in_one_pass for stream in unit.streams)
     return (first, second) if fits and roots == [False, True] else None
 
 
@@ -182,7 +182,9 @@ class BudgetedTiles:
             return None
         weight, moments = parameter.step.weight, parameter.moments
         usual = dict.fromkeys(moments.values(), "moment") | ({} if weight is None else {weight: "noise"})
-        lossy = {each.index: each.codec.measured_as for each in unit.streams if not each.codec.measured_in_one_pass}
+        lossy = {
+            stream.index: stream.codec.measured_as for stream in unit.streams if not stream.codec.measured_in_one_pass
+        }
         if lossy != usual or len(moments) != 2:
             return None
         return cls(weight, [moments["moment1"], moments["moment2"]], rule, scales)

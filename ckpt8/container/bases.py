@@ -98,8 +98,8 @@ def files_of(source: Path, *, damaged_too: bool = False) -> list[Path]:
 
 def refuse_any(target: Path, sources: Iterable[Path]) -> None:
     """Raise OutputError where a target is one of ``sources``: see ``refuse_source``."""
-    for each in sources:
-        refuse_source(target, each)
+    for source in sources:
+        refuse_source(target, source)
 
 
 @contextmanager

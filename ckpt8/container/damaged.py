@@ -62,7 +62,7 @@ class DamagedContainer(ContainerReader):
             links = self.links()
         except InputError as exc:
             return str(exc)
-        return next((each.damage for each in links if isinstance(each, DamagedContainer) and each.damage), None)
+        return next((link.damage for link in links if isinstance(link, DamagedContainer) and link.damage), None)
 
     def mark_lost(self, storage: int, chunk: int) -> None:
         """From now on do not decode this chunk."""
@@ -201,7 +201,7 @@ class DamagedContainer(ContainerReader):
         wanted = dict(self._expected_entries())
         found: dict[str, Entry] = {}
         position, holes = 0, []
-        for entry in sorted(entries, key=lambda each: (each.start, each.stop)):
+        for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
             fits = entry.name in wanted and entry.nbytes == wanted[entry.name][0] and entry.name not in found
             if fits and position <= entry.start and entry.stop <= self._data_stop:
                 holes.append((position, entry.start))

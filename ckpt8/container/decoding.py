@@ -80,7 +80,7 @@ def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[lis
         record = reader.manifest.storages[index]
         chunks = ((index, chunk) for chunk in range(chunk_count(record.numel)))
         if record.pack is None:
-            yield from ([each] for each in chunks)
+            yield from ([chunk] for chunk in chunks)
         else:
             packs.setdefault(record.pack, []).extend(chunks)
     yield from packs.values()

@@ -110,7 +110,7 @@ def unknown_updates(names: Mapping[str, Iterable[str]], count: Callable[[Iterabl
 
     ``names`` are those of the parameters, by reason.
     """
-    reasons = Counter({reason: count(each) for reason, each in names.items()})
+    reasons = Counter({reason: count(name) for reason, name in names.items()})
     return {"update_unknown": reasons.total(), "update_reasons": dict(reasons.most_common())}
 
 
@@ -121,12 +121,12 @@ def figure_of(parameter: ParameterRecord) -> Literal["update", "replayed"]:
 
 def _unknown_reasons(manifest: Manifest) -> dict[str, list[str]]:
     """The parameters with lossy moments whose error of the update is unknown, by the reason for that."""
-    lossy = {index for index, each in enumerate(manifest.storages) if _is_lossy_moment(each)}
+    lossy = {index for index, storage in enumerate(manifest.storages) if _is_lossy_moment(storage)}
     reasons = defaultdict[str, list[str]](list)
-    for each in manifest.parameters:
-        if each.error is None and not lossy.isdisjoint(each.moments.values()):
-            reasons[each.reason or NOT_MEASURED].append(each.name)
-    owned = {index for each in manifest.parameters for index in each.moments.values()}
+    for parameter in manifest.parameters:
+        if parameter.error is None and not lossy.isdisjoint(parameter.moments.values()):
+            reasons[parameter.reason or NOT_MEASURED].append(parameter.name)
+    owned = {index for parameter in manifest.parameters for index in parameter.moments.values()}
     if others := {manifest.storages[index].name.rpartition(".")[0] for index in lossy - owned}:
         reasons[NO_PARAMETER] += others
     return reasons

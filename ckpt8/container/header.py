@@ -109,7 +109,7 @@ _WIDEST_ENTRY = len(
 def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
     """The length field and the header of a ``.ckpt8``, padded to the reserved ``size``."""
     header: dict[str, object] = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: version}}
-    header.update((each.name, tensor_entry("U8", [each.nbytes], each.start, each.stop)) for each in entries)
+    header.update((entry.name, tensor_entry("U8", [entry.nbytes], entry.start, entry.stop)) for entry in entries)
     return render_safetensors(header, size)
 
 

@@ -171,8 +171,8 @@ def _members_json(manifest: Manifest) -> dict[str, Any]:
         "segments": column(segments),
         "crc_fields": column(
             [
-                {"gap": gaps(at for at, _ in each), "storage": column([s for _, s in each])} if each else None
-                for each in fields
+                {"gap": gaps(at for at, _ in entry), "storage": column([s for _, s in entry])} if entry else None
+                for entry in fields
             ]
         ),
     }
@@ -192,7 +192,9 @@ def _tensors_json(manifest: Manifest) -> dict[str, Any]:
         "dtype": column([tensor.dtype.label for tensor in tensors]),
         "offset": column([tensor.offset for tensor in tensors]),
         "shape": column(shapes),
-        "stride": column([None if each.stride == dense_stride(each.shape) else each.stride for each in tensors]),
+        "stride": column(
+            [None if tensor.stride == dense_stride(tensor.shape) else tensor.stride for tensor in tensors]
+        ),
         "flags": column([tensor.flags for tensor in tensors]),
     }
 
@@ -200,9 +202,9 @@ def _tensors_json(manifest: Manifest) -> dict[str, Any]:
 def _slices_json(slices: Sequence[SliceRecord]) -> dict[str, Any]:
     """The table of slices. Null are offsets of 0 in every dimension."""
     return {
-        "name": [each.name for each in slices],
-        "tensor": column([each.tensor for each in slices]),
-        "offsets": column([each.offsets if any(each.offsets) else None for each in slices]),
+        "name": [piece.name for piece in slices],
+        "tensor": column([piece.tensor for piece in slices]),
+        "offsets": column([piece.offsets if any(piece.offsets) else None for piece in slices]),
     }
 
 
@@ -448,6 +450,6 @@ def _read_slices(fields: Fields, tensors: Sequence[TensorRecord]) -> list[SliceR
         if dims > MOST_DIMS or (offsets is not None and len(offsets) != dims):
             raise table.fail("offsets")
         slices.append(SliceRecord(name, tensor, [0] * dims if offsets is None else offsets))
-    if len({(each.name, *each.offsets) for each in slices}) != len(slices):
+    if len({(piece.name, *piece.offsets) for piece in slices}) != len(slices):
         raise table.fail("name")
     return slices

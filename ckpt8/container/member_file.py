@@ -145,7 +145,7 @@ class MemberFile(io.RawIOBase):
         """Every piece, with those before it that it is decoded with."""
         starts = {run.storage: run.start for run in self._runs if run.storage != self._skeleton}
         companions = {index: self._reader.codec(index).companion_storages.values() for index in starts}
-        owners = {other: index for index, each in companions.items() for other in each if other in starts}
+        owners = {other: index for index, companion in companions.items() for other in companion if other in starts}
         for piece in self.pieces(0, self.size):
             if piece.storage not in owners:
                 batch = []

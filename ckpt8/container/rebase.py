@@ -100,7 +100,7 @@ def write_again(
     ``changed`` gives the parts of each of their chunks; their records get new tables. All else is copied as it is.
     """
     slabs = sorted(_slabs(reader), key=lambda each: _offset(reader, each))
-    names = [name for each in slabs for name in _names(reader, each)]
+    names = [name for slab in slabs for name in _names(reader, slab)]
     tables: dict[int, Tables] = {index: {} for index in changed}
     room = partial(_room, reader, changed)
     with ContainerWriter(target, names, force=force, room=room) as writer:

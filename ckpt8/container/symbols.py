@@ -75,7 +75,7 @@ def choose(counts: torch.Tensor, numel: int, tabulate: Tabulate | None = None) -
                 found += modes
                 tables.append((tabulate or _tabulate)(_above_bits(stored, bits), modes))
     planes = [mode.plane_lengths(numel)[: 1 + mode.over + mode.raw] for mode in found]
-    lengths = [length for each in planes for length in each]
+    lengths = [length for plane in planes for length in plane]
     digits = [
         each for mode, own in zip(found, planes, strict=True) for each in (DIGITS[mode.base], *[1] * len(own[1:]))
     ]

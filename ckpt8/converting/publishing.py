@@ -36,10 +36,13 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
         return None, None
     with open_stored(source) as reader:
         members = [each for each in reader.manifest.members if member is None or _is_in(each.path, member)]
-        storages = {index for each in members for _, index in each.segments}
+        storages = {index for member in members for _, index in member.segments}
         if key is not None:
             in_files = reader.manifest.directory is not None
-            named = [(split_member(each.name)[1] if in_files else each.name, each) for each in reader.manifest.tensors]
+            named = [
+                (split_member(tensor.name)[1] if in_files else tensor.name, tensor)
+                for tensor in reader.manifest.tensors
+            ]
             storages &= {each.storage for name, each in named if name.startswith(f"{key}.")}
         storages |= _masters(reader, storages)
         total = LatticeError()
@@ -60,7 +63,7 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
 def _masters(reader: Stored, storages: Iterable[int]) -> set[int]:
     """The storages that copies among ``storages`` are rounded from."""
     copies = (reader.codec(index).copied for index in storages)
-    return {run.storage for each in copies if each is not None for run in each.runs if run.storage is not None}
+    return {run.storage for copy in copies if copy is not None for run in copy.runs if run.storage is not None}
 
 
 def _is_in(path: str, member: str) -> bool:

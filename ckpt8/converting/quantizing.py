@@ -272,7 +272,7 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
     if given is not None:
         where, text = str(given), _read_file(given)
     else:
-        member = next((each for each in content.others if each.path == CONFIG), None)
+        member = next((other for other in content.others if other.path == CONFIG), None)
         if member is None:
             return None
         where = f"{content.data.label}: {CONFIG}"

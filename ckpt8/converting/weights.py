@@ -115,7 +115,7 @@ def unpack_tree(data: Composite) -> None:
     Raises UsageError and InputError as ``unpack_optimizer`` and ``joined_weights`` do, before it changes the tree.
     """
     models, optimizers = find(data.tree)
-    packed = [each for each in optimizers if is_packed(each)]
+    packed = [optimizer for optimizer in optimizers if is_packed(optimizer)]
     for each in packed:
         check_optimizer(data.label, each)
     plain = [(each, unpack_optimizer(data, each)) for each in packed]
@@ -147,9 +147,9 @@ def step_number(data: Composite, value: Any) -> int:
 
 def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, TensorRef]:
     found = {}
-    for name, each in CARDS[group["rule"]].tensors.items():
+    for name, tensor in CARDS[group["rule"]].tensors.items():
         if f"{name}_codes" in state:
-            codec = codec_from_config(group[each.slot])
+            codec = codec_from_config(group[tensor.slot])
             found[name] = _decoded(data, name, state[f"{name}_codes"], state[f"{name}_scales"], codec)
         elif name in state:
             found[name] = state[name]

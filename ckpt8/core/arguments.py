@@ -21,7 +21,11 @@ _LONGEST = 1000
 def checked(function: F) -> F:
     """``function`` that first compares its arguments with their annotations, as far as ``_KINDS`` has them."""
     signature = inspect.signature(function)
-    known = {name: _KINDS[text] for name, each in signature.parameters.items() if (text := each.annotation) in _KINDS}
+    known = {
+        name: _KINDS[text]
+        for name, parameter in signature.parameters.items()
+        if (text := parameter.annotation) in _KINDS
+    }
     called = function.__qualname__.removesuffix(".__init__").removesuffix("open_container") or "open"
 
     @functools.wraps(function)

@@ -106,7 +106,7 @@ def cut_row(row: torch.Tensor, specs: Iterable[tuple[torch.dtype, int]]) -> Iter
 def row_views(parts: Sequence[Parts], row: torch.Tensor) -> list[Parts]:
     """Views of ``row`` with the element types and lengths of ``parts``."""
     views = cut_row(row, ((part.dtype, part.numel()) for each in parts for part in each.values()))
-    return [{name: next(views) for name in each} for each in parts]
+    return [{name: next(views) for name in part} for part in parts]
 
 
 def copy_to_row(parts: Sequence[Parts], row: torch.Tensor, *, wait: bool = True) -> list[Parts]:

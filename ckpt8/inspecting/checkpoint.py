@@ -85,9 +85,9 @@ def _roles(manifest: Manifest) -> list[dict[str, Any]]:
 def _optimizers(manifest: Manifest) -> list[dict[str, Any]]:
     """Parameters by update rule, with the step if the rule counts it."""
     rows: dict[tuple[str, int | None], list[str]] = defaultdict(list)
-    for each in manifest.parameters:
-        rule = each.rule or {"kind": f"unknown: {each.reason}", "step": None}
-        rows[rule["kind"], rule["step"] or None].append(each.name)
+    for parameter in manifest.parameters:
+        rule = parameter.rule or {"kind": f"unknown: {parameter.reason}", "step": None}
+        rows[rule["kind"], rule["step"] or None].append(parameter.name)
     return [{"rule": kind, "step": step, "parameters": count_whole(names)} for (kind, step), names in rows.items()]
 
 

@@ -275,25 +275,25 @@ class Difference:
         only_a = self.tensors_only_a or self.values_only_a or self.files_only_a
         only_b = self.tensors_only_b or self.values_only_b or self.files_only_b
         changed = self.values or self.files
-        return not (only_a or only_b or changed) and all(each.identical for each in self.tensors)
+        return not (only_a or only_b or changed) and all(tensor.identical for tensor in self.tensors)
 
     @property
     def changed(self) -> list[TensorDifference]:
         """Tensors that both have and that are not identical, the largest relative change first."""
-        return sorted((each for each in self.tensors if not each.identical), key=lambda each: -_relative(each))
+        return sorted((tensor for tensor in self.tensors if not tensor.identical), key=lambda each: -_relative(each))
 
     def roles(self) -> dict[Role, dict[str, Any]]:
         """Sums over the tensors that both have, by role; of tied ones only the first counts.
 
         Beside the figures of ``Change`` these are ``tensors``, ``identical`` ones, and the name of the ``worst``.
         """
-        found = _totals((each for each in self.tensors if not each.is_tied), lambda each: each.role)
+        found = _totals((tensor for tensor in self.tensors if not tensor.is_tied), lambda each: each.role)
         return {role: found[role] for role in Role if role in found}
 
     def layers(self, role: Role) -> dict[str | None, dict[str, Any]]:
         """Such sums by layer, the largest change first; None stands for parameters without names."""
         found = _totals(
-            (each for each in self.tensors if each.role is role and not each.is_tied), lambda each: each.layer
+            (tensor for tensor in self.tensors if tensor.role is role and not tensor.is_tied), lambda each: each.layer
         )
         return dict(sorted(found.items(), key=lambda item: -_or_infinite(item[1]["relative"])))
 
@@ -315,13 +315,13 @@ class Difference:
                 for role in (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
             },
             "tensors": {
-                "both": [each.to_json() for each in self.tensors],
+                "both": [tensor.to_json() for tensor in self.tensors],
                 "only_a": [_facts(each) for each in self.tensors_only_a],
                 "only_b": [_facts(each) for each in self.tensors_only_b],
             },
             "values": {
                 "equal": self.equal_values,
-                "changed": [{"name": each.name, "a": _plain(each.a), "b": _plain(each.b)} for each in self.values],
+                "changed": [{"name": value.name, "a": _plain(value.a), "b": _plain(value.b)} for value in self.values],
                 "only_a": [{"name": name, "a": _plain(value)} for name, value in self.values_only_a],
                 "only_b": [{"name": name, "b": _plain(value)} for name, value in self.values_only_b],
             },
@@ -349,8 +349,8 @@ K = TypeVar("K", bound=Hashable)
 
 def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], K]) -> dict[K, dict[str, Any]]:
     groups: dict[K, list[TensorDifference]] = defaultdict(list)
-    for each in tensors:
-        groups[key(each)].append(each)
+    for tensor in tensors:
+        groups[key(tensor)].append(tensor)
     return {name: _total(group) for name, group in groups.items()}
 
 

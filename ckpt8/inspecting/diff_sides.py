@@ -191,7 +191,7 @@ class Leaves:
     def _is_flat(self, values: Any) -> bool:
         known = self._flat.get(id(values))
         if known is None:
-            known = self._flat[id(values)] = all(type(each) in _SCALARS for each in values)
+            known = self._flat[id(values)] = all(type(value) in _SCALARS for value in values)
         return known
 
 
@@ -334,7 +334,7 @@ def naming(side: Side) -> Naming:
     candidates = [(part, *find(part.data.tree, evident)) for part in side.parts]
     found = Naming(
         _models([(part, model) for part, models, _ in candidates for model in models]),
-        [_optimizer(part, each, weight_names) for part, _, optimizers in candidates for each in optimizers],
+        [_optimizer(part, optimizer, weight_names) for part, _, optimizers in candidates for optimizer in optimizers],
     )
     for optimizer in found.optimizers:
         plain = plain_names(optimizer.names.values())

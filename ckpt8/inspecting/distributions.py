@@ -441,8 +441,8 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
     """
     with open_source(path, containers=False) as source, Workers() as workers:
         plan = plan_bundle(source, Policy.of(PRESET))
-        counted = {each.index for each in plan.streams if is_counted(each.spec, each.codec)}
-        units = [unit for unit in plan.units if any(each.index in counted for each in unit.streams)]
+        counted = {stream.index for stream in plan.streams if is_counted(stream.spec, stream.codec)}
+        units = [unit for unit in plan.units if any(stream.index in counted for stream in unit.streams)]
         gathered = Gathered(
             describe(source, plan),
             counted,
@@ -470,12 +470,12 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
         found |= {(what, "after"): before for (what, side), before in found.items() if side == "before"}
         seen.drawn.codes.clear()
         seen.errors = UnitErrors()
-    for each in unit.streams:
-        if each.index in seen.errors.streams:
-            gathered.measure(each.spec.role.value, seen.errors.streams[each.index])
+    for stream in unit.streams:
+        if stream.index in seen.errors.streams:
+            gathered.measure(stream.spec.role.value, seen.errors.streams[stream.index])
     if seen.errors.update is not None:
         gathered.measure(gathered.figure(unit), seen.errors.update, unit.parameter.name if unit.parameter else None)
-    elif seen.refused is None and any(each.lossy_moment for each in unit.streams):
+    elif seen.refused is None and any(stream.lossy_moment for stream in unit.streams):
         parameter, name = unit.parameter, unit.streams[0].spec.name.rpartition(".")[0]
         reason = (parameter.reason or NOT_MEASURED) if parameter else NO_PARAMETER
         gathered.unknown[reason].append(parameter.name if parameter else name)
@@ -493,7 +493,7 @@ def _look_in_checkpoint(source: Bundle, meter: ErrorMeter, work: Work) -> Seen:
         seen.refused = seen.refused or refused
         seen.drawn.merge(draw(pieces, unit.parameter))
         if refused is None and unit.measured:
-            seen.errors.merge(meter.measure(unit, start, originals, [each.parts for each in pieces]))
+            seen.errors.merge(meter.measure(unit, start, originals, [piece.parts for piece in pieces]))
     return seen
 
 
@@ -565,8 +565,10 @@ def _open_original(reader: Stored, original: Path, workers: Workers, stack: Exit
 def _units(reader: Stored, counted: set[int]) -> list[Unit]:
     storages = reader.manifest.storages
     streams = [
-        Stream(index, reader.spec(index), StorageInfo(each.name, each.dtype, 0, each.nbytes), reader.codec(index))
-        for index, each in enumerate(storages)
+        Stream(
+            index, reader.spec(index), StorageInfo(storage.name, storage.dtype, 0, storage.nbytes), reader.codec(index)
+        )
+        for index, storage in enumerate(storages)
         if index in counted
     ]
     parameters = [

@@ -188,7 +188,9 @@ def low_bit_state(manifest: Manifest) -> list[dict[str, Any]]:
 def moment_names(manifest: Manifest) -> list[dict[str, str]]:
     """For every parameter the names of its moments' storages by slot."""
     storages = manifest.storages
-    return [{slot: storages[index].name for slot, index in each.moments.items()} for each in manifest.parameters]
+    return [
+        {slot: storages[index].name for slot, index in parameter.moments.items()} for parameter in manifest.parameters
+    ]
 
 
 def shown_names(manifest: Manifest) -> list[dict[str, Any]]:
@@ -240,16 +242,16 @@ def expected_drift(error: StepError, steps: Iterable[Mapping[str, Any]] = ()) ->
     ``age``: how many steps that has taken, 0 for unknown.
     """
     steps = list(steps)
-    factor = max((AMPLIFIED.get(str(each.get("kind")), 1.0) for each in steps), default=1.0)
-    is_idle = any(each.get("stated_rate") == 0 for each in steps)
+    factor = max((AMPLIFIED.get(str(step.get("kind")), 1.0) for step in steps), default=1.0)
+    is_idle = any(step.get("stated_rate") == 0 for step in steps)
     mean = _drift(error.energy, error.step)
     low = _drift(error.weight, error.step) if is_idle else mean
-    if any(each.get("coupled_decay") for each in steps):
+    if any(step.get("coupled_decay") for step in steps):
         low = 0.0
-    rates = [number(each, "rate") * number(each, "decay") * HORIZON for each in steps]
+    rates = [number(step, "rate") * number(step, "decay") * HORIZON for step in steps]
     if (decay := max(rates, default=0.0)) > 0:
         low *= -math.expm1(-decay) / decay
-    is_young = any(0 < number(each, "age") < YOUNG for each in steps)
+    is_young = any(0 < number(step, "age") < YOUNG for step in steps)
     return ExpectedDrift(mean * factor, low / WIDTH, mean * factor * WIDTH, factor > 1 or is_idle or is_young)
 
 
@@ -305,14 +307,16 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     every = [each for _, known in sorted(optimizers.items()) for each in known]
     storages = manifest.storages
     inside = _inside(parameter for parameter, _ in every)
-    lossy = {index for index, each in enumerate(storages) if _is_lossy(each.codec)}
+    lossy = {index for index, storage in enumerate(storages) if _is_lossy(storage.codec)}
     outside = _rows((storages[index], _why_outside(manifest, index)) for index in sorted(lossy - inside))
     figures = _figures(every)
     if not lossy & inside and lossy:
         figures |= {"steps": None, **dict.fromkeys(PARTS), "drift": None}
     elif figures["drift"] is not None and any(row["reason"] != COPY for row in outside):
         figures["drift"]["is_open"] = True
-    weights = [index for index, each in enumerate(storages) if codec_from_config(each.codec).measured_as == "noise"]
+    weights = [
+        index for index, storage in enumerate(storages) if codec_from_config(storage.codec).measured_as == "noise"
+    ]
     return {
         "budget": manifest.budget.get("steps"),
         **figures,
@@ -381,7 +385,7 @@ def _rates(every: Iterable[tuple[ParameterRecord, StepError]], count: Count) -> 
         record = parameter.steps or {}
         if rate := number(record, "rate"):
             names[rate, number(record, "stated_rate") if "stated_rate" in record else rate].append(parameter.name)
-    return [{"rate": rate, "stated": stated, "parameters": count(each)} for (rate, stated), each in names.items()]
+    return [{"rate": rate, "stated": stated, "parameters": count(name)} for (rate, stated), name in names.items()]
 
 
 def _inside(parameters: Iterable[ParameterRecord]) -> set[int]:
@@ -398,13 +402,15 @@ def _why_outside(manifest: Manifest, index: int) -> str:
     record = manifest.storages[index]
     if record.role is Role.WEIGHT and record.codec["id"] in _ARCHIVED:
         return COPY
-    owner = next((each for each in manifest.parameters if index in each.moments.values()), None)
+    owner = next((parameter for parameter in manifest.parameters if index in parameter.moments.values()), None)
     return _plain(record.reason or (owner.reason if owner else None) or NOT_MEASURED)
 
 
 def _fallbacks(manifest: Manifest) -> list[dict[str, Any]]:
     """Lossy storages that codecs without a budget keep."""
-    lossy = (each for each in manifest.storages if each.codec["id"] not in _ARCHIVED and _is_lossy(each.codec))
+    lossy = (
+        storage for storage in manifest.storages if storage.codec["id"] not in _ARCHIVED and _is_lossy(storage.codec)
+    )
     return _rows((record, _plain(record.reason)) for record in lossy if record.reason is not None)
 
 

@@ -93,7 +93,7 @@ def _origins(source: Bundle) -> list[dict[str, Any]]:
     rest = []
     rows = {}
     for member in source.members:
-        folder = next((each for each in folders if is_below(member.path, each)), None)
+        folder = next((folder for folder in folders if is_below(member.path, folder)), None)
         own = _by_keys([member])
         if folder is None or (folders[folder] not in _WHOLE and own not in (None, "DeepSpeed", folders[folder])):
             rest += [member] if own or any(storage.nbytes for storage in member.checkpoint.source_storages) else []
@@ -279,18 +279,18 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
         path = plain_path(parameter["name"]) if parameter["named"] else ""
         owners.update((_state(moment), path) for moment in parameter["moments"].values())
     storages = list(storages)
-    names = {each.name for each in storages}
+    names = {storage.name for storage in storages}
     sizes: dict[str, dict[str, int]] = defaultdict(dict)
     counts: dict[tuple[str, str, str], int] = {}
-    for each in storages:
-        owner = owners.get(_state(each.name)) if owners else None
-        plain = plain_path(each.name) if each.role is Role.WEIGHT else ""
-        group = _group(each, owner, plain)
-        own, role = sizes[group], each.role.value
-        own[role] = own.get(role, 0) + each.nbytes
-        if each.role is Role.WEIGHT and _is_parameter(each, names):
-            key = group, owner or plain, "".join(SLICE.findall(each.name))
-            counts.setdefault(key, each.nbytes // each.dtype.itemsize)
+    for storage in storages:
+        owner = owners.get(_state(storage.name)) if owners else None
+        plain = plain_path(storage.name) if storage.role is Role.WEIGHT else ""
+        group = _group(storage, owner, plain)
+        own, role = sizes[group], storage.role.value
+        own[role] = own.get(role, 0) + storage.nbytes
+        if storage.role is Role.WEIGHT and _is_parameter(storage, names):
+            key = group, owner or plain, "".join(SLICE.findall(storage.name))
+            counts.setdefault(key, storage.nbytes // storage.dtype.itemsize)
     totals: Counter[str] = Counter()
     for (group, _, _), count in counts.items():
         totals[group] += count

@@ -121,7 +121,7 @@ def predicted_bytes(path: Path, policy: Policy, threads: int | None = None) -> t
         if not source.holds_tensors:
             raise InputError(f"{path}: holds no tensors; there is nothing to compress")
         (plan,) = plan_policies(source, [policy])
-        policy.check_rules([each for tensor, _ in plan.tensors for each in tensor.paths])
+        policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
         with Workers(threads) as workers:
             return source.size, _Prediction(source, skeleton_roles(describe(source, plan)), plan).stored(workers)
 
@@ -174,9 +174,9 @@ class _Prediction:
         """The figures of an error; none where all lossy tensors are outside, and a drift of some of them is open."""
         parameters = [unit.parameter for unit in stepped.units if unit.parameter and unit.parameter.rule]
         records = [
-            {**(steps_record(each.step, error) or {}), "kind": each.rule.kind, "age": each.rule.step}
-            for each in parameters
-            if each.rule
+            {**(steps_record(parameter.step, error) or {}), "kind": parameter.rule.kind, "age": parameter.rule.step}
+            for parameter in parameters
+            if parameter.rule
         ]
         figures, outside = step_figures(error, records), bool(self._plan.is_lossy and _unpredicted(stepped))
         if outside and not error.energy:
@@ -196,7 +196,7 @@ class _Prediction:
         return units, [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
 
     def _size(self, found: Sequence[_Found]) -> int:
-        outside = sum(each.storage.nbytes for each in self._plan.streams if each.index in self._structure)
+        outside = sum(stream.storage.nbytes for stream in self._plan.streams if stream.index in self._structure)
         return int(sum(each.stored for each in found) + outside * _STRUCTURE_LEFT)
 
     def _of_unit(self, unit: Unit) -> _Found:
@@ -242,7 +242,7 @@ class _Prediction:
         count = min(unit.numel, PER_TENSOR)
         first = (unit.numel - count) // 2
         return [
-            read_elements(self._source, each.storage, each.spec.dtype, first, count) for each in unit.streams
+            read_elements(self._source, stream.storage, stream.spec.dtype, first, count) for stream in unit.streams
         ], first
 
 

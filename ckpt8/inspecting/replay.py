@@ -157,7 +157,7 @@ class Replayable:
     storages: Mapping[str, StorageInfo] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "storages", {each.key: each for each in self.checkpoint.storages})
+        object.__setattr__(self, "storages", {storage.key: storage for storage in self.checkpoint.storages})
 
     def load(self, ref: TensorRef) -> Tensor:
         """The values of a tensor as float32. Raises InputError."""
@@ -230,7 +230,11 @@ def replay_files(reader: ContainerReader, original: Path, steps: int, workers: W
         first, second = ReplaySource(one), ReplaySource(other)
         for record in reader.manifest.members:
             if record.format == DCP:
-                names = [each.name for each in reader.manifest.parameters if each.name.startswith(f"{record.path}:")]
+                names = [
+                    parameter.name
+                    for parameter in reader.manifest.parameters
+                    if parameter.name.startswith(f"{record.path}:")
+                ]
                 figures.skipped.update(dict.fromkeys(names, _SPREAD))
             if record.format in READERS:
                 prefix = "" if whole else f"{record.path}:"

@@ -250,7 +250,7 @@ def _scores(tree: Mapping[Any, Any], number: Number) -> Iterator[tuple[str, floa
         if isinstance(state, dict) and isinstance(monitored := state.get("monitor"), str):
             refs = {name: state.get(name) for name in _SCORES}
             # One tensor under two names is stored under one of them.
-            places = [(node, other) for node in refs.values() for other, each in refs.items() if _are_one(node, each)]
+            places = [(node, other) for node in refs.values() for other, ref in refs.items() if _are_one(node, ref)]
             values = (_value(node, ("callbacks", str(key), name), number) for node, name in places)
             if (score := next((value for value in values if value is not None), None)) is not None:
                 yield monitored, score

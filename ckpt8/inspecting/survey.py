@@ -316,7 +316,7 @@ def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, P
     """The pieces of one storage, without elements that an earlier dense piece has."""
     reached = strided = 0
     most = _MOST_STRIDED * max(piece.stop for _, piece in pieces)
-    for number, piece in sorted(pieces, key=lambda each: (each[1].view.ref.offset, -each[1].span, each[0])):
+    for number, piece in sorted(pieces, key=lambda piece: (piece[1].view.ref.offset, -piece[1].span, piece[0])):
         if piece.stop <= reached:
             continue
         if not piece.is_dense:

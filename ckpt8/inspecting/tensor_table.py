@@ -204,7 +204,7 @@ def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
     found = describe(bundle, plan)
     pairs = _Pairs(stated, found, MANIFEST, FILE_INSIDE)
     views = {
-        pairs.index_of[index]: [View(each.paths, each.ref.shape) for each in views]
+        pairs.index_of[index]: [View(view.paths, view.ref.shape) for view in views]
         for index, views in views_of(plan.tensors).items()
         if index in pairs.index_of
     }

@@ -568,7 +568,9 @@ class _Checking:
     def _add(self, reader: ContainerReader, table: Manifest, measured: Measured, prefix: str) -> None:
         storages, parameters = reader.manifest.storages, reader.manifest.parameters
         self._statistics += sum(record.error is not None for record in storages)
-        self._statistics += sum((each.error is not None) + (each.steps is not None) for each in parameters)
+        self._statistics += sum(
+            (parameter.error is not None) + (parameter.steps is not None) for parameter in parameters
+        )
         self._unmeasured += sum(storages[index].error is None for index in measured.storages)
         found = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
         self._failures += (prefix + each for each in found)
@@ -582,8 +584,8 @@ class _Checking:
         """What was found."""
         readers = containers_of(self._stored)
         manifests = [reader.manifest for reader in readers]
-        parts = [record.parts for each in manifests for record in each.storages]
-        parts += [pack.parts for each in manifests for pack in each.packs]
+        parts = [record.parts for manifest in manifests for record in manifest.storages]
+        parts += [pack.parts for manifest in manifests for pack in manifest.packs]
         return Verification(
             sum(len(table.lengths) for tables in parts for table in tables.values()),
             self._stored.size,
@@ -593,5 +595,5 @@ class _Checking:
             tuple(self._failures),
             self._resume,
             step_facts(self._stored.manifest, count_whole) if against else None,
-            tuple(str(each.path) for reader in readers for each in reader.links()),
+            tuple(str(link.path) for reader in readers for link in reader.links()),
         )

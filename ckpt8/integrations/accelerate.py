@@ -126,7 +126,7 @@ def _taken_over(accelerator: Any, name: str) -> Iterator[list[tuple[Any, list[An
             "ckpt8.compress for the folder that it writes"
         )
     models, optimizers = accelerator._models, accelerator._optimizers
-    own = [each.optimizer for each in optimizers]
+    own = [optimizer.optimizer for optimizer in optimizers]
     if 1 < len(models) < len(own):
         raise UsageError(f"{name}: {len(own)} optimizers for {len(models)} models; prepare one for each model")
     groups = [own] if len(models) == 1 else [own[number : number + 1] for number in range(len(models))]

@@ -59,7 +59,7 @@ def state_to_pack(model: Any, optimizers: Any, *, adapter_only: bool) -> tuple[d
         groups: Any = moments["param_groups"]
         stepped = {name for group in groups for name in group["params"]}
         kept = stepped - _parameters(model, trained=False) | _adapters(model, weights)
-        weights = {name: each for name, each in weights.items() if name in kept}
+        weights = {name: weight for name, weight in weights.items() if name in kept}
     return weights, moments
 
 
@@ -90,7 +90,7 @@ def _adapters(model: Any, weights: dict[str, Any]) -> set[str]:
         if not config.is_prompt_learning:
             saved |= {id(each) for each in get_peft_model_state_dict(model, weights, adapter_name=name).values()}
     buffers = set(plain_names(name for name, _ in model.named_buffers()).values())
-    frozen_parts = {name for name, each in weights.items() if id(each) in saved}
+    frozen_parts = {name for name, weight in weights.items() if id(weight) in saved}
     return weights.keys() & (_parameters(model, trained=True) | buffers | frozen_parts)
 
 

@@ -75,7 +75,7 @@ class Form:
 
     def present(self, settings: Mapping[str, Any]) -> list[StateTensor]:
         """The tensors that a state has under these settings."""
-        return [each for each in self.tensors if not each.when or settings.get(each.when)]
+        return [tensor for tensor in self.tensors if not tensor.when or settings.get(tensor.when)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,4 +177,4 @@ class Card:
     @property
     def tensors(self) -> dict[str, StateTensor]:
         """Every tensor that a state may hold, by key."""
-        return {each.key: each for form in self.forms for each in form.tensors}
+        return {tensor.key: tensor for form in self.forms for tensor in form.tensors}

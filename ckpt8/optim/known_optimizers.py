@@ -51,9 +51,9 @@ def register(card: Card) -> None:
         return
     TENSORS.update(card.tensors)
     SIDE_STATE.update(*({*each.state, *each.optional} for each in card.published))
-    moments = {key: each for key, each in card.tensors.items() if each.is_moment and each.packable}
-    MOMENT_SLOTS.update({key: each.slot for key, each in moments.items()})
-    STATE_ROLES.update({key: each.role for key, each in moments.items()})
+    moments = {key: tensor for key, tensor in card.tensors.items() if tensor.is_moment and tensor.packable}
+    MOMENT_SLOTS.update({key: moment.slot for key, moment in moments.items()})
+    STATE_ROLES.update({key: moment.role for key, moment in moments.items()})
 
 
 def trained_cards() -> list[Card]:
@@ -149,13 +149,13 @@ def state_roles(tensors: Collection[str]) -> dict[str, Role]:
     """Roles of the tensors of a state by all their keys together, where a key alone says too little; else empty."""
     forms = (form for card in CARDS.values() if not card.cls for form in card.forms)
     found = next((form for form in forms if form.tensors and _fits(form, tensors)), None)
-    return {} if found is None else {each.key: each.role for each in found.tensors}
+    return {} if found is None else {tensor.key: tensor.role for tensor in found.tensors}
 
 
 def _fits(form: Form, tensors: Collection[str]) -> bool:
     """Whether a state with these tensors has the form."""
     required = {each.key for each in form.present({})}
-    return bool(tensors) and required <= set(tensors) <= {each.key for each in form.tensors}
+    return bool(tensors) and required <= set(tensors) <= {tensor.key for tensor in form.tensors}
 
 
 def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:

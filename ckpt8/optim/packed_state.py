@@ -44,7 +44,9 @@ class PackedState(torch.optim.Optimizer):
 
     def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the row and column averages of a parameter of this shape."""
-        return {each.key: each.shape(shape) for each in self.card.form(len(shape)).tensors if not each.is_moment}
+        return {
+            tensor.key: tensor.shape(shape) for tensor in self.card.form(len(shape)).tensors if not tensor.is_moment
+        }
 
     def codec(self, group: dict[str, Any], key: str, param: torch.Tensor, exact: Collection[str] = ()) -> Codec:
         """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; an exact one for a small tensor.

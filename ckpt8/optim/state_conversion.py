@@ -190,7 +190,7 @@ def unpack(
     groups, state = [], {}
     for group in packed["param_groups"]:
         states = {i: packed["state"][i] for i in group["params"] if packed["state"].get(i)}
-        steps = {i: step for i, each in states.items() if (step := read_step(each["step"]))}
+        steps = {i: step for i, state in states.items() if (step := read_step(state["step"]))}
         for i, step in steps.items():
             state[i] = plain_state(group, step, read_moments(states[i], group))
         groups.append(plain_group(group, set(steps.values())))

@@ -326,7 +326,7 @@ class _Salvaging:
 
     def list_tensors(self, result: Salvage) -> None:
         """Count the tensors written intact; list the others, and damaged storages that no damaged tensor lies in."""
-        owner = {storage: each.path for each in self._manifest.members for _, storage in each.segments}
+        owner = {storage: member.path for member in self._manifest.members for _, storage in member.segments}
         named = set()
         for tensor in self._manifest.tensors:
             record = self._manifest.storages[tensor.storage]

@@ -62,8 +62,8 @@ class LostValue:
         if self.shape is None:
             return f"  {self.name}: not written: {self.slices[0].where}"
         boxes: dict[str, list[str]] = {}
-        for each in self.slices:
-            boxes.setdefault(each.where, []).append(box_text(each.offsets, each.sizes, self.shape))
+        for piece in self.slices:
+            boxes.setdefault(piece.where, []).append(box_text(piece.offsets, piece.sizes, self.shape))
         places = [f"{listed(own, _SHOWN)} {where}".strip() for where, own in boxes.items()]
         more = f"; and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
         lacks = f"lacks {self.elements:,} of {prod(self.shape):,} elements"
@@ -155,7 +155,7 @@ def _whole(directory: DamagedDirectory, result: SalvagedDirectory) -> ShardedInd
             if (reason := directory.why_lost(name, tensor, box)) is not None
         ]
         if slices:
-            elements = sum(prod(each.sizes) for each in slices)
+            elements = sum(prod(piece.sizes) for piece in slices)
             result.lost.append(LostValue(name, list(tensor.shape), elements, slices))
     for name, place in index.objects.items():
         if (reason := directory.why_lost_value(place)) is not None:

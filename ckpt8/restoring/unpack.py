@@ -69,7 +69,7 @@ def join_weights(
 def of_model(parameters: Iterable[SavedParameter], saved: Mapping[str, Any]) -> list[SavedParameter]:
     """The parameters with a weight in the state dict ``saved``, and those whose weight is unknown."""
     refs = set(map(id, saved.values()))
-    return [each for each in parameters if each.weight is None or id(each.weight) in refs]
+    return [parameter for parameter in parameters if parameter.weight is None or id(parameter.weight) in refs]
 
 
 def _place(ref: TensorRef) -> tuple[object, ...]:
@@ -121,7 +121,7 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     weight a residual completes, where the published optimizer cannot express a state, and for a state in a tuple.
     """
     models, optimizers = find(tree)
-    packed = [each for each in optimizers if is_packed(each)]
+    packed = [optimizer for optimizer in optimizers if is_packed(optimizer)]
     if not packed:
         return obj
 

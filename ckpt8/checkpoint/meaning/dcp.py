@@ -117,7 +117,7 @@ def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
                 home.slices[piece.name, piece.place] = replace(ref, key=key_of(ref.key, number))
                 option = home.checkpoint.roles.options.get(piece.name)
                 if option is not None and option.key in _RATES:
-                    storage = next(each for each in member.checkpoint.storages if each.key == ref.key)
+                    storage = next(storage for storage in member.checkpoint.storages if storage.key == ref.key)
                     home.rates[piece.name] = read_scalar(member.checkpoint, storage, ref)
     return list(homes.values())
 
@@ -131,7 +131,7 @@ def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SlicePair]:
         slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
         ordered &= bool(other.checkpoint.metadata.paths)
     _add_states(tree, home, ordered=ordered)
-    saved = {ref.key: each for each in saved_parameters(tree) for ref in each.state.values()}
+    saved = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
     for (name, place), ref in home.slices.items():
         if (key := roles.states.get(name)) is not None:
             weight, reason = _slice_of_weight(saved.get(name), place, slices, home.slices)
@@ -269,8 +269,8 @@ def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
     shared |= home.state_values(key)
     group = home.roles.group(key, home.value)
     for place, slices in places.items():
-        first = next((each for name, each in slices.items() if name in MOMENT_SLOTS), None)
+        first = next((piece for name, piece in slices.items() if name in MOMENT_SLOTS), None)
         if first is not None:
-            state = shared | {name: each.ref for name, each in slices.items()}
+            state = shared | {name: piece.ref for name, piece in slices.items()}
             whole = None if place is None else home.metadata.tensors[first.piece.name].shape
             yield ParameterState(first.name, state, group, whole)

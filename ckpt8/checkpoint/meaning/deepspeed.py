@@ -128,7 +128,7 @@ def common_step(checkpoint: Checkpoint) -> tuple[Any, float] | None:
 
 def _number(checkpoint: Checkpoint, value: Any) -> float | None:
     if isinstance(value, TensorRef):
-        storage = next(each for each in checkpoint.storages if each.key == value.key)
+        storage = next(storage for storage in checkpoint.storages if storage.key == value.key)
         return read_scalar(checkpoint, storage, value)
     return value if isinstance(value, (int, float)) else None
 

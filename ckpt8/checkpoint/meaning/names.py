@@ -323,9 +323,9 @@ class NamesFromWeights:
     def beside(self, path: str) -> Beside:
         """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
         models = self._models_beside(path)
-        files = {ref: file for each in models for ref, file in each.files.items()}
+        files = {ref: file for model in models for ref, file in model.files.items()}
         names = bare_names(self._members[path].tree, lambda: models)
-        return Beside([Candidate(each.path, each.node) for each in models], names, files)
+        return Beside([Candidate(model.path, model.node) for model in models], names, files)
 
     def _models_beside(self, path: str) -> list[Weights]:
         home = self._homes[path]
@@ -341,9 +341,9 @@ class NamesFromWeights:
 
     def _further(self, above: str) -> dict[str, Checkpoint]:
         """The files that serve where a folder has no model: all, if one alone has optimizers; else those below."""
-        owners = (path for path, each in self._members.items() if find(each.tree)[1])
+        owners = (path for path, member in self._members.items() if find(member.tree)[1])
         alone = next(owners, None) is not None and next(owners, None) is None
-        return {path: each for path, each in self._members.items() if alone or path.startswith(above)}
+        return {path: member for path, member in self._members.items() if alone or path.startswith(above)}
 
 
 def _order(config: Checkpoint | None) -> ModelOrder | None:
@@ -367,7 +367,9 @@ def models_of_files(files: Mapping[str, Checkpoint]) -> list[Weights]:
             own.add(model.node, {id(ref): name for ref in model.node.values()})
             models.append(own)
             if is_bare:
-                whole = next((each for each in shards if all(own.names.isdisjoint(part.names) for part in each)), None)
+                whole = next(
+                    (shard for shard in shards if all(own.names.isdisjoint(part.names) for part in shard)), None
+                )
                 if whole is None:
                     shards.append([own])
                 else:
@@ -413,10 +415,10 @@ def _names(
     """Every optimizer of ``tree`` with its model, and the names of its parameters by identifier."""
     models, optimizers = models_and_optimizers(tree)
     others = () if models or not optimizers else folder()
-    beside = {id(each.node): each for each in others}
-    candidates = models or [Candidate(each.path, each.node) for each in others]
+    beside = {id(other.node): other for other in others}
+    candidates = models or [Candidate(other.path, other.node) for other in others]
     owned = owners(optimizers, candidates)
-    unnamed = [saved_names(dict_groups(each.node)) == {} for each in optimizers]
+    unnamed = [saved_names(dict_groups(optimizer.node)) == {} for optimizer in optimizers]
     together: dict[int, list[Candidate]] = defaultdict(list)
     for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
         if owner.model is not None and is_unnamed:
@@ -424,7 +426,7 @@ def _names(
     for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
         found = []
         if is_unnamed and len(owner.models) <= _MOST_ALIKE:
-            for model in (each for each in owner.models if not each.numbered):
+            for model in (model for model in owner.models if not model.numbered):
                 weights = beside.get(id(model.node)) or _of_candidate(model)
                 same = [each for each in together.get(id(owner.model), ()) if each is not optimizer]
                 found.append(_names_in([optimizer, *same], weights))
@@ -451,7 +453,7 @@ def _agreed(found: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[i
 def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int | str, str]:
     """The names of the parameters of the first optimizer; the others step the same model."""
     order = weights.in_order()
-    described = [(dict_groups(each.node), shapes_of(each.node)) for each in optimizers]
+    described = [(dict_groups(optimizer.node), shapes_of(optimizer.node)) for optimizer in optimizers]
     groups, shapes = described[0]
     if len(order) < len(weights.shapes):
         return _by_shape(groups, shapes, weights, order)

@@ -176,7 +176,7 @@ def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
         return []
     if isinstance(names, list) and len(names) == len(identifiers):
         return list(zip(identifiers, map(str, names), strict=True))
-    return [(each, each if isinstance(each, str) else None) for each in identifiers]
+    return [(identifier, identifier if isinstance(identifier, str) else None) for identifier in identifiers]
 
 
 _LONGEST_NAME = 512

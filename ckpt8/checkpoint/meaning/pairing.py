@@ -116,7 +116,7 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_o
         if len(optimizers) > 1 or len({is_average(part.path) for part in each}) > 1
         for part in each
     ]
-    fits = [_best(_Parameters(each), described, parts) for each in optimizers[:MOST_OPTIMIZERS]]
+    fits = [_best(_Parameters(optimizer), described, parts) for optimizer in optimizers[:MOST_OPTIMIZERS]]
     fits += [list(models)] * (len(optimizers) - len(fits))
     every = [*models, *(part.model for part in parts)]
     keyed = _by_keys(optimizers, fits, every)
@@ -137,7 +137,7 @@ class _Parameters:
         names, shapes = given_names(optimizer.node), shapes_of(optimizer.node)
         self.names = {name: shapes.get(each) for each, name in names.items() if name is not None}
         self.shapes = Counter(shapes.values())
-        self.order = [shapes.get(each) for each in names]
+        self.order = [shapes.get(name) for name in names]
         self.count = len(names)
 
 
@@ -173,7 +173,7 @@ def _best(parameters: _Parameters, models: Sequence[_Weights], parts: Sequence[_
 
     A single model is never left out: why a parameter is not in it is worth a reason.
     """
-    fits = [(each.fit(parameters), each.model) for each in models]
+    fits = [(model.fit(parameters), model.model) for model in models]
     best = max((fit for fit, _ in fits), default=0)
     if best < _SOME and (whole := _together(parameters, models)) is not None:
         return [whole]
@@ -187,7 +187,7 @@ def _together(parameters: _Parameters, models: Sequence[_Weights]) -> Candidate 
 
     Of models with the same shapes, the first in the file come first. None where the models could meet otherwise.
     """
-    usable = [each for each in models if each.order and not is_average(each.model.path)]
+    usable = [model for model in models if model.order and not is_average(model.model.path)]
     if parameters.names or None in parameters.order or not 1 < len(usable) <= _MOST_TOGETHER:
         return None
     found: dict[tuple[tuple[Shape, ...], ...], tuple[_Weights, ...]] = {}
@@ -227,7 +227,7 @@ def _keep(fit: list[Candidate], wanted: Callable[[Candidate], bool]) -> list[Can
 def _by_keys(optimizers: Sequence[Candidate], fits: Chosen, models: Sequence[Candidate]) -> Chosen:
     """For every optimizer the ``models`` whose keys have as much in common with its key as those that fit."""
     places = dict(zip(map(id, models), _places(models), strict=True))
-    told = {id(each): _telling_words(each.path) for each in models}
+    told = {id(model): _telling_words(model.path) for model in models}
     found = []
     for optimizer, own, fit in zip(optimizers, _places(optimizers), fits, strict=True):
         mine = _telling_words(optimizer.path)
@@ -237,7 +237,7 @@ def _by_keys(optimizers: Sequence[Candidate], fits: Chosen, models: Sequence[Can
             for each in (*models, *fit)
         }
         most = max((shared[id(each)] for each in fit), default=0)
-        found.append([each for each in models if shared[id(each)] >= most] if most else [])
+        found.append([model for model in models if shared[id(model)] >= most] if most else [])
     return found
 
 
@@ -245,14 +245,14 @@ def _places(candidates: Sequence[Candidate]) -> list[set[tuple[int, str, int]]]:
     """The places of entries in lists: how deep from the end of the path, the number, and how many such entries."""
     numbered = []
     inside: dict[str, set[str]] = defaultdict(set)
-    for each in candidates:
-        parts = each.path.split(".")
+    for candidate in candidates:
+        parts = candidate.path.split(".")
         numbered.append([(k, ".".join(parts[:k]), part) for k, part in enumerate(parts) if part.isdecimal()])
         for _, home, part in numbered[-1]:
             inside[home].add(part)
     return [
-        {(each.path.count(".") - k, part, len(inside[home])) for k, home, part in its}
-        for each, its in zip(candidates, numbered, strict=True)
+        {(candidate.path.count(".") - k, part, len(inside[home])) for k, home, part in its}
+        for candidate, its in zip(candidates, numbered, strict=True)
     ]
 
 
@@ -264,8 +264,8 @@ def _telling_words(path: str) -> set[str]:
 def _is_shared(word: str, others: set[str]) -> bool:
     """Whether a word, or a short form of it, is among others: g stands for generator, and nothing for an average."""
     return word in others or any(
-        (word.startswith(each) or each.startswith(word)) and not (word + each).isdecimal() and not is_average(word)
-        for each in others
+        (word.startswith(other) or other.startswith(word)) and not (word + other).isdecimal() and not is_average(word)
+        for other in others
     )
 
 
@@ -480,19 +480,19 @@ def _parameters(
     elif names_beside is None:
         found = ordered[number]
     else:
-        given = ((each, names_beside.get(place(optimizer.candidate, each))) for each in shapes)
+        given = ((shape, names_beside.get(place(optimizer.candidate, shape))) for shape in shapes)
         known = {each: name for each, name in given if name is not None}
         found = dict.fromkeys(shapes, _UNORDERED) | _by_name(known, shapes, owner.model)
     masters = find_masters(optimizer.states, optimizer.groups, shapes, optimizer.masters)
     result = []
     for group in optimizer.groups:
-        for each in group["params"]:
-            if each in optimizer.states:
-                weight = found.get(each, _NO_SHAPE)
+        for identifier in group["params"]:
+            if identifier in optimizer.states:
+                weight = found.get(identifier, _NO_SHAPE)
                 ref, reason = (None, weight) if isinstance(weight, str) else (weight, None)
-                name = names.get(each, place(optimizer.candidate, each))
-                own = (optimizer.states[each], group, shapes.get(each))
-                result.append(SavedParameter(name, each, *own, ref, reason, number, masters.get(each)))
+                name = names.get(identifier, place(optimizer.candidate, identifier))
+                own = (optimizer.states[identifier], group, shapes.get(identifier))
+                result.append(SavedParameter(name, identifier, *own, ref, reason, number, masters.get(identifier)))
     return result
 
 
@@ -504,7 +504,7 @@ def place(optimizer: Candidate, identifier: int | str) -> str:
 def _unknown_model(owner: Owner, models: Sequence[Candidate]) -> str:
     """Why it is unknown which model an optimizer trains."""
     if owner.models:
-        return f"several models fit it: {listed((each.path for each in owner.models), _LISTED)}"
+        return f"several models fit it: {listed((model.path for model in owner.models), _LISTED)}"
     return _NONE_FITS if models else _NO_MODEL
 
 
@@ -556,7 +556,11 @@ def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) 
     found = [dict(places_of_shapes(groups, shapes, weights)) for groups, shapes in optimizers]
     numbers = tuple(range(len(optimizers)))
     for together in dict.fromkeys([*((number,) for number in numbers), numbers]):
-        lists = [[(number, each) for each in group["params"]] for number in together for group in optimizers[number][0]]
+        lists = [
+            [(number, identifier) for identifier in group["params"]]
+            for number in together
+            for group in optimizers[number][0]
+        ]
         if any(not isinstance(found[number].get(each), int) for keys in lists for number, each in keys):
             shapes = [[optimizers[number][1].get(each) for number, each in keys] for keys in lists]
             for (at, place), weight in _covering(shapes, weights).items():
@@ -578,9 +582,9 @@ def places_of_shapes(
     listed: dict[Shape, list[list[Identifier]]] = defaultdict(list)
     for group in groups:
         alike: dict[Shape, list[Identifier]] = defaultdict(list)
-        for each in group["params"]:
-            if each in shapes:
-                alike[shapes[each]].append(each)
+        for identifier in group["params"]:
+            if identifier in shapes:
+                alike[shapes[identifier]].append(identifier)
         for shape, identifiers in alike.items():
             listed[shape].append(identifiers)
     found: dict[Identifier, int | str] = {}
@@ -590,7 +594,7 @@ def places_of_shapes(
             found.update(zip(of_shape[0], places, strict=True))
         else:
             reason = _NONE_ALIKE if not places else _SCATTERED if len(of_shape) > 1 else _UNEQUAL
-            found.update((each, reason) for identifiers in of_shape for each in identifiers)
+            found.update((identifier, reason) for identifiers in of_shape for identifier in identifiers)
     return found
 
 
@@ -639,7 +643,7 @@ def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[Identifier, str] | 
     seen: set[int | str] = set()
     for group in groups:
         identifiers = group.get("params")
-        if not isinstance(identifiers, list) or not all(type(each) in (int, str) for each in identifiers):
+        if not isinstance(identifiers, list) or not all(type(identifier) in (int, str) for identifier in identifiers):
             return "its parameter groups do not list parameters"
         if len({*seen, *identifiers}) != len(seen) + len(identifiers):
             return "its parameter groups list a parameter twice"

@@ -55,9 +55,9 @@ def is_low_bit(state: Mapping[Any, Any]) -> bool:
     nested = state.get(_NESTED)
     values = [*state.values(), *(nested.values() if isinstance(nested, dict) else ())]
     return any(
-        (isinstance(each, TensorRef) and each.dtype.itemsize == 1 and bool(each.shape))
-        or (isinstance(each, Inert) and each.name == _SUBCLASS)
-        for each in values
+        (isinstance(value, TensorRef) and value.dtype.itemsize == 1 and bool(value.shape))
+        or (isinstance(value, Inert) and value.name == _SUBCLASS)
+        for value in values
     )
 
 

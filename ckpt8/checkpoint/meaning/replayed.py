@@ -165,7 +165,7 @@ class Replayed:
         def load(start: int, stop: int, view: tuple[int, ...], names: tuple[str, ...]) -> list[Tensor]:
             return [inputs[name][start:stop].clone().view(view) for name in names]
 
-        whole = {each.key: inputs[each.key] for each in self.form.tensors if not each.is_moment}
+        whole = {tensor.key: inputs[tensor.key] for tensor in self.form.tensors if not tensor.is_moment}
         numel = math.prod(shape)
         if self.form.reach == "matrix":
             cuts = [(0, numel, Block(lambda *names: load(0, numel, shape, names)))]
@@ -200,7 +200,7 @@ class Order:
         """The order of the first tensor of a form, and with it of its seeds."""
         plain = tuple(range(len(first.shape)))
         dimensions = tuple(sorted(plain, key=lambda each: -first.stride[each]))
-        is_plain = dimensions == plain or not is_dense(first) or not all(each.is_moment for each in form.tensors)
+        is_plain = dimensions == plain or not is_dense(first) or not all(tensor.is_moment for tensor in form.tensors)
         return cls(first.shape, None if is_plain else dimensions)
 
     def stored(self, values: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class Order:
         if self.dimensions is None:
             return values
         back = sorted(range(len(self.shape)), key=self.dimensions.__getitem__)
-        return values.view([self.shape[each] for each in self.dimensions]).permute(back).reshape(-1)
+        return values.view([self.shape[dimension] for dimension in self.dimensions]).permute(back).reshape(-1)
 
 
 class Gradients:
@@ -270,7 +270,9 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
     if weight_decay and (group.get("decouple_lr") or group.get("fixed_decay")):
         return "its weight decay does not follow the learning rate, which is not replayed"
     choices = {*VARIANTS, *card.choices, *names}
-    present = {each.when: each.key in state for each in form.tensors if each.when and each.when not in choices}
+    present = {
+        tensor.when: tensor.key in state for tensor in form.tensors if tensor.when and tensor.when not in choices
+    }
     counted = {"taken": taken} if "taken" in card.fixed else {}
     coupled = not card.own_decay and _is_coupled(group, card.coupled)
     rule = Replayed(card, form, taken, lr, weight_decay, coupled, read | present | counted)
@@ -279,7 +281,7 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
 
 def _why_impossible(rule: Replayed, state: Mapping[Any, Any]) -> str | None:
     """Why the rule takes no step from a state, or None."""
-    tensors = tuple(each.key for each in rule.form.tensors if isinstance(state.get(each.key), TensorRef))
+    tensors = tuple(tensor.key for tensor in rule.form.tensors if isinstance(state.get(tensor.key), TensorRef))
     if not {each.key for each in rule.form.present(rule.arguments)} <= set(tensors):
         return "its state lacks a tensor that its hyperparameters ask for"
     shape = state[tensors[0]].shape

@@ -146,16 +146,16 @@ def _suffix(ref: TensorRef) -> str:
 
 
 def _set_roles(structure: Structure, role_of: Callable[[NamedTensor], Role]) -> None:
-    for at, each in enumerate(structure.tensors):
-        if (role := role_of(each)) is not each.role:
-            structure.tensors[at] = replace(each, role=role)
+    for at, tensor in enumerate(structure.tensors):
+        if (role := role_of(tensor)) is not tensor.role:
+            structure.tensors[at] = replace(tensor, role=role)
 
 
 def _add_hidden(structure: Structure, tree: object, live: LiveObjects, names: Names) -> None:
     """Add the tensors and storages of pickled objects that their state dicts do not hold."""
     if not live.instead:
         return
-    shown = {id(each.ref) for each in structure.tensors}
+    shown = {id(tensor.ref) for tensor in structure.tensors}
     hidden: dict[int, tuple[Components, TensorRef]] = {}
     for path, leaf in iter_leaves(tree):
         if isinstance(leaf, StorageRef):

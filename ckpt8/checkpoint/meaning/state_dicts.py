@@ -164,7 +164,7 @@ def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
                 is_model = id(node) in live.modules or (not path and is_bare_state_dict(node))
                 sets += _sets(node, is_model or not MODEL_KEYS.isdisjoint(path))
     most = max(1, min(MOST_OPTIMIZERS, _MOST_PAIRS // max(1, len(sets))))
-    return sets, [each for each in optimizers if each.is_enough()][:most]
+    return sets, [optimizer for optimizer in optimizers if optimizer.is_enough()][:most]
 
 
 def _sets(node: Mapping[Any, Any] | Sequence[Any], keyed: bool) -> list[_Set]:
@@ -289,7 +289,7 @@ def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate]
     directory show, see ``evident_weights``.
     """
     models, copies, optimizers = find_all(tree, evident)
-    return models + [each for each in copies if len(optimizers) > 1 and not is_average(each.path)], optimizers
+    return models + [copy for copy in copies if len(optimizers) > 1 and not is_average(copy.path)], optimizers
 
 
 def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
@@ -300,7 +300,7 @@ def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candid
         each for each, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))
     }
     forms = {_form(each) for each in found if id(each) not in others} if others else set()
-    copies = [each for each in others.values() if id(each) not in unknown and _form(each) in forms]
+    copies = [other for other in others.values() if id(other) not in unknown and _form(other) in forms]
     unknown.update(map(id, copies))
     return [each for each in found if id(each) not in unknown], copies, optimizers
 

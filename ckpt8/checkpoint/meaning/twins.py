@@ -74,11 +74,11 @@ def _without_prefix(weights: Mapping[Any, TensorRef]) -> dict[str, TensorRef]:
     plain = plain_names(map(str, weights))
     parts = {name: plain[str(name)].split(".") for name in weights}
     shared = 0
-    for level in zip(*(each[:-1] for each in parts.values()), strict=False):
+    for level in zip(*(part[:-1] for part in parts.values()), strict=False):
         if len(set(level)) > 1:
             break
         shared += 1
-    return {".".join(each[shared:]): weights[name] for name, each in parts.items()}
+    return {".".join(part[shared:]): weights[name] for name, part in parts.items()}
 
 
 def _lists(trees: Sequence[object]) -> Iterator[Sequence[TensorRef]]:

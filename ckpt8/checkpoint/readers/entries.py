@@ -244,7 +244,7 @@ def _is_megatron_optimizer(tree: Any) -> bool:
 
 def _is_dtypes(key: Any) -> bool:
     types = key if type(key) is tuple else (key,)
-    return bool(types) and all(type(each) is Global and each.name in DTYPE_NAMES for each in types)
+    return bool(types) and all(type(kind) is Global and kind.name in DTYPE_NAMES for kind in types)
 
 
 DTYPE_NAMES = frozenset(f"torch.{dtype.label}" for dtype in DType)

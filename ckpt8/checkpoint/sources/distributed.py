@@ -398,7 +398,7 @@ class ShardedFiles:
     ) -> DcpMember:
         storages: dict[str, StorageInfo] = {}  # tied weights share one
         parts: list[tuple[Slice, TensorRef]] = []
-        for piece, record in sorted(records, key=lambda each: each[0].offset):
+        for piece, record in sorted(records, key=lambda record: record[0].offset):
             stored = reader.manifest.storages[record.storage]
             key = str(record.storage)
             storages[key] = StorageInfo(key, stored.dtype, piece.offset, stored.nbytes)

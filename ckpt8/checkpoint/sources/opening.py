@@ -73,7 +73,9 @@ def open_source(
 def stored_bundle(reader: ContainerReader, workers: Workers, *, decode: bool = True) -> Bundle:
     """The files in a container as a source, see ``open_source``. Raises InputError."""
     member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, reader, workers=workers))
-    files = ((at, each) for at, each in enumerate(reader.manifest.members) if each.format not in (SYMLINK, DIRECTORY))
+    files = (
+        (at, member) for at, member in enumerate(reader.manifest.members) if member.format not in (SYMLINK, DIRECTORY)
+    )
     stored = {record.path: index for index, record in files}
 
     def open_file(path: str) -> MemberSource:
@@ -170,7 +172,7 @@ def _whole(path: Path, bundle: Bundle, check: Callable[[], None]) -> OpenMember:
     members = [each for each in bundle.found if isinstance(each, DcpMember)]
     if not members:
         raise InputError(f"{path}: {METADATA} names no file that can be read; give the whole directory")
-    if any(each.home is not members[0].home for each in members):
+    if any(member.home is not members[0].home for member in members):
         raise InputError(f"{path}: holds several distributed checkpoints; give the directory of one")
     data.tree = tree_of(data, members, notes)
     return OpenMember(path, data, check, notes=notes)

@@ -109,7 +109,7 @@ def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -
     x = source.square() if role is Role.MOMENT2 else source
     spec = TensorSpec(name, role, DType.FLOAT32, tuple(x.shape))
     stored = x.nbytes + sum(part.nbytes for part in codec.layout(spec).values())
-    decoded = {each: source.square() for each in codec.companions}
+    decoded = {companion: source.square() for companion in codec.companions}
     both = {**decoded, **({f"original_{each}": v for each, v in decoded.items()} if codec.compares_originals else {})}
     parts = codec.encode(x, companions=both)
     out = torch.empty_like(x)
@@ -120,7 +120,7 @@ def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -
     rows = []
     for direction, (run, companions) in work.items():
         seconds = clock.seconds(run)
-        moved = stored + sum(each.nbytes for each in companions.values())
+        moved = stored + sum(companion.nbytes for companion in companions.values())
         row = {"kernel": f"{name} {direction}", "bytes": moved, "seconds": seconds}
         rows.append({**row, "bytes_per_second": moved / seconds, "of_copy": moved / seconds / copied})
     return rows

@@ -132,10 +132,10 @@ def _show_more(console: Console, left: int) -> None:
 
 def _show_shapes(console: Console, tensors: Sequence[dict[str, Any]]) -> None:
     rows = [
-        f"{each['name']}  {each['dtype']} {shape_text(each['shape'])} -> "
-        f"{each['dtype_b']} {shape_text(each['shape_b'])}"
-        for each in tensors
-        if (each["dtype"], each["shape"]) != (each["dtype_b"], each["shape_b"])
+        f"{tensor['name']}  {tensor['dtype']} {shape_text(tensor['shape'])} -> "
+        f"{tensor['dtype_b']} {shape_text(tensor['shape_b'])}"
+        for tensor in tensors
+        if (tensor["dtype"], tensor["shape"]) != (tensor["dtype_b"], tensor["shape_b"])
     ]
     _show_list(console, "tensors of another shape or type", rows)
 
@@ -184,7 +184,7 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
     if everything:
         tables = {"tensor": tensors}
     else:
-        changed = [each for each in tensors if each["change"] is not None and not each["identical"]]
+        changed = [tensor for tensor in tensors if tensor["change"] is not None and not tensor["identical"]]
         changed.sort(key=lambda each: (each["change"]["relative"] is not None, -(each["change"]["relative"] or 0.0)))
         tables = {
             "weights that changed most": [each for each in changed if each["role"] == "weight"],
@@ -193,7 +193,7 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
         }
     for title, rows in tables.items():
         columns = (title, "role", "shape", "elements that differ", "max |B-A|", "relative")
-        _show_rows(console, columns, [_cells(each) for each in rows], len(tensors) if everything else _LISTED)
+        _show_rows(console, columns, [_cells(row) for row in rows], len(tensors) if everything else _LISTED)
 
 
 def _cells(tensor: dict[str, Any]) -> Sequence[str]:
@@ -212,9 +212,9 @@ def _cells(tensor: dict[str, Any]) -> Sequence[str]:
 
 def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> None:
     rows = []
-    for each in tensors:
-        change = each["change"]
+    for tensor in tensors:
+        change = tensor["change"]
         if change is not None and any((*change["nan"], *change["infinite"])):
             counts = [f"{nan:,} NaN, {inf:,} Inf" for nan, inf in zip(change["nan"], change["infinite"], strict=True)]
-            rows.append(f"{each['name']}  A: {counts[0]}; B: {counts[1]}")
+            rows.append(f"{tensor['name']}  A: {counts[0]}; B: {counts[1]}")
     _show_list(console, "not finite, and left out of the figures", rows)

@@ -113,7 +113,7 @@ def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) ->
         shared = {
             key: options[0][key]
             for key in _SHOWN_OPTIONS
-            if key in options[0] and all(key in each and each[key] == options[0][key] for each in options)
+            if key in options[0] and all(key in option and option[key] == options[0][key] for option in options)
         }
         label = optimizer if len({row["optimizer"] for row in rows}) > 1 else ""
         if shared:

@@ -57,7 +57,7 @@ def preview_total(outcomes: Sequence[Outcome]) -> str:
 def preview_totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Bytes of what would be compressed, and of its containers as whole files; counts."""
     predicted = [(outcome.bytes, outcome.predicted) for outcome in outcomes if outcome.predicted is not None]
-    removed = sum(each.would_remove for each in outcomes)
+    removed = sum(outcome.would_remove for outcome in outcomes)
     return {"dry_run": True, **_totals(outcomes, "predicted_bytes", predicted), "would_remove": removed}
 
 
@@ -92,15 +92,15 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     stored = [(outcome.bytes, outcome.stored) for outcome in outcomes if outcome.stored is not None]
     return {
         **_totals(outcomes, "stored_bytes", stored),
-        "seconds": sum(each.seconds for each in outcomes),
-        "removed": sum(each.removed for each in outcomes),
+        "seconds": sum(outcome.seconds for outcome in outcomes),
+        "removed": sum(outcome.removed for outcome in outcomes),
     }
 
 
 def _totals(outcomes: Sequence[Outcome], key: str, sizes: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Sums of ``sizes`` before and after, the latter as ``key``, and the number of sources that failed."""
     before, after = sum(size for size, _ in sizes), sum(size for _, size in sizes)
-    failed = len({each.source for each in outcomes if each.error is not None})
+    failed = len({outcome.source for outcome in outcomes if outcome.error is not None})
     return {"bytes": before, key: after, "ratio": _ratio(before, after), "failed": failed}
 
 

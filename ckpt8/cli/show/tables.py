@@ -278,12 +278,12 @@ def outside_phrases(steps: Mapping[str, Any]) -> list[str]:
 
 def rate_phrases(steps: Mapping[str, Any]) -> list[str]:
     """The learning rates that an error counts with; all that the file states in one phrase."""
-    stated = ", ".join(number(each["rate"]) for each in steps["rates"] if each["rate"] == each["stated"])
+    stated = ", ".join(number(rate["rate"]) for rate in steps["rates"] if rate["rate"] == rate["stated"])
     others = [
-        f"{number(each['rate'])} for {counted(each['parameters'], 'parameter')}, a tenth of the initial rate: the file "
-        f"has {number(each['stated'])}"
-        for each in steps["rates"]
-        if each["rate"] != each["stated"]
+        f"{number(rate['rate'])} for {counted(rate['parameters'], 'parameter')}, a tenth of the initial rate: the file "
+        f"has {number(rate['stated'])}"
+        for rate in steps["rates"]
+        if rate["rate"] != rate["stated"]
     ]
     return [stated, *others] if stated else others
 
@@ -307,11 +307,11 @@ def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:
         )
         rows = [
             (
-                counted(each["parameters"], "parameter"),
-                *(number(each[key]) for key in ("steps", *PARTS, "weight_snr_db", "max_error", "update_nmse")),
-                interval(each["drift"]),
+                counted(optimizer["parameters"], "parameter"),
+                *(number(optimizer[key]) for key in ("steps", *PARTS, "weight_snr_db", "max_error", "update_nmse")),
+                interval(optimizer["drift"]),
             )
-            for each in steps["optimizers"]
+            for optimizer in steps["optimizers"]
         ]
         show_table(console, columns, rows)
 

@@ -72,11 +72,11 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
     numbers: dict[str, int] = {}
     known: dict[bytes, Any] = {}
     rows: dict[int, list[tuple[Any, Any, Any]]] = defaultdict(list)
-    for number, each in enumerate(files):
-        if each.names not in known:  # those of most ranks are the same
-            names = json.loads(zlib.decompress(each.names))
-            known[each.names] = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
-        tensors, (dims, flat) = known[each.names], each.columns()
+    for number, file in enumerate(files):
+        if file.names not in known:  # those of most ranks are the same
+            names = json.loads(zlib.decompress(file.names))
+            known[file.names] = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+        tensors, (dims, flat) = known[file.names], file.columns()
         starts = np.cumsum(2 * dims.astype(np.int64)) - 2 * dims
         for count in np.unique(dims).tolist():
             chosen = np.flatnonzero(dims == count)
@@ -100,8 +100,8 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
 
 def _pickled(files: Iterable[RankFile]) -> dict[str, dict[tuple[int, Shape], tuple[int, int]]]:
     found: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
-    for number, each in enumerate(files):
-        for (name, offsets), place in each.pickled.items():
+    for number, file in enumerate(files):
+        for (name, offsets), place in file.pickled.items():
             found[name][number, offsets] = place
     return found
 
@@ -175,7 +175,7 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
     """
     world = _check(directory, parts)
     # Of equal boxes, of whole tensors, and of objects of one name, the first counts.
-    order = sorted(parts.values(), key=lambda each: each.part is not None and each.part.rank != rank)
+    order = sorted(parts.values(), key=lambda part: part.part is not None and part.part.rank != rank)
     files = [_rank_file(directory, each) for each in order]
     shapes: dict[str, Shape] = {}
     dtypes: dict[str, DType] = {}
@@ -184,7 +184,7 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
             known = shapes.setdefault(name, tensor.shape), dtypes.setdefault(name, tensor.dtype)
             if known != (tensor.shape, tensor.dtype):
                 raise InputError(f"{directory}: {name}: ranks have saved tensors of this name that are not alike")
-    layouts, names = collect(files, shapes), [each.file for each in files]
+    layouts, names = collect(files, shapes), [file.file for file in files]
     for name, layout in layouts.items():
         if not layout.is_whole:
             layouts[name] = _of_one_rank(name, order) or layout
@@ -197,7 +197,7 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
         name = min(shapes.keys() & objects.keys())
         raise InputError(f"{directory}: {name}: is a tensor to some ranks and none to others")
     return ShardedIndex(
-        {each.file: each.seal for each in files if each.file},
+        {file.file: file.seal for file in files if file.file},
         {name: GlobalTensor(dtypes[name], shapes[name], layouts.get(name, Listed([])), names) for name in shapes},
         objects,
         None if any(each.paths is None for each in order) else paths,

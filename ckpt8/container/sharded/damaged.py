@@ -233,8 +233,8 @@ def _error(manifest: Manifest, records: Sequence[TensorRecord]) -> dict[str, Any
     """The figures of the error of all slices together; None unless that of each was measured, and alike."""
     errors: list[Any] = [read_error(manifest.storages[record.storage].error) for record in records]
     total = errors[0]
-    for each in errors[1:]:
-        if not isinstance(total, ErrorStats) or type(each) is not type(total):
+    for error in errors[1:]:
+        if not isinstance(total, ErrorStats) or type(error) is not type(total):
             return None
-        total.merge(each)
+        total.merge(error)
     return figures(total) if total else None

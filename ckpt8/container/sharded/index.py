@@ -108,7 +108,7 @@ class Grid:
     def __init__(self, cuts: Sequence[Sequence[Sequence[int]]], owners: Sequence[int | Sequence[int]]) -> None:
         self.cuts = [Cuts(runs) for runs in cuts]
         self.owners = owners
-        self._cells = list(accumulate((1 if isinstance(each, int) else each[1] for each in owners), initial=0))
+        self._cells = list(accumulate((1 if isinstance(owner, int) else owner[1] for owner in owners), initial=0))
 
     @property
     def shape(self) -> Shape:

@@ -71,10 +71,10 @@ class _Joining:
         self._names: dict[int, str] = {}
         self._places: dict[int, str] = {}
         self._tensors: dict[int, str] = {}
-        for each in manifest.slices:
-            tensor = manifest.tensors[each.tensor]
-            place = box_text(each.offsets, tensor.shape, shapes.get(each.name, tensor.shape))
-            self._tensors[each.tensor] = self._names[tensor.storage] = each.name + place
+        for piece in manifest.slices:
+            tensor = manifest.tensors[piece.tensor]
+            place = box_text(piece.offsets, tensor.shape, shapes.get(piece.name, tensor.shape))
+            self._tensors[piece.tensor] = self._names[tensor.storage] = piece.name + place
             self._places[tensor.storage] = place
 
     def add(self) -> None:
@@ -90,18 +90,18 @@ class _Joining:
         self._joined.packs += packs.values()
         first = self._first
         self._joined.tensors += [
-            replace(each, name=self._tensors.get(at, f"{self._file}:{each.name}"), storage=each.storage + first)
-            for at, each in enumerate(self._own.tensors)
+            replace(tensor, name=self._tensors.get(at, f"{self._file}:{tensor.name}"), storage=tensor.storage + first)
+            for at, tensor in enumerate(self._own.tensors)
         ]
         self._joined.members += [
             replace(
-                each,
-                path=self._file if len(self._own.members) == 1 else f"{self._file}/{each.path}",
-                skeleton=each.skeleton + first,
-                segments=[[offset, storage + first] for offset, storage in each.segments],
-                crc_fields=[[offset, storage + first] for offset, storage in each.crc_fields],
+                member,
+                path=self._file if len(self._own.members) == 1 else f"{self._file}/{member.path}",
+                skeleton=member.skeleton + first,
+                segments=[[offset, storage + first] for offset, storage in member.segments],
+                crc_fields=[[offset, storage + first] for offset, storage in member.crc_fields],
             )
-            for each in self._own.members
+            for member in self._own.members
         ]
         self._joined.parameters += map(self._parameter, self._own.parameters)
 
@@ -241,7 +241,7 @@ class JoinedReader(Closing):
         """The manifests of all files as one, with the names of the whole state dict."""
         shapes = {name: tensor.shape for name, tensor in self.index.tensors.items()}
         return join_manifests(
-            self.path.resolve().name, [(each.path.name, each.manifest) for each in self.readers], shapes
+            self.path.resolve().name, [(reader.path.name, reader.manifest) for reader in self.readers], shapes
         )
 
     @cached_property
@@ -297,7 +297,7 @@ def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: Globa
 
 def objects_of(manifest: Manifest) -> TensorRecord | None:
     """The bytes of the values of a container that are no tensors; None where it has none."""
-    found = next((each for each in manifest.tensors if each.name == OBJECTS), None)
+    found = next((tensor for tensor in manifest.tensors if tensor.name == OBJECTS), None)
     fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
     return found if fits else None
 

@@ -148,7 +148,7 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
     objects = {name: _read_place(fields, name, value, names) for name, value in fields.get("objects", dict).items()}
     if tensors.keys() & objects.keys():
         raise fields.fail("objects")
-    if sum(len(each.layout) for each in tensors.values()) > _FREE_CELLS + _CELLS * len(text):
+    if sum(len(tensor.layout) for tensor in tensors.values()) > _FREE_CELLS + _CELLS * len(text):
         raise fields.fail("tensors")
     paths = fields.optional("paths", dict)
     for name, path in (paths or {}).items():
@@ -208,7 +208,7 @@ def _read_grid(fields: Fields, shape: Shape, files: int) -> Layout:
     cuts, owners = fields.get("cuts", list), fields.get("owners", list)
     if not all(isinstance(runs, list) and all(_counts(run, 2) and all(run) for run in runs) for runs in cuts):
         raise fields.fail("cuts")
-    if not all(_is_owner(each, files) for each in owners):
+    if not all(_is_owner(owner, files) for owner in owners):
         raise fields.fail("owners")
     grid = Grid(cuts, owners)
     if grid.shape != shape or not all(shape):
@@ -261,4 +261,4 @@ SliceKey = tuple[str, tuple[int, ...]]
 
 def slices_of(manifest: Manifest) -> dict[SliceKey, TensorRecord]:
     """The tensors of a container that are slices, by what they are slices of; none in most containers."""
-    return {(each.name, tuple(each.offsets)): manifest.tensors[each.tensor] for each in manifest.slices}
+    return {(piece.name, tuple(piece.offsets)): manifest.tensors[piece.tensor] for piece in manifest.slices}

@@ -36,7 +36,7 @@ States = Mapping[str, Mapping[str, DirectoryMember]]
 
 def matches(members: Bundle) -> bool:
     """Whether some parameter has a file with its fp32 weights."""
-    return any((m := _STATE.fullmatch(each.path)) and m["key"] == _WEIGHT for each in members.checkpoints)
+    return any((m := _STATE.fullmatch(checkpoint.path)) and m["key"] == _WEIGHT for checkpoint in members.checkpoints)
 
 
 def assemble(members: Bundle) -> Content:
@@ -77,7 +77,11 @@ def _search(members: Bundle) -> tuple[States, DirectoryMember | None, DirectoryM
         folders = ", ".join(sorted(complete))
         raise InputError(f"{members.path}: holds several universal checkpoints ({folders}); give one")
     root = complete[0]
-    inside = {each.path.removeprefix(root): each for each in members.checkpoints if each.path.startswith(root)}
+    inside = {
+        checkpoint.path.removeprefix(root): checkpoint
+        for checkpoint in members.checkpoints
+        if checkpoint.path.startswith(root)
+    }
     models = [member for name, member in inside.items() if _MODEL_FILE.fullmatch(name)]
     return roots[root], inside.get("zero/optimizer_state.pt"), models[-1] if models else None
 

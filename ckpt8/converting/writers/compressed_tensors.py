@@ -71,7 +71,7 @@ def write(request: Request, report: Report) -> None:
                 modules = listed(layers.modules, _LISTED)
                 raise UsageError(f"{data.label}: --keep {pattern!r} matches no layer: {modules}")
         masters = _masters(data, model, weights, report)
-        with request.new_directory(data, report, [each.path for each in content.others]) as output:
+        with request.new_directory(data, report, [other.path for other in content.others]) as output:
             progress = request.progress_to(2 * sum(masters[name].nbytes for name in layers.quantized))
             scales = _find_scales(data, masters, layers, scheme, progress)
             if not scales:

@@ -122,7 +122,11 @@ def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> 
         return {each: plain.get(found.get(name, name), name) for each, name in given.items()}
     tree = {_MODEL: model.node, _OPTIMIZER: optimizer.node}
     names = parameter_names(tree)
-    return {each.identifier: plain[names[each.name]] for each in saved_parameters(tree) if each.name in names}
+    return {
+        parameter.identifier: plain[names[parameter.name]]
+        for parameter in saved_parameters(tree)
+        if parameter.name in names
+    }
 
 
 _FILE = "__0_0.distcp"

@@ -30,7 +30,7 @@ def write(request: Request, report: Report) -> None:
         model, optimizer = choose_run(data, request.key, "; convert to safetensors for the weights alone")
         weights = model_weights(data, model, WeightTypes(data, request.dtype, report), report)
         state = build_hollow(data, optimizer.node, report)
-        with request.new_directory(data, report, [each.path for each in content.others]) as output:
+        with request.new_directory(data, report, [other.path for other in content.others]) as output:
             progress = request.progress_to(total_bytes(weights) + state.nbytes)
             with new_file(output, WEIGHTS, progress) as out:
                 write_safetensors(data, weights, out)

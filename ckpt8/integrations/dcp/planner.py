@@ -280,7 +280,7 @@ class _Pieces:
             for holders, part in self._parts(group)
         ]
         load = self._unshared_bytes()
-        for nbytes, holders, part in sorted(parts, key=lambda each: -each[0]):
+        for nbytes, holders, part in sorted(parts, key=lambda part: -part[0]):
             rank = min(holders, key=load.__getitem__) if len(holders) > 1 else holders[0]
             writer.update(dict.fromkeys(part, rank))
             load[rank] += nbytes

@@ -282,7 +282,7 @@ class RankPlan:
         obj = fill_slots(tree, self._tensors.__getitem__)
         if self._content:
             obj[OBJECTS] = torch.frombuffer(self._content, dtype=torch.uint8)
-        slices = {names[number]: each for number, each in enumerate(self._slices)}
+        slices = {names[number]: piece for number, piece in enumerate(self._slices)}
         with part_of(self._whole_bytes()), live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             memory = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}

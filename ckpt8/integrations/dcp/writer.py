@@ -124,20 +124,20 @@ def index_of(directory: Path, metadata: Metadata, files: Sequence[RankFile], sav
         name: value for name, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
     }
     layouts = collect(files, {name: tuple(value.size) for name, value in values.items()})
-    names = [each.file for each in files]
+    names = [file.file for file in files]
     tensors = {}
     for name, value in values.items():
         layout = layouts.get(name, Listed([]))
         if not _is_complete(layout, value):
             raise _not_stored(directory, name)
         tensors[name] = GlobalTensor(DType.from_label(str(value.properties.dtype)), tuple(value.size), layout, names)
-    places = {name: Place(each.file, *place) for each in files for name, place in each.objects.items()}
+    places = {name: Place(file.file, *place) for file in files for name, place in file.objects.items()}
     objects = {}
     for name in metadata.state_dict_metadata.keys() - values.keys():
         if name not in places:
             raise _not_stored(directory, name)
         objects[name] = places[name]
-    seals = {each.file: each.seal for each in files}
+    seals = {file.file: file.seal for file in files}
     return ShardedIndex(seals, tensors, objects, _paths(metadata.planner_data), metadata.version, save_id)
 
 
@@ -343,7 +343,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def _warn_of_losses(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
         """Warn of what is larger, or less well known, because no rank has all of it. Once."""
         unspent: Counter[str] = sum((Counter(each.unspent) for each in written), Counter())
-        slices = sum(len(each.layout) for each in index.tensors.values())
+        slices = sum(len(tensor.layout) for tensor in index.tensors.values())
         kept = f"{unspent.total()} of {slices} slices are kept as flash keeps them, not within the budget"
         roles = frozenset(Role) if self._measures or unspent else {Role.WEIGHT}
         parted, total = count_parted(index.tensors, roles)

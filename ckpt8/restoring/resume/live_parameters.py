@@ -190,7 +190,8 @@ def _map_by_name(
 ) -> ParameterMap:
     identifier_of = {name: identifier for identifier, name in names_there.items()}
     matched = match(
-        names_there.values(), (name for group in live for each in group["params"] for name in names_here[id(each)])
+        names_there.values(),
+        (name for group in live for identifier in group["params"] for name in names_here[id(identifier)]),
     )
     group_of = {identifier: k for k, group in enumerate(saved) for identifier in group["params"]}
     result = ParameterMap()

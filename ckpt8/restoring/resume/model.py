@@ -41,8 +41,10 @@ def fitting(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
     if len(candidates) == 1:
         return candidates
     live = model.state_dict()
-    same = [each for each in candidates if each.node.keys() == live.keys()]
-    same = same or [each for each in candidates if len(match(each.node, live)) == len(live) == len(each.node)]
+    same = [candidate for candidate in candidates if candidate.node.keys() == live.keys()]
+    same = same or [
+        candidate for candidate in candidates if len(match(candidate.node, live)) == len(live) == len(candidate.node)
+    ]
     return [each for each in same if _has_shapes(each, live)] or same
 
 

@@ -68,7 +68,7 @@ class Layout(NamedTuple):
         """
         form, more = self.card.form(ndim), set(self.published.state)
         more |= {"step"} if self.published.step in ("tensor", "int") else set()
-        possible = {each.key for each in form.tensors if not each.when or each.when in defaults}
+        possible = {tensor.key for tensor in form.tensors if not tensor.when or tensor.when in defaults}
         present = {each.key for each in form.present(hyper)}
         return (possible & present) | more, possible | more | self.published.optional
 
@@ -266,7 +266,7 @@ def loads_itself(optimizer: Optimizer, node: Mapping[str, Any]) -> bool:
 def plan_own_state(node: Mapping[str, Any], mapped: ParameterMap, builder: ValueBuilder) -> OptimizerPlan:
     """The plan for an optimizer that loads the saved state ``node`` itself, as a whole or not at all."""
     states, pairs = node["state"], mapped.pairs
-    known = {each for group in node["param_groups"] for each in group["params"]}
+    known = {identifier for group in node["param_groups"] for identifier in group["params"]}
     has_names = any(isinstance(each, str) for each in known)
     # Some classes keep sums over all parameters among the states, under a name, or next to them.
     sums = {key: value for key, value in states.items() if key not in known}

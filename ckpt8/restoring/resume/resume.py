@@ -98,9 +98,9 @@ def _given(
     if not objects:
         raise UsageError(f"resume: {what} is an empty {type(value).__name__}; leave it out, or give a {what}")
     labels = [f"{what}[{key!r}]" for key in (keys or range(len(objects)))]
-    for label, each in zip(labels, objects, strict=True):
-        check(label, each)
-    owned = [parts(each) for each in objects]
+    for label, obj in zip(labels, objects, strict=True):
+        check(label, obj)
+    owned = [parts(obj) for obj in objects]
     for place, mine in enumerate(owned):
         if mine in owned[:place]:
             raise UsageError(
@@ -126,7 +126,7 @@ def _paths(what: str, at: Any, keys: list[str] | None, count: int) -> list[str |
 
 def _is_state_dict(keys: Sequence[Any], values: Sequence[Any]) -> bool:
     return {"state", "param_groups"} <= set(keys) or (
-        bool(values) and all(isinstance(each, torch.Tensor) for each in values)
+        bool(values) and all(isinstance(value, torch.Tensor) for value in values)
     )
 
 
@@ -144,7 +144,7 @@ def _check_optimizer(label: str, value: Any) -> None:
             f"resume: {label} is {described(value)}; give an optimizer of torch, or a list or dict of several"
         )
     groups = getattr(value, "param_groups", None) or ()
-    _refuse_sharded(label, (type(each).__name__ for group in groups for each in group["params"]))
+    _refuse_sharded(label, (type(identifier).__name__ for group in groups for identifier in group["params"]))
 
 
 def _refuse_sharded(label: str, kinds: Iterable[str]) -> None:
@@ -226,8 +226,8 @@ class _Matching:
     def by_key(self) -> None:
         for number, key in enumerate(self._given.keys or ()):
             if number not in self.chosen:
-                same = [each for each in self._candidates if each.path == key]
-                same = same or [each for each in self._candidates if f".{each.path}".endswith(f".{key}")]
+                same = [candidate for candidate in self._candidates if candidate.path == key]
+                same = same or [candidate for candidate in self._candidates if f".{candidate.path}".endswith(f".{key}")]
                 if len(same) == 1:
                     self._choose(number, same[0])
 
@@ -270,7 +270,7 @@ Weights = set[tuple[str, int]]
 
 def saved_weights(optimizer: Optimizer, filled: Mapping[int, TensorRef]) -> Weights:
     """The saved tensors that fill the parameters of a live optimizer; ``filled`` has those of all, by ``id``."""
-    refs = (filled.get(id(each)) for group in optimizer.param_groups for each in group["params"])
+    refs = (filled.get(id(identifier)) for group in optimizer.param_groups for identifier in group["params"])
     return {(ref.key, ref.offset) for ref in refs if ref is not None}
 
 
@@ -279,7 +279,7 @@ class TrainedWeights:
 
     def __init__(self, tree: object, optimizers: Sequence[Candidate]) -> None:
         found = owners(optimizers, find_trees(tree), by_order=False)
-        self._owners = {id(each): owner for each, owner in zip(optimizers, found, strict=True)}
+        self._owners = {id(optimizer): owner for optimizer, owner in zip(optimizers, found, strict=True)}
 
     def has(self, optimizer: Candidate, weights: Weights) -> bool:
         """Whether the optimizer trains the model of the weights for certain."""
@@ -383,7 +383,7 @@ class _Plan:
         self._optimizers = optimizer
         self._values = ValueBuilder(source.checkpoint)
         self._streamer = Streamer(source.checkpoint)
-        self._packed = [packed_optimizer(each) for each in optimizer.objects]
+        self._packed = [packed_optimizer(obj) for obj in optimizer.objects]
         groups = [group for each in self._packed if each is not None for group in each.param_groups]
         # The upper halves of weights whose residuals or masters an optimizer keeps, by ``id``.
         self._halves = {id(param) for group in groups for param in group["params"] if param.element_size() == 2}
@@ -417,7 +417,7 @@ class _Plan:
             return not plan(number, candidate).problems
 
         numbers = range(len(given.objects)) if given.many else ()
-        unfit = (number for number in numbers if not any(fits(number, each) for each in candidates))
+        unfit = (number for number in numbers if not any(fits(number, candidate) for candidate in candidates))
         if given.keys or any(given.at) or next(unfit, None) is not None:
             candidates = find_trees(self._source.checkpoint.tree)
         if given.many:
@@ -438,15 +438,15 @@ class _Plan:
     def _decide_optimizers(self, candidates: list[Candidate], filled: Mapping[int, TensorRef]) -> None:
         """Plan every optimizer; ``filled`` are the saved tensors of live weights, by ``id``."""
         given, path, plans = self._optimizers, self._source.path, dict[tuple[int, int], OptimizerPlan]()
-        for each in given.objects:
-            if problem := optimizers.form_problem(each):
+        for obj in given.objects:
+            if problem := optimizers.form_problem(obj):
                 raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
         packed = [
             None if each is None else PackedPlanner(each, self._values, self._streamer, filled, self._source.stored)
             for each in self._packed
         ]
 
-        weights = [saved_weights(each, filled) for each in given.objects]
+        weights = [saved_weights(obj, filled) for obj in given.objects]
         trained = TrainedWeights(self._source.checkpoint.tree, candidates) if any(weights) else None
 
         def plan(number: int, candidate: Candidate) -> OptimizerPlan:
@@ -506,7 +506,9 @@ class _Plan:
         self, candidate: Candidate, optimizer: Optimizer, packed: PackedPlanner | None
     ) -> OptimizerPlan:
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = [model for model in self._models.objects if any(id(each) in owned for each in model.parameters())]
+        owners = [
+            model for model in self._models.objects if any(id(parameter) in owned for parameter in model.parameters())
+        ]
         # Models can have the same names: those of several do not tell their parameters apart.
         model = owners[0] if len(owners) == 1 else None
         try:
@@ -546,8 +548,8 @@ def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candid
         raise UsageError(f"{path}: holds no optimizer state")
     if len(candidates) == 1:
         return candidates[0]
-    best = max(fits(0, each) for each in candidates)
-    fitting = [each for each in candidates if fits(0, each) == best > 0]
+    best = max(fits(0, candidate) for candidate in candidates)
+    fitting = [candidate for candidate in candidates if fits(0, candidate) == best > 0]
     if len(fitting) == 1:
         return fitting[0]
     paths = listed((candidate.path for candidate in candidates), 10)

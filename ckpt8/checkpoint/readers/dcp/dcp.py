@@ -81,8 +81,8 @@ class DcpCheckpoint:
         decoded = None
         places: dict[Slice, tuple[int, int]] = {}
         if transforms:
-            compressed = [(each.offset, each.length, bool(each.transforms)) for each in pieces]
-            decoded = file = DecodedFile(file, compressed, {each.offset: self._limit(each) for each in pieces})
+            compressed = [(piece.offset, piece.length, bool(piece.transforms)) for piece in pieces]
+            decoded = file = DecodedFile(file, compressed, {piece.offset: self._limit(piece) for piece in pieces})
             places = dict(zip(pieces, decoded.places, strict=True))
         storages: list[StorageInfo] = []
         tensors: list[NamedTensor] = []

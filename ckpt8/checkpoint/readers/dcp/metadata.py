@@ -235,7 +235,7 @@ class _Parser:
         if not is_count(offset) or not is_count(length):
             raise self._fail(f"{shown(name)}: its place in {shown(path)} is no count of bytes")
         transforms = entry.get("transform_descriptors") or []
-        if type(transforms) is not list or not all(type(each) is str for each in transforms):
+        if type(transforms) is not list or not all(type(transform) is str for transform in transforms):
             raise self._fail(f"{shown(name)}: its transformations have no names")
         return Slice(name, path, offset, length, place, tuple(transforms))
 

@@ -113,7 +113,7 @@ def _is_in_order(order: Any) -> bool:
     if len(entries) > _MOST_DIMS:  # many tensors may share one order
         return False
     dims = [entry.args[1] if type(entry) is Inert and len(entry.args) == 2 else None for entry in entries]
-    return all(_is_counts(each) and all(a < b for a, b in pairwise(each)) for each in dims)
+    return all(_is_counts(dim) and all(a < b for a, b in pairwise(dim)) for dim in dims)
 
 
 def _runs(

@@ -93,8 +93,8 @@ class LogAxis:
     def dots(self, dots: Iterable[tuple[str, float, str]]) -> str:
         """Dots on one line: style, value, description. A value of 0 has no dot."""
         parts = [
-            f'<line class="grid" x1="{self._place(each)}" x2="{self._place(each)}" y1="-6" y2="24"/>'
-            for each in self._ticks
+            f'<line class="grid" x1="{self._place(tick)}" x2="{self._place(tick)}" y1="-6" y2="24"/>'
+            for tick in self._ticks
         ]
         parts += [
             f'<circle class="{css}" cx="{self._place(math.log10(value))}" cy="9" r="4.5">'
@@ -107,8 +107,8 @@ class LogAxis:
     def labels(self) -> str:
         """The row below all others, with the numbers of the axis."""
         labels = "".join(
-            f'<text x="{self._place(each)}" y="13" text-anchor="middle">{power(10, each)}</text>'
-            for each in self._ticks
+            f'<text x="{self._place(tick)}" y="13" text-anchor="middle">{power(10, tick)}</text>'
+            for tick in self._ticks
         )
         return f'<div class="axis"><div><svg height="18" aria-hidden="true">{labels}</svg></div></div>'
 
@@ -157,7 +157,7 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     least = min(share for side in sides if side for octave, share in side.items() if share >= 10.0**_FAINTEST)
     floor = min(0, math.floor(math.log10(least) - 1e-9))
     x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
-    marks = [(x(each / LOG10_OF_2), power(10, each)) for each in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
+    marks = [(x(decade / LOG10_OF_2), power(10, decade)) for decade in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
     body = [_axes(marks, [(y(each), f"{10.0**each:g} %") for each in range(floor, 3)], axis, "share of values")]
     paths = [
         None
@@ -196,7 +196,7 @@ def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
     marks = sorted({round(first + (last - first) * k / 4) for k in range(5)})
     body = [
         _axes(
-            [(x(each), str(each)) for each in marks],
+            [(x(mark), str(mark)) for mark in marks],
             [(y(t), f"{t:.6g} %") for t in ticks],
             axis,
             "share of values with each code",
@@ -233,7 +233,7 @@ def log_axis(values: Sequence[float], label: Callable[[int], str] = _POWER) -> A
     low = math.floor(min(exponents) - 1e-9)
     high = max(low + 1, math.ceil(max(exponents) + 1e-9))
     y = _linear(low, high, _BOTTOM, _TOP)
-    return Axis(lambda value: y(math.log10(value)), [(y(each), label(each)) for each in decades(low, high, 5)])
+    return Axis(lambda value: y(math.log10(value)), [(y(decade), label(decade)) for decade in decades(low, high, 5)])
 
 
 def close_axis(values: Sequence[float]) -> Axis:

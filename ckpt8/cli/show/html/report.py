@@ -251,7 +251,7 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     rows += [("learning rate", (phrase,)) for phrase in rate_phrases(steps)]
     rows.append(("loss drift", tuple(drift_text(steps["drift"]).split(", "))))
     if len(steps["optimizers"]) > 1:
-        rows += [_optimizer(each) for each in steps["optimizers"]]
+        rows += [_optimizer(optimizer) for optimizer in steps["optimizers"]]
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
         rows.append(("lattice", (f"{share} of the weights have the largest step", "that their size allows")))
@@ -304,7 +304,7 @@ def _cost(each: Mapping[str, Any]) -> list[str]:
 def markup(rows: list[Row]) -> str:
     """Rows of a table. No line break splits a phrase in a span."""
     return "".join(
-        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(each)}</span>' for each in figures)}</td></tr>"
+        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(figure)}</span>' for figure in figures)}</td></tr>"
         for name, figures in rows
     )
 
@@ -399,7 +399,7 @@ def _sizes_by_layer(layers: list[dict[str, Any]], *, is_compressed: bool) -> str
             value = size(total) + (f" <small>{each['weights']:,} weights</small>" if each["weights"] else "")
         rows.append(row(text(each["layer"]), stacks([_segments(each[column], full_bar) for column in columns]), value))
     if others:
-        total = sum(sum(each["bytes"].values()) for each in others)
+        total = sum(sum(other["bytes"].values()) for other in others)
         rows.append(f'<p class="note">{len(others):,} smaller layers together: {size(total)}</p>')
     return "".join(rows)
 
@@ -464,7 +464,7 @@ def _decibels(error: dict[str, Any]) -> str:
 
 
 def _errors_by_layer(layers: list[dict[str, Any]]) -> str:
-    known = [each for each in layers if each["update"] is not None]
+    known = [layer for layer in layers if layer["update"] is not None]
     if not known:
         return ""
     shown, others = split_largest(known, lambda each: float(each["update"]["max_error"]))
