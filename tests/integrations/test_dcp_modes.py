@@ -31,7 +31,8 @@ BOTH = EXACT, ARCHIVE
 STAGED = FLAT, FLAT_ARCHIVE
 PRESETS = *BOTH, Save("flash"), Save("compact")
 TORCH = Save(planner=DefaultSavePlanner), Save("archive", planner=DefaultSavePlanner)
-OPTIMIZERS = "AdamW", "StableAdamW", "CAME"
+OPTIMIZERS = "AdamW", "CAME"
+"""StableAdamW has the state of AdamW; some setups below have it."""
 
 
 def by(way, *saves):
@@ -88,6 +89,8 @@ EIGHT = [
     Case("even8", "tp_fsdp2", 8, "StableAdamW", BOTH, (("tp_fsdp2", 8), ("fsdp2", 2))),
     Case("uneven8", "hsdp", 8, "CAME", BOTH, (("fsdp2", 8), ("hsdp", 4))),
 ]
+OTHERS = [*SETUPS, *NETS_AND_WAYS, *EIGHT]
+assert len({str(case) for case in OTHERS}) == len(OTHERS)
 
 
 @cache
@@ -186,7 +189,9 @@ def test_representatives_go_on_as_the_run_does(case, representatives):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*SETUPS, *NETS_AND_WAYS, *EIGHT], ids=lambda case: f"{case}-{case.saves[0].way}")
-def test_every_mode_goes_on_as_the_run_does(case, tmp_path):
-    run_table(tmp_path, [case])
-    check(tmp_path / str(case), case)
+@pytest.mark.parametrize("setup", sorted({case.setup for case in OTHERS}))
+def test_every_mode_goes_on_as_the_run_does(setup, tmp_path):
+    cases = [case for case in OTHERS if case.setup == setup]
+    run_table(tmp_path, cases)
+    for case in cases:
+        check(tmp_path / str(case), case)

@@ -61,7 +61,7 @@ class Case:
     loads: tuple[tuple[str, int], ...]
 
     def __str__(self):
-        return f"{self.net}-{self.setup}-{self.world}-{self.optimizer}"
+        return f"{self.net}-{self.setup}-{self.world}-{self.optimizer}-{self.saves[0].way}"
 
     @property
     def forms(self):
