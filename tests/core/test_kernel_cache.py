@@ -300,7 +300,7 @@ def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
         assert err == ""
         return out
 
-    assert [ask(), ask()] == ["11", "11"]
+    assert ask() == "11"
     files = kept(tmp_path / "home")
     called.write_text(called.read_text().replace("x + x", "x * x"))
     assert [ask(), ask()] == ["26", "26"]
