@@ -127,7 +127,7 @@ class Codec(ABC):
 
     id: ClassVar[str]
 
-    measured_as: ClassVar[Literal["weight", "noise", "moment"] | None] = None
+    measured_as: ClassVar[Literal["weight", "lattice", "moment"] | None] = None
     """The statistics that the error is reported in; None for a codec that makes none."""
 
     measured_in_one_pass: ClassVar[bool] = False

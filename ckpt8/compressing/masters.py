@@ -190,7 +190,7 @@ class _Origins:
                 if (master.count, dtype) in sizes:
                     found[master.count, dtype, self._sample([master.run], dtype)].append(master.run)
         for copy in waiting:
-            alike = found.get((copy.count, copy.ref.dtype, self._own_sample(copy)), []) if found else []
+            alike = found.get((copy.count, copy.ref.dtype, self._sample_of_copy(copy)), []) if found else []
             if alike:
                 # Several masters with one sample are mostly constant norms and biases, in the order of their copies.
                 self.runs[copy.ref] = [alike.pop(0) if len(alike) > 1 else alike[0]]
@@ -213,7 +213,7 @@ class _Origins:
 
     def _accept(self, found: Mapping[_Tensor, list[Run]]) -> bool:
         """Keep the runs of copies if all their samples agree; return whether they do."""
-        agree = all(self._sample(runs, copy.ref.dtype) == self._own_sample(copy) for copy, runs in found.items())
+        agree = all(self._sample(runs, copy.ref.dtype) == self._sample_of_copy(copy) for copy, runs in found.items())
         if agree:
             self.runs.update((copy.ref, runs) for copy, runs in found.items())
         return agree
@@ -228,7 +228,7 @@ class _Origins:
                 found += bytes(bytes_of(round_masters(x) if dtype is DType.BFLOAT16 else x.to(dtype.torch)))
         return found
 
-    def _own_sample(self, copy: _Tensor) -> bytes:
+    def _sample_of_copy(self, copy: _Tensor) -> bytes:
         """The same elements of a copy."""
         codec = Reference((copy.run,))
         runs = (run for at, n in _windows(codec.numel) for run in codec.cut(at, n))

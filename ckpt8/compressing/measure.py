@@ -145,7 +145,7 @@ class ErrorMeter:
             roots = (root(x), root(y)) if is_second else None
             if stream.codec.measured_as == "weight":
                 errors.streams[stream.index].merge(weight_error(x, y))
-            elif stream.codec.measured_as == "noise":
+            elif stream.codec.measured_as == "lattice":
                 errors.streams[stream.index].merge(lattice_error(x, y))
             elif stream.lossy:
                 errors.streams[stream.index].merge(moment_error(x, y, stream.codec.group_scales(part), roots))

@@ -181,7 +181,7 @@ class BudgetedTiles:
         if parameter is None or parameter.step is None or rule is None or rule.divisor_eps is None or scales is None:
             return None
         weight, moments = parameter.step.weight, parameter.moments
-        usual = dict.fromkeys(moments.values(), "moment") | ({} if weight is None else {weight: "noise"})
+        usual = dict.fromkeys(moments.values(), "moment") | ({} if weight is None else {weight: "lattice"})
         lossy = {
             stream.index: stream.codec.measured_as for stream in unit.streams if not stream.codec.measured_in_one_pass
         }
@@ -234,7 +234,7 @@ class UnitErrors:
     @classmethod
     def for_unit(cls, unit: Unit) -> UnitErrors:
         """New sums for the lossy streams and the rule of ``unit``, all zero."""
-        kinds = {"weight": WeightError, "noise": LatticeError, "moment": MomentError}
+        kinds = {"weight": WeightError, "lattice": LatticeError, "moment": MomentError}
         streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
         parameter = unit.parameter
         has_rule = parameter is not None and parameter.rule is not None

@@ -240,7 +240,7 @@ def pack(
     else:
         row = scratch_elements(slot, torch.uint8, length)
     planes = split(row, packing)
-    fast.fill(symbols, mode, planes) if fast else _fill(symbols, mode, planes)
+    fast.fill(symbols, mode, planes) if fast else _write_planes(symbols, mode, planes)
     return row, packing
 
 
@@ -291,11 +291,11 @@ def _histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
     return torch.bincount(symbols + 1, minlength=largest + 2).cpu()
 
 
-def _fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
+def _write_planes(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
     """Fill the planes."""
     whole = symbols + 1 if mode.top == 0 else symbols.where(symbols >= 0, mode.top)
     if mode.bits:
-        _fill_bits(whole & (1 << mode.bits) - 1, mode.bits, planes[1 + mode.over])
+        _write_bits(whole & (1 << mode.bits) - 1, mode.bits, planes[1 + mode.over])
     rest, per_byte = whole >> mode.bits + 8 * mode.raw, DIGITS[mode.base]
     digits = torch.nn.functional.pad(rest.clamp(max=mode.base - 1), (0, -len(rest) % per_byte)).view(-1, per_byte)
     packed = digits[:, 0].clone()
@@ -309,7 +309,7 @@ def _fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> 
         planes[mode.over + mode.raw - k].copy_((whole >> 8 * k) & 0xFF)
 
 
-def _fill_bits(low: torch.Tensor, bits: int, plane: torch.Tensor) -> None:
+def _write_bits(low: torch.Tensor, bits: int, plane: torch.Tensor) -> None:
     """Fill the bits plane with the ``low`` bits of symbols."""
     lanes = torch.nn.functional.pad(low, (0, -len(low) % LANES)).view(LANES, -1)
     joint = sum(lane.to(torch.int64) << bits * k for k, lane in enumerate(lanes))

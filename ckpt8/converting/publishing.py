@@ -47,7 +47,7 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
         storages |= _masters(reader, storages)
         total = LatticeError()
         for index in sorted(storages):
-            if reader.codec(index).measured_as != "noise":
+            if reader.codec(index).measured_as != "lattice":
                 continue
             error = read_error(reader.manifest.storages[index].error)
             if not isinstance(error, LatticeError):

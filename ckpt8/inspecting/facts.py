@@ -315,7 +315,7 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     elif figures["drift"] is not None and any(row["reason"] != COPY for row in outside):
         figures["drift"]["is_open"] = True
     weights = [
-        index for index, storage in enumerate(storages) if codec_from_config(storage.codec).measured_as == "noise"
+        index for index, storage in enumerate(storages) if codec_from_config(storage.codec).measured_as == "lattice"
     ]
     return {
         "budget": manifest.budget.get("steps"),

@@ -276,9 +276,11 @@ class _Sides:
         if rule.needs_weight and original.weight is None:
             return "its weight, which its step needs, was not found"
         order = Order.of(rule.form, saved.state[rule.form.tensors[0].key])
-        return self._take_steps(rule, original, compressed, order)
+        return self._replay_steps(rule, original, compressed, order)
 
-    def _take_steps(self, rule: Replayed, original: _Side, compressed: _Side, order: Order) -> list[StepFigures] | str:
+    def _replay_steps(
+        self, rule: Replayed, original: _Side, compressed: _Side, order: Order
+    ) -> list[StepFigures] | str:
         if broken := original.find_not_finite():
             return f"{broken} of the original is not finite"
         if compressed.find_not_finite():

@@ -269,7 +269,7 @@ def read(place: Place) -> Row | None:
     if not found and row.record.damage is None:
         return None
     row.seals += [facts.seal for facts in found if facts.seal is not None]
-    _fill(row, found, is_raw=not containers)
+    _complete_row(row, found, is_raw=not containers)
     return row
 
 
@@ -304,7 +304,7 @@ def _read_originals(place: Place, containers: set[Path]) -> Facts | None:
     return read_folder(place.path, files, needs_tensors=not containers) if files else None
 
 
-def _fill(row: Row, found: Sequence[Facts], *, is_raw: bool) -> None:
+def _complete_row(row: Row, found: Sequence[Facts], *, is_raw: bool) -> None:
     """Put together what the files say."""
     record, error = row.record, None
     progress, counted = Progress(), None

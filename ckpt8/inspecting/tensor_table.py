@@ -87,7 +87,7 @@ def _codec_problem(record: StorageRecord, views: Sequence[View], policy: Policy)
     codec, paths = codec_from_config(record.codec), [name for view in views for name in view.names]
     if policy.has_rule(paths):
         return None
-    kind = "weight" if codec.copied is not None or codec.measured_as == "noise" else codec.measured_as
+    kind = "weight" if codec.copied is not None or codec.measured_as == "lattice" else codec.measured_as
     if kind not in (None, _MEASURED.get(record.role)):
         return f"is encoded as a {kind}"
     if kind is None and record.reason is None and views:
@@ -105,7 +105,7 @@ def parameter_problems(stated: Manifest, found: Manifest, index_of: Mapping[int,
         for slot, index in parameter.moments.items()
         if index in index_of
     }
-    names = _WeightNames(views)
+    names = _PossibleNames(views)
     taken: set[int] = set()
     for parameter in stated.parameters:
         moments = parameter.moments.values()
@@ -156,7 +156,7 @@ def _number_problem(parameter: ParameterRecord, owner: ParameterRecord) -> str |
     return other and f"{other} {mine.get(other)!r} in the manifest, {theirs.get(other)!r} in the file in it"
 
 
-class _WeightNames:
+class _PossibleNames:
     """Whether a parameter may have a name: that of today, the place of its state, or that of a weight like it."""
 
     def __init__(self, views: Views) -> None:

@@ -50,7 +50,7 @@ def fill(x, mode, backend):
     row = torch.empty(sum(packing.plane_lengths), dtype=torch.uint8)
     planes = symbols.split(row, packing)
     code = symbols._numba(x, backend)
-    (code.fill if code else symbols._fill)(x, mode, planes)
+    (code.fill if code else symbols._write_planes)(x, mode, planes)
     return planes
 
 

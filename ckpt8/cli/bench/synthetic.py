@@ -61,8 +61,8 @@ def write(target: Path, nbytes: int) -> dict[str, Any]:
             for seed, (parameter, state) in enumerate(optimizer.state.items()):
                 step, *moments = state.values()
                 large = [places[tensor.data_ptr()] for tensor in (parameter, *moments)]
-                _fill(file.fileno(), [places[step.data_ptr()]], iter([[step]]))
-                _fill(file.fileno(), large, _tiles(parameter.shape, seed))
+                _write_tiles(file.fileno(), [places[step.data_ptr()]], iter([[step]]))
+                _write_tiles(file.fileno(), large, _tiles(parameter.shape, seed))
     except OSError as exc:
         raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
     return {"parameters": sum(weight.numel() for weight in network.values()), "steps": _STEPS}
@@ -100,7 +100,7 @@ def _tiles(shape: Sequence[int], seed: int) -> Iterator[list[torch.Tensor]]:
         yield [weights, scale * noise[:, :columns], (_ROOT_RATIO * scale).square() * smoothed]
 
 
-def _fill(descriptor: int, places: Sequence[StorageInfo], tiles: Iterator[Sequence[torch.Tensor]]) -> None:
+def _write_tiles(descriptor: int, places: Sequence[StorageInfo], tiles: Iterator[Sequence[torch.Tensor]]) -> None:
     """Write tiles, each with one tensor for every place, one after another; and the checksums of what was written."""
     crcs, done = [0] * len(places), 0
     for tile in tiles:

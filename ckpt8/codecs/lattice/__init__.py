@@ -47,7 +47,7 @@ class Lattice(Codec):
     """Weights in steps of 2^(k/4), from 2^-102 to 2^100. ``salt`` is a uint32. Other values raise UsageError."""
 
     id = "lattice/1"
-    measured_as = "noise"
+    measured_as = "lattice"
     has_kernels = True
     counts_elements = True
     may_be_copied = True

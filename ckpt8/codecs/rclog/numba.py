@@ -30,7 +30,7 @@ def _mean(total, count):
 
 
 @kernel
-def _row_of(begin, count, start, C):  # noqa: N803
+def _end_of_row(begin, count, start, C):  # noqa: N803
     """The end of the row that ``begin`` lies in, at column ``start``, and what to take from its places for columns."""
     return u8(min(u8(count), u8(begin + C - start))), u8(begin - start)
 
@@ -41,7 +41,7 @@ def _mean_rows(v, bits, rows, columns, with_columns, C, first):  # noqa: N803
     sums, counts = np.zeros(columns.size, np.int64), np.zeros(columns.size, i4)
     refused, begin, row, start = i4(0), u8(0), u8(0), u8(first % C)
     while begin < v.size:
-        end, shift = _row_of(begin, v.size, start, C)
+        end, shift = _end_of_row(begin, v.size, start, C)
         total, count = np.int64(0), i4(0)
         for i in range(begin, end):
             refused |= i4(not (v[i] >= f4(0) and v[i] < f4(np.inf)))
@@ -66,7 +66,7 @@ def _encode(v, bits, codes, rows, columns, with_columns, S, C, first):  # noqa: 
     """Fill codes."""
     half, inverse, begin, row, start = f8(S // 2) + f8(0.5), f8(1) / f8(S), u8(0), u8(0), u8(first % C)
     while begin < v.size:
-        end, shift = _row_of(begin, v.size, start, C)
+        end, shift = _end_of_row(begin, v.size, start, C)
         factor = i4(rows[row])
         for i in range(begin, end):
             p = i4(factor + i4(columns[u8(i - shift)])) if with_columns else factor
@@ -80,7 +80,7 @@ def _decode(codes, rows, columns, with_columns, out, S, C, first, lowest, highes
     """Fill ``out`` with bits."""
     step, lowest, highest, begin, row, start = f8(S), f8(lowest), f8(highest), u8(0), u8(0), u8(first % C)
     while begin < codes.size:
-        end, shift = _row_of(begin, codes.size, start, C)
+        end, shift = _end_of_row(begin, codes.size, start, C)
         factor = i4(rows[row])
         for i in range(begin, end):
             p = i4(factor + i4(columns[u8(i - shift)])) if with_columns else factor

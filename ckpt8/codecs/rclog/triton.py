@@ -170,7 +170,9 @@ def _places(count: int, first: int, C: int) -> tuple[int, int]:  # noqa: N803
     return max(first % C - (C - length), 0), length
 
 
-def _fill(factors: torch.Tensor, x: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None, *at: int) -> None:
+def _write_factors(
+    factors: torch.Tensor, x: torch.Tensor, flags: torch.Tensor, rows: torch.Tensor | None, *at: int
+) -> None:
     """Fill in the factors of rows, or of columns if those of ``rows`` are given. ``at`` is what ``_places`` returns."""
     skipped, length = at
     sums = torch.zeros(2 * factors.numel(), dtype=torch.int64, device=x.device)
@@ -192,9 +194,9 @@ def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bo
     if given:
         reference.check(x, out)
     else:
-        _fill(rows, bits, flags, None, *places)
+        _write_factors(rows, bits, flags, None, *places)
     if columns is not None and not given:
-        _fill(columns, bits, flags, rows, *places)
+        _write_factors(columns, bits, flags, rows, *places)
     launch(encode_kernel, x.numel(), x.device, bits, out["codes"], rows, columns, S, 1 / S, *places, block=SYMBOL_BLOCK)
     if flags.item():
         raise RefusedError(reference.REFUSAL)
