@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from dcp_kit import run_processes, save_small
+from dcp_kit import load_all, run_processes, save_small
+from survey_kit import as_pairs, expected
 
 import ckpt8
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.readiness import inspect_readiness
 
+pytestmark = pytest.mark.usefixtures("without_predictions")
+
 PARAMETERS = 6
 """Of the model of make_dcp: three layers with weight and bias."""
 
 
-def test_two_ranks_count_as_one(tmp_path, run_command):
-    run_processes("train", tmp_path)
+@pytest.fixture(scope="module")
+def ranks(scratch):
+    """The checkpoints of two ranks in every layout of make_dcp."""
+    run_processes("train", scratch)
+    return scratch
+
+
+def test_flags_of_two_ranks_are_those_of_whole_tensors(ranks):
+    for layout in ("nested", "flat", "zstd"):
+        tensors = {name: x for name, x in load_all(ranks / layout).items() if isinstance(x, torch.Tensor)}
+        pairs = as_pairs(inspect_checkpoint(ranks / layout, full=True)["flags"])
+        found = {(kind, name.rpartition(":")[2]): flag for (kind, name), flag in pairs.items()}
+        # Groups of 32 begin anew in every shard: which are lost depends on where it was cut.
+        found, wanted = (
+            {key: flag for key, flag in flags.items() if key[0] != "fp16_scales"}
+            for flags in (found, expected(tensors))
+        )
+        assert found == wanted
+        assert any(key[0] == "moment2_fp16_zero" for key in found)
+
+
+def test_two_ranks_count_as_one(ranks, tmp_path, run_command):
     for layout in ("nested", "flat", "titan", "threads", "zstd"):
-        facts = inspect_checkpoint(tmp_path / layout, tensors=True)
+        facts = inspect_checkpoint(ranks / layout, tensors=True)
         assert facts["step"] == 4
         assert [(row["parameters"], row["step"]) for row in facts["optimizer"]] == [(PARAMETERS, 4)]
         # weights and three values of state for each parameter, a buffer, and a list's tensor or the step of training
@@ -25,13 +49,13 @@ def test_two_ranks_count_as_one(tmp_path, run_command):
         weights = [each for each in facts["tensors"] if "up.weight" in each["name"] and each["role"] != "other"]
         assert {tuple(each["whole_shape"]) for each in weights} == {(257, 64)}
         assert {tuple(each["shape"]) for each in weights} == {(129, 64), (128, 64)}
-    ckpt8.compress(tmp_path / "nested", threads=1)
+    ckpt8.compress(ranks / "nested", tmp_path / "nested.ckpt8", threads=1)
     facts = inspect_container(tmp_path / "nested.ckpt8", tensors=True)
     assert facts["errors"]["update"]["parameters"] == 2
     assert {tuple(each["whole_shape"]) for each in facts["tensors"] if "down.weight[" in each["name"]} == {(64, 257)}
-    readiness = inspect_readiness(tmp_path / "nested", full=True)
+    readiness = inspect_readiness(ranks / "nested", full=True)
     assert "[" not in "".join(each["name"] for each in readiness.get("tensors", []))
-    code, out, _ = run_command("inspect", tmp_path / "nested", "--tensors", "--html", tmp_path / "x.html")
+    code, out, _ = run_command("inspect", ranks / "nested", "--tensors", "--html", tmp_path / "x.html")
     assert code == 0
     assert "optimizer state of 6 parameters, update rule adam at step 4" in out
     assert "129x64 of 257x64" in out

@@ -63,52 +63,27 @@ def storage(manifest, end):
     return manifest["storages"][tensor(manifest, end)["storage"]]
 
 
-def swap_tensors(manifest):
-    a, b = tensor(manifest, "a.weight"), tensor(manifest, "b.weight")
-    a["storage"], b["storage"] = b["storage"], a["storage"]
+def swap(key):
+    """Let two weights have each other's fact."""
 
+    def change(manifest):
+        a, b = tensor(manifest, "a.weight"), tensor(manifest, "b.weight")
+        a[key], b[key] = b[key], a[key]
 
-def swap_names(manifest):
-    a, b = tensor(manifest, "a.weight"), tensor(manifest, "b.weight")
-    a["name"], b["name"] = b["name"], a["name"]
-
-
-def drop(manifest):
-    manifest["tensors"].remove(tensor(manifest, "a.weight"))
-
-
-def rename(manifest):
-    tensor(manifest, "a.weight")["name"] += "_"
-
-
-def double(manifest):
-    manifest["tensors"].append(dict(tensor(manifest, "a.weight")))
-
-
-def invent(manifest):
-    manifest["tensors"].append(tensor(manifest, "a.weight") | {"name": "invented"})
-
-
-def transpose(manifest):
-    tensor(manifest, "a.weight")["shape"].reverse()
+    return change
 
 
 def set_fact(key, value):
-    def change(manifest):
-        tensor(manifest, "a.weight")[key] = value
-
-    return change
+    return lambda manifest: tensor(manifest, "a.weight").update({key: value})
 
 
 def to_role(role, end="a.weight"):
-    def change(manifest):
-        storage(manifest, end)["role"] = role
-
-    return change
+    return lambda manifest: storage(manifest, end).update(role=role)
 
 
-def rename_parameter(manifest):
-    manifest["parameters"][0]["name"] = "another"
+def add(**changes):
+    """List a weight once more, with ``changes``."""
+    return lambda manifest: manifest["tensors"].append(tensor(manifest, "a.weight") | changes)
 
 
 def swap_parameters(manifest):
@@ -126,30 +101,18 @@ def swap_slots(manifest):
     moments["moment1"], moments["moment2"] = moments["moment2"], moments["moment1"]
 
 
-def double_parameter(manifest):
-    manifest["parameters"].append(copy.deepcopy(manifest["parameters"][0]))
-
-
-def drop_parameters(manifest):
-    manifest["parameters"].clear()
-
-
 def other_step(manifest):
     manifest["parameters"][0]["rule"]["step"] += 1
 
 
-def rename_storage(manifest):
-    storage(manifest, "a.bias")["name"] += "_"
-
-
 ATTACKS = {
-    "tensors swapped": swap_tensors,
-    "names swapped": swap_names,
-    "dropped": drop,
-    "renamed": rename,
-    "doubled": double,
-    "invented": invent,
-    "transposed": transpose,
+    "tensors swapped": swap("storage"),
+    "names swapped": swap("name"),
+    "dropped": lambda manifest: manifest["tensors"].remove(tensor(manifest, "a.weight")),
+    "renamed": set_fact("name", "renamed"),
+    "doubled": add(),
+    "invented": add(name="invented"),
+    "transposed": lambda manifest: tensor(manifest, "a.weight")["shape"].reverse(),
     "shape": set_fact("shape", [1, SHAPE[0] * SHAPE[1]]),
     "stride": set_fact("stride", [1, SHAPE[0]]),
     "offset": set_fact("offset", 1),
@@ -161,9 +124,9 @@ ATTACKS = {
     "bias to moment": to_role("moment2", "a.bias"),
     "moments swapped": swap_moments,
     "slots swapped": swap_slots,
-    "parameter renamed": rename_parameter,
+    "parameter renamed": lambda manifest: manifest["parameters"][0].update(name="another"),
     "parameters swapped": swap_parameters,
-    "parameter doubled": double_parameter,
+    "parameter doubled": lambda manifest: manifest["parameters"].append(copy.deepcopy(manifest["parameters"][0])),
     "moment to other": to_role("other", "exp_avg"),
     "moment to second moment": to_role("moment2", "exp_avg"),
     "step": other_step,
@@ -200,14 +163,14 @@ def test_a_changed_table_is_found_and_the_tensor_named(attack, kind, made, tmp_p
 
 
 def test_parameters_that_are_gone(made, tmp_path):
-    target = tampered(made["file"][1], tmp_path / "x.ckpt8", lambda manifest, _: drop_parameters(manifest))
+    target = tampered(made["file"][1], tmp_path / "x.ckpt8", lambda manifest, _: manifest["parameters"].clear())
     with pytest.raises(InputError, match=r"optimizer.state.0.exp_avg: is a moment of no parameter"):
         ckpt8.verify(target, threads=1)
 
 
 def test_a_storage_and_its_entries_under_another_name(made, tmp_path):
     entries, manifest = unpack(made["file"][1].read_bytes())
-    rename_storage(manifest)
+    storage(manifest, "a.bias")["name"] += "_"
     entries = {name.replace("model.a.bias/", "model.a.bias_/"): content for name, content in entries.items()}
     (tmp_path / "x.ckpt8").write_bytes(pack(entries, manifest))
     with pytest.raises(InputError, match=r"model.a.bias_: is the storage 'model.a.bias'"):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import cProfile
 import json
-import shutil
+import types
 
 import pytest
 import torch
@@ -78,26 +79,6 @@ def test_two_steps_of_a_directory_and_its_container(tmp_path, loaded):
     assert facts["files"]["only_b"] == ["notes.txt"]
     assert {"name": "config.json:hidden", "a": 48, "b": 50} in facts["values"]["changed"]
     assert {"name": "scheduler.pt:last_epoch", "b": 4} in facts["values"]["only_b"]
-
-
-def test_the_trainers_own_directories(inputs):
-    folder = inputs / "trainer-adamw"
-    assert ckpt8.diff(folder, folder).identical
-    facts = facts_of(folder, inputs / "trainer-stable-adamw")
-    found = by_name(facts)
-    a, b = (
-        torch.load(inputs / name / "optimizer.pt", weights_only=True)
-        for name in ("trainer-adamw", "trainer-stable-adamw")
-    )
-    for k, state in a["state"].items():
-        wanted = expected(state["exp_avg"], b["state"][k]["exp_avg"])
-        assert found[f"optimizer.pt:state.{k}.exp_avg"]["change"]["relative"] == pytest.approx(wanted["relative"])
-    assert {row["layer"] for row in facts["layers"]["moment1"]} == {
-        "model.layers.0",
-        "model.embed_tokens",
-        "model.norm",
-    }
-    assert "optimizer.pt:state.0.step" in {each["name"] for each in facts["tensors"]["only_a"]}
 
 
 def test_a_directory_of_the_trainer_and_what_convert_makes_of_it(tmp_path, inputs):
@@ -300,9 +281,6 @@ def test_a_set_has_no_order_and_an_object_has_a_class(tmp_path):
     sets = [saved(tmp_path / f"{k}.pt", {"x": list_}) for k, list_ in enumerate(({"a", "b"}, {"b", "a"}, {"a", "c"}))]
     assert ckpt8.diff(sets[0], sets[1]).identical
     assert not ckpt8.diff(sets[0], sets[2]).identical
-    import argparse
-    import types
-
     objects = [
         saved(tmp_path / f"o{k}.pt", {"x": kind(lr=1)})
         for k, kind in enumerate((argparse.Namespace, types.SimpleNamespace))
@@ -337,7 +315,6 @@ def test_the_json_of_a_file_may_be_no_json(tmp_path, loaded):
     assert facts_of(*paths)["files"]["changed"] == ["config.json"]
     (paths[1] / "config.json").write_text(json.dumps({"hidden": 48}, indent=2))
     assert facts_of(*paths)["values"]["changed"] == []
-    shutil.rmtree(paths[1])
 
 
 def calls(folder, count):
@@ -352,6 +329,35 @@ def calls(folder, count):
 def test_many_empty_tensors_take_few_steps_each(tmp_path):
     """Steps are calls of functions. A walk for what holds tensors does not visit every tensor, so 450 are enough."""
     calls(tmp_path, 10)
-    first, second, third = (calls(tmp_path, count) for count in (1000, 2000, 4000))
-    assert (second - first) / 1000 < 450
+    first, second, third = (calls(tmp_path, count) for count in (250, 500, 1000))
+    assert (second - first) / 250 < 450
     assert third - second < 2.1 * (second - first)
+
+
+# One dictionary at several paths: a walk meets it once, and both sides call it the same.
+
+
+def _state_of_two(run):
+    run["optimizer"]["state"][2] = run["optimizer"]["state"][1]
+
+
+def _state_elsewhere(run):
+    run["first"] = run["optimizer"]["state"][1]
+    run["model"], run["optimizer"] = run.pop("model"), run.pop("optimizer")
+
+
+def _states_of_two_optimizers(run):
+    run["other"] = {**run["optimizer"], "state": dict(run["optimizer"]["state"])}
+
+
+@pytest.mark.parametrize("share", [_state_of_two, _state_elsewhere, _states_of_two_optimizers])
+def test_a_file_is_identical_to_itself(tmp_path, share):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    run["optimizer"]["param_groups"][0]["param_names"] = list(run["model"])
+    share(run)
+    path = saved(tmp_path / "run.pt", run)
+    assert ckpt8.diff(path, path).identical

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8.checkpoint.meaning.parameter_names import layer_of, plain_path
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting import distributions as of_checkpoint
@@ -261,22 +260,6 @@ def test_an_original_that_is_another_is_refused(packed, inputs):
     _, container = packed
     with ContainerReader(container) as reader, pytest.raises(InputError, match="changed while it was read"):
         container_distributions(reader, inputs / "gpt_stable_adamw.pt")
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("transformer.h.3.attn.c_attn.weight", "transformer.h.3"),
-        ("model.transformer.h.3.attn.c_attn.weight", "transformer.h.3"),
-        ("model.transformer.wte.weight", "transformer.wte"),
-        ("frozen.blocks.11.mlp.experts.7.w1", "frozen.blocks.11"),
-        ("weight", "weight"),
-        ("0.weight", "0"),
-    ],
-)
-def test_the_layer_of_a_name(name, layer):
-    assert layer_of(plain_path(name)) == layer
-    assert layer_of(plain_path(f"a/model.safetensors:{name}")) == layer
 
 
 def test_layers_are_in_order_of_their_numbers(tmp_path):

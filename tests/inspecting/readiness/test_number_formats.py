@@ -79,14 +79,6 @@ def test_special_values(number_format):
     check(number_format, torch.tensor(values, dtype=torch.float64)[:-2].float())
 
 
-@by_format
-def test_random_bits_of_float32(number_format):
-    generator = torch.Generator().manual_seed(7)
-    bits = torch.randint(-(2**31), 2**31, (4000,), generator=generator, dtype=torch.int64)
-    x = bits.to(torch.int32).view(torch.float32)
-    check(number_format, x[x.isfinite()])
-
-
 def test_round_to_odd_is_never_on_a_tie_unless_it_was():
     values = [464.0, math.nextafter(464.0, 500), math.nextafter(464.0, 0), 1e-60, -1e-60, 1e300, -1e300, 0.1]
     x = torch.tensor(values, dtype=torch.float64)

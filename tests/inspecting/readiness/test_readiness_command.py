@@ -10,6 +10,8 @@ from rich.cells import cell_len
 
 import ckpt8
 
+pytestmark = pytest.mark.usefixtures("without_predictions")
+
 
 def section(out):
     """What is printed about readiness."""
@@ -77,10 +79,6 @@ def test_what_is_not_finite_is_said(run, tmp_path):
     assert "2 of them are NaN or infinite, and are left out" in section(out)
     assert "left out: 1 tensors of int8" in section(out)
     json.loads(run(path, "--readiness", "--json")[1])
-
-
-def test_without_the_option_nothing_changes(run, inputs):
-    assert "readiness" not in json.loads(run(inputs / "gpt_came.pt", "--json")[1])
 
 
 def test_container_against_its_original(run, inputs, tmp_path):

@@ -89,11 +89,6 @@ def test_settings_in_tensors(tmp_path, dtype):
     assert rules[0] == {"kind": "adam", "step": 4, "beta1": 0.875, "beta2": 0.96875, "eps": 2.0**-14}
 
 
-def test_the_learning_rate_of_capturable_adam(tmp_path):
-    failures, resume = replay(tmp_path, run_of(lr=torch.tensor(1e-3), foreach=False))
-    assert (failures, resume["skipped"], resume["parameters"]) == ((), {}, 4)
-
-
 def test_settings_that_are_no_numbers_stay_as_they_are(tmp_path):
     group = {"params": [0, 1], "lr": "fast", "betas": [0.9, None], "long": list(range(99)), "none": None}
     assert read_settings(None, {}, group) == {**group, "betas": (0.9, None)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
 from itertools import pairwise
 
 import optimi
@@ -21,7 +20,6 @@ from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.replayed import find_rule
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.cli import app as cli
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.tensors import DType
@@ -160,7 +158,7 @@ def test_the_figures_are_those_of_the_real_optimizer(make, monkeypatch, name):
         assert told["weight_max"] == pytest.approx(largest, abs=float(joined(units).abs().max()) * FEW_STEPS)
 
 
-@pytest.mark.by_default(most=7)
+@pytest.mark.by_default(most=4)
 @pytest.mark.parametrize("name", REPLAYED)
 def test_lossless_steps_do_not_differ(make, name):
     result = steps_of(make(name, "lossless"), max_replay_error=0.0)
@@ -205,7 +203,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("name", SKIPPED)
-def test_what_is_not_replayed_is_told(make, monkeypatch, capsys, name):
+def test_what_is_not_replayed_is_told(make, run_command, name):
     path = make(name)
     result = steps_of(path)
     assert result["parameters"] == 0
@@ -213,9 +211,7 @@ def test_what_is_not_replayed_is_told(make, monkeypatch, capsys, name):
     assert set(result["skipped"].values()) == {SKIPPED[name]}
     failures = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1, max_replay_error=1.0).failures
     assert failures == ("no parameter could be replayed, so that the replay error is unknown",)
-    _, out, _ = run_cli(
-        monkeypatch, capsys, "verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1
-    )
+    _, out, _ = run_command("verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1)
     assert f"not replayed: {len(result['skipped'])} parameters: {SKIPPED[name]}" in out
 
 
@@ -255,17 +251,6 @@ def test_a_state_that_is_not_finite(make, monkeypatch):
     assert found.resume["parameters"] == 5
 
 
-def test_a_limit_that_is_passed(make):
-    path = make("came-pytorch")
-    worst = steps_of(path)["replay_error"]
-    failures = ckpt8.verify(
-        path.with_suffix(".ckpt8"), path, resume_steps=STEPS, max_replay_error=worst * 0.99
-    ).failures
-    assert len(failures) == 1
-    assert "the replay error of 4 steps" in failures[0]
-    assert not ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=STEPS, max_replay_error=worst).failures
-
-
 def test_arguments_that_ask_for_nothing(make):
     path = make("torch-adamw", steps=1)
     with pytest.raises(UsageError, match="give --against"):
@@ -282,21 +267,14 @@ def test_another_original(make, tmp_path):
         ckpt8.verify(container, other, resume_steps=1)
 
 
-def run_cli(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["ckpt8", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    out, err = capsys.readouterr()
-    return caught.value.code or 0, out, err
-
-
-def test_the_command_line(make, monkeypatch, capsys):
+def test_the_command_line(make, run_command):
     path = make("torch-adamw")
     arguments = ["verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 3]
-    code, out, _ = run_cli(monkeypatch, capsys, *arguments)
+    worst = steps_of(path)["replay_error"]
+    code, out, _ = run_command(*arguments, "--max-replay-error", worst)
     assert code == 0
     assert "replayed 3 steps of 6 parameters; replay error" in out
-    code, out, err = run_cli(monkeypatch, capsys, *arguments, "--max-replay-error", "1e-9", "--json")
+    code, out, err = run_command(*arguments, "--max-replay-error", "1e-9", "--json")
     assert code == 1
     result = json.loads(out)["resume"]
     assert len(result["steps"]) == 3
@@ -377,7 +355,7 @@ def test_a_penalty_needs_the_weight(tmp_path):
         assert list(result["without_weights"].values()) == (6 - skipped) * ["the file has no state dict of a model"]
 
 
-def test_weights_that_are_not_found_are_told(make, monkeypatch, capsys):
+def test_weights_that_are_not_found_are_told(make, run_command):
     path = make("torch-adamw")
     tree = torch.load(path, weights_only=True)
     tree["model"]["another"] = torch.zeros(64)  # a fourth vector of this shape, for three parameters
@@ -387,15 +365,13 @@ def test_weights_that_are_not_found_are_told(make, monkeypatch, capsys):
     assert (result["parameters"], result["with_weights"]) == (6, 3)
     assert list(result["without_weights"]) == [f"optimizer.state.{k}" for k in (1, 2, 3)]
     [reason] = set(result["without_weights"].values())
-    _, out, _ = run_cli(
-        monkeypatch, capsys, "verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1
-    )
+    _, out, _ = run_command("verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1)
     assert f"weights: 3 of 6 parameters (3: {reason})" in out
 
 
 def test_the_update_does_not_need_the_weight(make):
     """Without decay into the gradient, updates are the same whether the weight is known or not."""
-    for name in ("torch-adamw", "came-pytorch", "lion-pytorch", "optimi-stable-adamw"):
+    for name in ("came-pytorch", "lion-pytorch"):
         path = make(name)
         known = steps_of(path)
         torch.save({"optimizer": torch.load(path, weights_only=False)["optimizer"]}, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import re
 from pathlib import PurePosixPath
@@ -18,6 +17,8 @@ from ckpt8.inspecting import sampling
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.survey import Tally
+
+pytestmark = pytest.mark.usefixtures("without_predictions")
 
 
 def flags_of(tree, tmp_path, *, full):
@@ -85,15 +86,6 @@ def test_a_sample_does_not_claim_what_it_did_not_see(tmp_path, run_command):
     assert "--full reads all; none seen in those" in out
 
 
-def test_what_a_sample_sees_is_there(tmp_path):
-    tree = healthy()
-    tree["model"]["embed.weight"][0, 0] = tree["model"]["embed.weight"][-1, -1] = float("nan")
-    (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
-    assert (flag["kind"], flag["tensor"], flag["count"]) == ("nan", "model.embed.weight", 2)
-    assert flag["sampled"]
-    assert flag["of"] < ROWS * WIDTH
-
-
 def test_second_moments_below_zero(tmp_path, run_command):
     """Those alone: first moments and weights have either sign."""
     tree = healthy()
@@ -127,15 +119,11 @@ def test_copies_that_differ_in_one_element_are_told_apart_by_full_alone(tmp_path
     (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
     assert (flag["kind"], flag["sampled"]) == ("stored_twice", True)
     assert flags_of(tree, tmp_path, full=True)["flags"] == []
-    tree["model"]["head.weight"] = embed  # tied in the file as well
-    assert flags_of(tree, tmp_path, full=True)["flags"] == []
-
-
-def test_a_copy_of_another_shape_is_found_in_a_sample(tmp_path):
-    tree = healthy()
-    tree["model"]["head.weight"] = tree["model"]["embed.weight"].clone().view(ROWS // 5, WIDTH * 5)
+    tree["model"]["head.weight"] = embed.clone().view(ROWS // 5, WIDTH * 5)
     (flag,) = flags_of(tree, tmp_path, full=False)["flags"]
     assert flag["tensors"] == ["model.embed.weight", "model.head.weight"]
+    tree["model"]["head.weight"] = embed  # tied in the file as well
+    assert flags_of(tree, tmp_path, full=True)["flags"] == []
 
 
 def test_full_compares_what_a_hash_takes_for_equal(tmp_path, monkeypatch):
@@ -183,19 +171,6 @@ def test_values_that_are_not_finite_in_every_type(dtype, tmp_path):
     facts = inspect_checkpoint(tmp_path / "a.pt", full=True)
     assert [(flag["kind"], flag["count"]) for flag in facts["flags"]] == [("nan", int(x.float().isnan().sum()))]
     assert facts["sample"] == {"elements": 6400, "of": 6400, "full": True}
-
-
-def test_elements_outside_of_a_view_are_not_looked_at(tmp_path):
-    base = torch.rand(90, 64) + 0.5
-    base[:, 40] = float("nan")
-    tree = {"model": {"left": base[:, :40], "odd": base[1::2, 2:40:3], "flipped": base[:, 41:].t()}}
-    torch.save(tree, tmp_path / "a.pt")
-    facts = inspect_checkpoint(tmp_path / "a.pt", full=True)
-    assert facts["flags"] == []
-    base[5, 39] = float("inf")
-    torch.save(tree, tmp_path / "a.pt")
-    (flag,) = inspect_checkpoint(tmp_path / "a.pt", full=True)["flags"]
-    assert (flag["kind"], flag["tensor"], flag["count"], flag["of"]) == ("inf", "model.left", 1, 90 * 40)
 
 
 def test_the_best_score_of_a_callback_may_be_infinite(tmp_path):
@@ -278,11 +253,3 @@ def test_planted_faults_survive_compression(tmp_path, run_command):
     code, out, err = run_command("inspect", "--full", "--json", tmp_path / "run.ckpt8")
     assert (code, err) == (0, "")
     assert json.loads(out)["flags"] == facts["flags"]
-
-
-def test_the_same_at_every_call(tmp_path):
-    tree = healthy()
-    plant(tree)
-    first = flags_of(copy.deepcopy(tree), tmp_path, full=False)
-    again = flags_of(tree, tmp_path, full=False)
-    assert (first["flags"], first["sample"]) == (again["flags"], again["sample"])

@@ -13,6 +13,8 @@ from torch import _weights_only_unpickler as unpickler
 import ckpt8
 from ckpt8.checkpoint.readers.pickle.torch_rules import ALLOWED
 
+pytestmark = pytest.mark.usefixtures("without_predictions")
+
 
 class Evil:
     """Calls something when it is unpickled."""
@@ -74,17 +76,6 @@ def test_files_of_a_directory_are_named(run_command, tmp_path):
         assert [flag["tensor"] for flag in flags if flag["kind"] == "foreign_globals"] == ["evil\x1b[2K.pt"]
         out = run_command("inspect", path)[1]
         assert r"evil\x1b[2K.pt: posix.system" in out
-
-
-def test_what_torch_loads_has_no_such_flag(run_command, inputs, tmp_path):
-    for name in ("gpt_adamw.pt", "legacy.pt", "views.pt", "accelerate/model.safetensors"):
-        assert torch.load(inputs / name, weights_only=True) if name.endswith(".pt") else True
-        packed = tmp_path / "x.ckpt8"
-        ckpt8.compress(inputs / name, packed, force=True)
-        for path in (inputs / name, packed):
-            flags = json.loads(run_command("inspect", path, "--json")[1])["flags"]
-            assert all(flag["kind"] != "foreign_globals" for flag in flags)
-        assert run_command("restore", packed, "-o", tmp_path / "out", "--force")[2] == ""
 
 
 def test_a_damaged_skeleton_is_still_inspected(run_command, tmp_path):

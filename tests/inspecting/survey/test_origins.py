@@ -10,6 +10,8 @@ import torch
 
 import ckpt8
 
+pytestmark = pytest.mark.usefixtures("without_predictions")
+
 
 @pytest.fixture
 def look(run_command):
