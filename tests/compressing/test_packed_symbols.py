@@ -82,14 +82,3 @@ def test_backends_and_threads_do_not_show_in_the_frames(source, tmp_path, monkey
     back = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt").read_bytes()
     monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", 0)
     assert ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y.pt").read_bytes() == back
-
-
-def test_a_background_save_writes_the_same_file(source, tmp_path):
-    tree, written = torch.load(source), []
-    for name, options in (("a", {}), ("b", {"background": True})):
-        (tmp_path / name).mkdir()
-        saved = ckpt8.save(tree, tmp_path / name / "x.ckpt8", preset="archive", **options)
-        if options:
-            saved.result()
-        written.append((tmp_path / name / "x.ckpt8").read_bytes())
-    assert written[0] == written[1]

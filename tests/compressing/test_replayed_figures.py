@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import zlib
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,6 @@ from own_optimizer_kit import registered
 
 import ckpt8
 from ckpt8.checkpoint.meaning import replayed
-from ckpt8.cli import app as cli
 from ckpt8.compressing import compressor
 from ckpt8.container import reader as container_reader
 from ckpt8.container.manifest import Manifest
@@ -244,12 +242,6 @@ def test_objects_in_memory(tmp_path, card, background):
     assert inspect_container(tmp_path / "run.ckpt8")["errors"]["replayed"] == stated
 
 
-def test_a_step_of_nesterov(tmp_path):
-    sgd = known.CARDS["sgd"]
-    compress(tmp_path, checkpoint_of(sgd, sgd.matrix, nesterov=True, weight_decay=0.0))
-    assert agree(tmp_path)["nmse"] > 0
-
-
 UNKNOWN = {
     "too large": ("whole", {}, "its step takes the whole tensor, and that has more than 70,000 elements"),
     "a penalty": (
@@ -267,7 +259,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_an_unknown_step_is_told_and_stays_lossless_under_a_bound(tmp_path, monkeypatch, capsys, case):
+def test_an_unknown_step_is_told_and_stays_lossless_under_a_bound(tmp_path, monkeypatch, run_command, case):
     card, changes, reason = UNKNOWN[case]
     monkeypatch.setattr("ckpt8.compressing.parameters.LARGEST_MATRIX", 70_000)
     card = known.CARDS[card]
@@ -276,7 +268,7 @@ def test_an_unknown_step_is_told_and_stays_lossless_under_a_bound(tmp_path, monk
     assert (parameter.rule, parameter.reason, parameter.error) == (None, reason, None)
     errors = inspect_container(tmp_path / "run.ckpt8")["errors"]
     assert (errors["update_unknown"], errors["update_reasons"]) == (1, {reason: 1})
-    assert f"unknown for 1 parameter: {reason}" in shown(monkeypatch, capsys, tmp_path / "run.ckpt8")
+    assert f"unknown for 1 parameter: {reason}" in " ".join(run_command("inspect", tmp_path / "run.ckpt8")[1].split())
     stored = compress(tmp_path, tree, max_update_error=1e9).storages
     assert [each.reason for each in stored if each.role.value == "moment1"] == [f"update error unknown: {reason}"]
     assert inspect_container(tmp_path / "run.ckpt8")["errors"]["update_unknown"] == 0
@@ -291,15 +283,7 @@ def test_the_bound_is_on_the_replayed_figure(tmp_path):
     assert replay(tmp_path).resume["replay_error"] < 1e-6
 
 
-def shown(monkeypatch, capsys, path, *options) -> str:
-    monkeypatch.setattr(sys, "argv", ["ckpt8", "inspect", str(path), *map(str, options)])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert not caught.value.code
-    return " ".join(capsys.readouterr().out.split())
-
-
-def test_reports_name_the_figure(tmp_path, monkeypatch, capsys):
+def test_reports_name_the_figure(tmp_path, run_command):
     """A file with both kinds: AdamW in update space, Lion replayed. Neither is added to the other."""
     lion, adamw = known.CARDS["lion"], known.CARDS["adamw"]
     one, other = checkpoint_of(lion, lion.matrix), checkpoint_of(adamw, adamw.matrix, amsgrad=False)
@@ -308,7 +292,7 @@ def test_reports_name_the_figure(tmp_path, monkeypatch, capsys):
     errors = inspect_container(tmp_path / "run.ckpt8")["errors"]
     assert (errors["update"]["parameters"], errors["replayed"]["parameters"]) == (1, 1)
     assert errors["update"]["max_update"] != 1.0 == errors["replayed"]["max_update"]
-    text = shown(monkeypatch, capsys, tmp_path / "run.ckpt8")
+    text = " ".join(run_command("inspect", tmp_path / "run.ckpt8")[1].split())
     assert "update space NMSE" in text
     assert "first replayed step NMSE" in text
     assert "lion.state.0 (first replayed step)" in text
@@ -317,7 +301,7 @@ def test_reports_name_the_figure(tmp_path, monkeypatch, capsys):
     assert figures == {"lion.state.0": "replayed", "adamw.state.0": "update"}
     assert {row["figure"] for row in rows["worst"]["update"]} == {"update", "replayed"}
     for source in ("run.ckpt8", "run.pt"):
-        shown(monkeypatch, capsys, tmp_path / source, "--html", tmp_path / f"{source}.html")
+        run_command("inspect", tmp_path / source, "--html", tmp_path / f"{source}.html")
         page = (tmp_path / f"{source}.html").read_text()
         assert "Update space and First replayed step, by layer" in page
         assert "NMSE of the first replayed step" in page
@@ -447,7 +431,7 @@ def test_the_figure_counts_parameters_that_are_exact(name, shared, tmp_path, mon
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_replay_tells_rules_that_need_a_gradient_from_others(tmp_path, capsys):
+def test_a_replay_tells_rules_that_need_a_gradient_from_others(tmp_path, run_command):
     """Muon for matrices and AdamW for the rest are two figures of a container, and a replay gives the first again."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Embedding(100, 96))
@@ -469,7 +453,5 @@ def test_a_replay_tells_rules_that_need_a_gradient_from_others(tmp_path, capsys)
     assert (first["parameters"], found["parameters"]) == (1, 3)
     assert first["update_nmse"] == pytest.approx(stated["replayed"]["nmse"], rel=0.01)
     assert first["update_nmse"] != pytest.approx(found["steps"][0]["update_nmse"], rel=0.01)
-    arguments = ["verify", tmp_path / "run.ckpt8", "--against", tmp_path / "run.pt", "--resume-steps", "1"]
-    with pytest.raises(SystemExit):
-        cli.app(list(map(str, arguments)))
-    assert "first step of the 1 parameter whose step needs a gradient: NMSE " in capsys.readouterr().out
+    arguments = (tmp_path / "run.ckpt8", "--against", tmp_path / "run.pt", "--resume-steps", 1)
+    assert "first step of the 1 parameter whose step needs a gradient: NMSE " in run_command("verify", *arguments)[1]
