@@ -23,7 +23,7 @@ def _interrupt(number: int, _: object) -> NoReturn:
 
 
 def _strike_again(lost: Any) -> None:
-    """As ``sys.unraisablehook``: an interrupt inside a callback or a finaliser, whose exceptions nobody gets."""
+    """Raise an interrupt again that struck inside a callback or a finaliser, whose exceptions nobody gets."""
     error = lost.exc_value
     if not isinstance(error, (KeyboardInterrupt, SystemExit)):
         sys.__unraisablehook__(lost)

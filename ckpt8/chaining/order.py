@@ -165,7 +165,7 @@ class RunOrder:
 
 
 def _read(path: Path) -> Facts | None:
-    """As ``RunOrder._facts``. A damaged one counts as a checkpoint: its error says so later."""
+    """Read what a checkpoint says; None for a file that is none. A damaged one counts: its error says so later."""
     try:
         if not path.is_dir():
             return read_file(path)

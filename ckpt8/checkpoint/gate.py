@@ -51,7 +51,7 @@ def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
 
 
 def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, Any]:
-    """As ``load_allowed``, of a member with the format ``kind``; the second result is its inert tree."""
+    """What ``torch.load`` makes of a member with the format ``kind``, and its inert tree. Raises InputError."""
     checkpoint = _check(source, TORCH_FORMATS[kind])
     return _load(cast("IO[bytes]", file), file.name, map_location), checkpoint.tree
 
@@ -90,7 +90,7 @@ def refusal_of(source: SourceFile) -> Refusal | None:
 
 
 def refusal_of_bytes(content: bytes) -> Refusal | None:
-    """As ``refusal_of``, of a file in memory."""
+    """Why a file in memory would be refused; None where it would not."""
     return refusal_of(_Stream(io.BytesIO(content), "bytes"))
 
 

@@ -332,7 +332,7 @@ def iter_nodes(
     instead: Mapping[int, Any] = _NOTHING,
     leaves: Set[type] = _LEAVES,
 ) -> Iterator[tuple[Components, Any]]:
-    """As ``iter_leaves``, and every container that is not empty, before its content.
+    """Every tensor and storage of ``tree`` with its path, and every container that is not empty, before its content.
 
     Values for which ``is_leaf`` is true come too, without their content. ``instead`` has values to walk by the ``id``
     of those whose place they take. With no types in ``leaves`` only containers come.

@@ -266,13 +266,13 @@ class _Commands(TyperGroup):
     _as_json = False
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
-        """As typer's."""
+        """Read the arguments of a command."""
         self._as_json = "--json" in takewhile("--".__ne__, args)
         with one_object(as_json=self._as_json):
             return super().make_context(info_name, args, *rest, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """As typer's."""
+        """Run the command."""
         with one_object(as_json=self._as_json):
             return super().invoke(ctx)
 

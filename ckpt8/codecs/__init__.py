@@ -37,14 +37,14 @@ BUDGETED: tuple[tuple[str, str], ...] = (
     ("rclog/1", "ckpt8.codecs.rclog:RowColumnLog"),
     ("vscaled/1", "ckpt8.codecs.vscaled:VScaled"),
 )
-"""The same for codecs whose fields the compressor computes from a budget."""
+"""(id, "module:Class") of every codec whose fields the compressor computes from a budget."""
 
 RELATIONS: tuple[tuple[str, str], ...] = (
     ("reference/1", "ckpt8.codecs.rounded_copy:Reference"),
     ("reference16/1", "ckpt8.codecs.rounded_copy:HalfReference"),
     ("reference/2", "ckpt8.codecs.rounded_copy:LatticeReference"),
 )
-"""The same for codecs that only the compressor chooses: copies of other storages."""
+"""(id, "module:Class") of every codec that only the compressor chooses: copies of other storages."""
 
 _SHOWN = 200
 

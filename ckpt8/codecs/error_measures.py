@@ -104,7 +104,7 @@ def step_sums(weight: Pair | None, moment1: Pair, moment2: torch.Tensor, roots: 
 
 
 def factored_step_sums(weight: Pair | None, update: Pair, inverse_roots: torch.Tensor) -> StepError:
-    """The same for CAME: sums of v u^2, v dW^2 and v du^2. ``inverse_roots`` are 1 / sqrt(v)."""
+    """Sums over a tile of CAME: of v u^2, v dW^2 and v du^2. ``inverse_roots`` are 1 / sqrt(v)."""
     u, decoded = update
     weighed = 0.0 if weight is None else _square_sum((weight[1] - weight[0]).div_(inverse_roots))
     return StepError(_square_sum(u / inverse_roots), weighed, _square_sum((decoded - u).div_(inverse_roots)))

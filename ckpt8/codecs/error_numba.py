@@ -157,7 +157,7 @@ def _adam_errors(
 
 
 def weight_error(original: torch.Tensor, parts: Parts, codec: Split24) -> WeightError:
-    """As ``error_measures.weight_error`` of a flat fp32 tensor and what ``codec`` makes of its ``parts``."""
+    """The error of flat fp32 weights against those that ``codec`` makes of ``parts``: one pass over memory."""
     x, total = original.numpy(), np.zeros(GROUP)
     planes = (parts[name].numpy() for name in ("exponent", "mantissa", "rho"))
     largest, steps = _weight_error(x, x.view(i4), *planes, codec.R, *with_bits(_WEIGHT_ROOM, BLOCK), total)
@@ -247,7 +247,7 @@ def _add_errors(x, there, error, error_bits, sums):
 
 @kernel
 def _add_updates(m, m_there, v, v_there, eps, room, room_bits, sums, maxima):
-    """The same with (e m) of second moments, and with updates, of which the largest counts, too."""
+    """Add sums of moments, of (e m) of second moments and of updates, and the largest update and its largest error."""
     eps = f4(eps)
     error, error_bits, here, there, u, u_there = room[0], room_bits[0], room[1], room[2], room[3], room[4]
     u_bits = room_bits[3]

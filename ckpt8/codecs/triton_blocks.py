@@ -41,7 +41,7 @@ def group_offsets(block: tl.constexpr):
 
 @triton.jit
 def store_offsets(stored, block: tl.constexpr):
-    """As ``group_offsets``, for programs that mostly write to ``stored``.
+    """Offsets in a block, as rows of 32, for programs that mostly write to ``stored``.
 
     A thread then has as many neighbours as one 16-byte store holds, and narrower loads follow that layout: no element
     changes its thread.

@@ -68,7 +68,7 @@ class Fields:
         return value
 
     def optional(self, key: str, kind: type[T]) -> T | None:
-        """As ``get``; None for a field that is null or missing."""
+        """A field of type ``kind``, or None where it is null or missing. Raises InputError."""
         return None if self._value.get(key) is None else self.get(key, kind)
 
     def counts(self, key: str, below: int = LARGEST) -> list[int]:
@@ -189,7 +189,7 @@ def as_text(value: Any) -> str:
 
 
 def or_null(read: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    """As ``read``, and None for null."""
+    """A function that reads null as None, and any other value by ``read``."""
     return lambda value: None if value is None else read(value)
 
 

@@ -41,7 +41,7 @@ def codec_name(config: dict[str, Any]) -> str:
 
 
 def codec_kind(config: dict[str, Any]) -> str:
-    """The same, but codecs of a budget without their fields, which differ for every storage."""
+    """A stored configuration in one word; of a codec of a budget the id alone: fields differ for every storage."""
     return str(config["id"]) if config["id"] in dict(BUDGETED) else codec_name(config)
 
 

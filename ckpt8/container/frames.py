@@ -47,7 +47,7 @@ WORTH_IT = 0.95
 of most second moments, 4 % smaller, a twentieth."""
 
 SYMBOLS_WORTH_IT = 0.99
-"""The same of planes of symbols: whoever asks for a budget asks for a small file."""
+"""A plane of symbols that stays larger is stored as it is: whoever asks for a budget asks for a small file."""
 
 
 class _Zstd(threading.local):

@@ -231,7 +231,7 @@ def containers_in(folder: Path) -> list[Path]:
 
 
 def _containers_in(folder: Path) -> list[Path]:
-    """As ``containers_in``. Raises OSError."""
+    """The containers in a folder that can be listed. Raises OSError."""
     return [path for path in folder.iterdir() if _may_be_container(path)]
 
 

@@ -237,12 +237,12 @@ def _set_top(out, top):
 
 
 def largest(symbols: torch.Tensor) -> int:
-    """As ``symbols``."""
+    """The largest symbol, at least 0. See ``symbols``."""
     return int(_largest(symbols.numpy()))
 
 
 def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
-    """As ``symbols``."""
+    """How often each value from -1 to ``largest`` occurs. See ``symbols``."""
     lanes = _HISTOGRAMS if largest < _SMALL else 1
     counts = np.zeros((lanes, largest + 2), np.uint32)
     if lanes > 1:
@@ -253,14 +253,14 @@ def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
 
 
 def tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
-    """As ``symbols``."""
+    """How often every byte occurs in every plane of every mode. See ``symbols``."""
     rows = np.zeros((sum(1 + mode.over + mode.raw for mode in modes), 256), np.int64)
     _tabulate(counts.numpy(), np.array(modes), rows)
     return torch.from_numpy(rows)
 
 
 def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
-    """As ``symbols``."""
+    """Fill the planes of a mode with symbols. See ``symbols``."""
     x, (raw, base, over, top, bits) = symbols.numpy(), mode
     low = bits + 8 * raw
     _fill_digits(x, planes[0].numpy(), top, low, base, DIGITS[base])
@@ -274,7 +274,7 @@ def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> N
 
 
 def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
-    """As ``symbols``."""
+    """Fill ``out`` with the symbols of planes; whether the planes are sound. See ``symbols``."""
     arrays, found, (raw, base, over, top, bits) = [plane.numpy() for plane in planes], out.numpy(), mode
     per_byte = DIGITS[base]
     if _largest_byte(arrays[0]) >= base**per_byte:
@@ -319,12 +319,12 @@ def _add(symbols, base):
 
 
 def subtract(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """As ``differences``."""
+    """Differences of symbols to those of a base, and the largest of them. See ``symbols``."""
     out = torch.empty_like(symbols)
     return out, int(_subtract(symbols.numpy(), base.numpy(), out.numpy()))
 
 
 def add(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """As ``differences``; the sums are in place of ``symbols``."""
+    """Add symbols of a base in place; the symbols, and the least and the largest of them. See ``symbols``."""
     least, largest = _add(symbols.numpy(), base.numpy())
     return symbols, int(least), int(largest)

@@ -323,7 +323,7 @@ class ContainerReader(Closing):
     def read_packed(
         self, storage: int, chunk: int, only: Collection[str] | None = None, *, reuse: bool = False
     ) -> tuple[Parts, dict[str, Packing]]:
-        """As ``read_parts``, but for symbols: rows of planes, and how they are packed by name.
+        """The parts of a chunk, symbols as rows of planes, and how these are packed, by name.
 
         Symbols that a base completes are in no planes.
         """
@@ -365,7 +365,7 @@ class ContainerReader(Closing):
     def _read_own(
         self, storage: int, chunk: int, only: Collection[str] | None, *, reuse: bool
     ) -> tuple[Parts, dict[str, Packing]]:
-        """As ``read_packed`` of a storage in no pack, but differences as they are."""
+        """The parts of a chunk of a storage in no pack, with differences as they are stored, and their packing."""
         from ckpt8.container.frames import read_part
 
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
@@ -426,7 +426,7 @@ class ContainerReader(Closing):
         return unpack_parts({part: found}, {} if packing is None else {part: packing}, where, self.backend)[part]
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
-        """As ``decode_chunk``, without the parts."""
+        """Fill ``out`` with the elements of a chunk. Raises InputError for damage."""
         record = self.manifest.storages[storage]
         elements = None if record.pack is None else self._packs.elements(record, self.backend)
         if elements is None:

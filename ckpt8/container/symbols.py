@@ -118,7 +118,7 @@ def _candidates(largest: int, top: int, bits: int) -> Iterator[Mode]:
 
 
 def _tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
-    """As ``Tabulate``."""
+    """How often every byte occurs in every plane of every mode: the torch form of ``Tabulate``."""
     rests, lowest = [_whole_bytes(counts)], list[torch.Tensor]()
     for _ in range(max(mode.raw for mode in modes)):
         lowest.insert(0, _lowest(rests[-1]))

@@ -114,7 +114,10 @@ class Request:
 
     @contextmanager
     def new_directory(self, data: Composite, report: Report, written: Iterable[str] = ()) -> Iterator[AtomicDirectory]:
-        """As ``new_file``, for a target that is a directory. ``written`` are files of the source that it may hold."""
+        """The target as a new directory. ``written`` are files of the source that it may hold.
+
+        Notes in ``report`` its size and what it replaced. Raises InputError, OutputError.
+        """
         with AtomicDirectory(
             self.target, force=self.force, keep=self.source, check=checkpoint_directory([*written])
         ) as output:

@@ -52,7 +52,7 @@ def _processors() -> int:
 
 
 def threads_of_rank() -> int:
-    """As ``default_threads``, for ranks that work at once: torchrun says how many of them this machine has.
+    """Threads of one of the ranks that work at once: torchrun says how many of them this machine has.
 
     NO_THREADS where there are more ranks than processors: a thread would wait for its caller, and its caller for it.
     """
@@ -172,7 +172,7 @@ def scratch(slot: int | str, length: int) -> memoryview:
 
 
 def scratch_elements(slot: int | str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """The same memory as a flat tensor."""
+    """Scratch memory of this thread as a flat tensor of ``numel`` elements."""
     if not numel:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(scratch(slot, numel * dtype.itemsize), dtype=torch.uint8).view(dtype)

@@ -54,7 +54,7 @@ def names_of(member: DirectoryMember) -> Iterator[tuple[str, list[str]]]:
 
 
 def names_in_container(reader: ContainerReader) -> Iterator[tuple[str, list[str]]]:
-    """As ``names_of``, for every member of a container; of a damaged one, ``verify`` says so."""
+    """Path and names of every member of a container that has some. ``verify`` names the damaged ones."""
     for index, record in enumerate(reader.manifest.members):
         if record.format in READERS and reader.is_plain(record.skeleton):
             try:
@@ -82,7 +82,7 @@ def foreign_flags(found: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, 
 
 
 def warning(target: str, found: Iterable[tuple[str, Sequence[str]]]) -> str | None:
-    """What ``restore`` says of them, in a line; None where there are none."""
+    """The line in which ``restore`` warns of foreign names; None where there are none."""
     names = dict.fromkeys(name for _, each in found for name in each)
     if not names:
         return None

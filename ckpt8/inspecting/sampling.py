@@ -13,7 +13,7 @@ PER_TENSOR = 1 << 15
 """Elements in the sample of a long tensor."""
 
 PER_CHART = 1 << 17
-"""The same for histograms, whose tails need more."""
+"""Elements in the sample of a histogram, whose tails need more."""
 
 WINDOWS = 8
 """Windows of a sample, at least."""

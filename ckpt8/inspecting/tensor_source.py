@@ -67,7 +67,7 @@ class SourceTensor:
 
     @property
     def in_memory_order(self) -> SourceTensor:
-        """The same elements in the order of memory, which reads faster; with scales, in their own order."""
+        """Its elements in the order of memory, which reads faster; with scales, in their own order."""
         if self.scale is not None:
             return self
         flat = (replace(ref, shape=(prod(ref.shape),), stride=(1,)) if is_dense(ref) else ref for ref in self.pieces)

@@ -124,7 +124,7 @@ def measure(reader: ContainerReader, original: Path, workers: Workers, progress:
 
 
 def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, progress: Progress) -> Measured:
-    """As ``measure``, with an open original."""
+    """Compare a container with an open original. Raises CheckFailedError, InputError."""
     _check_structure(reader, source)
     plan = plan_bundle(source, Policy.of("lossless"))
     if reader.manifest.budget is not None:

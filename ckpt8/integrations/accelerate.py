@@ -47,7 +47,7 @@ def save_state(
     threads: int | None = None,
     adapter_only: bool = False,
 ) -> str:
-    """As ``accelerator.save_state(output_dir)``, with models and optimizers packed. Every rank calls it.
+    """Save all that ``accelerator.save_state(output_dir)`` saves, models and optimizers packed. Every rank calls it.
 
     The other arguments are those of ``ckpt8.save``. With ``adapter_only`` models of peft are saved without their base,
     as Trainer saves them; ``accelerator.save_state`` has no such choice. Ranks write slices, whatever
@@ -80,7 +80,7 @@ def save_state(
 def load_state(
     accelerator: Any, input_dir: str | os.PathLike[str] | None = None, *, threads: int | None = None
 ) -> None:
-    """As ``accelerator.load_state(input_dir)``, for what ``save_state`` wrote, at any world size. Every rank calls it.
+    """Load what ``save_state`` wrote into the accelerator, at any world size. Every rank calls it.
 
     Leaves a checkpoint that accelerate wrote to accelerate. Raises UsageError where accelerate does not run FSDP,
     InputError for damage, which torch wraps in its CheckpointException.

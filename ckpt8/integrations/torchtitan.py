@@ -52,10 +52,10 @@ class Ckpt8CheckpointManager(CheckpointManager):
         """What torchtitan is told about checkpoints, and how they are packed."""
 
         preset: str | None = None
-        """As ``preset`` of ``ckpt8.save``."""
+        """The preset, one of those of ``ckpt8.save``."""
 
         budget: float | None = None
-        """As ``budget`` of ``ckpt8.save``, in optimizer steps."""
+        """The largest error in optimizer steps, in place of a preset."""
 
         threads: int | None = None
         """Threads of each rank."""

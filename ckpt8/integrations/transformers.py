@@ -217,7 +217,7 @@ def restored_checkpoint(
 @checked
 @contextlib.contextmanager
 def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | None = None) -> Iterator[str | None]:
-    """As ``restored_checkpoint``, for a ``with`` block. Its end removes the directory that it made.
+    """The newest checkpoint as a directory, for a ``with`` block whose end removes what ``restored_checkpoint`` made.
 
     >>> from ckpt8.integrations.transformers import temporary_checkpoint
     >>> with temporary_checkpoint("outputs") as path:

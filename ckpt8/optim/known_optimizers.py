@@ -31,7 +31,7 @@ MASTER_KEYS = ("master_param", "master_params", "master_weight")
 """Keys of a state under which programs keep the fp32 master of a weight in 16 bits."""
 
 MEGATRON_MASTER = "fp32_param"
-"""The same in a distributed checkpoint of Megatron."""
+"""The key of the fp32 master in a distributed checkpoint of Megatron."""
 
 STATE_ROLES: dict[str, Role] = dict.fromkeys(MASTER_KEYS, Role.WEIGHT)
 """Roles of the tensors in a parameter's state, by key; other keys have the role ``other``."""

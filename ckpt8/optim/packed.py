@@ -211,7 +211,7 @@ class PackedOptimizer(PackedState):
         return flat_blocks(shape.numel(), load, self.tile)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch; checks the group and keeps its codecs as stored configurations. Raises UsageError."""
+        """Add a group of parameters, check it, and keep its codecs as stored configurations. Raises UsageError."""
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -251,7 +251,7 @@ class PackedOptimizer(PackedState):
         return Fused(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch; forgets the plans for the old state."""
+        """Take over a state, and forget the plans for the old one."""
         self.__dict__.pop("_fused", None)
         super().__setstate__(state)
 
@@ -309,7 +309,7 @@ class PackedOptimizer(PackedState):
         return hooks
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch, packed. Groups of 16-bit parameters also hold ``weight_checks``: see ``weight_check``."""
+        """The packed state in torch's layout. Groups of 16-bit parameters also hold ``weight_checks``."""
         saved = super().state_dict()
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
             completed = [bool({"residual", "master"} & self.state.get(p, {}).keys()) for p in group["params"]]

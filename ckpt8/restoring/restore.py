@@ -100,7 +100,7 @@ def restore_original(
     threads: int | None,
     progress: Progress,
 ) -> Restored:
-    """As ``restore`` without ``salvage``; also says which names the container states and what was replaced."""
+    """Restore an undamaged source; also says which names the container states and what was replaced."""
     source = Path(source)
     if (packed := find_sharded(source)) is not None:
         from ckpt8.restoring.sharded import restore_directory

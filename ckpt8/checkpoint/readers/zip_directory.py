@@ -213,7 +213,7 @@ class _ReadAhead:
         self._bytes = b""
 
     def read(self, offset: int, length: int) -> bytes:
-        """As ``SourceFile.read``."""
+        """``length`` bytes of the file from ``offset``. Raises InputError."""
         first = offset - self._start
         if not 0 <= first <= len(self._bytes) - length:
             self._bytes = self.file.read(offset, max(length, min(self._BYTES, self.file.source.length - offset)))

@@ -1,4 +1,4 @@
-"""What ``bench`` measures without torch: ``cp``, zstd, ZipNN, the start of Python; and how it measures all operations.
+"""Measures ``cp``, zstd, ZipNN and the start of Python without torch; and how ``bench`` measures all operations.
 
 A job is one operation on a checkpoint: it prepares, then works against the clock. This module imports no torch, whose
 memory would count for ``cp`` and zstd.

@@ -105,7 +105,7 @@ def _totals(outcomes: Sequence[Outcome], key: str, sizes: Sequence[tuple[int, in
 
 
 def outcome_facts(outcome: Outcome, failure: tuple[str, int] | None) -> dict[str, Any]:
-    """The same for a program; ``failure`` is what was said of it, and its exit code."""
+    """One source and its container, for ``--json``; ``failure`` is what was said of it, and its exit code."""
     return {
         "source": str(outcome.source),
         "target": str(outcome.target),

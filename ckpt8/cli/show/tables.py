@@ -234,7 +234,7 @@ def fallback_phrase(steps: Mapping[str, Any]) -> str | None:
 
 
 def measured_lines(steps: Mapping[str, Any]) -> list[str]:
-    """The same lines, behind those about weights and updates that ``inspect`` has among others."""
+    """Lines about weights and updates, then those of ``step_lines``."""
     if steps["steps"] is None:
         return step_lines(steps)
     update = {"nmse": steps["update_nmse"]}

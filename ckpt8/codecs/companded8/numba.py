@@ -154,7 +154,7 @@ def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Te
 
 
 def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_root: bool) -> None:
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with codes and scales, to the bit those of ``reference``. Raises RefusedError."""
     (flat, codes, scales), rest = _cut(x.float(), out)
     if signed:
         highest = _encode_signed(flat, flat.view(i4), codes, scales, *with_bits(1), levels)
@@ -170,7 +170,7 @@ def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_roo
 
 
 def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth_root: bool) -> None:
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with moments, to the bit those of ``reference``."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     (x, codes, scales), (end, rest) = _cut(flat, parts)
     memory = (*with_bits(1), with_bits(BLOCK)[0])

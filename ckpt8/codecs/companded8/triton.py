@@ -175,7 +175,7 @@ def decode_kernel(
 
 
 def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_root: bool) -> None:
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with codes and scales, to the bit those of ``reference``. Raises RefusedError."""
     flags = torch.zeros(2, dtype=torch.int32, device=x.device)
     parts = (out["codes"], out["scales"], flags)
     launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), *parts, levels, signed, fourth_root)
@@ -186,6 +186,6 @@ def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_roo
 
 
 def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth_root: bool) -> None:
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with moments, to the bit those of ``reference``."""
     stored = (parts["codes"].contiguous(), parts["scales"].contiguous())
     launch(decode_kernel, out.numel(), out.device, raw(out), *stored, levels, signed, fourth_root)

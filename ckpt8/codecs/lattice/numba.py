@@ -33,14 +33,14 @@ def _decode(codes, out, step, salt, first):
 
 
 def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with the codes of weights, to the bit those of ``reference``. Raises RefusedError."""
     flat = x.float().contiguous()
     if _encode(flat.numpy(), out["codes"].numpy(), f4(step_of(k)), u4(salt), u4(modulo(first))):
         raise RefusedError(reference.REFUSAL)
 
 
 def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) -> None:
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with weights, to the bit those of ``reference``."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     codes = parts["codes"].contiguous()
     _decode(codes.numpy(), flat.numpy(), f4(step_of(k)), u4(salt), u4(modulo(first)))

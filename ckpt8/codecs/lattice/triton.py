@@ -80,7 +80,7 @@ def decode_kernel(
 
 
 def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with the codes of weights, to the bit those of ``reference``. Raises RefusedError."""
     flags = torch.zeros(1, dtype=torch.int32, device=x.device)
     numbers = (step_of(k), modulo(first), salt)
     launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), out["codes"], flags, *numbers, block=SYMBOL_BLOCK)
@@ -89,6 +89,6 @@ def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> Non
 
 
 def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) -> None:
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with weights, to the bit those of ``reference``."""
     numbers = (step_of(k), modulo(first), salt)
     launch(decode_kernel, out.numel(), out.device, raw(out), parts["codes"].contiguous(), *numbers, block=SYMBOL_BLOCK)

@@ -80,7 +80,7 @@ class RowColumnLog(Codec):
         return parts
 
     def tile(self, parts: Parts, dtype: DType, first: int, run: slice) -> Parts:  # noqa: ARG002
-        """As ``Codec.tile``: its codes, the factors of rows from the one that it begins in, and those of columns."""
+        """The parts of a run: its codes, the factors of rows from the one that it begins in, and those of columns."""
         return parts | {"codes": parts["codes"][run], "rows": parts["rows"][(first % self.C + run.start) // self.C :]}
 
     def continued(self, base: Codec) -> Codec | None:

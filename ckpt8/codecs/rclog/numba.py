@@ -97,7 +97,7 @@ def _factors(parts: Parts) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], 
 
 
 def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
-    """As ``reference.encode``."""
+    """Fill ``out`` with codes and factors, to the bit those of ``reference``. Raises RefusedError."""
     v = x.float().contiguous().numpy()
     factors = _factors(out)
     if given:
@@ -108,7 +108,7 @@ def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bo
 
 
 def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> None:  # noqa: N803
-    """As ``reference.decode``."""
+    """Fill ``out`` with second moments, to the bit those of ``reference``."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     codes, limits = parts["codes"].contiguous().numpy(), reference.RANGES[out.dtype]
     _decode(codes, *_factors(parts), flat.view(torch.int32).numpy(), S, u8(C), u8(first), *limits)

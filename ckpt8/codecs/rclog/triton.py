@@ -185,7 +185,7 @@ def _write_factors(
 
 
 def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with codes and factors, to the bit those of ``reference``. Raises RefusedError."""
     if not x.numel():
         return
     flags, bits = torch.zeros(1, dtype=torch.int32, device=x.device), raw(x.contiguous())
@@ -203,7 +203,7 @@ def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bo
 
 
 def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> None:  # noqa: N803
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with second moments, to the bit those of ``reference``."""
     codes, rows, columns = (None if part is None else part.contiguous() for part in map(parts.get, PARTS))
     numbers = (S, *_places(out.numel(), first, C), *reference.RANGES[out.dtype])
     launch(decode_kernel, out.numel(), out.device, raw(out), codes, rows, columns, *numbers, block=SYMBOL_BLOCK)

@@ -40,13 +40,13 @@ def join(exponent, mantissa, rho, bits, levels):
 
 
 def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with the planes of flat fp32 ``x``, to the bit those of ``reference``. Raises RefusedError."""
     planes = (out[name].numpy() for name in ("exponent", "mantissa", "rho"))
     if _split(x.view(torch.int32).numpy(), *planes, levels) >= FIRST_OVERFLOW:
         raise RefusedError(REFUSAL)
 
 
 def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with the weights that the planes stand for, to the bit those of ``reference``."""
     planes = (parts[name].numpy() for name in ("exponent", "mantissa", "rho"))
     join(*planes, out.view(torch.int32).numpy(), levels)

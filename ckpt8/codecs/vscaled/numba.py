@@ -81,7 +81,7 @@ def encode(
     eps: float,
     salt: int,
 ) -> None:
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with the codes of first moments, to the bit those of ``reference``. Raises RefusedError."""
     given = [t.float().contiguous().numpy() for t in (x, second, original_second)]
     settings = map(f4, (k, u_max, bias1, root_bias2, eps))
     if _encode(*given, out["codes"].numpy(), *settings, u4(salt), u4(modulo(first))):
@@ -101,7 +101,7 @@ def decode(
     eps: float,
     salt: int,
 ) -> None:
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with first moments, to the bit those of ``reference``."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     given = (parts["codes"].contiguous().numpy(), second.contiguous().numpy(), flat.numpy())
     settings = map(f4, (k, u_max, bias1, root_bias2, eps))

@@ -139,7 +139,7 @@ def encode(
     eps: float,
     salt: int,
 ) -> None:
-    """As ``reference.encode``, of any length."""
+    """Fill ``out`` with the codes of first moments, to the bit those of ``reference``. Raises RefusedError."""
     flags = torch.zeros(1, dtype=torch.int32, device=x.device)
     given = (raw(x.contiguous()), *(each.float().contiguous() for each in (second, original_second)))
     [bound] = _fp32(u_max)
@@ -164,7 +164,7 @@ def decode(
     eps: float,
     salt: int,
 ) -> None:
-    """As ``reference.decode``, of any length."""
+    """Fill ``out`` with first moments, to the bit those of ``reference``."""
     given = (raw(out), second.float().contiguous(), parts["codes"].contiguous())
     [bound] = _fp32(u_max)
     numbers = (*_fp32(k, bias1, root_bias2, eps), modulo(first), salt, *_fp32(bound * STEP_SHARE))

@@ -65,7 +65,7 @@ def remove(path: Path) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """As ``shutil.rmtree``, which holds three descriptors for each level, with one in all. Raises OSError."""
+    """Remove a directory with one descriptor in all; ``shutil.rmtree`` holds three for each level. Raises OSError."""
     for name in os.listdir(path):  # noqa: PTH208 - iterdir keeps its descriptor
         remove(path / name)
     path.rmdir()
@@ -163,7 +163,7 @@ def remove_abandoned(final: Path) -> None:
 
 
 def remove_abandoned_of(names: str, paths: Iterable[Path]) -> None:
-    """As ``remove_abandoned``, those of ``paths`` that are temporaries of targets whose names match a pattern."""
+    """Remove those of ``paths`` that dead processes left as temporaries of targets whose names match a pattern."""
     name = re.compile(rf"\.(?:{names})\.(?P<machine>[0-9a-f]{{8}})[0-9a-f]{{8}}{re.escape(SUFFIX)}")
     for path in paths:
         match = name.fullmatch(path.name)

@@ -136,7 +136,7 @@ class SourceFile:
             raise self._changed()
 
     def check_in_place(self) -> None:
-        """As ``check_unchanged``, also when another file has taken the path."""
+        """Raise InputError when what is read changed, or another file has taken the path."""
         if self._identify(self.source.path) != self._identity:
             raise self._changed()
 
@@ -220,7 +220,7 @@ class PooledFile(SourceFile):
         self._identity = self._identify(self._place)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """As ``SourceFile.read_into``. Raises InputError also where another file has taken the path."""
+        """Fill ``buffer`` from ``offset``. Raises InputError, also where another file has taken the path."""
         self._check_extent(offset, len(buffer))
         try:
             handle, opened = self._pool.get(self.source.path)

@@ -402,7 +402,7 @@ def read_factors(matrix, factors, pair: tl.constexpr, axis: tl.constexpr, at, ma
 
 @triton.jit
 def place_of(matrix, factors, start, count, block: tl.constexpr):
-    """What ``approximation`` needs to know of a block."""
+    """The place of a block in its matrix, which ``approximation`` takes."""
     at = offsets(block)
     inside = tl.full(at.shape, 1, tl.int1) if count is None else at < count
     return matrix, factors, start, at, inside

@@ -245,7 +245,7 @@ _HOOKS = (
 
 
 class ValueBuilder(RestBuilder):
-    """As ``RestBuilder``; also builds deques, and tensors of classes in ``torch.serialization.get_safe_globals()``.
+    """Also builds deques, and tensors of classes in ``torch.serialization.get_safe_globals()``.
 
     Packages register their tensor classes there for ``torch.load(weights_only=True)``, as torchao does for its
     optimizers. Nothing is imported here either.

@@ -211,7 +211,7 @@ def _tensor_problem(
 
 
 def foreign_state_problem(saved: Any, pair: Pair, hyper: Mapping[Any, Any], builder: ValueBuilder) -> str | None:
-    """As ``state_problem``, for an optimizer that loads the state itself."""
+    """Why a saved state does not fit an optimizer that loads it itself; None where it fits."""
     if not saved or not isinstance(saved, dict):
         return None if saved is None or saved == {} else _MALFORMED
     shape, here = parameter_shape(saved), tuple(pair.parameter.shape)
