@@ -111,19 +111,40 @@ def change_skeleton(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Change the bytes of a member outside its storages without changing their number: all else still fits."""
     manifest = copy.deepcopy(manifest)
-    record = manifest["storages"][rng.choice(manifest["members"])["skeleton"]]
+    member = rng.choice(manifest["members"])
+    content = read_skeleton(manifest, entries, member)
+    if content is not None:
+        put_skeleton(manifest, entries, member, same_length(rng, content))
+    return manifest, entries
+
+
+def read_skeleton(manifest: dict[str, Any], entries: dict[str, bytes], member: dict[str, Any]) -> bytes | None:
+    """The bytes outside the storages; None where they are no single frame."""
+    record = manifest["storages"][member["skeleton"]]
     name = f"{record['name']}/bytes"
     if name not in entries or len(record["parts"]["bytes"]["lengths"]) != 1:
-        return manifest, entries
+        return None
     content = entries[name]
-    if len(content) != record["numel"]:
-        content = zstandard.decompress(content)
-    content = same_length(rng, content)
+    return content if len(content) == record["numel"] else zstandard.decompress(content)
+
+
+def put_skeleton(manifest: dict[str, Any], entries: dict[str, bytes], member: dict[str, Any], content: bytes) -> None:
+    """Store other bytes as the skeleton of a member, and state their number."""
+    record = manifest["storages"][member["skeleton"]]
+    member["size"] += len(content) - record["numel"]
+    record["numel"] = len(content)
+    put_frame(entries, record, content)
+
+
+def put_frame(entries: dict[str, bytes], record: dict[str, Any], content: bytes) -> None:
+    """Store the bytes of a storage as one frame, or as none."""
     frame = zstandard.compress(content, 1)
     frame = frame if len(frame) < len(content) else content
-    entries[name] = frame
+    entries[f"{record['name']}/bytes"] = frame
     record["parts"]["bytes"] = {"lengths": [len(frame)], "crcs": [zlib.crc32(frame)]}
-    return manifest, entries
+    if not content:
+        del entries[f"{record['name']}/bytes"]
+        record["parts"]["bytes"] = {"lengths": [], "crcs": []}
 
 
 def same_length(rng: random.Random, content: bytes) -> bytes:

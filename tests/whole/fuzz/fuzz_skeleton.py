@@ -11,42 +11,17 @@ import json
 import random
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 import zstandard
 from fuzz_bytes import mutate_bytes, mutate_tree, render_json
-from fuzz_container import same_length
+from fuzz_container import put_frame, put_skeleton, read_skeleton, same_length
 from fuzz_manifest import PATHS, Entries, Manifest
 from fuzz_pickle import cut_pickles, mutate_pickle, mutate_values
 from fuzz_zip import Record, write_zip
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
-
-
-def read_skeleton(manifest: Manifest, entries: Entries, member: dict[str, Any]) -> bytes | None:
-    """The bytes outside the storages; None where they are no single frame."""
-    record = manifest["storages"][member["skeleton"]]
-    name = f"{record['name']}/bytes"
-    if name not in entries or len(record["parts"]["bytes"]["lengths"]) != 1:
-        return None
-    content = entries[name]
-    return content if len(content) == record["numel"] else zstandard.decompress(content)
-
-
-def put_skeleton(manifest: Manifest, entries: Entries, member: dict[str, Any], content: bytes) -> None:
-    """Store other bytes as the skeleton of a member, and state their number."""
-    record = manifest["storages"][member["skeleton"]]
-    frame = zstandard.compress(content, 1)
-    frame = frame if len(frame) < len(content) else content
-    entries[f"{record['name']}/bytes"] = frame
-    member["size"] += len(content) - record["numel"]
-    record["numel"] = len(content)
-    record["parts"]["bytes"] = {"lengths": [len(frame)], "crcs": [zlib.crc32(frame)]}
-    if not content:
-        del entries[f"{record['name']}/bytes"]
-        record["parts"]["bytes"] = {"lengths": [], "crcs": []}
 
 
 def edit_skeleton(rng: random.Random, manifest: Manifest, entries: Entries) -> None:
@@ -65,10 +40,7 @@ def edit_skeleton(rng: random.Random, manifest: Manifest, entries: Entries) -> N
 def _edit_in_place(rng: random.Random, manifest: Manifest, entries: Entries) -> None:
     """Other values of one length in what no tensor is made of."""
     record = next(each for each in manifest["storages"] if "bytes" in each["parts"] and "shared" not in each)
-    content = same_length(rng, zstandard.decompress(entries[f"{record['name']}/bytes"]))
-    frame = zstandard.compress(content, 1)
-    entries[f"{record['name']}/bytes"] = frame
-    record["parts"]["bytes"] = {"lengths": [len(frame)], "crcs": [zlib.crc32(frame)]}
+    put_frame(entries, record, same_length(rng, zstandard.decompress(entries[f"{record['name']}/bytes"])))
 
 
 def edit_pickle(rng: random.Random, content: bytes) -> bytes:
