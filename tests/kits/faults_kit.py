@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import re
@@ -17,6 +16,8 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import program_kit
 
 import ckpt8
 
@@ -111,33 +112,19 @@ def make_run(root: Path) -> Path:
     return root
 
 
-class Server:
-    """Runs jobs, see ``fork_server``. A context manager."""
+class Server(program_kit.Server):
+    """Runs jobs, see ``fork_server``."""
 
     def __init__(self, tmp: Path) -> None:
-        self._tmp = tmp
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp)}
-        command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("fork_server.py"))]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self._process.stdout.readline() == "ready\n"
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
+        server = Path(__file__).with_name("fork_server.py")
+        super().__init__("-W", "ignore", server, environment=environment)
 
     def run(self, operation: Operation, **more: float) -> tuple[int, float, str]:
         """Exit code, seconds, and what was said."""
         errors = operation.folder / "stderr"
         job = {**operation.job, **more, "stderr": str(errors), "tmp": str(operation.tmp)}
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        code, seconds = json.loads(self._process.stdout.readline())
+        code, seconds = self.ask(job)
         return code, seconds, errors.read_text()
 
 

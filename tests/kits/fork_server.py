@@ -56,7 +56,6 @@ def watch(child: int, delay: float | None, number: int) -> tuple[int, float]:
 def serve() -> dict | None:
     """In the parent None at the end of the input; in a child its job."""
     gc.freeze()
-    print("ready", flush=True)
     while line := sys.stdin.readline():
         job = json.loads(line)
         if "save" in job and job["save"] not in loaded:

@@ -12,12 +12,12 @@ import os
 import pickle
 import resource
 import struct
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 from hostile_kit import container_of
+from program_kit import Server
 
 MEMORY = 768 << 20
 SECONDS = 5
@@ -138,27 +138,15 @@ def written(content, folder, gate):
     return saved_object(content, folder / "dcp") if gate in OF_DIRECTORIES else member(content, folder, "a.ckpt8")
 
 
-class Gates:
-    """Tries to load files in forks of one child. A context manager."""
+class Gates(Server):
+    """Tries to load files in forks of one child."""
 
     def __init__(self):
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
+        super().__init__("-W", "ignore", __file__, environment=None)
 
     def attempt(self, gate, path, *, allow=()):
         """What becomes of a path at a gate: ``loaded``, an error by its class and text, or ``killed``."""
-        self._process.stdin.write(json.dumps({"gate": gate, "path": str(path), "allow": list(allow)}) + "\n")
-        self._process.stdin.flush()
-        return tuple(json.loads(self._process.stdout.readline()))
+        return tuple(self.ask({"gate": gate, "path": str(path), "allow": list(allow)}))
 
 
 def loads():

@@ -42,18 +42,13 @@ def without_caches():
     return {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
 
 
-class Forks:
-    """Runs each program in a process of its own that has imported some modules before. A context manager."""
+class Server:
+    """A Python process that answers every line of JSON with another, and ends with its input. A context manager."""
 
-    def __init__(self, folder, *modules):
-        self._folder, self._out, self._err = folder, folder / "out", folder / "err"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _FORK, *modules],
-            env=without_caches(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, *arguments, environment):
+        command = [sys.executable, *map(str, arguments)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
 
     def __enter__(self):
         return self
@@ -62,6 +57,20 @@ class Forks:
         self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
+
+    def ask(self, job):
+        """The answer to a job."""
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+class Forks(Server):
+    """Runs each program in a process of its own that has imported some modules before."""
+
+    def __init__(self, folder, *modules):
+        self._folder, self._out, self._err = folder, folder / "out", folder / "err"
+        super().__init__("-c", _FORK, *modules, environment=without_caches())
 
     def run(self, program, *arguments, folder=None, **environment):
         """What a program prints, and what it says beside that. It succeeds."""
@@ -73,9 +82,7 @@ class Forks:
             "err": str(self._err),
             "folder": str(folder or self._folder),
         }
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        code = self._process.stdout.readline()
+        code = self.ask(job)
         out, err = self._out.read_text().strip(), self._err.read_text().strip()
-        assert code == "0\n", err
+        assert code == 0, err
         return out, err

@@ -6,13 +6,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import faults_kit
+import program_kit
 
-SERVER = Path(__file__).with_name("rank_faults_server.py")
 TIMEOUT = 10
 """Seconds that the ranks' group waits."""
 
@@ -25,7 +23,7 @@ class Outcome(faults_kit.Outcome):
             self.faults.append(f"{what}: {json.dumps(answer)[:1000]}")
 
 
-class Ranks:
+class Ranks(program_kit.Server):
     """The server, and one directory that its ranks save into again and again."""
 
     def __init__(self, folder):
@@ -33,27 +31,14 @@ class Ranks:
         self._number = 0
         (folder / "tmp").mkdir()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
-        self._process = subprocess.Popen(
-            [sys.executable, SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        super().__init__(Path(__file__).with_name("rank_faults_server.py"), environment=environment)
 
-    def __enter__(self):
-        assert self._process.stdout.readline() == "ready\n"
-        return self
-
-    def __exit__(self, *_):
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-
-    def ask(self, outcome, **job):
+    def save(self, outcome, **job):
         """Let ranks save two states; the answer. What an earlier round left must be gone after the first save."""
         self._number += 2
         numbers = {"before": self._number, "after": self._number + 1}
         job = {"folder": str(self.folder), "timeout": TIMEOUT, **numbers, **job}
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
+        answer = self.ask(job)
         names = answer["names"] or []
         own = [name for name in names if name.startswith("__")]
         outcome.check(
@@ -64,7 +49,7 @@ class Ranks:
 
 def undisturbed(ranks, outcome, world):
     """The seconds that a save takes."""
-    answer = ranks.ask(outcome, world=world, victim=0)
+    answer = ranks.save(outcome, world=world, victim=0)
     outcome.check(answer["codes"] == [0] * world and answer["held"] == "after", "undisturbed", answer)
     return max(answer["seconds"])
 
@@ -80,7 +65,7 @@ def kill_rounds(ranks, count, seed, worlds=(2, 3, 4), number=signal.SIGKILL, **j
     while outcome.counts["met"] < count and outcome.counts["missed"] < 2 * count + 4:
         world = rng.choice(worlds)
         victim, delay = rng.randrange(world), rng.uniform(0, 1.1 * span[world])
-        answer = ranks.ask(outcome, world=world, victim=victim, delay=delay, signal=number, **job)
+        answer = ranks.save(outcome, world=world, victim=victim, delay=delay, signal=number, **job)
         if answer["codes"][victim] == 0:
             outcome.counts["missed"] += 1
             span[world] *= 0.9
@@ -115,7 +100,7 @@ def full_disk_rounds(ranks, sizes, worlds=(2, 3), victims=(0, 1)):
     for size in sizes:
         for world in worlds:
             for victim in victims:
-                answer = ranks.ask(outcome, world=world, victim=victim, size=size)
+                answer = ranks.save(outcome, world=world, victim=victim, size=size)
                 outcome.counts["met"] += 1
                 outcome.check(answer["codes"] == [1] * world, "went on", answer)
                 outcome.check(answer["held"] == "before", "no checkpoint of before", answer)

@@ -170,7 +170,6 @@ def held(job, folder):
 def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print("ready", flush=True)
     while line := sys.stdin.readline():
         job = json.loads(line)
         answer = run(job)
