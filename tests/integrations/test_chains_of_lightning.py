@@ -14,6 +14,7 @@ import ckpt8
 L = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from lattice_kit import check_weights, record  # noqa: E402
+from test_lightning_io import Net, batches, trainer  # noqa: E402
 
 from ckpt8.compressing.background import wait_for  # noqa: E402
 from ckpt8.container.bases import kept_name  # noqa: E402
@@ -24,21 +25,6 @@ from ckpt8.core.errors import UsageError  # noqa: E402
 from ckpt8.integrations.lightning import Ckpt8CheckpointIO  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
-
-
-class Net(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(160, 200), torch.nn.Tanh(), torch.nn.Linear(200, 160))
-
-    def training_step(self, batch, _):
-        loss = (self.layers(batch) - batch.roll(1, dims=1)).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class Seen(Ckpt8CheckpointIO):
@@ -55,19 +41,8 @@ class Seen(Ckpt8CheckpointIO):
 
 
 def fit(folder, plugin, steps, **options):
-    rows = torch.randn(48, 160, generator=torch.Generator().manual_seed(1))
     keep = L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=2, **options)
-    L.Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[keep],
-        plugins=[plugin],
-    ).fit(Net(), torch.utils.data.DataLoader(rows, batch_size=8))
+    trainer(folder, steps, [plugin], [keep]).fit(Net(), batches())
 
 
 @pytest.mark.parametrize("background", [False, True])

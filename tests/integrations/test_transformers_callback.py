@@ -25,6 +25,9 @@ from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint, 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
 
 
+EVALUATED = {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+
+
 class StopAt(transformers.TrainerCallback):
     """Ends a run in the middle, as a preempted job would."""
 
@@ -135,10 +138,7 @@ def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit,
     run = trainer(
         tmp_path,
         [Ckpt8Callback(keep_original=False, background=background)],
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
+        **EVALUATED,
         metric_for_best_model="eval_loss",
         greater_is_better=True,
         save_total_limit=limit,
@@ -157,10 +157,7 @@ def test_a_checkpoint_that_is_no_longer_the_best_is_removed(limit, tmp_path):
     run = trainer(
         tmp_path,
         [Ckpt8Callback(keep_original=False, strict=True)],
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
+        **EVALUATED,
         save_total_limit=limit,
         max_steps=6,
     )
@@ -181,8 +178,7 @@ def test_a_best_checkpoint_whose_container_was_damaged_since_stays(tmp_path):
                 content = container.read_bytes()
                 container.write_bytes(content.replace(content[len(content) // 2 :][:16], bytes(16)))
 
-    schedule = {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    run = trainer(tmp_path, [Ckpt8Callback(keep_original=False), Damage()], max_steps=4, **schedule)
+    run = trainer(tmp_path, [Ckpt8Callback(keep_original=False), Damage()], max_steps=4, **EVALUATED)
     with pytest.warns(RuntimeWarning, match=r"checkpoint-2: is kept, .*checkpoint-2\.ckpt8"):
         run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")

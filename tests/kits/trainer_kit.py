@@ -13,7 +13,17 @@ def rows():
     return [torch.randint(0, 64, (16,), generator=generator).cumsum(0) % 256 for _ in range(64)]
 
 
-def trainer(folder, callbacks=(), *, kind=transformers.Trainer, wrap=lambda model: model, seed=0, **arguments):
+def trainer(
+    folder,
+    callbacks=(),
+    *,
+    kind=transformers.Trainer,
+    model=transformers.LlamaForCausalLM,
+    dropout=0.0,
+    seed=0,
+    **arguments,
+):
+    """``model`` makes one of a configuration; ``arguments`` are those of TrainingArguments."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         hidden_size=64,
@@ -24,6 +34,7 @@ def trainer(folder, callbacks=(), *, kind=transformers.Trainer, wrap=lambda mode
         vocab_size=256,
         max_position_embeddings=32,
         tie_word_embeddings=True,
+        attention_dropout=dropout,
     )
     settings = {
         "max_steps": LAST,
@@ -38,7 +49,7 @@ def trainer(folder, callbacks=(), *, kind=transformers.Trainer, wrap=lambda mode
     }
     data = [{"input_ids": row, "labels": row} for row in rows()]
     return kind(
-        model=wrap(transformers.LlamaForCausalLM(config)),
+        model=model(config),
         args=transformers.TrainingArguments(output_dir=str(folder), **settings),
         train_dataset=data,
         eval_dataset=data[:8],

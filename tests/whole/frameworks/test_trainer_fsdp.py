@@ -148,14 +148,18 @@ def train_adapters(folder):
     import peft
 
     shard_on_cpu()
-    wrap = partial(peft.get_peft_model, peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj"]))
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "gate_proj"])
+
+    def model(config):
+        return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+
     # Not with FSDP1: accelerate 1.15 saves no adapter there.
-    trainer(f"{folder}/plain", 2, SHARDED, "plain", None, wrap=wrap, max_steps=SAVED).train()
+    trainer(f"{folder}/plain", 2, SHARDED, "plain", None, model=model, max_steps=SAVED).train()
     for name, case in LORA.items():
-        made = trainer(f"{folder}/{name}", *case, wrap=wrap)
+        made = trainer(f"{folder}/{name}", *case, model=model)
         made.train()
         keep(folder, f"{name}-expected", late_losses(made))
-        made = trainer(f"{folder}/{name}", *case, wrap=wrap, save_strategy="no")
+        made = trainer(f"{folder}/{name}", *case, model=model, save_strategy="no")
         with torch.no_grad():
             for each in made.model.parameters():
                 each.mul_(0.5 if each.requires_grad else 1)

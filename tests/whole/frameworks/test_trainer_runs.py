@@ -14,9 +14,11 @@ import ckpt8
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+import trainer_kit  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SAVED, LAST = 6, 12
+SAVED = 6
 OPTIMIZERS = ("adamw_torch", "stable_adamw")
 
 
@@ -24,43 +26,15 @@ class Sharded(transformers.LlamaForCausalLM):
     """A model too large for one file."""
 
     def save_pretrained(self, *args, **kwargs):
-        super().save_pretrained(*args, **kwargs, max_shard_size="500KB")
+        super().save_pretrained(*args, **kwargs, max_shard_size="100KB")
 
 
-def losses(folder, optimizer="adamw_torch", *, seed=0, resume_from=None, model=transformers.LlamaForCausalLM):
+def losses(folder, optimizer="adamw_torch", *, resume_from=None, **options):
     """Train a tiny Llama with tied embeddings; the losses of the steps after ``SAVED``."""
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        attention_dropout=0.1,
-    )
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 64, (32,), generator=generator).cumsum(0) % 512 for _ in range(64)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=LAST,
-        per_device_train_batch_size=8,
-        optim=optimizer,
-        learning_rate=3e-3,
-        weight_decay=0.1,
-        save_steps=SAVED,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = transformers.Trainer(
-        model=model(config), args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows]
-    )
-    trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][SAVED - LAST :]
+    settings = {"learning_rate": 3e-3, "weight_decay": 0.1, "save_steps": SAVED, "dropout": 0.1, **options}
+    run = trainer_kit.trainer(folder, optim=optimizer, **settings)
+    run.train(resume_from_checkpoint=resume_from and str(resume_from))
+    return [loss for step, loss in trainer_kit.losses(run).items() if step > SAVED]
 
 
 @pytest.fixture(scope="module", params=OPTIMIZERS)
