@@ -65,7 +65,7 @@ def test_one_rank_writes_weight_and_moments_of_a_slice(mesh):
     assert max(loads(shared)) <= sum(loads(shared)) / ranks + largest
 
 
-@pytest.mark.parametrize(("replicas", "share_of_torch"), [(2, 0.5), (64, 0.1)])
+@pytest.mark.parametrize(("replicas", "share_of_torch"), [(2, 0.5), pytest.param(64, 0.1, marks=pytest.mark.slow)])
 def test_a_llama_of_8_b_stays_together_where_torch_takes_it_apart(replicas, share_of_torch):
     plans = mesh_plans(llama(), replicas=replicas)
     assert together(share(plans), llama()) == 1

@@ -27,7 +27,8 @@ from ckpt8.container.sharded.index import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import partial_path
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp.sharing import compress_share
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -71,6 +72,7 @@ def emptied(tree):
 
 
 def assert_same(found, expected):
+    """Equal to the last bit, with the same keys."""
     if isinstance(expected, torch.Tensor):
         assert found.dtype is expected.dtype
         assert found.shape == expected.shape
@@ -79,7 +81,7 @@ def assert_same(found, expected):
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             assert_same(found[key], value)
-    elif isinstance(expected, list):
+    elif isinstance(expected, (list, tuple)):
         for mine, theirs in zip(found, expected, strict=True):
             assert_same(mine, theirs)
     else:
@@ -444,3 +446,95 @@ def test_a_save_with_the_plan_before_it_has_metadata_of_its_own_files(tmp_path):
         assert list(saved.storage_data.files) == [f"__0_{step % 2}.ckpt8"]
         assert saved.storage_meta.save_id == writer.storage_meta().save_id
         assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(step).all()
+
+
+# A save that fails after its index is published, or just before: a whole checkpoint is there
+
+
+def test_files_that_the_index_names_stay_where_tidying_fails(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(5, "Input/output error")
+
+    dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    dcp.save({"w": torch.zeros(8)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    monkeypatch.setattr(Ckpt8StorageWriter, "_remove_others", full)
+    with pytest.raises(OSError, match="Input/output error"):
+        compress_share(tmp_path / "plain", tmp_path / "x", {}, 0, 1, overwrite=True)
+    assert load({"w": torch.ones(8) * 2}, tmp_path / "x")["w"].unique().tolist() == [1.0]
+
+
+def test_a_warning_that_is_an_error_stops_the_save_before_it_replaces_anything(tmp_path, monkeypatch):
+    dcp.save({"w": torch.zeros(8)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+    losses = Ckpt8StorageWriter._warn_of_losses
+
+    def strict(*arguments):
+        losses(*arguments)
+        raise UserWarning("larger")
+
+    monkeypatch.setattr(Ckpt8StorageWriter, "_warn_of_losses", strict)
+    with pytest.raises(CheckpointException, match="larger"):
+        dcp.save({"w": torch.ones(8)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    assert before.items() <= {path.name: path.read_bytes() for path in (tmp_path / "x").iterdir()}.items()
+    assert load({"w": torch.ones(8) * 2}, tmp_path / "x")["w"].unique().tolist() == [0.0]
+
+
+# Values that are unlike others: each is given back, or refused before anything is written
+
+
+def test_values_of_several_types_in_one_place(tmp_path):
+    real = torch.arange(64.0)
+    state = {
+        "real": real,
+        "complex": torch.view_as_complex(real.view(32, 2)),
+        "bits": real.view(torch.int32),
+        "half": real[:8].view(torch.bfloat16),
+        "again": real.view(8, 8),
+    }
+    save(state, tmp_path / "x", preset="lossless")
+    found = load(emptied(state), tmp_path / "x")
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(("state", "said"), [
+    ({"x\ud800": torch.ones(3)}, r"'x\\ud800': is no valid Unicode"),
+    ({"x": torch.empty([1] * 65)}, r"'x': has 65 dimensions, more than 64"),
+    ({"x": torch.empty(3, device="meta")}, r"'x': is on the device meta and has no values; initialise it first"),
+])  # fmt: skip
+def test_what_no_container_holds_is_refused_before_anything_is_written(tmp_path, state, said):
+    with pytest.raises(CheckpointException, match=said):
+        save(state | {"y": torch.ones(2)}, tmp_path / "x", preset="lossless")
+    assert not [*tmp_path.glob("x/*")]
+
+
+def test_any_other_name_is_kept(tmp_path):
+    names = ["", "a", "a@1", "a@0x0", "a.b@1", "a/b", "../x", "é\0\n", "objects", "objects#", "other", "x" * 5000]
+    names += ["state.a@1.exp_avg", "state.a.exp_avg", "param_groups.a.lr"]
+    state = {name: torch.full((3, 4), float(number)) for number, name in enumerate(names)}
+    save(state, tmp_path / "x", preset="lossless")
+    found = load(emptied(state), tmp_path / "x")
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [(torch._neg_view, torch.float32), (torch.conj, torch.complex64)])
+def test_a_tensor_with_a_bit_that_changes_its_values_is_filled_with_what_was_saved(tmp_path, flag, dtype):
+    state = {"x": torch.randn(5000, dtype=dtype)}
+    save(state, tmp_path / "x", preset="lossless")
+    found = {"x": flag(torch.zeros(5000, dtype=dtype))}
+    load(found, tmp_path / "x")
+    assert torch.equal(found["x"].resolve_conj().resolve_neg(), state["x"])
+
+
+class Casting(Ckpt8SavePlanner):
+    """Writes another type than it has planned."""
+
+    def transform_object(self, write_item, object):  # noqa: A002 - its name in torch
+        found = super().transform_object(write_item, object)
+        return found.double() if isinstance(found, torch.Tensor) else found
+
+
+def test_a_value_that_is_not_as_planned_is_refused_before_it_is_written(tmp_path):
+    writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
+    with pytest.raises(CheckpointException, match=r"'w': the planner gives torch.float64 of \(3, 2\) for"):
+        dcp.save({"w": torch.ones(3, 2)}, storage_writer=writer, planner=Casting(), no_dist=True)
+    assert not [*tmp_path.glob("x/*")]

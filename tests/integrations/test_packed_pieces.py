@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from plans_kit import tensor_item
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt8
 from ckpt8.checkpoint.readers import open_checkpoint
@@ -31,17 +31,8 @@ class InParts(DefaultSavePlanner):
     sparse = (0, 2)
 
     def create_local_plan(self):
-        items = []
-        for row in (0, 2):
-            offsets, sizes = torch.Size([row, 0]), torch.Size([2, 3])
-            data = TensorWriteData(
-                ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=torch.float32), WHOLE.shape
-            )
-            items.append(WriteItem(MetadataIndex("q", offsets), WriteItemType.SHARD, tensor_data=data))
-        data = TensorWriteData(
-            ChunkStorageMetadata(torch.Size([0]), torch.Size([3])), TensorProperties(), torch.Size([3])
-        )
-        items.append(WriteItem(MetadataIndex("w", torch.Size([0])), WriteItemType.SHARD, tensor_data=data))
+        items = [tensor_item("q", WHOLE.shape, ((row, 0), (2, 3))) for row in (0, 2)]
+        items.append(tensor_item("w", (3,), ((0,), (3,))))
         self.plan = SavePlan(items, planner_data={"q": ("q",), "w": ("w",)})
         return self.plan
 

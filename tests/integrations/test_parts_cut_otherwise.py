@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from plans_kit import tensor_item
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt8
 from ckpt8.container.sharded.index import Part
@@ -35,14 +35,9 @@ class Cut(DefaultSavePlanner):
         self.cuts, self.made = cuts, made
 
     def create_local_plan(self):
-        self.plan = SavePlan([self.item(*cut) for cut in self.cuts], planner_data={"w": ("w",)})
+        items = [tensor_item("w", WHOLE.shape, ((offset,), (size,))) for offset, size in self.cuts]
+        self.plan = SavePlan(items, planner_data={"w": ("w",)})
         return self.plan
-
-    def item(self, *cut):
-        offset, size = ([each] for each in cut)
-        chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-        data = TensorWriteData(chunk, TensorProperties(dtype=WHOLE.dtype), WHOLE.shape)
-        return WriteItem(MetadataIndex("w", chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
     def resolve_data(self, write_item):
         (offset,), (size,) = write_item.index.offset, write_item.tensor_data.chunk.sizes

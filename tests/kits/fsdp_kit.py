@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from sharded_kit import WIDTH, batch, loss_of, network
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -17,23 +18,18 @@ from torch.distributed.fsdp import fully_shard
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import compress_share
 
-WIDTH = 96
 STEPS = 4
 
 
 def make(seed=0):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(WIDTH, 3 * WIDTH + 1), torch.nn.Tanh(), torch.nn.Linear(3 * WIDTH + 1, WIDTH)
-    )
+    model = network(seed)
     fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
 def train(model, optimizer):
     for step in range(STEPS):
-        batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
-        (model(batch) - batch.roll(1, dims=1)).square().mean().backward()
+        loss_of(model, batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
