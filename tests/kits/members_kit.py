@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import struct
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 import zstandard
+from hostile_kit import sealed
 from safetensors.torch import save_file
 
 GROUP = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "lr": 1e-3, "weight_decay": 0.0}
@@ -92,14 +92,7 @@ def unpack(data):
 
 def pack(entries, manifest):
     """A container with a valid seal, whatever the manifest says."""
-    stored = zstandard.ZstdCompressor().compress(json.dumps(manifest).encode())
-    header, position = {"__metadata__": {"ckpt8": "1.1"}}, 0
-    for name, content in {**entries, "ckpt8.manifest": stored, "ckpt8.seal": bytes(32)}.items():
-        header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [position, position + len(content)]}
-        position += len(content)
-    text = json.dumps(header).encode()
-    head = struct.pack("<Q", len(text)) + text
-    return head + b"".join(entries.values()) + stored + hashlib.sha256(head + stored).digest()
+    return sealed(entries, zstandard.compress(json.dumps(manifest).encode()))
 
 
 def tampered(path, target, change):

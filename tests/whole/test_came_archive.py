@@ -164,22 +164,25 @@ def reasons(path):
 LOST = "no budget: its row and column statistics are not kept exactly in storages of their own"
 
 
+def archived(tree, folder, **options):
+    """Why storages of a tree are as they are, by name; the files are beside each other."""
+    torch.save(tree, folder / "run.pt")
+    ckpt8.compress(folder / "run.pt", preset="archive", **options)
+    assert not ckpt8.verify(folder / "run.ckpt8", folder / "run.pt").failures
+    return reasons(folder / "run.ckpt8")
+
+
 def test_lossy_statistics_give_no_steps(run, tmp_path):
-    (tmp_path / "run.pt").write_bytes((run / "run.pt").read_bytes())
     rules = ["*.2.exp_avg_res_row=companded8(signed=False)"]
-    ckpt8.compress(tmp_path / "run.pt", preset="archive", rules=rules)
     name = "optimizer.state.2.exp_avg"
-    assert reasons(tmp_path / "run.ckpt8")[name] == LOST
+    assert archived(torch.load(run / "run.pt"), tmp_path, rules=rules)[name] == LOST
     assert record_of(tmp_path / "run.ckpt8", name)["codec"]["id"] == "companded8/1"
     assert record_of(tmp_path / "run.ckpt8", "optimizer.state.4.exp_avg")["codec"]["id"] == "vscaled/1"
-    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
 
 
 def test_statistics_longer_than_a_chunk_give_no_steps(run, tmp_path, monkeypatch):
     monkeypatch.setattr(spending, "FRAME", 2999)
-    (tmp_path / "run.pt").write_bytes((run / "run.pt").read_bytes())
-    ckpt8.compress(tmp_path / "run.pt", preset="archive")
-    found = reasons(tmp_path / "run.ckpt8")
+    found = archived(torch.load(run / "run.pt"), tmp_path)
     assert [found[f"optimizer.state.{k}.exp_avg"] for k in (0, 2, 4)] == [None, LOST, LOST]
 
 
@@ -187,9 +190,7 @@ def test_statistics_of_another_shape_are_told(run, tmp_path):
     tree = torch.load(run / "run.pt")
     state = tree["optimizer"]["state"][2]
     state["exp_avg_res_row"] = state["exp_avg_res_row"][:-1].clone()
-    torch.save(tree, tmp_path / "run.pt")
-    ckpt8.compress(tmp_path / "run.pt", preset="archive")
-    reason = reasons(tmp_path / "run.ckpt8")["optimizer.state.2.exp_avg"]
+    reason = archived(tree, tmp_path)["optimizer.state.2.exp_avg"]
     assert "row and column statistics are not fp32 of the parameter's shape" in reason
 
 
@@ -197,12 +198,9 @@ def test_statistics_of_another_shape_are_told(run, tmp_path):
 def test_statistics_that_give_no_second_moment_are_refused(run, tmp_path, value):
     tree = torch.load(run / "run.pt")
     tree["optimizer"]["state"][2]["exp_avg_res_col"][7] = value
-    torch.save(tree, tmp_path / "run.pt")
-    ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    assert archived(tree, tmp_path)["optimizer.state.2.exp_avg"]
     assert record_of(tmp_path / "run.ckpt8", "optimizer.state.2.exp_avg")["codec"]["id"] != "vscaled/1"
     assert record_of(tmp_path / "run.ckpt8", "optimizer.state.4.exp_avg")["codec"]["id"] == "vscaled/1"
-    assert reasons(tmp_path / "run.ckpt8")["optimizer.state.2.exp_avg"]
-    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
 
 
 def test_damaged_statistics_take_the_first_moments_with_them(run, tmp_path):

@@ -181,23 +181,22 @@ def test_inspect_predicts_the_size(run, monkeypatch):
     assert abs(predicted["predicted"]["flash"]["bytes"] - size) < 0.02 * size
 
 
-@pytest.mark.parametrize("second", [None, True, -1, 10**6, "0", 1, [1]])
-def test_a_companion_that_is_none_is_refused(run, tmp_path, second):
-    """Storage 1 has another length."""
-
+def with_companion(run, folder, second):
+    """The container, in which the first moments name another storage as that of their second ones."""
     metadata, entries, manifest = unpack((run / "run.ckpt8").read_bytes())
     (record,) = (each for each in manifest["storages"] if each["name"] == FIRST)
     record["codec"]["second"] = second
-    target = tmp_path / "bad.ckpt8"
-    target.write_bytes(pack(manifest, entries, metadata))
+    (folder / "bad.ckpt8").write_bytes(pack(manifest, entries, metadata))
+    return folder / "bad.ckpt8"
+
+
+@pytest.mark.parametrize("second", [None, True, -1, 10**6, "0", 1, [1]])
+def test_a_companion_that_is_none_is_refused(run, tmp_path, second):
+    """Storage 1 has another length."""
     with pytest.raises(InputError, match="second is "):
-        ckpt8.load(target)
+        ckpt8.load(with_companion(run, tmp_path, second))
 
 
 def test_a_companion_of_another_parameter_is_no_match_for_the_original(run, tmp_path):
-    metadata, entries, manifest = unpack((run / "run.ckpt8").read_bytes())
-    (record,) = (each for each in manifest["storages"] if each["name"] == FIRST)
-    record["codec"]["second"] = 0
-    (tmp_path / "bad.ckpt8").write_bytes(pack(manifest, entries, metadata))
     with pytest.raises(CheckFailedError, match="moments of another parameter"):
-        ckpt8.verify(tmp_path / "bad.ckpt8", run / "run.pt")
+        ckpt8.verify(with_companion(run, tmp_path, 0), run / "run.pt")

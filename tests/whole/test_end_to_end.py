@@ -15,7 +15,6 @@ import types
 import zipfile
 from pathlib import Path
 
-import budget_bounds
 import pytest
 import torch
 from updates_kit import update_errors
@@ -178,6 +177,40 @@ CHECKS = {
 }
 
 
+# What the codecs of a budget promise, from their configurations alone; ``ulp`` is half a unit in the last place.
+
+
+def _check_lattice(x, y, config, ulp):
+    """Of a lattice: half a step, and exact zeros."""
+    step = 2.0 ** (config["k"] // 4) * torch.tensor(2.0 ** (config["k"] % 4 / 4), dtype=torch.float32).double()
+    reach = step * (0.5 + (x.abs() / step + 2) * 2.0**-22)
+    assert ((y - x).abs() <= reach + y.abs() * ulp).all()
+    assert (y[x == 0] == 0).all()
+
+
+def _check_rclog(x, y, config, ulp):
+    """Of rows and columns: half a step of the pseudo-logarithm, and zero where there was zero."""
+    bits = [each.float().view(torch.int32).long() for each in (x, y)]
+    assert ((y == 0) == (x == 0)).all()
+    assert ((bits[1] - bits[0]).abs()[x > 0] <= config["S"] // 2 + 1 + int(ulp * 2**23)).all()
+
+
+def _adam_divisor(v, config):
+    """What the rule of Adam divides first moments by."""
+    return config["bias1"] * (v.sqrt() / config["root_bias2"] + config["eps"])
+
+
+def _came_divisor(row, column):
+    """The same of CAME, from its factored confidence."""
+    return (row / row.mean()).sqrt()[:, None] * column.sqrt()[None]
+
+
+def _check_vscaled(x, y, divisors, config, ulp):
+    """In steps of the divisor of the rule, before and after: an update within half of u_max."""
+    u, again = (m / divisor for m, divisor in zip((x, y), divisors, strict=True))
+    assert ((again - u).abs() <= config["u_max"] / 2 * (1 + 1e-6) + again.abs() * ulp).all()
+
+
 def _divisors(found, path, tensor, config):
     """What the update of a first moment divides by, before and after; ``found`` are storages by path."""
 
@@ -187,8 +220,8 @@ def _divisors(found, path, tensor, config):
 
     if isinstance(config["second"], list):
         pairs = zip(sides("exp_avg_res_row"), sides("exp_avg_res_col"), strict=True)
-        return [budget_bounds.came_divisor(*pair).flatten() for pair in pairs]
-    return [budget_bounds.adam_divisor(v, config) for v in sides("max_exp_avg_sq", "exp_avg_sq")]
+        return [_came_divisor(*pair).flatten() for pair in pairs]
+    return [_adam_divisor(v, config) for v in sides("max_exp_avg_sq", "exp_avg_sq")]
 
 
 def _check_values(comparison, preset, container):
@@ -218,11 +251,11 @@ def _check_values(comparison, preset, container):
         assert check or MODELS & set(path), path
         assert config["id"] in (None, "split24/1", "companded8/1") or preset in BUDGETED
         if config["id"] == "lattice/1":
-            budget_bounds.check_weight(x, y, config, ulp)
+            _check_lattice(x, y, config, ulp)
         elif config["id"] == "rclog/1":
-            budget_bounds.check_moment2(x, y, config, ulp)
+            _check_rclog(x, y, config, ulp)
         elif config["id"] == "vscaled/1":
-            budget_bounds.check_moment1(x, y, _divisors(found, path, a, config), config, ulp)
+            _check_vscaled(x, y, _divisors(found, path, a, config), config, ulp)
         else:
             (check or _check_weight)(x, y)
     return len(changed)

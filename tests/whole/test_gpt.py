@@ -15,6 +15,14 @@ def adamw(groups, lr):
     return torch.optim.AdamW(groups, lr=lr)
 
 
+def stored(checkpoint):
+    """What torch.load gives of it."""
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 def test_the_loss_falls():
     losses = []
     checkpoint = train(TINY, adamw, 40, lr=5e-3, on_step=lambda _, loss: losses.append(loss))
@@ -27,65 +35,35 @@ def test_the_checkpoint_is_nanogpts():
     checkpoint = train(TINY, adamw, 2)
     model, groups = checkpoint["model"], checkpoint["optimizer"]["param_groups"]
     assert list(checkpoint) == ["model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"]
-    assert {name.removesuffix(".weight").removesuffix(".bias") for name in model} == {
-        "transformer.wte",
-        "transformer.wpe",
-        "transformer.h.0.ln_1",
-        "transformer.h.0.attn.c_attn",
-        "transformer.h.0.attn.c_proj",
-        "transformer.h.0.ln_2",
-        "transformer.h.0.mlp.c_fc",
-        "transformer.h.0.mlp.c_proj",
-        "transformer.ln_f",
-        "lm_head",
-    }
+    block = [f"h.0.{name}" for name in ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")]
+    modules = {name.removesuffix(".weight").removesuffix(".bias") for name in model}
+    assert modules == {"lm_head", *(f"transformer.{name}" for name in ("wte", "wpe", "ln_f", *block))}
+    assert model["transformer.wte.weight"].data_ptr() == model["lm_head.weight"].data_ptr()
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     dims = [checkpoint["optimizer"]["state"][i]["exp_avg"].dim() for group in groups for i in group["params"]]
     assert dims == sorted(dims, reverse=True)
     assert dims.count(2) == len(groups[0]["params"])
-    file = io.BytesIO()
-    torch.save(checkpoint, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=True)["model_args"]["n_embd"] == 32
+    assert stored(checkpoint)["model_args"]["n_embd"] == 32
 
 
-def test_tied_weights_share_their_storage():
-    model = build_model(TINY, seed=1).state_dict()
-    assert model["transformer.wte.weight"].data_ptr() == model["lm_head.weight"].data_ptr()
-    assert sum(p.numel() for p in build_model(TINY, seed=1).parameters()) == TINY.n_params
-
-
-def test_initial_weights_depend_on_the_seed_alone():
+def test_weights_and_batches_depend_on_seed_and_step_alone():
     state = torch.get_rng_state()
     first, again, other = (build_model(TINY, seed=seed).lm_head.weight for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_a_batch_is_a_function_of_seed_and_step():
     sizes = {"batch_size": 4, "block_size": 16}
     x, y = batch(3, seed=1, **sizes)
-    torch.manual_seed(0)
-    batch(4, seed=1, **sizes)
     assert torch.equal(x, batch(3, seed=1, **sizes)[0])
     assert torch.equal(x[:, 1:], y[:, :-1])
     for step, seed, held_out in ((4, 1, False), (3, 2, False), (3, 1, True)):
         assert not torch.equal(x, batch(step, seed=seed, held_out=held_out, **sizes)[0])
-
-
-def test_the_corpus_is_text_over_the_vocabulary():
-    text = bytes(VOCABULARY[i] for i in corpus()[:100_000].tolist())
-    assert b"def " in text
-    assert corpus().max() < len(VOCABULARY) == TINY.vocab_size
+    assert torch.equal(state, torch.get_rng_state())
+    assert b"def " in bytes(VOCABULARY[i] for i in corpus()[:100_000].tolist())
 
 
 def test_a_run_in_two_parts_equals_one_run():
     whole = train(TINY, adamw, 6, seed=2)
-    file = io.BytesIO()
-    torch.save(train(TINY, adamw, 3, seed=2, horizon=6), file)
-    file.seek(0)
-    resumed = train(TINY, adamw, 6, seed=2, start=torch.load(file, weights_only=True))
+    resumed = train(TINY, adamw, 6, seed=2, start=stored(train(TINY, adamw, 3, seed=2, horizon=6)))
     assert all(torch.equal(whole["model"][name], resumed["model"][name]) for name in whole["model"])
 
 
@@ -103,18 +81,13 @@ def test_a_bfloat16_run_has_bfloat16_moments():
     assert {entry["exp_avg_sq"].dtype for entry in state.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("nbytes", [10**6, 3 * 10**6, 10**8, 250 * 10**6, 5 * 10**8, 15 * 10**8, 4 * 10**9, 8 * 10**9])
-def test_config_for_bytes(nbytes):
-    config = config_for_bytes(nbytes)
-    assert 12 * config.n_params == pytest.approx(nbytes, rel=0.05)
-    assert config.n_embd % config.n_head == 0
-
-
-def test_config_for_bytes_refuses_what_no_network_has():
-    with pytest.raises(ValueError, match="no network"):
-        config_for_bytes(1000)
-
-
-def test_named_sizes():
+def test_sizes():
+    assert sum(p.numel() for p in build_model(TINY, seed=1).parameters()) == TINY.n_params
     assert SIZES["10m"].n_params == 10_782_720
     assert 300_000 < SIZES["tiny"].n_params < 400_000
+    for nbytes in (10**6, 3 * 10**6, 10**8, 25 * 10**7, 5 * 10**8, 15 * 10**8, 4 * 10**9, 8 * 10**9):
+        config = config_for_bytes(nbytes)
+        assert 12 * config.n_params == pytest.approx(nbytes, rel=0.05)
+        assert config.n_embd % config.n_head == 0
+    with pytest.raises(ValueError, match="no network"):
+        config_for_bytes(1000)

@@ -26,159 +26,88 @@ def snapshot(folder):
     }
 
 
-def checkpoint(root):
-    root.mkdir(parents=True)
-    save_file(TREE["model"], root / "model.safetensors")
-    (root / "config.json").write_text("{}")
+def weights(path):
+    save_file(TREE["model"], path)
 
 
-def trainer(root):
-    checkpoint(root)
-    torch.save({}, root / "optimizer.pt")
-    torch.save({}, root / "scheduler.pt")
-    torch.save({}, root / "rng_state_0.pth")
-    torch.save({}, root / "training_args.bin")
-    for name in ("trainer_state.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "vocab.json"):
-        (root / name).write_text("{}")
+def saved(path):
+    torch.save(TREE, path)
 
 
-def sharded(root):
-    root.mkdir()
-    for k in (1, 2, 3):
-        save_file(TREE["model"], root / f"model-0000{k}-of-00003.safetensors")
-    (root / "model.safetensors.index.json").write_text("{}")
+def text(path):
+    path.write_text("{}")
 
 
-def deepspeed(root):
-    trainer(root)
-    (root / "global_step500").mkdir()
-    for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        torch.save(TREE, root / "global_step500" / name)
-    (root / "latest").write_text("global_step500")
-    (root / "zero_to_fp32.py").write_text("pass")
+def mine(path):
+    path.write_bytes(b"%PDF-1.7 the only copy")
 
 
-def distributed(root):
-    root.mkdir()
-    (root / ".metadata").write_bytes(b"\x80\x04.")
-    for rank in (0, 1):
-        torch.save(TREE["model"]["w"], root / f"__{rank}_0.distcp")
-
-
-def accelerate(root):
-    checkpoint(root)
-    torch.save({}, root / "optimizer.bin")
-    torch.save({}, root / "random_states_0.pkl")
-    (root / "pytorch_model_fsdp_0").mkdir()
-    distributed(root / "optimizer_0")
-
-
-def ours(root):
-    root.mkdir()
-    ckpt8.save(TREE, root / "__0_0.ckpt8")
-    (root / "ckpt8-dcp.json").write_text("{}")
-
-
-def interrupted(root):
-    checkpoint(root)
-    (root / "model.safetensors").write_bytes((root / "model.safetensors").read_bytes()[:500])
-
-
-def linked(root):
-    checkpoint(root)
-    (root / "latest.safetensors").symlink_to("model.safetensors")
-    (root / "nothing").symlink_to("/nowhere")
-
-
-CHECKPOINTS = {
-    "empty": Path.mkdir,
-    "only empty directories": lambda root: (root / "a" / "b").mkdir(parents=True),
-    "Trainer": trainer,
-    "shards": sharded,
-    "DeepSpeed": deepspeed,
-    "distributed": distributed,
-    "accelerate": accelerate,
-    "Ckpt8StorageWriter": ours,
-    "cut off": interrupted,
-    "links": linked,
-}
-
-
-def documents(root):
-    root.mkdir()
-    (root / "thesis.pdf").write_bytes(b"%PDF-1.7 the only copy")
-
-
-def downloads(root):
-    checkpoint(root)
-    (root / "thesis.pdf").write_bytes(b"%PDF-1.7 the only copy")
-
-
-def deep(root):
-    checkpoint(root)
-    (root / "a" / "b").mkdir(parents=True)
-    (root / "a" / "b" / "model.safetensors").write_text("mine")
-
-
-def repository(root):
-    checkpoint(root)
-    (root / ".git").mkdir()
-    (root / ".git" / "config").write_text("mine")
-
-
-def several(root):
-    for step in (500, 1000):
-        trainer(root / f"checkpoint-{step}")
-
-
-def several_steps(root):
-    for step in (500, 1000):
-        checkpoint(root / f"global_step{step}")
-
-
-def models(root):
-    checkpoint(root)
-    torch.save(TREE, root / "my_other_model.pt")
-
-
-def keys(root):
-    root.mkdir()
-    (root / "authorized_keys").write_text("mine")
-    (root / "config").write_text("mine")
-
-
-def texts(root):
-    """Names as in a checkpoint, and no checkpoint."""
-    root.mkdir()
-    (root / "config.json").write_text("{}")
-    (root / "model.safetensors").write_text("notes about the model")
-
-
-def pipe(root):
-    checkpoint(root)
-    os.mkfifo(root / "model.bin")
-
-
-def office(root):
+def office(path):
     """A zip file is no checkpoint."""
-    root.mkdir()
-    with zipfile.ZipFile(root / "model.bin", "w") as file:
+    with zipfile.ZipFile(path, "w") as file:
         file.writestr("word/document.xml", "mine")
 
 
-OTHERS = {
-    "Documents": documents,
-    "Downloads": downloads,
-    "something deep": deep,
-    "a repository": repository,
-    "several checkpoints": several,
-    "several steps": several_steps,
-    "several models": models,
-    ".ssh": keys,
-    "names alone": texts,
-    "a pipe": pipe,
-    "a document": office,
+def cut_off(path):
+    saved(path)
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+def under(folder, files):
+    return {f"{folder}/{name}": write for name, write in files.items()}
+
+
+CHECKPOINT = {"model.safetensors": weights, "config.json": text}
+TRAINER = CHECKPOINT | {
+    **dict.fromkeys(("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin"), saved),
+    **dict.fromkeys(
+        ("trainer_state.json", "tokenizer.json", "tokenizer_config.json", "merges.txt", "vocab.json"), text
+    ),
 }
+SHARDS = [f"model-0000{k}-of-00003.safetensors" for k in (1, 2, 3)]
+RANKS = ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+DEEPSPEED = TRAINER | under("global_step500", dict.fromkeys(RANKS, saved)) | {"latest": text, "zero_to_fp32.py": text}
+DISTRIBUTED = {".metadata": lambda path: path.write_bytes(b"\x80\x04."), "__0_0.distcp": saved, "__1_0.distcp": saved}
+CHECKPOINTS = {
+    "empty": {},
+    "only empty directories": {"a/b": Path.mkdir},
+    "Trainer": TRAINER,
+    "shards": dict.fromkeys(SHARDS, weights) | {"model.safetensors.index.json": text},
+    "DeepSpeed": DEEPSPEED,
+    "distributed": DISTRIBUTED,
+    "accelerate": CHECKPOINT
+    | {"optimizer.bin": saved, "random_states_0.pkl": saved, "pytorch_model_fsdp_0": Path.mkdir}
+    | under("optimizer_0", DISTRIBUTED),
+    "Ckpt8StorageWriter": {"__0_0.ckpt8": lambda path: ckpt8.save(TREE, path), "ckpt8-dcp.json": text},
+    "cut off": {"model.safetensors": lambda path: (weights(path), os.truncate(path, 500)), "config.json": text},
+    "links": CHECKPOINT
+    | {
+        "latest.safetensors": lambda path: path.symlink_to("model.safetensors"),
+        "nothing": lambda path: path.symlink_to("/nowhere"),
+    },
+}
+DOCUMENTS = {"thesis.pdf": mine}
+OTHERS = {
+    "Documents": DOCUMENTS,
+    "Downloads": CHECKPOINT | DOCUMENTS,
+    "something deep": CHECKPOINT | {"a/b/model.safetensors": mine},
+    "a repository": CHECKPOINT | {".git/config": mine},
+    "several checkpoints": under("checkpoint-500", TRAINER) | under("checkpoint-1000", TRAINER),
+    "several steps": under("global_step500", CHECKPOINT) | under("global_step1000", CHECKPOINT),
+    "several models": CHECKPOINT | {"my_other_model.pt": saved},
+    ".ssh": {"authorized_keys": mine, "config": mine},
+    "names alone": {"config.json": text, "model.safetensors": mine},
+    "a pipe": CHECKPOINT | {"model.bin": os.mkfifo},
+    "a document": {"model.bin": office},
+}
+
+
+def make(root, files):
+    """A directory with what the functions write at these places."""
+    root.mkdir(parents=True)
+    for name, write in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write(root / name)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +136,7 @@ WRITES = {
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_checkpoint_is_replaced(write, name, sources, tmp_path):
-    CHECKPOINTS[name](tmp_path / "out")
+    make(tmp_path / "out", CHECKPOINTS[name])
     WRITES[write](sources, tmp_path / "out")
     assert names(tmp_path) == ["out"]
     WRITES[write](sources, tmp_path / "fresh")
@@ -217,20 +146,20 @@ def test_a_checkpoint_is_replaced(write, name, sources, tmp_path):
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("write", WRITES)
 def test_nothing_else_is_replaced(write, name, sources, tmp_path):
-    OTHERS[name](tmp_path / "out")
+    make(tmp_path / "out", OTHERS[name])
     before = snapshot(tmp_path)
     with pytest.raises(OutputError) as caught:
         WRITES[write](sources, tmp_path / "out")
     assert snapshot(tmp_path) == before
-    text = str(caught.value)
-    assert str(tmp_path / "out") in text
-    assert "remove" in text
-    assert "\n" not in text
+    said = str(caught.value)
+    assert str(tmp_path / "out") in said
+    assert "remove" in said
+    assert "\n" not in said
 
 
 def test_the_issue(tmp_path, run_command):
     """A container that calls itself Documents, beside Documents; and one that is called so."""
-    documents(tmp_path / "Documents")
+    make(tmp_path / "Documents", DOCUMENTS)
     path = packed_directory(tmp_path, "Documents", "run.ckpt8")
     before = snapshot(tmp_path / "Documents")
     assert run_command("restore", path, "--force")[0] == 0
@@ -246,7 +175,7 @@ def test_the_issue(tmp_path, run_command):
 def test_what_comes_back_may_be_replaced_whatever_it_holds(tmp_path):
     """Files that no framework writes are written again."""
     root = tmp_path / "run"
-    downloads(root)
+    make(root, CHECKPOINT | DOCUMENTS)
     (root / "logs" / "a").mkdir(parents=True)
     (root / "logs" / "a" / "events").write_text("x")
     ckpt8.compress(root)
@@ -267,7 +196,7 @@ def test_what_comes_in_meanwhile_is_kept(swap, sources, tmp_path, monkeypatch):
     for there in (False, True):
         target = tmp_path / f"out {there}"
         if there:
-            checkpoint(target)
+            make(target, CHECKPOINT)
 
         def meanwhile(_, target=target):
             target.mkdir(exist_ok=True)
@@ -282,8 +211,8 @@ def test_what_comes_in_meanwhile_is_kept(swap, sources, tmp_path, monkeypatch):
 def test_a_directory_that_another_run_exchanges_is_looked_at_again(tmp_path, monkeypatch):
     """What is replaced is what was looked at."""
     target, other = tmp_path / "out", tmp_path / "other"
-    checkpoint(target)
-    documents(other)
+    make(target, CHECKPOINT)
+    make(other, DOCUMENTS)
     look, turns = replacing._is_checkpoint, []
 
     def exchanged(path):
@@ -303,7 +232,7 @@ def test_a_directory_that_another_run_exchanges_is_looked_at_again(tmp_path, mon
 
 def test_home_and_mount_points_are_never_replaced(sources, tmp_path, monkeypatch):
     home = tmp_path / "users" / "me"
-    checkpoint(home)
+    make(home, CHECKPOINT)
     monkeypatch.setenv("HOME", str(home))
     before = snapshot(tmp_path)
     (tmp_path / "link").symlink_to(home)
@@ -317,7 +246,7 @@ def test_home_and_mount_points_are_never_replaced(sources, tmp_path, monkeypatch
 
 
 def test_a_file_system_in_a_checkpoint_is_not_emptied(sources, tmp_path, monkeypatch):
-    deepspeed(tmp_path / "out")
+    make(tmp_path / "out", DEEPSPEED)
     before = snapshot(tmp_path)
     inner, ismount = tmp_path / "out" / "global_step500", os.path.ismount
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == inner or ismount(path))
@@ -327,7 +256,7 @@ def test_a_file_system_in_a_checkpoint_is_not_emptied(sources, tmp_path, monkeyp
 
 
 def test_a_directory_in_which_the_container_is_a_link_stays(sources, tmp_path):
-    checkpoint(tmp_path / "out")
+    make(tmp_path / "out", CHECKPOINT)
     (tmp_path / "out" / "x.ckpt8").symlink_to(sources["whole"])
     before = snapshot(tmp_path)
     with pytest.raises(OutputError, match="holds the file that is read"):
@@ -338,19 +267,14 @@ def test_a_directory_in_which_the_container_is_a_link_stays(sources, tmp_path):
 # Files that nobody named
 
 
-def office_file(path):
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("word/document.xml", "mine")
-
-
 KEPT_FILES = {
     "text": lambda path: path.write_text("mine"),
     "firmware": lambda path: path.write_bytes(b"\x7fELF" + bytes(100)),
-    "a document": office_file,
+    "a document": office,
 }
 REPLACED_FILES = {
-    "a checkpoint": lambda path: torch.save(TREE, path),
-    "cut off": lambda path: (torch.save(TREE, path), path.write_bytes(path.read_bytes()[:3000])),
+    "a checkpoint": saved,
+    "cut off": cut_off,
     "empty": Path.touch,
     "a container": lambda path: (ckpt8.save(TREE, path.with_suffix(".x")), path.with_suffix(".x").rename(path)),
 }
@@ -457,7 +381,7 @@ def test_a_link_is_followed_to_a_checkpoint_alone(tmp_path):
 
 def test_the_commands_say_what_they_replaced(sources, run_command, tmp_path):
     target = tmp_path / "out"
-    trainer(target)
+    make(target, TRAINER)
     count = len(names(target))
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     said = f"replaced {target}: {count} files, {nbytes:,} bytes"
