@@ -9,7 +9,8 @@ import threading
 
 import pytest
 import torch
-from run_kit import SmallRun, tensors
+from diff_kit import tensors_of as tensors
+from run_kit import SmallRun
 
 import ckpt8
 from ckpt8.container.bases import KEPT, kept_name, stated_base

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diff_kit import tensors_of as tensors
 from plain_reader import Plain
-from run_kit import SmallRun, tensors
+from run_kit import SmallRun
 
 import ckpt8
 from ckpt8.codecs import codec_from_config
@@ -36,7 +37,7 @@ def of(manifest, name):
 
 
 def source_of(record, tree):
-    return tensors(tree)["." + record.name].flatten()
+    return tensors(tree)[record.name].flatten()
 
 
 def assert_equal(one, other):
@@ -62,7 +63,7 @@ def test_a_delta_decodes_to_what_a_whole_file_on_its_lattice_does(states, tmp_pa
                 factors = reader.read_parts(names[record.name], 0)
                 parts = codec.encode(x, inherited=factors)
                 expected = codec.decode(parts, TensorSpec("x", record.role, record.dtype, (record.numel,)))
-                assert torch.equal(found["." + record.name].flatten(), expected), record.name
+                assert torch.equal(found[record.name].flatten(), expected), record.name
 
 
 def config_in(manifest, record):
@@ -159,7 +160,7 @@ def test_what_the_codec_of_the_base_refuses_is_kept_whole(states, tmp_path):
         assert of(manifest, name).base is None
         assert of(manifest, name).reason
         assert of(manifest, "model.1.weight").base is not None
-        found = tensors(ckpt8.load(tmp_path / f"{spoil}.ckpt8"))["." + name][80, 50]
+        found = tensors(ckpt8.load(tmp_path / f"{spoil}.ckpt8"))[name][80, 50]
         torch.testing.assert_close(found, where[80, 50], rtol=1e-4, atol=0)
 
 

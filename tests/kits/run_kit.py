@@ -43,11 +43,3 @@ class SmallRun:
         """Change the learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-
-
-def tensors(tree, path=""):
-    """All tensors of a tree, by path."""
-    if isinstance(tree, torch.Tensor):
-        return {path: tree}
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    return {name: x for key, value in items for name, x in tensors(value, f"{path}.{key}").items()}

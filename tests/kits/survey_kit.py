@@ -10,17 +10,6 @@ ROWS, WIDTH = 700, 96
 MOMENT1, MOMENT2 = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "max_exp_avg_sq")
 
 
-def flatten(tree, prefix=""):
-    """All tensors of nested dicts and lists by their path."""
-    if isinstance(tree, torch.Tensor):
-        return {prefix: tree}
-    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    found = {}
-    for key, value in pairs:
-        found.update(flatten(value, f"{prefix}.{key}" if prefix else str(key)))
-    return found
-
-
 def role(name):
     """By the last component; what is in no optimizer state is a weight."""
     last = name.rpartition(".")[2]

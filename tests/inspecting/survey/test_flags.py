@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 
 import pytest
 import torch
+from diff_kit import tensors_of as flatten
 from safetensors.torch import load_file
-from survey_kit import ROWS, WIDTH, as_pairs, dead_rows, expected, flatten, healthy, plant, unseen
+from survey_kit import ROWS, WIDTH, as_pairs, dead_rows, expected, healthy, plant, unseen
 
 import ckpt8
 from ckpt8.inspecting import sampling
