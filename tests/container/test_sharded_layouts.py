@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import product
 
 import pytest
-from growth_kit import growth
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +80,20 @@ def test_boxes_that_are_no_grid_are_listed(grid, data):
     for start, lengths in (((0,) * len(shape), shape), (offsets, sizes)):
         wanted = elements(start, lengths)
         assert tensor.overlapping(start, lengths) == [each for each in tensor.boxes() if elements(*each[1:]) & wanted]
+
+
+def growth(call, size: int, times: int = 4) -> float:
+    """How much longer ``call(times * size)`` takes than ``call(size)``, in processor time: the least of three tries.
+
+    About ``times`` where the time grows with the size, ``times`` squared where it grows with its square.
+    """
+
+    def seconds(given: int) -> float:
+        start = time.process_time()
+        call(given)
+        return time.process_time() - start
+
+    return min(seconds(times * size) / seconds(size) for _ in range(3))
 
 
 def test_the_time_to_find_every_box_of_a_list_grows_with_their_number():

