@@ -35,8 +35,8 @@ from fuzz_watch import content_of
 
 import ckpt8
 
-SECONDS = 20
-"""Seconds after which a command is killed, which is a finding."""
+SECONDS = 120
+"""Seconds after which a command is killed, which is a finding; long runs give an input up before, see ``fuzz.HANG``."""
 CRASHED = 99
 """The exit code of a fork whose command raised something."""
 _USED = (
