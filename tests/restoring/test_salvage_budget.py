@@ -41,7 +41,7 @@ def test_first_moments_are_lost_with_the_second_ones_that_they_need(part, lost, 
     assert all(loaded(tmp_path / "x.pt")[name].isnan().all() for name in lost)
 
 
-@pytest.mark.parametrize("place", range(0, 2000, 293))
+@pytest.mark.parametrize("place", [0, 293, 1758])
 def test_a_damaged_header_loses_nothing(place, sample, tmp_path):
     """Entries are found again by their first frames, which hold digits."""
     path = damage(sample, tmp_path / "x.ckpt8", ("header", place), bits=3)
