@@ -8,8 +8,7 @@ import os
 import shutil
 
 import pytest
-import torch
-from chain_command_kit import age, make_run
+from chain_command_kit import make_run
 
 import ckpt8
 from ckpt8.cli.app import COMMANDS, make_app
@@ -84,20 +83,6 @@ def test_a_chain_goes_on_where_it_was(finished, run):
     outcomes = ckpt8.chain(run, preset="archive", remove=True)
     assert sum(each.present for each in outcomes) == len(before) - 4
     assert bases(run) == before
-
-
-def test_what_is_written_again_and_again_is_no_base(run):
-    last = run / "last.pt"
-    shutil.copy(max(run.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns), last)
-    age(last, -10)
-    tree = torch.load(last)
-    torch.save({key: tree[key] for key in ("model", "optimizer")}, last)
-    ckpt8.chain(run, preset="archive", rest=0)
-    assert bases(run)["last.ckpt8"] is not None
-    # It is the newest container; the next checkpoint is a delta to another one all the same.
-    max(run.glob("step-*.ckpt8"), key=lambda path: path.stat().st_mtime_ns).unlink()
-    ckpt8.chain(run, preset="archive", rest=0)
-    assert "last.ckpt8" not in bases(run).values()
 
 
 def test_a_base_that_is_named(run, run_command):
