@@ -45,6 +45,7 @@ def call(*arguments, **environment):
     return CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "200", **environment})
 
 
+@pytest.mark.slow
 def test_torchrun(plain, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "ckpt8", "compress", str(plain), "-o", str(tmp_path / "out"), "--preset", "lossless"]

@@ -154,9 +154,7 @@ def test_a_file_never_takes_the_number_of_a_closed_stream(files, tmp_path):
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--help",), ("--version",), ("inspect", "run.ckpt8"), ("inspect", "-h")], ids=str
-)
+@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "run.ckpt8")], ids=str)
 def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, files):
     """With the code that a shell shows for a program that SIGPIPE ends."""
     reader, writer = os.pipe()
@@ -168,10 +166,9 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, files):
 
 def test_a_device_that_is_full(files):
     with open("/dev/full", "wb") as full:  # noqa: PTH123
-        for arguments in (("--help",), ("inspect", files / "run.ckpt8", "--json")):
-            result = start(*arguments, stdout=full)
-            assert result.returncode == 4
-            assert result.stderr == b"ckpt8: standard output cannot be written: No space left on device\n"
+        result = start("inspect", files / "run.ckpt8", "--json", stdout=full)
+        assert result.returncode == 4
+        assert result.stderr == b"ckpt8: standard output cannot be written: No space left on device\n"
         result = start("inspect", files / "none.ckpt8", stderr=full)
         assert result.returncode == 3
 
@@ -285,8 +282,6 @@ def test_a_process_without_memory_or_files(limit, room, name, said, files):
 
 def test_a_process_without_a_place_for_temporary_files(files, tmp_path):
     env = os.environ | {"TMPDIR": "/nonexistent", "HOME": "/nonexistent"}
-    result = start("inspect", files / "run.ckpt8", env=env)
-    assert (result.returncode, result.stderr) == (0, b"")
     result = start("restore", files / "run.ckpt8", "-o", tmp_path / "x.pt", env=env)
     assert (result.returncode, result.stderr) == (0, b"")
 

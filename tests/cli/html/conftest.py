@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.cli.app import app
 
 
 @pytest.fixture
@@ -28,9 +32,19 @@ def embedded(page):
     return json.loads(rest.partition("</script>")[0])
 
 
-@pytest.fixture
-def packed(inputs, tmp_path):
-    """The GPT with AdamW, compressed: (original, container)."""
-    original, container = inputs / "gpt_adamw.pt", tmp_path / "gpt.ckpt8"
+@pytest.fixture(scope="session")
+def made(inputs, tmp_path_factory):
+    """The GPT with AdamW, compressed, and what ``verify --json`` prints of three replayed steps."""
+    original, container = inputs / "gpt_adamw.pt", tmp_path_factory.mktemp("made") / "gpt.ckpt8"
     ckpt8.compress(original, container)
-    return original, container
+    shown = CliRunner().invoke(
+        app, ["verify", str(container), "--against", str(original), "--resume-steps", "3", "--json"]
+    )
+    assert shown.exit_code == 0
+    return container, shown.output
+
+
+@pytest.fixture
+def packed(inputs, made, tmp_path):
+    """(Original, container): a copy, which a test may change."""
+    return inputs / "gpt_adamw.pt", Path(shutil.copy(made[0], tmp_path / "gpt.ckpt8"))
