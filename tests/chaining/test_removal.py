@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from chain_command_kit import make_run
+from disk_kit import flip_bit
 from failing_calls import Calls
 from faults_kit import digest
 
@@ -72,9 +73,7 @@ def other_checkpoint(source, container):
 
 
 def flip_in_container(source, container):
-    content = bytearray(container.read_bytes())
-    content[len(content) // 2] ^= 1
-    container.write_bytes(content)
+    flip_bit(container)
 
 
 def without_statistics(source, container):
@@ -86,9 +85,7 @@ def no_container(source, container):
 
 
 def flip_in_source(source, container):
-    content = bytearray(source.read_bytes())
-    content[len(content) // 2] ^= 1
-    source.write_bytes(content)
+    flip_bit(source)
 
 
 @pytest.mark.parametrize(
@@ -204,12 +201,6 @@ def aside(request, run, directory, tmp_path, monkeypatch):
     return source, whole, container, set_aside(source, container, monkeypatch)
 
 
-def damage(path, at):
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * at)] ^= 1
-    path.write_bytes(content)
-
-
 def test_the_next_run_finishes_what_a_killed_one_began(aside):
     source, _, container, left = aside
     assert not source.exists()
@@ -234,14 +225,14 @@ def test_the_next_run_finishes_what_a_killed_one_began(aside):
 def test_what_does_not_hold_any_more_comes_back(what, aside, tmp_path):
     source, whole, container, left = aside
     if what == "the base":
-        damage(container.with_name("step-5.ckpt8"), 0.5)
+        flip_bit(container.with_name("step-5.ckpt8"), 0.5)
     elif what == "gone":
         container.rename(tmp_path / "elsewhere")
     elif what == "the original":
-        damage(next(left.rglob("step-5.pt")) if left.is_dir() else left, 0.5)
+        flip_bit(next(left.rglob("step-5.pt")) if left.is_dir() else left, 0.5)
         whole = digest(left)
     elif what != "other settings":
-        damage(container, 0.999999 if what == "the seal" else 0.5)
+        flip_bit(container, 0.999999 if what == "the seal" else 0.5)
     if what == "another one is there":
         source.write_text("new")
     (outcome,) = finish(source.parent, preset="lossless" if what == "other settings" else None)
@@ -275,7 +266,7 @@ def test_of_a_directory_half_gone_the_rest_goes_or_is_named(directory, monkeypat
             remove_verified(source, container)
     (left,) = (path for path in source.parent.iterdir() if path.name.startswith("."))
     content = container.read_bytes()
-    damage(container, 0.5)
+    flip_bit(container, 0.5)
     (outcome,) = finish(source.parent)
     assert str(outcome.error).endswith(f"what is left of it is {left}, with files missing")
     assert left.is_dir()

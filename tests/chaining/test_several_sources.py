@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from chain_command_kit import make_run
-from disk_kit import longest_file
+from disk_kit import flip_bit, longest_file
 from faults_kit import digest
 
 import ckpt8
@@ -168,9 +168,7 @@ def test_what_a_kill_left_is_finished_and_named(command, damaged, as_json, run, 
     seal = container.read_bytes()[-32:].hex()[:16]
     first.rename(first.with_name(f".{first.name}.{seal}.ckpt8-removed"))
     if damaged:
-        content = bytearray(container.read_bytes())
-        content[len(content) // 2] ^= 1
-        container.write_bytes(content)
+        flip_bit(container)
     sources = {"A": first, "B": second}
     words = ["chain", first.parent] if command == "chain" else [sources.get(word, word) for word in command.split()]
     code, out, err = run_command(*words, "--remove", *(["--json"] if as_json else []))

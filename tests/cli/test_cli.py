@@ -22,6 +22,7 @@ import zipfile
 import pytest
 import torch
 import zstandard
+from disk_kit import flip_bit
 
 import ckpt8
 from ckpt8.cli.guard import progress_bar
@@ -687,9 +688,7 @@ def test_integers_are_counted_as_they_are_and_need_no_reason(run, tmp_path):
 def test_verify_blames_an_original_that_is_damaged(run, tmp_path):
     torch.save({"model": {"w": torch.randn(100, 100)}}, tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
-    data = bytearray((tmp_path / "a.pt").read_bytes())
-    data[20_000] ^= 1
-    (tmp_path / "a.pt").write_bytes(data)
+    flip_bit(tmp_path / "a.pt", 20_000)
     result = run("verify", tmp_path / "a.ckpt8", "--against", tmp_path / "a.pt")
     assert_refused(result, 3)
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 from dcp_kit import save_in_pieces
+from disk_kit import flip_bit
 from typer.testing import CliRunner
 
 import ckpt8
@@ -192,10 +193,7 @@ def test_damage_leaves_nothing(plain, tmp_path):
     copy.mkdir()
     for path in plain.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
-    file = next(copy.glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(next(copy.glob("*.distcp")))
     done = call("compress", copy, "-o", tmp_path / "out", RANK="0", WORLD_SIZE="1")
     assert isinstance(done.exception, InputError)
     assert "is damaged" in str(done.exception)

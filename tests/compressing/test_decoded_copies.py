@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from disk_kit import flip_bit
 from reference_kit import LAYOUTS, MATRICES, SHAPES, VECTORS, adamw, codecs, copies, masters
 from test_damage import pack, unpack
 
@@ -115,12 +116,10 @@ def test_live_objects(tmp_path):
 
 def test_damage_of_a_master_is_told_of_its_copy_and_salvaged(tmp_path):
     manifest, path = written(tree_of("master_param", torch.bfloat16, masters()), tmp_path)
-    data = bytearray(path.read_bytes())
     with ContainerReader(path) as reader:
         index = next(k for k, record in enumerate(manifest.storages) if record.name.endswith("state.0.master_param"))
         offset = reader.places[index]["codes"].offsets[0]
-    data[offset + 40] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, offset + 40)
     with ckpt8.open(path) as file, pytest.raises(InputError, match=r"state\.0\.master_param"):
         file.get_tensor("model.embed.weight")
     found = ckpt8.restore(path, tmp_path / "back.pt", salvage=True)

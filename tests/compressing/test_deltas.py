@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diff_kit import tensors_of as tensors
+from disk_kit import flip_bit
 from plain_reader import Plain
 from run_kit import SmallRun
 
@@ -244,9 +245,7 @@ def damage(path):
     with ContainerReader(path) as reader:
         index = next(k for k, each in enumerate(reader.manifest.storages) if each.codec["id"] == "lattice/1")
         at = reader.places[index]["codes"].offsets[0]
-    content = bytearray(path.read_bytes())
-    content[at + 5] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, at + 5)
 
 
 def test_damage_in_a_base_ends_the_chain_and_is_named_where_it_was_asked_for(states, tmp_path):

@@ -1,4 +1,4 @@
-"""A disk that is full, for this process."""
+"""A disk that is full, for this process, and one that flips bits."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def longest_file(length):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def flip_bit(path, at=0.5):
+    """Flip a bit of a file, in the byte at an offset or at a share of its length."""
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at) if isinstance(at, float) else at] ^= 1
+    path.write_bytes(content)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_kit import adam_state, load_all, read_metadata
+from disk_kit import flip_bit
 from packed_kit import pack, save_sliced
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -56,12 +57,6 @@ def boxes_in(plain, stem, name):
         for index, place in metadata.storage_data.items()
         if index.fqn == name and place.relative_path == f"{stem}.distcp"
     }
-
-
-def flip(path, at):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 def _remove(saved, file):
@@ -127,7 +122,7 @@ def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
         part = next(each for each in reader.manifest.slices if each.name == name)
         storage = reader.manifest.tensors[part.tensor].storage
         place = next(iter(reader.places[storage].values())).offsets[0]
-    flip(file, place + 3)
+    flip_bit(file, place + 3)
     found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
     assert [(each.name, each.shape) for each in found.lost] == [(name, [96, 97])]
     (lost,) = found.lost[0].slices
@@ -144,7 +139,7 @@ def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
 
 def test_a_damaged_header_is_told_and_costs_nothing(saved, tmp_path):
     shutil.copytree(saved / "packed", tmp_path / "x")
-    flip(tmp_path / "x" / f"{HURT}.ckpt8", 40)
+    flip_bit(tmp_path / "x" / f"{HURT}.ckpt8", 40)
     found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
     assert found.damage.keys() == {f"{HURT}.ckpt8"}
     assert not found.complete
@@ -162,7 +157,7 @@ def test_values_and_parts_of_large_tensors(tmp_path):
         last = next(iter(reader.places[big.storage].values())).offsets[-1]
         objects = next(iter(reader.places[records["objects"].storage].values())).offsets[0]
     whole = file.read_bytes()
-    flip(file, last + 3)
+    flip_bit(file, last + 3)
     found = ckpt8.restore(tmp_path / "x", tmp_path / "one", salvage=True)
     assert [each.name for each in found.lost] == ["big"]
     assert found.lost[0].slices[0].reason == f"elements {FRAME} to 1199999 of its 1200000 are damaged"
@@ -171,7 +166,7 @@ def test_values_and_parts_of_large_tensors(tmp_path):
     assert torch.equal(written["small"], state["small"])
     assert written["empty"].shape == (0, 3)
     file.write_bytes(whole)
-    flip(file, objects + 3)
+    flip_bit(file, objects + 3)
     found = ckpt8.restore(tmp_path / "x", tmp_path / "two", salvage=True)
     assert [(each.name, each.shape) for each in found.lost] == [("note", None)]
     assert load_all(tmp_path / "two").keys() == {"big", "small", "empty"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk_kit import flip_bit
 from page_kit import assert_inert
 from safetensors.torch import save_file
 
@@ -185,9 +186,7 @@ def test_a_report_in_the_checkpoint_itself_is_refused(run_command, tmp_path):
 
 def test_damage_leaves_no_report(run_command, packed, tmp_path):
     _, container = packed
-    data = bytearray(container.read_bytes())
-    data[len(data) // 2] ^= 1
-    container.write_bytes(data)
+    flip_bit(container)
     code, out, err = run_command("inspect", container, "--html", tmp_path / "r.html")
     assert (code, out, err.count("\n")) == (3, "", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["gpt.ckpt8"]

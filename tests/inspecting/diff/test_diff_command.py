@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from diff_kit import saved, trainer_directory
+from disk_kit import flip_bit
 
 import ckpt8
 
@@ -146,16 +149,12 @@ def test_what_cannot_be_read_is_one_line(shown, tmp_path, steps):
 
 def test_a_bit_that_flipped_is_found(shown, tmp_path, steps, loaded):
     bits = loaded[0]["model"]["transformer.wpe.weight"].flatten().view(torch.uint8).numpy().tobytes()
-    damaged = tmp_path / "damaged.pt"
-    content = bytearray(steps[0].read_bytes())
-    content[content.index(bits) + 17] ^= 1
-    damaged.write_bytes(content)
+    damaged = Path(shutil.copy(steps[0], tmp_path / "damaged.pt"))
+    flip_bit(damaged, damaged.read_bytes().index(bits) + 17)
     assert_refused(shown(steps[0], damaged), 3, "damaged.pt", "model.transformer.wpe.weight", "checksum")
     packed = tmp_path / "run.ckpt8"
     ckpt8.compress(steps[0], packed)
-    content = bytearray(packed.read_bytes())
-    content[len(content) // 2] ^= 1
-    packed.write_bytes(content)
+    flip_bit(packed)
     assert_refused(shown(steps[0], packed), 3, "run.ckpt8", "checksum")
 
 

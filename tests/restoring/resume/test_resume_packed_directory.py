@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from disk_kit import flip_bit
 from packed_kit import pack, save_sliced
 from resume_kit import same, snapshot
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -100,9 +101,7 @@ def test_a_plain_directory_and_a_container_of_it_resume_as_well(saved, tmp_path)
 def test_damage_of_a_plain_directory_changes_nothing(saved, tmp_path):
     plain = shutil.copytree(saved / "plain-get_state_dict", tmp_path / "plain")
     file = max(plain.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip_bit(file)
     model, optimizer = make(1)
     before = snapshot(model, optimizer)
     with pytest.raises(InputError, match="is damaged"):
