@@ -172,7 +172,7 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
 def _homes(source: Bundle, members: Iterable[Member]) -> list[DcpCheckpoint]:
     """The distributed checkpoints that ``members`` of a source belong to."""
     paths = {member.path for member in members}
-    found = [each.home for each in source.found if isinstance(each, DcpMember) and each.path in paths]
+    found = [member.home for member in source.distributed if member.path in paths]
     return list({id(home): home for home in found}.values())
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt8 import __version__
-from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import StepError
@@ -53,7 +52,7 @@ def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
     """
     with open_source(path, containers=containers) as bundle:
         # A distributed checkpoint is one even where no tensor in it has elements.
-        known = bundle.holds_tensors or any(isinstance(member, DcpMember) for member in bundle.found)
+        known = bundle.holds_tensors or bool(bundle.distributed)
         if bundle.directory is not None and not known:
             raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
         yield bundle

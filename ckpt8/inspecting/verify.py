@@ -28,7 +28,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, cut, put
@@ -252,7 +252,7 @@ class Originals:
     """The plain directory ``path``. ``data`` and ``parts`` are its slices; ``bundles`` are the originals of ranks."""
 
     def __init__(self, joined: JoinedReader, source: Bundle, workers: Workers) -> None:
-        members = [member for member in source.found if isinstance(member, DcpMember)]
+        members = source.distributed
         homes = {id(member.home): member.home for member in members}
         if len(homes) != 1:
             raise CheckFailedError(
@@ -434,7 +434,7 @@ def differing_values(joined: JoinedReader, originals: Originals, workers: Worker
 
 
 def _assembled(source: Bundle) -> Bundle:
-    members = [member for member in source.found if isinstance(member, DcpMember)]
+    members = source.distributed
     return Bundle.of(dcp.assemble(Bundle(source.path, members, source.directory)).data, source.label)
 
 

@@ -113,6 +113,11 @@ class Bundle:
         """The members that a reader knows."""
         return [member for member in self.found if member.checkpoint.format in READERS]
 
+    @property
+    def distributed(self) -> list[DcpMember]:
+        """The files of distributed checkpoints."""
+        return [member for member in self.found if isinstance(member, DcpMember)]
+
     def only(self, path: str) -> Bundle:
         """One member, or the folder of a distributed checkpoint, as a source. Raises UsageError with the choices."""
         distributed = (m for m in self.found if isinstance(m, DcpMember) or rank_file(m.path, m.checkpoint.tree))

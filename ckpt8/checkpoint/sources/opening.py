@@ -9,7 +9,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp.metadata import METADATA
 from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, refuse_share, walk
@@ -169,7 +168,7 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
 def _whole(path: Path, bundle: Bundle, check: Callable[[], None]) -> OpenMember:
     """The files of a distributed checkpoint as one; ``check`` reads every byte. Raises InputError, UnsupportedError."""
     data, notes = Composite(str(path)), list[str]()
-    members = [each for each in bundle.found if isinstance(each, DcpMember)]
+    members = bundle.distributed
     if not members:
         raise InputError(f"{path}: {METADATA} names no file that can be read; give the whole directory")
     if any(member.home is not members[0].home for member in members):

@@ -21,7 +21,7 @@ from ckpt8.core.text import listed, shown
 
 def matches(members: Bundle) -> bool:
     """Whether there is a ``.metadata`` with its files."""
-    return any(isinstance(member, DcpMember) or member.holds_tensors for member in members.found)
+    return bool(members.distributed) or any(member.holds_tensors for member in members.found)
 
 
 def assemble(members: Bundle) -> Content:

@@ -132,7 +132,7 @@ class PlainDirectory:
 
     def __init__(self, source: Bundle, share: Share) -> None:
         self.path, self.check_unchanged = source.path, source.check_unchanged
-        members = [member for member in source.found if isinstance(member, DcpMember)]
+        members = source.distributed
         homes = {id(member.home): member.home for member in members}
         unread = next((member for member in source.found if member.holds_tensors), None)
         if unread is not None:
