@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from budget_kit import run_of
-from plain_codecs import SYMBOLS, plane_lengths, unpacked
+from plain_codecs import SYMBOLS
 from plain_reader import Plain
 from reference_kit import LAYOUTS, masters
 from test_decoded_copies import tree_of
 from test_format import FORMAT, agrees
-from test_symbols import MODES, fill, holding
 
 import ckpt8
 from ckpt8.container import header
-from ckpt8.container.symbol_modes import Mode
 
 CHUNK = 1 << 20
 STEPPED = {"lattice/1", "rclog/1", "vscaled/1"}
@@ -84,16 +82,6 @@ def test_packs_of_symbols(tmp_path):
 def test_copies_of_decoded_masters(layout, dtype, tmp_path):
     _, path = written(tree_of(layout, dtype, masters()), tmp_path, preset="archive")
     assert codecs(agrees(path)) >= {"reference/2", *STEPPED}
-
-
-@pytest.mark.parametrize("shape", MODES)
-@pytest.mark.parametrize("zero_first", [False, True])
-def test_every_mode_reads_from_the_specification_alone(shape, zero_first):
-    x, (*form, bits) = holding(*shape), shape
-    mode = Mode(*form, 0 if zero_first else int(x.max()) + 1, bits)
-    planes = [bytes(plane.tolist()) for plane in fill(x, mode, "torch")]
-    assert [len(plane) for plane in planes] == plane_lengths(mode.stated, len(x))
-    assert unpacked(planes, mode.stated, len(x)).tolist() == x.tolist()
 
 
 @pytest.mark.parametrize("preset", ["flash", "lossless"])

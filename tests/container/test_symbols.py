@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from plain_codecs import plane_lengths, unpacked
 
 from ckpt8.container import frames, symbols
 from ckpt8.container.symbol_modes import DIGITS, MOST_BITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
@@ -19,21 +20,6 @@ MODES = [
     for bits in ((0, *range(1, MOST_BITS + 1)) if raw == 0 else (0,))
     for over in range(4 - raw - (bits > 0))
 ]  # every form that a manifest may state
-
-
-def expected(mode, planes, count):
-    """What four planes of bytes stand for, by the definition alone: no code of the package."""
-    raw, base, over, top, bits = mode
-    per_byte, found, m = {3: 5, 6: 3, 16: 2, 256: 1}[base], [], (count + 7) // 8
-    for i in range(count):
-        rest = planes[0][i // per_byte] // base ** (i % per_byte) % base
-        rest += int.from_bytes(bytes(plane[i] for plane in planes[1 : 1 + over]), "big")
-        symbol = rest << 8 * raw | int.from_bytes(bytes(plane[i] for plane in planes[1 + over : 1 + over + raw]), "big")
-        if bits:
-            joint = int.from_bytes(planes[1 + over][i % m :: m], "little")
-            symbol = symbol << bits | joint >> bits * (i // m) & (1 << bits) - 1
-        found.append(symbol - 1 if top == 0 else -1 if symbol == top else symbol)
-    return found
 
 
 def holding(raw, base, over, bits=0, count=103, seed=0):
@@ -58,13 +44,15 @@ def fill(x, mode, backend):
 @pytest.mark.parametrize("shape", MODES)
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_every_mode_holds_its_symbols(shape, zero_first):
+    """What a reader of FORMAT.md alone finds in the planes is what they were made of."""
     x = holding(*shape)
     *form, bits = shape
     mode = Mode(*form, 0 if zero_first else int(x.max()) + 1, bits)
     found = {backend: fill(x, mode, backend) for backend in BACKENDS}
     planes = [bytes(plane.tolist()) for plane in found["torch"]]
     assert [bytes(plane.tolist()) for plane in found["numba"]] == planes
-    assert expected(mode, planes, len(x)) == x.tolist()
+    assert [len(plane) for plane in planes] == plane_lengths(mode.stated, len(x))
+    assert unpacked(planes, mode.stated, len(x)).tolist() == x.tolist()
     assert Mode.of(list(mode.stated)) == mode
     for backend in BACKENDS:
         assert torch.equal(symbols.unpack(found["torch"], Packing(mode, len(x)), "x", backend), x)
@@ -87,7 +75,7 @@ def test_bits_of_any_count(count, bits):
     x, mode = holding(0, 256, 1, bits, max(count, 4))[:count], Mode(0, 256, 2, 0, bits)
     found = [[bytes(plane.tolist()) for plane in fill(x, mode, backend)] for backend in BACKENDS]
     assert found[0] == found[1]
-    assert expected(mode, found[0], count) == x.tolist()
+    assert unpacked(found[0], mode.stated, count).tolist() == x.tolist()
     for backend in BACKENDS:
         assert torch.equal(symbols.unpack(fill(x, mode, backend), Packing(mode, count), "x", backend), x)
 
