@@ -89,6 +89,22 @@ def parts(small):
     return unpack(small.read_bytes())
 
 
+@pytest.fixture
+def written(parts, tmp_path):
+    """A function that writes the container with its manifest changed, under a valid seal."""
+    metadata, entries, manifest = parts
+
+    def write(change):
+        changed = copy.deepcopy(manifest)
+        change(changed)
+        assert json.dumps(changed) != json.dumps(manifest)
+        path = tmp_path / "x.ckpt8"
+        path.write_bytes(pack(changed, entries, metadata))
+        return path
+
+    return write
+
+
 def is_detected(path):
     """Whether opening or verifying raises InputError. Any other exception goes on."""
     try:
@@ -461,29 +477,12 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_manifests(name, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    MALFORMED[name](changed)
-    assert changed != manifest
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+def test_malformed_manifests(name, written, small, tmp_path):
+    path = written(MALFORMED[name])
     started = time.process_time()
     assert is_detected(path)
-    exercise(path, small.with_suffix(".pt"), tmp_path)
+    assert "restore" in exercise(path, small.with_suffix(".pt"), tmp_path)
     assert time.process_time() - started < 5
-
-
-@pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_manifests_are_not_restored(name, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    MALFORMED[name](changed)
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
-    with pytest.raises(InputError):
-        ckpt8.restore(path, tmp_path / "restored")
-    assert list(tmp_path.iterdir()) == [path]
 
 
 TENSORS = {
@@ -501,13 +500,12 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_do_not_fit_their_storage(name, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    (record,) = (tensor for tensor in changed["tensors"] if tensor["name"] == W)
-    record |= TENSORS[name]
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+def test_tensors_that_do_not_fit_their_storage(name, written, small, tmp_path):
+    def change(manifest):
+        (record,) = (tensor for tensor in manifest["tensors"] if tensor["name"] == W)
+        record |= TENSORS[name]
+
+    path = written(change)
     if name != "many dimensions":
         with pytest.raises(InputError), ckpt8.open(path) as file:
             file.get_tensor(W)
@@ -533,14 +531,9 @@ def test_tensors_that_do_not_fit_their_storage(name, parts, small, tmp_path):
         {"id": "lossless/1", "R": 1},
     ],
 )
-def test_unknown_codecs_are_unsupported(codec, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    _storage(W, codec=codec)(changed)
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+def test_unknown_codecs_are_unsupported(codec, written):
     with pytest.raises(UnsupportedError, match=r"codec"):
-        ContainerReader(path)
+        ContainerReader(written(_storage(W, codec=codec)))
 
 
 @pytest.mark.parametrize(
@@ -557,26 +550,17 @@ def test_unknown_codecs_are_unsupported(codec, parts, small, tmp_path):
         {"id": "companded8/1", "signed": True, "Q": 255, "p": 1},
     ],
 )
-def test_parameters_of_companded8_that_it_does_not_have(codec, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    _storage("optimizer.state.0.exp_avg", codec=codec)(changed)
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+def test_parameters_of_companded8_that_it_does_not_have(codec, written, small, tmp_path):
+    path = written(_storage("optimizer.state.0.exp_avg", codec=codec))
     assert is_detected(path)
     exercise(path, small.with_suffix(".pt"), tmp_path)
 
 
 @pytest.mark.parametrize("name", [W, "optimizer.state.0.exp_avg"])
 @pytest.mark.parametrize("dtype", ["int32", "float64", "float16", "uint8", "complex64", "qint8", "float8_e4m3fn"])
-def test_a_codec_on_a_type_that_it_is_not_for(name, dtype, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    _storage(name, dtype=dtype)(changed)
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
-    refused = exercise(path, small.with_suffix(".pt"), tmp_path)
-    assert {"verify", "restore"} <= refused
+def test_a_codec_on_a_type_that_it_is_not_for(name, dtype, written, small, tmp_path):
+    path = written(_storage(name, dtype=dtype))
+    assert {"verify", "restore"} <= exercise(path, small.with_suffix(".pt"), tmp_path)
 
 
 ERRORS = [
@@ -595,13 +579,12 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=range(len(ERRORS)))
-def test_hostile_figures(error, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    for record in [*changed["storages"], *changed["parameters"]]:
-        record["error"] = error
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+def test_hostile_figures(error, written, small, tmp_path):
+    def change(manifest):
+        for record in [*manifest["storages"], *manifest["parameters"]]:
+            record["error"] = error
+
+    path = written(change)
     exercise(path, small.with_suffix(".pt"), tmp_path)
     with contextlib.suppress(InputError):
         assert ckpt8.verify(path, small.with_suffix(".pt")).failures
@@ -629,11 +612,8 @@ def test_a_member_cannot_name_a_file_elsewhere(name, parts, tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_members_that_are_none_or_several(count, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = manifest | {"members": manifest["members"] * count}
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+def test_members_that_are_none_or_several(count, written, small, tmp_path):
+    path = written(_set("members", lambda members: members * count))
     exercise(path, small.with_suffix(".pt"), tmp_path)
     with pytest.raises(InputError):
         ckpt8.restore(path, tmp_path / "restored")
