@@ -23,7 +23,14 @@ SHAPES = ((70, 97), (100,), ())
 
 LINEAR = "companded8(signed=False)"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-each_kind = pytest.mark.parametrize("name", ["AdamW", "StableAdamW", "SGD", "CAME"])
+KINDS = ("AdamW", "StableAdamW", "SGD", "CAME")
+each_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def kinds(*quick):
+    """Each kind; slow, which is to say on a device alone, are those whose kernels have nothing of their own here."""
+    marked = [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in KINDS]
+    return pytest.mark.parametrize("name", marked)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +126,7 @@ def test_matrices(shapes, arguments, monkeypatch):
     compare(*pair("CAME", BF16, shapes=shapes, **arguments))
 
 
-@each_kind
+@kinds("StableAdamW", "CAME")
 def test_blocks_of_the_size_of_a_device(name, monkeypatch):
     monkeypatch.setattr(launches, "BLOCK", 1024)
     compare(*pair(name, BF16, shapes=((65, 64), (7,))))
@@ -208,7 +215,7 @@ def copy_of(tree):
     return [copy_of(value) for value in tree] if isinstance(tree, list) else tree
 
 
-@each_kind
+@kinds("AdamW", "CAME")
 def test_gradient_release(name):
     one, other = pair(name, BF16, shapes=((70, 70), (9,)))
     x = torch.randn(70, generator=torch.Generator().manual_seed(1)).to(BF16)
