@@ -63,10 +63,6 @@ BYTES = {"bf16": (2, 2, 1), "fp32": (4, 4, 0), "fp16": (2, 2, 4), "linear": (2, 
 """Of a gradient, a parameter and what completes it."""
 
 PER_THREAD = kernels.BLOCK // (32 * kernels.OPTIONS["num_warps"])
-TARGETS = pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
-)
-EACH = pytest.mark.parametrize(("module", "name"), KERNELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -139,9 +135,14 @@ def entries(kernel: Fused) -> int:
     return len(re.findall(r"ld\.global\.b64 \{ %rd\d+ \}", kernel.ptx))
 
 
+CAPABILITIES = [
+    *((*kernel, 90) for kernel in KERNELS),
+    *((module, "step_kernel", capability) for module in ("adamw", "came") for capability in (80, 100)),
+]
+
+
 @pytest.mark.by_default("came-step_kernel-90")
-@TARGETS
-@EACH
+@pytest.mark.parametrize(("module", "name", "capability"), CAPABILITIES)
 def test_bf16(tmp_path, module, name, capability):
     kernel = block_kernel(module, name, "bf16", False, capability, tmp_path)
     assert_nothing_is_spilled(kernel)
@@ -154,21 +155,37 @@ def test_bf16(tmp_path, module, name, capability):
         assert kernel.usage["REG"] <= 102
 
 
-@pytest.mark.slow
-@EACH
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout(tmp_path, module, name, layout):
-    for masked in (False, True):
-        kernel = block_kernel(module, name, layout, masked, 90, tmp_path)
-        assert_nothing_is_spilled(kernel, spare=True)
-        assert_rounded_once(kernel)
-        if not masked and name == "step_kernel":
-            assert_wide(kernel, module, layout)
+OTHER_LAYOUTS = [
+    *((module, "step_kernel", layout, False) for module in ("adamw", "came") for layout in LAYOUTS if layout != "bf16"),
+    ("adam", "step_kernel", "fp16", True),
+    ("stable_adamw", "sum_kernel", "fp32", True),
+    ("stable_adamw", "step_kernel", "linear", True),
+    ("sgd", "step_kernel", "small", True),
+    ("lion", "step_kernel", "fp32", True),
+    ("came", "sum_kernel", "fp16", True),
+    ("came", "step_kernel", "bf16", True),
+    ("came", "tile_kernel", "fp32", False),
+    ("came_vector", "sum_kernel", "linear", True),
+    ("came_vector", "step_kernel", "small", True),
+]
+"""Each layout with both shapes of a second moment; each kernel that a layout changes with another one, and masked."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["adamw", "stable_adamw", "sgd", "lion", "came"])
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("module", "name", "layout", "masked"), OTHER_LAYOUTS)
+def test_other_layouts(tmp_path, module, name, layout, masked):
+    kernel = block_kernel(module, name, layout, masked, 90, tmp_path)
+    assert_nothing_is_spilled(kernel, spare=True)
+    assert_rounded_once(kernel)
+    if not masked and name == "step_kernel":
+        assert_wide(kernel, module, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "scaled"),
+    [*((module, True) for module in ("adamw", "stable_adamw", "sgd", "lion", "came")), ("adamw", False)],
+)
 def test_prologues(tmp_path, module, scaled):
     """What is done once per tensor, in float64, of which nothing is fused either."""
     found = vars(importlib.import_module(f"ckpt8.optim.triton.{module}"))
