@@ -290,7 +290,7 @@ class Casts:
 
     extent: Extent
     figures: dict[str, dict[str, Cast]] = field(
-        default_factory=lambda: {known.id: {RAW: Cast(), SCALED: Cast()} for known in FORMATS}
+        default_factory=lambda: {number_format.id: {RAW: Cast(), SCALED: Cast()} for number_format in FORMATS}
     )
 
     def to_json(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -307,13 +307,13 @@ class Casts:
             return
         unit, largest = self.extent.unit, self.extent.largest
         scaled = scaled_by(finite, unit)
-        for known in FORMATS:
-            self._round(known, RAW, finite, 1.0, unit)
-            if known.scaling == "unit":
-                self._round(known, SCALED, scaled, unit, 1.0)
+        for number_format in FORMATS:
+            self._round(number_format, RAW, finite, 1.0, unit)
+            if number_format.scaling == "unit":
+                self._round(number_format, SCALED, scaled, unit, 1.0)
             elif largest:
-                factor = known.largest / (largest * unit)
-                self._round(known, SCALED, finite.double() * unit * factor, unit * factor, 1 / factor)
+                factor = number_format.largest / (largest * unit)
+                self._round(number_format, SCALED, finite.double() * unit * factor, unit * factor, 1 / factor)
 
     def _round(self, form: NumberFormat, kind: str, exact: torch.Tensor, scale: float, unit: float) -> None:
         """Round ``exact``: finite elements times ``scale``. Times ``unit`` they have an RMS of 1."""
@@ -359,7 +359,9 @@ _BECOME = {"overflow": "overflow", "underflow": "become zero"}
 
 def format_reports(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every format its bounds, the losses and the verdict by role, and all verdicts in one line."""
-    return [_format_report(known, [t for t in tensors if t["formats"] is not None]) for known in FORMATS]
+    return [
+        _format_report(number_format, [t for t in tensors if t["formats"] is not None]) for number_format in FORMATS
+    ]
 
 
 def _format_report(each: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:

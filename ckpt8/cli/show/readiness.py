@@ -21,8 +21,10 @@ def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool
     """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
     console.print("\n[bold]Low-precision readiness[/]")
     console.print(_coverage(readiness))
-    for known in readiness["formats"]:
-        console.print(f"[bold]{escape(known['label'])}[/]{escape(known['line'].removeprefix(known['label']))}")
+    for number_format in readiness["formats"]:
+        console.print(
+            f"[bold]{escape(number_format['label'])}[/]{escape(number_format['line'].removeprefix(number_format['label']))}"
+        )
     show_table(console, _COLUMNS, _rows(readiness["formats"]))
     if "against" in readiness:
         _show_measured(console, readiness["against"])
@@ -47,9 +49,9 @@ def _coverage(readiness: dict[str, Any]) -> str:
 
 
 def _rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
-    for known in formats:
-        name, ideal = known["label"], f"{known['ideal_snr_db']:.1f}"
-        for role, report in known["roles"].items():
+    for number_format in formats:
+        name, ideal = number_format["label"], f"{number_format['ideal_snr_db']:.1f}"
+        for role, report in number_format["roles"].items():
             yield name, ideal, ROLE_WORDS[role], *_cells(report[RAW]), *_cells(report[SCALED])
             name = ideal = ""
 
@@ -71,7 +73,7 @@ def _show_measured(console: Console, against: dict[str, Any]) -> None:
 def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
     """Print the SNR of every tensor by format, raw and scaled."""
     console.print("\n[bold]SNR in dB, raw and scaled[/]")
-    formats = {known["format"]: known["label"] for known in readiness["formats"]}
+    formats = {number_format["format"]: number_format["label"] for number_format in readiness["formats"]}
     rows = [
         (
             tensor["label"],
