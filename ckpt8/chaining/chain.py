@@ -144,9 +144,9 @@ class ChainRun:
         return os.path.lexists(self._order.folder)
 
     def _refuse_nothing(self) -> None:
-        folder, found = self._order.folder, self._order.listing()
-        if not (found.progress or any(map(is_container, folder.iterdir())) or self.packed()):
-            skipped = listed(f"{path.name} is left alone, {why}" for path, why in found.skipped.items())
+        folder, listing = self._order.folder, self._order.listing()
+        if not (listing.progress or any(map(is_container, folder.iterdir())) or self.packed()):
+            skipped = listed(f"{path.name} is left alone, {why}" for path, why in listing.skipped.items())
             raise InputError(
                 f"{folder}: holds no checkpoints of a run{skipped and ': '}{skipped}; ckpt8 compress takes a single one"
             )
@@ -155,9 +155,9 @@ class ChainRun:
         """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
         if self._watch and not self._is_there():
             return [], False
-        found = self._order.listing()
-        problems = {path: self._rest.problem(path) for path in found.progress}
-        left = found.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
+        listing = self._order.listing()
+        problems = {path: self._rest.problem(path) for path in listing.progress}
+        left = listing.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
         self._raw = left - self._done.keys()
         taken: set[Path] = set()
         jobs, is_waiting = [], False
@@ -264,7 +264,7 @@ def _batches(targets: dict[Path, Path], settings: Settings, *, force: bool) -> I
     ]
     yield left
     finished = {job.source for job in left if not os.path.lexists(job.source)}
-    yield [job_for(*each, settings, force=force) for each in targets.items() if each[0] not in finished]
+    yield [job_for(*pair, settings, force=force) for pair in targets.items() if pair[0] not in finished]
 
 
 def job_for(source: Path, target: Path, settings: Settings, *, force: bool) -> Job:

@@ -57,7 +57,7 @@ def refuse_removal(source: Path) -> None:
         if any(final == home or final in home.parents for home in homes):
             raise UsageError(f"{source}: is or holds the current or the home directory, which --remove leaves alone")
         device = final.stat().st_dev
-        folders = [Path(each) for each, _, _ in os.walk(final)] if final.is_dir() else []
+        folders = [Path(folder) for folder, _, _ in os.walk(final)] if final.is_dir() else []
         for folder in folders:
             if folder.lstat().st_dev != device or os.path.ismount(folder):
                 raise OutputError(f"{source}: holds another file system, {folder}, and cannot be removed")
@@ -106,7 +106,7 @@ def _verified(
 def _needed(container: Path) -> list[Path]:
     """The files that ``container`` is read from: itself and those below it. Raises InputError."""
     with ContainerReader(container) as reader:
-        return [each.path.resolve() for each in (reader, *reader.links())]
+        return [link.path.resolve() for link in (reader, *reader.links())]
 
 
 def _look(path: Path) -> Look:
@@ -173,12 +173,12 @@ def interrupted(folder: Path, homes: Iterable[Path]) -> list[tuple[Path, Path, P
     cut. Empty where a folder cannot be read.
     """
     with suppress(OSError):
-        found = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.fullmatch(path.name))]
-        homes = dict.fromkeys((*homes, folder)) if found else ()
+        asides = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.fullmatch(path.name))]
+        homes = dict.fromkeys((*homes, folder)) if asides else ()
         seals = {(stated_seal(path) or "")[:_SEAL_KEPT]: path for home in homes for path in sorted(home.iterdir())}
         return [
             (path, folder / _name_of(match[1], seals.get(match[2])), seals.get(match[2]))
-            for path, match in found
+            for path, match in asides
             if stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR)
         ]
     return []
@@ -282,7 +282,7 @@ class Settings:
             if not most <= bound:
                 return f"has a max |Δu| of {most:.3g}, above {bound:g}"
         lossy = [storage for storage in manifest.storages if codec_from_config(storage.codec).measured_as is not None]
-        if lossy and all(each.error is None for each in lossy):
+        if lossy and all(error.error is None for error in lossy):
             return "carries no statistics, by which it could be checked"
         return None
 
@@ -291,7 +291,7 @@ def _rules(texts: Sequence[str]) -> str:
     return f"the rules {listed(texts)}" if texts else "no rules"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What became of a checkpoint: ``bytes`` of ``source`` and ``stored`` bytes of ``target``, None while it has none.
 
@@ -346,41 +346,43 @@ class Job:
 
     def run(self, progress: Progress = lambda _: None) -> Outcome:
         """Do it. An exception is part of the outcome."""
-        return self._outcome(lambda found: self._run(found, progress))
+        return self._outcome(lambda outcome: self._run(outcome, progress))
 
     def preview(self) -> Outcome:
         """Find out what ``run`` would do, without writing anything. An exception is part of the outcome."""
         return self._outcome(self._preview)
 
-    def _outcome(self, fill: Callable[[dict[str, Any]], None]) -> Outcome:
+    def _outcome(self, fill: Callable[[Outcome], None]) -> Outcome:
         started = time.perf_counter()
-        found: dict[str, Any] = {}
+        outcome = Outcome(self.source, self.target)
         with noting_replaced() as replaced:
             try:
-                fill(found)
+                fill(outcome)
             except Exception as exc:
-                found["error"] = exc
-        found.setdefault("replaced", next(iter(replaced), None))
-        return Outcome(self.source, self.target, seconds=time.perf_counter() - started, **found)
+                outcome.error = exc
+        if outcome.replaced is None:
+            outcome.replaced = next(iter(replaced), None)
+        outcome.seconds = time.perf_counter() - started
+        return outcome
 
-    def _run(self, found: dict[str, Any], progress: Progress) -> None:
+    def _run(self, outcome: Outcome, progress: Progress) -> None:
         if self.problem is not None:
             raise self.problem
         if self.aside is not None:
-            self._finish(self.aside, found, progress)
+            self._finish(self.aside, outcome, progress)
             return
         if self.settings.remove:
             refuse_removal(self.source)
-        found["present"] = self.is_done(progress)
-        if not found["present"]:
+        outcome.present = self.is_done(progress)
+        if not outcome.present:
             options = {**self.settings.options, "force": self.force, "progress": progress}
             compress(self.source, self._named_target, **options)
-        self._read(found)
+        self._read(outcome)
         if self.settings.remove:
             remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
-            found["removed"] = True
+            outcome.removed = True
 
-    def _preview(self, found: dict[str, Any]) -> None:
+    def _preview(self, outcome: Outcome) -> None:
         options = self.settings.options
         if self.problem is not None:
             raise self.problem
@@ -390,43 +392,43 @@ class Job:
             )
         if self.aside is None and self.settings.remove:
             refuse_removal(self.source)
-        found["present"] = self.is_done(None)
-        if found["present"]:
-            self._read(found)
+        outcome.present = self.is_done(None)
+        if outcome.present:
+            self._read(outcome)
         else:
             target_of(self.source, self._named_target, force=self.force)
-            found["replaced"] = any_file(self.target) if self.target.exists() else None
+            outcome.replaced = any_file(self.target) if self.target.exists() else None
             if self.target.parent.is_dir() and not os.access(self.target.parent, os.W_OK | os.X_OK):
                 raise OutputError(f"{self.target}: cannot be written: {os.strerror(errno.EACCES)}")
             if isinstance(base := wanted(options.get("base")), Path):
                 with ContainerReader(base) as reader:
-                    found["base"] = reader.path.name
+                    outcome.base = reader.path.name
             preset, rules, budget, bound = map(options.get, ("preset", "rules", "budget", "max_update_error"))
             policy = Policy.of(preset, rules or (), budget, bound)
-            found["bytes"], found["predicted"] = predicted_bytes(self.source, policy, options.get("threads"))
-        found["would_remove"] = self.settings.remove
+            outcome.bytes, outcome.predicted = predicted_bytes(self.source, policy, options.get("threads"))
+        outcome.would_remove = self.settings.remove
 
     @property
     def _named_target(self) -> Path | None:
         """The target; None for the default one, which is replaced only if it is a checkpoint."""
         return None if self.target == default_target(self.source) else self.target
 
-    def _finish(self, aside: Path, found: dict[str, Any], progress: Progress) -> None:
+    def _finish(self, aside: Path, outcome: Outcome, progress: Progress) -> None:
         """Finish a removal that was interrupted."""
         container, threads = self.target if self.present else None, self.settings.options.get("threads")
         unwanted = self.settings.difference
         finish_removal(aside, self.source, container, unwanted=unwanted, threads=threads, progress=progress)
-        self._read(found)
-        found["present"] = found["removed"] = True
+        self._read(outcome)
+        outcome.present = outcome.removed = True
 
-    def _read(self, found: dict[str, Any]) -> None:
+    def _read(self, outcome: Outcome) -> None:
         """Add what the target says of itself."""
         with ContainerReader(self.target) as reader:
             manifest = reader.manifest
-            found["base"] = manifest.base and manifest.base.path
-            found["steps"] = step_facts(manifest, count_whole)
-            found["bytes"] = sum(member.size for member in manifest.members)
-            found["stored"] = reader.size
+            outcome.base = manifest.base.path if manifest.base else None
+            outcome.steps = step_facts(manifest, count_whole)
+            outcome.bytes = sum(member.size for member in manifest.members)
+            outcome.stored = reader.size
 
     def is_done(self, progress: Progress | None) -> bool:
         """Whether the target is what was asked for; False where it is to be replaced. Without ``progress`` by its head.

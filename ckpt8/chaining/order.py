@@ -25,13 +25,13 @@ Look = tuple[tuple[str, int, int, int, int], ...]
 
 def look_at(path: Path) -> Look:
     """What a file, or a directory with everything in it, looks like without following links. Raises OSError."""
-    found = [_entry("", path.lstat())]
-    if stat.S_ISDIR(found[0][1]):
+    entries = [_entry("", path.lstat())]
+    if stat.S_ISDIR(entries[0][1]):
         for folder, folders, names in os.walk(path, onerror=_raise):
             for name in (*folders, *names):
-                each = Path(folder, name)
-                found.append(_entry(str(each.relative_to(path)), each.lstat()))
-    return tuple(sorted(found))
+                inside = Path(folder, name)
+                entries.append(_entry(str(inside.relative_to(path)), inside.lstat()))
+    return tuple(sorted(entries))
 
 
 def _raise(error: OSError) -> None:
@@ -133,7 +133,7 @@ class RunOrder:
 
     def listing(self) -> Listing:
         """What is in the folder. Those that have no step come last, by epoch and time. Raises InputError."""
-        found = []
+        rows = []
         skipped = {}
         for entry in checkpoints_in(self.folder):
             try:
@@ -153,8 +153,8 @@ class RunOrder:
             step, _ = step_of(name, step, None if facts is None else facts.counted)
             epoch = epoch_in_name(name) if epoch is None else epoch
             order = (math.inf if step is None else step, math.inf if epoch is None else epoch)
-            found.append((order, changed, name, entry.path))
-        return Listing({path: order for order, _, _, path in sorted(found)}, skipped)
+            rows.append((order, changed, name, entry.path))
+        return Listing({path: order for order, _, _, path in sorted(rows)}, skipped)
 
     def _facts(self, path: Path, look: Look) -> Facts | None:
         """What a checkpoint says; None for a file that is none."""

@@ -58,7 +58,7 @@ class Budget:
         return cls(float(steps), min(_LARGEST_U, 2.0 ** math.floor(math.log2(steps))), 1.0)
 
     def bounded(self, error: float) -> Budget:
-        """The same steps, with updates that err by ``error`` at most, or by what every budget allows."""
+        """A budget of as many steps, with updates that err by ``error`` at most, or by what every budget allows."""
         return replace(self, u_max=float(min(_LARGEST_U, 2 * error)))
 
     def second(self, beta1: float, beta2: float) -> float:

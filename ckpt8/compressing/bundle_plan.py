@@ -34,13 +34,13 @@ def plan_bundle(bundle: Bundle, policy: Policy, measured: Measured | None = None
 def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured | None = None) -> list[Plan]:
     """The plan of all members under each policy. Raises as ``plan_bundle``."""
     trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
-    found = plan_members(bundle, policies[0])
-    views = views_of(found.tensors)
+    first = plan_members(bundle, policies[0])
+    views = views_of(first.tensors)
     plans: list[Plan] = []
     stepped: Plan | None = None
     for policy in policies:
-        units = found.units if policy is policies[0] else [_chosen(unit, found, views, policy) for unit in found.units]
-        plan = Plan(units, found.tensors, found.chosen)
+        units = first.units if policy is policies[0] else [_chosen(unit, first, views, policy) for unit in first.units]
+        plan = Plan(units, first.tensors, first.chosen)
         refer_to_masters(plan, bundle, trees, policy)
         if policy.budget is not None:
             if stepped is None:
@@ -56,7 +56,7 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured
 
 
 def plan_members(bundle: Bundle, policy: Policy) -> Plan:
-    """As ``plan_bundle``, without what only elements tell: which storages are copies of others. Raises the same."""
+    """The plan of all members, which leaves open which storages are copies of others. Raises as ``plan_bundle``."""
     members = [(member.path, member.checkpoint) for member in bundle.members]
     names = Names()
     plan = Plan([])

@@ -93,14 +93,14 @@ def rounded_masters(
 
     ``copy`` is its element type; ``master`` gives the fp32 elements of a run.
     """
-    found, dtype = [], copied.rounded_type(copy)
+    pieces, dtype = [], copied.rounded_type(copy)
     for run in copied.cut(first, count):
         if run.storage is None:
-            found.append(torch.empty(run.length, dtype=dtype.torch))
-            fill_padding(found[-1], run.start)
+            pieces.append(torch.empty(run.length, dtype=dtype.torch))
+            fill_padding(pieces[-1], run.start)
         else:
-            found.append(round_to(dtype, master(run)))
-    return torch.cat([each.to(found[0].device) for each in found]) if len(found) != 1 else found[0]
+            pieces.append(round_to(dtype, master(run)))
+    return torch.cat([piece.to(pieces[0].device) for piece in pieces]) if len(pieces) != 1 else pieces[0]
 
 
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
@@ -114,7 +114,7 @@ def _store_parts(parts: Parts, packings: Mapping[str, Packing], *, copy: bool = 
 
 
 def in_own_pages(packed: PackedChunk) -> PackedChunk:
-    """The same chunk with its parts in memory pages of its own, which the system gets back when the chunk is freed.
+    """The chunk with its parts in memory pages of its own, which the system gets back when the chunk is freed.
 
     The allocator would keep much of them: parts of other chunks lie in between.
     """
@@ -144,7 +144,7 @@ class ChunkEncoder:
         return workers.map(self._store, work)
 
     def _store(self, work: Work) -> EncodedChunk:
-        """As ``store`` of ``pack``, with the symbols of one stream packed at a time."""
+        """Read, pack and compress one chunk; its streams share one buffer for symbols. Thread-safe."""
         chunk = self._encode(work, *self._read(work), reuse=True, overwrite=True)
         stored, packings = [], []
         for parts in chunk.parts:
@@ -158,7 +158,7 @@ class ChunkEncoder:
         return self._packed(self._encode(work, *self._read(work), reuse=True, overwrite=True))
 
     def encode(self, work: Work) -> PackedChunk:
-        """As ``pack``, with symbols as they are."""
+        """Read and encode one chunk; its symbols are not packed. Thread-safe."""
         return self._encode(work, *self._read(work))
 
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
@@ -166,11 +166,11 @@ class ChunkEncoder:
         return self._packed(self._encode(work, originals, crcs, reuse=True))
 
     def _packed(self, chunk: PackedChunk) -> PackedChunk:
-        found = [self.pack_symbols(parts) for parts in chunk.parts]
-        return replace(chunk, parts=[parts for parts, _ in found], packings=[packings for _, packings in found])
+        packed = [self.pack_symbols(parts) for parts in chunk.parts]
+        return replace(chunk, parts=[parts for parts, _ in packed], packings=[packings for _, packings in packed])
 
     def pack_symbols(self, parts: Parts) -> tuple[Parts, dict[str, Packing]]:
-        """As ``symbols.pack_parts``."""
+        """The parts with their symbols packed, and how each of these is."""
         return symbols.pack_parts(parts, self._backend)
 
     def _read(self, work: Work) -> tuple[list[torch.Tensor], list[int]]:
@@ -240,7 +240,7 @@ class ChunkEncoder:
 
     def _pack_copy(self, stream: Stream, x: torch.Tensor, first: int) -> Parts:
         """The parts of the elements ``x`` of a copy from ``first`` on. Raises RefusedError."""
-        assert stream.codec.copied is not None  # noqa: S101 - as the caller found
+        assert stream.codec.copied is not None  # noqa: S101 - the caller looked
         master = partial(self.master, device=x.device)
         rounded = rounded_masters(stream.codec.copied, stream.spec.dtype, first, x.numel(), master).to(x.device)
         return stream.codec.encode(x, companions={ROUNDED: rounded})

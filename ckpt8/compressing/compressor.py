@@ -87,14 +87,15 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
     own: list[Unit] = []
     alike: dict[Hashable, list[Unit]] = defaultdict(list)
     for unit in units:
-        for each in _parts_of(unit):
-            if _is_small(each):
-                alike[tuple((s.spec.role, s.spec.dtype, s.codec, s.fallback_codec) for s in each.streams)].append(each)
+        for piece in _parts_of(unit):
+            if _is_small(piece):
+                kind = tuple((s.spec.role, s.spec.dtype, s.codec, s.fallback_codec) for s in piece.streams)
+                alike[kind].append(piece)
             else:
-                own.append(each)
+                own.append(piece)
     groups = []
-    for found in alike.values():
-        for run in _cut(found):
+    for similar in alike.values():
+        for run in _cut(similar):
             if len(run) > 1:
                 groups.append(Group([_whole(unit) for unit in run]))
             else:
@@ -167,7 +168,7 @@ class PackedGroup:
 
 @dataclass(slots=True)
 class EncodedGroup:
-    """As ``PackedGroup``, compressed: (stored bytes, crc32) of every frame by part."""
+    """A ``PackedGroup`` whose parts are compressed: by name, the (stored bytes, crc32) of every frame."""
 
     units: list[EncodedUnit]
     packs: list[tuple[list[Stream], dict[str, list[tuple[bytes | memoryview, int]]], dict[str, Packing]]]
@@ -217,10 +218,10 @@ class GroupEncoder:
         return self._pack_each(units, packed)
 
     def _pack_each(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
-        """As ``_pack``: every unit is encoded and measured on its own."""
+        """Encode and measure every unit on its own; pack those that their codecs take, return the others."""
         refused: list[Unit] = []
         kept: list[Unit] = []
-        found: list[list[Parts]] = []
+        encoded: list[list[Parts]] = []
         for unit in units:
             chunk = self._encoder.encode((unit, 0))
             self._encoder.finish(unit, chunk.errors)
@@ -229,10 +230,10 @@ class GroupEncoder:
                 refused.append(unit.fallback(refusal))
                 continue
             kept.append(unit)
-            found.append(chunk.parts)
+            encoded.append(chunk.parts)
             packed.units.append(EncodedUnit(unit, chunk.errors, chunk.crcs))
         for place in range(len(units[0].streams) if kept else 0):
-            parts = [each[place] for each in found]
+            parts = [streams[place] for streams in encoded]
             joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             packed.packs.append(([unit.streams[place] for unit in kept], *self._encoder.pack_symbols(joined)))
         return refused
@@ -447,16 +448,16 @@ class Compressor:
             manifest.base = self.base
         manifest.key_reason = self._key_reason
         for index, tensor in enumerate(manifest.tensors):
-            if (found := self._slices.get(tensor.name)) is not None:
-                manifest.slices.append(SliceRecord(found[0], index, list(found[1])))
+            if (slice_ := self._slices.get(tensor.name)) is not None:
+                manifest.slices.append(SliceRecord(slice_[0], index, list(slice_[1])))
         self.seal = writer.finish(manifest, partial(check_base, manifest.base))
         return manifest
 
     def _check_budget(self, policy: Policy, errors: Sequence[tuple[Unit, StepError | None]]) -> None:
         """Raise OverBudgetError where the error exceeds the budget, unless the plan knows what was measured."""
         if policy.budget is not None and not self._plan.is_measured:
-            found, measured = excess(self._plan.shares, errors, policy.budget.steps)
-            if 1 < found < math.inf:
+            share, measured = excess(self._plan.shares, errors, policy.budget.steps)
+            if 1 < share < math.inf:
                 raise OverBudgetError(measured)
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:
@@ -483,8 +484,8 @@ class Compressor:
                 packed.append(chunk)
                 errors.merge(chunk.errors)
         self._encoder.finish(unit, errors)
-        for k, each in enumerate(packed):
-            each.errors = UnitErrors() if k else errors
+        for k, chunk in enumerate(packed):
+            chunk.errors = UnitErrors() if k else errors
         return packed, refused or self._refusal_of(unit, errors)
 
     def _names(self) -> list[str]:
@@ -497,9 +498,9 @@ class Compressor:
         while True:
             names, longest = list(shared), list(shared)
             for stream in streams:
-                found = [header.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
-                names += found[0]
-                most: list[str] = max(found, key=lambda each: (len(each), len("".join(each))))
+                choices = [header.entry_names(codec, stream.spec, self._slab) for codec in stream.codecs]
+                names += choices[0]
+                most: list[str] = max(choices, key=lambda entries: (len(entries), len("".join(entries))))
                 longest += most
             if header.reserved_size(longest) <= header.MAX_HEADER or self._slab > 1 << 40:
                 return names

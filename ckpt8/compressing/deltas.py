@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -84,8 +85,8 @@ class OpenBase(Closing):
     def check_target(self, target: Path) -> None:
         """Raise UsageError where writing ``target`` would replace the base or a file below it, InputError for these."""
         replaced = os.path.realpath(target)
-        for each in (self.reader, *self.reader.links()):
-            if os.path.realpath(each.path) == replaced:
+        for reader in (self.reader, *self.reader.links()):
+            if os.path.realpath(reader.path) == replaced:
                 raise UsageError(f"{target}: the base {self.path} needs this file; give another name")
 
     def parts(self, storage: int, chunk: int, codec: Codec) -> Parts:
@@ -98,8 +99,8 @@ class OpenBase(Closing):
     def whole_bytes(self, storage: int) -> int:
         """What a storage takes where it is kept whole: in the base or in a file below it. Raises BrokenBaseError."""
         reader, record = self.reader, self.manifest.storages[storage]
-        while record.base is not None and (found := reader.base()) is not None:
-            reader, record = found, found.manifest.storages[record.base]
+        while record.base is not None and (below := reader.base()) is not None:
+            reader, record = below, below.manifest.storages[record.base]
         return record.stored_bytes
 
     def record(self, target: Path) -> BaseRecord:
@@ -156,13 +157,13 @@ def find_partners(plan: Plan, base: Manifest) -> Partners:
         (_timeless(storage.name), storage.dtype, storage.numel, storage.role): index
         for index, storage in enumerate(base.storages)
     }
-    found = {}
+    partners = {}
     for stream in plan.streams:
         spec = stream.spec
         partner = named.get((_timeless(spec.name), spec.dtype, spec.numel, spec.role))
         if partner is not None and stream.index in own and own[stream.index] == other[partner]:
-            found[stream.index] = partner
-    return found
+            partners[stream.index] = partner
+    return partners
 
 
 def fits(plan: Plan, policy: Policy, base: Manifest) -> bool:
@@ -284,11 +285,11 @@ def open_bases(
     place = LENGTH if newest is None else newest.place + 1
     if newest is None or place == LENGTH:
         return
-    for each in _best(chain([newest], siblings), newest.key, place):
+    for sibling in _best(chain([newest], siblings), newest.key, place):
         # What is below it may be missing, or need the target.
-        with contextlib.suppress(InputError, UsageError), OpenBase(each.path, place) as base:
+        with contextlib.suppress(InputError, UsageError), OpenBase(sibling.path, place) as base:
             base.check_target(target)
-            if kept is None or _links(kept, each.path, target, is_needed=asked.only_linked):
+            if kept is None or _links(kept, sibling.path, target, is_needed=asked.only_linked):
                 yield base
 
 
@@ -318,10 +319,10 @@ def _links(kept: KeptBases, base: Path, target: Path, *, is_needed: bool) -> boo
 def _files_beside(target: Path) -> list[Path]:
     """The containers that may be a base: those beside the target, the newest first, then links to what is gone."""
     beside, links = containers_in(target.parent), links_in(target.parent)
-    found = {_inode(target): target}
+    files = {_inode(target): target}
     for path in (*_newest(written_once(beside)), *_newest(links)):
-        found.setdefault(_inode(path), path)
-    return list(found.values())[1 : _MOST_READ + 1]
+        files.setdefault(_inode(path), path)
+    return list(files.values())[1 : _MOST_READ + 1]
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
@@ -360,7 +361,7 @@ def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[_Sibli
             if sibling.place == place & (place - 1):
                 regular = sibling
                 break
-    return (each for each in dict.fromkeys((regular, newest)) if each is not None)
+    return (chosen for chosen in dict.fromkeys((regular, newest)) if chosen is not None)
 
 
 SAMPLE = 1 << 16
@@ -421,7 +422,7 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
     with Workers(threads) as workers:
 
         def tried(candidates: Sequence[_Candidate]) -> list[_Trial]:
-            return [trial for trial in workers.map(lambda each: _try(each, source, base), candidates) if trial]
+            return [trial for trial in workers.map(partial(_try, source=source, base=base), candidates) if trial]
 
         candidates = _candidates(streams.values(), partners, base)
         trials = tried(candidates)
@@ -448,7 +449,7 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
 
 def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -> list[_Candidate]:
     """The streams that may be differences."""
-    found = []
+    candidates = []
     for stream in streams:
         partner = partners.get(stream.index)
         if partner is None or stream.spec.role is Role.MOMENT1 or not stream.spec.numel:
@@ -456,33 +457,33 @@ def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -
         below = base.reader.codec(partner)
         codec = stream.codec.continued(below) or stream.codec
         if base.manifest.storages[partner].pack is None and codec.counts_from(below):
-            found.append(_Candidate(stream, partner, codec))
-    return found
+            candidates.append(_Candidate(stream, partner, codec))
+    return candidates
 
 
-def _try(each: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
+def _try(candidate: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
     """Encode a sample as a difference; None where that is refused. Thread-safe. Raises InputError."""
-    stream, codec = each.stream, each.codec
+    stream, codec = candidate.stream, candidate.codec
     chunk = (header.chunk_count(stream.spec.numel) - 1) // 2
     first, count = chunk * header.FRAME, min(stream.chunk_spec(chunk).numel, SAMPLE)
     x = read_elements(source, stream.storage, stream.spec.dtype, first, count)
     expected = codec.layout(replace(stream.spec, shape=(count,)))
-    below = {name: part[: expected[name].numel] for name, part in base.parts(each.partner, chunk, codec).items()}
+    below = {name: part[: expected[name].numel] for name, part in base.parts(candidate.partner, chunk, codec).items()}
     try:
         parts = symbols.difference(codec.encode(x, first=first, inherited=below), below)
     except RefusedError:
         return None
     nbytes = _stored_bytes(parts) * stream.spec.numel / count
-    if not (each.shares_lattice and isinstance(codec, Lattice)):
-        return _Trial(each, nbytes)
+    if not (candidate.shares_lattice and isinstance(codec, Lattice)):
+        return _Trial(candidate, nbytes)
     places = phases(x, k=codec.k, salt=codec.salt, first=first)
-    return _Trial(each, nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
+    return _Trial(candidate, nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
 
 
 def _stored_bytes(parts: Parts) -> int:
     packed, packings = symbols.pack_parts(parts)
-    found = (frames.encode_part(name, part, packings.get(name)) for name, part in packed.items())
-    return sum(len(stored) for planes in found for stored, _ in planes)
+    encoded = (frames.encode_part(name, part, packings.get(name)) for name, part in packed.items())
+    return sum(len(stored) for planes in encoded for stored, _ in planes)
 
 
 def _resumed(trials: Sequence[_Trial]) -> bool:
@@ -496,8 +497,8 @@ def _resumed(trials: Sequence[_Trial]) -> bool:
 def _outgrown(plan: Plan, candidates: Iterable[_Candidate]) -> bool:
     """Whether the steps of the base take more of a budget than first moments can give."""
     codecs = {candidate.stream.index: candidate.codec for candidate in candidates}
-    found = left_over(plan, codecs)
-    return any(left < -_MOST_TAKEN * moments for left, moments in found.values())
+    shares = left_over(plan, codecs)
+    return any(left < -_MOST_TAKEN * moments for left, moments in shares.values())
 
 
 def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:

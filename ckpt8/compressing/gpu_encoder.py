@@ -60,11 +60,11 @@ class DeviceEncoder(ChunkEncoder):
         self._buffers = Buffers(pinned)
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
-        """As ``ChunkEncoder``."""
+        """Chunks that the device packed, in the order of ``work``, in host memory of their own."""
         return workers.map(lambda item: self._land(item, in_own_pages), self._launched(work, workers))
 
     def stored(self, work: Iterable[Work], workers: Workers) -> Iterator[EncodedChunk]:
-        """As ``ChunkEncoder``."""
+        """Chunks that the device packed and the threads compressed, in the order of ``work``."""
         # The next chunk overwrites the buffer that the parts have landed in.
         stored = partial(store, copy=True)
         return workers.map(lambda item: self._land(item, stored), self._launched(work, workers))
@@ -131,7 +131,7 @@ class LiveEncoder(DeviceEncoder):
             yield self._launch(item, transfer, views, [0] * len(views))
 
     def master(self, run: Run, device: torch.device) -> torch.Tensor:
-        """As ``ChunkEncoder``; a view of the master where that is on ``device``."""
+        """The elements of a master in fp32; a view of them where the master is on ``device``."""
         assert run.storage is not None  # noqa: S101 - padding has no master
         live = self._live.get(self._checkpoint.storages[run.storage].key)
         if live is None or live.device != device:

@@ -35,7 +35,7 @@ def set_companions(plan: Plan) -> None:
 def _with_companions(stream: Stream, unit: Unit) -> Stream:
     usable = {stream.index for stream in unit.streams if not stream.codec.companions}
     moments = unit.parameter.moments if unit.parameter else {}
-    found: dict[str, int] = {}
+    companions: dict[str, int] = {}
     for name, slots in stream.codec.companions.items():
         if name in stream.codec.factored:
             continue
@@ -43,8 +43,8 @@ def _with_companions(stream: Stream, unit: Unit) -> Stream:
         index = next(indices, None)
         if index is None:
             return replace(stream, codec=LOSSLESS, reason=f"its codec needs {slots[0]} of the same parameter")
-        found[name] = index
-    return replace(stream, codec=replace(stream.codec, **found)) if found else stream  # type: ignore[type-var]
+        companions[name] = index
+    return replace(stream, codec=replace(stream.codec, **companions)) if companions else stream  # type: ignore[type-var]
 
 
 def encode(
@@ -116,11 +116,11 @@ def _with_decoded(
     place = {stream.index: k for k, stream in enumerate(streams)}
     for k in sorted(range(len(streams)), key=lambda k: bool(streams[k].codec.companions)):
         codec, x = streams[k].codec, originals[k]
-        found = {name: decoded(place[index]).float() for name, index in codec.companion_storages.items()}
+        values = {name: decoded(place[index]).float() for name, index in codec.companion_storages.items()}
         for name, factors in codec.factored.items():
             rows, columns = (_read_statistic(source, index) for index in (factors.rows, factors.columns))
-            found[name] = expand(factors, rows, columns, first, len(x)).to(x.device)
-        yield k, found
+            values[name] = expand(factors, rows, columns, first, len(x)).to(x.device)
+        yield k, values
 
 
 def _read_statistic(source: Checkpoint, index: int) -> torch.Tensor:
@@ -168,22 +168,23 @@ def encode_by_tile(
     bases: Sequence[Parts | None],
     errors: TiledErrors | None,
 ) -> list[Parts]:
-    """As ``lockstep.encode`` with ``reuse``, for streams on the CPU whose codecs are those of a budget, with numba.
+    """The parts of every stream on the CPU, tile by tile with numba; the codecs are those of a budget.
 
-    It overwrites ``originals``, in which parts may be afterwards. Adds to ``errors`` on the way. Raises RefusedError.
+    Symbols are in buffers of this thread, until it encodes again. It overwrites ``originals``, in which parts may be
+    afterwards. Adds to ``errors`` on the way. Raises RefusedError.
     """
     order = sorted(range(len(streams)), key=lambda k: bool(streams[k].codec.companions))
-    found = {k: _begin(k, streams[k], originals[k], first, bases[k]) for k in order}
+    done = {k: _begin(k, streams[k], originals[k], first, bases[k]) for k in order}
     for run in tiles_of(len(originals[0])):
         xs, at, there = [x[run] for x in originals], first + run.start, dict[int, torch.Tensor]()
         encoded = {}
         for k in order:
             stream, known = streams[k], _companions(streams, k, xs, there)
             if stream.codec.by_chunk:
-                parts = stream.codec.tile(found[k], stream.spec.dtype, first, run)
+                parts = stream.codec.tile(done[k], stream.spec.dtype, first, run)
             else:
                 in_place = xs[k].element_size() == torch.int32.itemsize
-                out = symbols(stream, len(xs[k]), k) if in_place else {name: x[run] for name, x in found[k].items()}
+                out = symbols(stream, len(xs[k]), k) if in_place else {name: x[run] for name, x in done[k].items()}
                 parts = encoded[k] = _encode_tile(stream, xs[k], at, known, None, out)
             decoded = {name: x for name, x in known.items() if not name.startswith("original_")}
             there[k] = decode_stream(stream, parts, xs[k], at, "numba", decoded, k)
@@ -191,8 +192,8 @@ def encode_by_tile(
             errors.add(at, xs, [there[k] for k in range(len(streams))])
         for k, parts in encoded.items():
             for name, part in parts.items():
-                found[k][name][run] = part
-    return [found[k] for k in range(len(streams))]
+                done[k][name][run] = part
+    return [done[k] for k in range(len(streams))]
 
 
 def _begin(k: int, stream: Stream, x: torch.Tensor, first: int, base: Parts | None) -> Parts:
@@ -209,10 +210,10 @@ def _companions(
 ) -> Companions:
     """The companions of stream ``k``, in fp32: as they come back, and as they were."""
     place = {stream.index: at for at, stream in enumerate(streams)}
-    found = {}
+    values = {}
     for name, index in streams[k].codec.companion_storages.items():
-        found[name], found[f"original_{name}"] = decoded[place[index]].float(), originals[place[index]].float()
-    return found
+        values[name], values[f"original_{name}"] = decoded[place[index]].float(), originals[place[index]].float()
+    return values
 
 
 def _encode_tile(

@@ -73,10 +73,10 @@ class Results:
 
     def _config(self, codec: Codec) -> dict[str, Any]:
         """The stored form of a codec, one for all storages that share the object."""
-        found = self._configs.get(id(codec))
-        if found is None:
-            found = self._configs[id(codec)] = codec, config_of(codec)  # with the codec, so that its id stays its own
-        return found[1]
+        entry = self._configs.get(id(codec))
+        if entry is None:
+            entry = self._configs[id(codec)] = codec, config_of(codec)  # with the codec, so that its id stays its own
+        return entry[1]
 
     def add_pack(self, pack: Pack, streams: Sequence[Stream], errors: UnitErrors) -> None:
         """Add a pack of ``streams``; ``errors`` hold those of its storages."""

@@ -61,9 +61,9 @@ def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
             weights[other].add(weight)
     return {
         copy: weight
-        for copy, found in weights.items()
-        for weight in found
-        if len(found) == 1 and streams[copy].spec.numel == streams[weight].spec.numel
+        for copy, weights_of_copy in weights.items()
+        for weight in weights_of_copy
+        if len(weights_of_copy) == 1 and streams[copy].spec.numel == streams[weight].spec.numel
     }
 
 
@@ -125,11 +125,11 @@ def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: P
     streams = {stream.index: stream for stream in plan.streams}
     copies, masters = [], []
     for tensor, index in plan.tensors:
-        found = _tensor(tensor, streams[index])
-        if found is not None and found.ref.dtype in _REFERENCES:
-            copies.append(found)
-        elif found is not None and found.stream.codec.keeps_masters:
-            masters.append(found)
+        candidate = _tensor(tensor, streams[index])
+        if candidate is not None and candidate.ref.dtype in _REFERENCES:
+            copies.append(candidate)
+        elif candidate is not None and candidate.stream.codec.keeps_masters:
+            masters.append(candidate)
     if not copies or not masters:
         return
     origins = _Origins(source, masters)
@@ -184,13 +184,13 @@ class _Origins:
         """Pair copies with masters of as many elements whose samples agree."""
         waiting = [copy for copy in copies if copy.ref not in self.runs]
         sizes = {(copy.count, copy.ref.dtype) for copy in waiting}
-        found: dict[tuple[int, DType, bytes], list[Run]] = defaultdict(list)
+        by_sample: dict[tuple[int, DType, bytes], list[Run]] = defaultdict(list)
         for master in self._masters:
             for dtype in _REFERENCES:
                 if (master.count, dtype) in sizes:
-                    found[master.count, dtype, self._sample([master.run], dtype)].append(master.run)
+                    by_sample[master.count, dtype, self._sample([master.run], dtype)].append(master.run)
         for copy in waiting:
-            alike = found.get((copy.count, copy.ref.dtype, self._sample_of_copy(copy)), []) if found else []
+            alike = by_sample.get((copy.count, copy.ref.dtype, self._sample_of_copy(copy)), []) if by_sample else []
             if alike:
                 # Several masters with one sample are mostly constant norms and biases, in the order of their copies.
                 self.runs[copy.ref] = [alike.pop(0) if len(alike) > 1 else alike[0]]
@@ -207,29 +207,29 @@ class _Origins:
         matrices = [copy for copy in waiting if len(copy.ref.shape) > 1]
         vectors = [copy for copy in waiting if len(copy.ref.shape) <= 1]
         for groups in ([list(waiting)], [matrices, vectors], [vectors, matrices]):
-            found = _lay_over(groups, flat)
-            if found and self._accept(found):
+            runs = _lay_over(groups, flat)
+            if runs and self._accept(runs):
                 return
 
-    def _accept(self, found: Mapping[_Tensor, list[Run]]) -> bool:
+    def _accept(self, runs_of: Mapping[_Tensor, list[Run]]) -> bool:
         """Keep the runs of copies if all their samples agree; return whether they do."""
-        agree = all(self._sample(runs, copy.ref.dtype) == self._sample_of_copy(copy) for copy, runs in found.items())
+        agree = all(self._sample(runs, copy.ref.dtype) == self._sample_of_copy(copy) for copy, runs in runs_of.items())
         if agree:
-            self.runs.update((copy.ref, runs) for copy, runs in found.items())
+            self.runs.update((copy.ref, runs) for copy, runs in runs_of.items())
         return agree
 
     def _sample(self, runs: Sequence[Run], dtype: DType) -> bytes:
         """A few of the elements of ``runs`` over masters, rounded to ``dtype``."""
-        found = b""
+        elements = b""
         codec = Reference(tuple(runs))
         for at, n in _windows(codec.numel):
             for run in codec.cut(at, n):
                 x = self._elements(run, DType.FLOAT32)
-                found += bytes(bytes_of(round_masters(x) if dtype is DType.BFLOAT16 else x.to(dtype.torch)))
-        return found
+                elements += bytes(bytes_of(round_masters(x) if dtype is DType.BFLOAT16 else x.to(dtype.torch)))
+        return elements
 
     def _sample_of_copy(self, copy: _Tensor) -> bytes:
-        """The same elements of a copy."""
+        """The elements of a copy at the places where ``_sample`` reads its master."""
         codec = Reference((copy.run,))
         runs = (run for at, n in _windows(codec.numel) for run in codec.cut(at, n))
         return b"".join(bytes(bytes_of(self._elements(run, copy.ref.dtype))) for run in runs)
@@ -254,7 +254,7 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
         shares[split_member(master.name)[0]].append(master)
     if any(len(share) != len(groups) for share in shares.values()):
         return {}
-    found: dict[_Tensor, list[Run]] = {}
+    runs: dict[_Tensor, list[Run]] = {}
     for number, group in enumerate(groups):
         ranks = [shares[member][number] for member in sorted(shares, key=natural_order)]
         padding = sum(rank.count for rank in ranks) - sum(copy.count for copy in group)
@@ -263,9 +263,9 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
         line = Reference(tuple(rank.run for rank in ranks))
         at = 0
         for copy in group:
-            found[copy] = list(line.cut(at, copy.count))
+            runs[copy] = list(line.cut(at, copy.count))
             at += copy.count
-    return found
+    return runs
 
 
 def _copied_storages(
@@ -273,12 +273,12 @@ def _copied_storages(
 ) -> dict[int, Reference]:
     """The storages that hold nothing but copies, by their index, as references."""
     views = views_of(plan.tensors)
-    found = {}
+    references = {}
     for index in sorted({index for tensor, index in plan.tensors if tensor.ref in runs}):
         whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, source)
         if whole:
-            found[index] = _REFERENCES[streams[index].spec.dtype](tuple(whole))
-    return found
+            references[index] = _REFERENCES[streams[index].spec.dtype](tuple(whole))
+    return references
 
 
 def _references(

@@ -79,8 +79,8 @@ class ErrorMeter:
         if whole:
             decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend, source, reuse=True)
         elif self._has_kernels(unit, originals):
-            done, found = measure_packed(unit, originals, parts)
-            errors.merge(found)
+            done, tile_errors = measure_packed(unit, originals, parts)
+            errors.merge(tile_errors)
         factors = self._factors(unit.parameter)
         # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
         step = done or (TILE if originals[0].device.type == "cpu" else FRAME)
@@ -181,7 +181,7 @@ class ErrorMeter:
         if len(next(iter(original.values()))) < unit.numel:
             errors.update = None
             return
-        statistics = {key: self._statistic(*each) for key, each in replay.statistics.items()}
+        statistics = {key: self._statistic(*where) for key, where in replay.statistics.items()}
         errors.update = _replayed_error(replay, original | statistics, decoded | statistics, replay.order)
 
     def _statistic(self, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
@@ -195,11 +195,11 @@ class ErrorMeter:
         if last is None or last[0] is not parameter:
             given = parameter.confidence, parameter.squares if parameter.step else ()
             some = parameter.has_some_rows
-            found = [
-                Confidence(*(self._statistic(*each) for each in pair), has_some_rows=some) if pair else None
+            factors = [
+                Confidence(*(self._statistic(*ref) for ref in pair), has_some_rows=some) if pair else None
                 for pair in given
             ]
-            self._last = last = (parameter, _Factors(*found))
+            self._last = last = (parameter, _Factors(*factors))
         return last[1]
 
 
@@ -254,8 +254,8 @@ def _by_key(unit: Unit, replay: Replay, values: Sequence[torch.Tensor]) -> Momen
     A whole step takes copies, since a buffer may hold the originals.
     """
     place = {stream.index: k for k, stream in enumerate(unit.streams)}
-    found = {key: values[place[index]].cpu() for key, index in replay.state.items()}
-    return {key: x.clone() for key, x in found.items()} if replay.is_whole else found
+    moments = {key: values[place[index]].cpu() for key, index in replay.state.items()}
+    return {key: x.clone() for key, x in moments.items()} if replay.is_whole else moments
 
 
 def _replayed_error(replay: Replay, original: Moments, decoded: Moments, order: Order) -> UpdateError:

@@ -63,17 +63,17 @@ class _Steps:
             parameter = replace(parameter, rule=parameter.rule_beside_master, reason=None)
         keys = (self._streams[index].storage.key for index in parameter.moments.values())
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
-        found = _step(parameter, state)
-        if isinstance(found, str):
+        step = _step(parameter, state)
+        if isinstance(step, str):
             if state.weight is not None:
                 index = self._index[state.weight.key]
-                self.stepless[self._masters.get(index, index)] = found
-            return replace(parameter, stepless=found)
+                self.stepless[self._masters.get(index, index)] = step
+            return replace(parameter, stepless=step)
         weight = self._weight(parameter, state)
         if isinstance(weight, str):
-            return replace(parameter, step=replace(found, unpaired=weight))
+            return replace(parameter, step=replace(step, unpaired=weight))
         self._taken.add(weight)
-        return replace(parameter, step=replace(found, weight=weight))
+        return replace(parameter, step=replace(step, weight=weight))
 
     def _weight(self, parameter: Parameter, state: Trained) -> int | str:
         """The stream of the weight, or why it is unknown. A copy stands for its master."""

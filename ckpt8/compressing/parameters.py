@@ -103,8 +103,8 @@ class Parameter:
     @property
     def streams(self) -> set[int]:
         """The indices of all streams that are read together."""
-        found = {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
-        return found if self.step is None or self.step.weight is None else found | {self.step.weight}
+        storages = {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
+        return storages if self.step is None or self.step.weight is None else storages | {self.step.weight}
 
     @property
     def denominator(self) -> str | None:
@@ -119,7 +119,7 @@ def find_parameters(
     views: Mapping[int, list[NamedTensor]],
 ) -> list[Parameter]:
     """The parameters whose moments fill storages of their own. ``streams`` are by the key that ``states`` use."""
-    found, storages = [], {key: stream.storage for key, stream in streams.items()}
+    parameters, storages = [], {key: stream.storage for key, stream in streams.items()}
     groups: dict[int, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {}
     for saved in states:
         if id(saved.group) not in groups:  # with the group, so that its id stays its own
@@ -134,16 +134,16 @@ def find_parameters(
             owned = all(_owns(ref, streams[ref.key], views) for ref in refs.values())
             owned = owned and any(slots[key] != "weight" for key in refs)
             if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
-                found.append(_parameter(streams, state, refs, slots, optimizer))
+                parameters.append(_parameter(streams, state, refs, slots, optimizer))
                 break
-    return found
+    return parameters
 
 
-def _replayed_slots(found: tuple[Card, Form] | None) -> Mapping[str, str]:
+def _replayed_slots(card_and_form: tuple[Card, Form] | None) -> Mapping[str, str]:
     """The slots of what a replayed step needs besides statistics, by key; empty where no step is replayed."""
-    if found is None or found[1].update != "replayed":
+    if card_and_form is None or card_and_form[1].update != "replayed":
         return {}
-    return {tensor.key: tensor.slot for tensor in found[1].tensors if tensor.is_moment}
+    return {tensor.key: tensor.slot for tensor in card_and_form[1].tensors if tensor.is_moment}
 
 
 def _owns(ref: TensorRef, stream: Place, views: Mapping[int, list[NamedTensor]]) -> bool:
@@ -177,8 +177,8 @@ def _parameter(
         elif _is_cut(shape, saved.whole, -2) and _is_cut(shape, saved.whole, -1):
             rule = "CAME's update of a slice with neither all rows nor all columns depends on other ranks"
     if isinstance(rule, UpdateRule) and rule.kind == "replayed":
-        found = _replay(streams, saved, refs, step)
-        rule, replay = (found, None) if isinstance(found, str) else (rule, found)
+        result = _replay(streams, saved, refs, step)
+        rule, replay = (result, None) if isinstance(result, str) else (rule, result)
     if isinstance(rule, UpdateRule):
         return Parameter(
             saved.name,

@@ -116,10 +116,10 @@ class Policy:
             preset = "flash" if budget is None else "archive"
         if preset not in PRESETS:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
-        found = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)
-        if found is not None and max_update_error:
-            found = found.bounded(max_update_error)
-        return cls(preset, tuple(Rule.parse(text) for text in rules), found)
+        known = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)
+        if known is not None and max_update_error:
+            known = known.bounded(max_update_error)
+        return cls(preset, tuple(Rule.parse(text) for text in rules), known)
 
     @property
     def keeps_compressed(self) -> bool:
@@ -251,7 +251,7 @@ class Unit:
         return self.parameter.step.weight if self.parameter and self.parameter.step else None
 
     def fallback(self, refusal: Refusal) -> Unit:
-        """The same unit with the next codecs, of the preset or lossless. The reason is noted where they are new.
+        """The unit with its next codecs, of the preset or lossless. The reason is noted where they are new.
 
         The weight of a step falls back alone, and the moments without it.
         """

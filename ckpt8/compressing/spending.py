@@ -81,8 +81,8 @@ class Spread:
     def total(self, power: Power) -> float:
         """The sum of a power of the magnitudes over all elements, as the sample tells it."""
         of = _powers(power)
-        found = math.fsum(of[bin_] * count for bin_, count in self._counts)
-        return found if self._sampled in (0, self.numel) else found * self.numel / self._sampled
+        total = math.fsum(of[bin_] * count for bin_, count in self._counts)
+        return total if self._sampled in (0, self.numel) else total * self.numel / self._sampled
 
     def mean(self, power: Power) -> float:
         """The mean of a power of the magnitudes; 0 without elements."""
@@ -116,12 +116,12 @@ class Sampler:
 
     def spreads(self, samples: Sequence[Sample]) -> list[Spread]:
         """How the elements of every sample are spread. Raises InputError."""
-        found = []
+        spreads = []
         with Workers() as workers:
             for spread, crc in workers.map(self._spread, samples):
                 self._crc = crc32(crc.to_bytes(4, "little"), self._crc)
-                found.append(spread)
-        return found
+                spreads.append(spread)
+        return spreads
 
     def salt(self, storage: int) -> int:
         """A uint32 that depends on everything read so far and on the number of a storage."""
@@ -187,7 +187,7 @@ class Factored:
 
     def weigh(self, elements: range) -> torch.Tensor:
         """What the first moments of these elements count for, as weights that move: sqrt(v) times the confidence."""
-        confidence, inverse_roots = (each.at(elements.start, elements.stop) for each in (self.confidence, self.squares))
+        confidence, inverse_roots = (x.at(elements.start, elements.stop) for x in (self.confidence, self.squares))
         return confidence / inverse_roots
 
 
@@ -198,7 +198,7 @@ def _sum_of_roots(squares: Confidence, confidence: Confidence) -> float:
     by_row = (confident_rows.double() / rows.double().square()).reshape(-1, height)
     by_column = confident_columns.double() / columns.double().square()
     pairs = zip(by_row.tolist(), by_column.tolist(), strict=True)
-    return math.fsum(math.fsum(each) * math.fsum(other) for each, other in pairs)
+    return math.fsum(math.fsum(of_rows) * math.fsum(of_columns) for of_rows, of_columns in pairs)
 
 
 def factors_of(
@@ -318,13 +318,13 @@ def balance(plan: Plan) -> None:
 
     Steps of weights are rounded down, or are those of a base; only those of first moments are any number.
     """
-    found = left_over(plan, {})
+    shares = left_over(plan, {})
 
     def balanced(stream: Stream) -> Stream:
         share = plan.shares.get(stream.index)
         if share is None or not isinstance(stream.codec, VScaled) or not (share.allowed and share.per_square):
             return stream
-        left, moments = found[share.optimizer]
+        left, moments = shares[share.optimizer]
         k = math.sqrt(share.allowed * max(1 + left / moments, _LEAST_LEFT) / share.per_square)
         return replace(stream, codec=replace(stream.codec, k=min(max(k, 1 / LARGEST), LARGEST)))
 
@@ -336,19 +336,19 @@ def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float,
 
     ``codecs`` are those of some storages in place of their own. What is left is below zero where steps are too large.
     """
-    found: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    shares: dict[int, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for stream in plan.streams:
         share, codec = plan.shares.get(stream.index), codecs.get(stream.index, stream.codec)
         if share is not None:
-            left, moments = found[share.optimizer]
+            left, moments = shares[share.optimizer]
             if isinstance(codec, Lattice):
                 left += share.allowed - share.per_square * step_of(codec.k) ** 2
             elif isinstance(codec, RowColumnLog):
                 left += share.allowed - share.per_square * codec.S**2
             elif isinstance(codec, VScaled):
                 moments += share.allowed
-            found[share.optimizer] = left, moments
-    return found
+            shares[share.optimizer] = left, moments
+    return shares
 
 
 class _Spending:
@@ -359,13 +359,13 @@ class _Spending:
         self._sampler = Sampler(source)
         self._streams = {stream.index: stream for stream in plan.streams}
         self._by_key = {stream.storage.key: stream for stream in self._streams.values()}
-        stepped = ((each.shape, each.step) for unit in plan.units if (each := unit.parameter) is not None)
+        stepped = ((unit.parameter.shape, unit.parameter.step) for unit in plan.units if unit.parameter is not None)
         # Why no state is known to belong to a weight, by its shape.
         self._unpaired = {shape: step.unpaired for shape, step in stepped if step and step.unpaired}
 
     def run(self) -> None:
         """Replace the streams of the plan."""
-        stepped = [each for unit in self._plan.units if (each := self._stepped(unit)) is not None]
+        stepped = [parameter for unit in self._plan.units if (parameter := self._stepped(unit)) is not None]
         for number, optimizer in self._optimizers(stepped).items():
             self._plan.energies[number] = optimizer.energy
             for one, first, second, weight in optimizer.large:
@@ -399,11 +399,11 @@ class _Spending:
             return None
         factored = Factored.of(self._source, parameter)
         divides = rule.divisor_eps is not None and parameter.denominator is not None
-        found = _Stepped(parameter, rule, parameter.step, free, unit.numel, factored)
+        stepped = _Stepped(parameter, rule, parameter.step, free, unit.numel, factored)
         if "moment1" not in parameter.moments or not (divides or factored):
-            self._keep(found, "its optimizer does not divide by second moments")
+            self._keep(stepped, "its optimizer does not divide by second moments")
             return None
-        return found
+        return stepped
 
     def _is_free(self, stream: Stream) -> bool:
         """Whether neither a rule nor its name or size decides how a storage is kept."""
@@ -434,26 +434,26 @@ class _Spending:
                 small[one.step.optimizer, one.step.lr, one.rule.bias1].append(one)
         groups += small.values()
         samples = [_together([one.sample(self._streams) for one in group]) for group in groups]
-        spreads = iter(self._sampler.spreads([sample for each in samples for sample in each]))
-        found: dict[int, _Optimizer] = defaultdict(_Optimizer)
+        spreads = iter(self._sampler.spreads([sample for triple in samples for sample in triple]))
+        optimizers: dict[int, _Optimizer] = defaultdict(_Optimizer)
         for group, first, second, weight in zip(groups, spreads, spreads, spreads, strict=True):
-            optimizer = found[group[0].step.optimizer]
+            optimizer = optimizers[group[0].step.optimizer]
             if (first.is_finite and second.is_finite) or len(group) > 1:
                 optimizer.add(group[0], first, second)
                 optimizer.large.append((group[0], first, second, weight))
             else:
                 self._keep(group[0], "its moments hold NaN or Inf")
-        return found
+        return optimizers
 
     def _allow(self, optimizer: _Optimizer, one: _Stepped, first: Spread, second: Spread) -> None:
         """Share the budget out to the streams of a parameter."""
         betas = one.step.beta1, one.step.beta2
-        each = self._budget.rest(*betas) ** 2 * optimizer.energy
+        energy = self._budget.rest(*betas) ** 2 * optimizer.energy
         for stream in one.free:
             if stream.index == one.step.weight:
-                allowed = each * one.numel / optimizer.numel
+                allowed = energy * one.numel / optimizer.numel
             elif stream.spec.role is Role.MOMENT1:
-                allowed = each * one.roots(second) / optimizer.roots
+                allowed = energy * one.roots(second) / optimizer.roots
             else:
                 allowed = self._budget.second(*betas) ** 2 * one.energy(first)
             self._plan.shares[stream.index] = Share(one.step.optimizer, allowed)
@@ -550,7 +550,7 @@ class _Spending:
 def _together(samples: Sequence[tuple[Sample, Sample, Sample]]) -> list[Sample]:
     """The samples of several parameters as one, place by place."""
     return [
-        Sample([stream for each in place for stream in each.streams], place[0].factors)
+        Sample([stream for sample in place for stream in sample.streams], place[0].factors)
         for place in zip(*samples, strict=True)
     ]
 

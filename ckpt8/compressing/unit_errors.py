@@ -85,15 +85,15 @@ def exceeded_share(shares: Mapping[int, Share], unit: Unit, error: StepError | N
 
 
 def excess(
-    shares: Mapping[int, Share], found: Sequence[tuple[Unit, StepError | None]], steps: float
+    shares: Mapping[int, Share], units: Sequence[tuple[Unit, StepError | None]], steps: float
 ) -> tuple[float, Measured]:
     """How many times a budget of ``steps`` the largest error of an optimizer is, and what that tells of the source.
 
-    ``found`` are the units with their errors. What rules decide does not count.
+    ``units`` are the units with their errors. What rules decide does not count.
     """
     moved, errors = defaultdict[int, float](float), defaultdict[int, float](float)
     per_square: dict[int, float] = {}
-    for unit, error in found:
+    for unit, error in units:
         step = unit.parameter.step if unit.parameter else None
         if step is None or error is None or not error.finite:
             continue
@@ -143,8 +143,8 @@ def measure_packed(unit: Unit, originals: Sequence[torch.Tensor], parts: Sequenc
     if rule is None or rule.divisor_eps is None or places is None:
         return 0, UnitErrors()
     first, second = ((tensors[k], parts[k], streams[k].codec) for k in places)
-    *found, update = error_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)  # type: ignore[arg-type]
-    return done, UnitErrors({streams[k].index: error for k, error in zip(places, found, strict=True)}, update)
+    *moments, update = error_numba.adam_errors(first, second, rule.divisor_eps, rule.factor)  # type: ignore[arg-type]
+    return done, UnitErrors({streams[k].index: error for k, error in zip(places, moments, strict=True)}, update)
 
 
 def _adam_places(unit: Unit) -> tuple[int, int] | None:
@@ -199,16 +199,16 @@ class BudgetedTiles:
             for stream, x, y in zip(unit.streams, originals, decoded, strict=True)
         }
         first, second = (pairs[index] for index in self._moments)
-        assert self._rule.divisor_eps is not None  # noqa: S101 - as ``of`` found
+        assert self._rule.divisor_eps is not None  # noqa: S101 - ``of`` looked
         self._sums.add(pairs.get(self._weight), first, second, self._rule.divisor_eps)
         return done
 
     def result(self) -> UnitErrors:
         """The errors of all that was added."""
-        *found, update, steps = self._sums.errors(self._rule.factor)
+        *measured, update, steps = self._sums.errors(self._rule.factor)
         indices = self._weight, *self._moments
         errors: dict[int, ErrorStats] = {
-            index: error for index, error in zip(indices, found, strict=True) if index is not None
+            index: error for index, error in zip(indices, measured, strict=True) if index is not None
         }
         return UnitErrors(errors, update, self._scales.apply(steps))
 
