@@ -1,14 +1,14 @@
 """The content of a checkpoint as readers return it: storages with their places, and the tree of objects around them.
 
-Imports core, and of checkpoint only ``share``.
+Nothing here imports torch, or another module of ``checkpoint``.
 
-Walks over the tree of a checkpoint: every tensor and storage in it, with the path that leads there.
+``iter_leaves`` and ``iter_nodes`` walk over a tree and give every tensor and storage with the path that leads there.
 
-The walk is iterative, so that no nesting exhausts the interpreter's stack. It visits every container once: a structure
+They are iterative, so that no nesting exhausts the interpreter's stack. They visit every container once: a structure
 that refers to itself ends, and one that shares its parts a billion times takes no longer than its size.
 
-The place of a tensor of one rank in a tensor that is spread over several. Numbers in tensors of one element, such as
-steps, and plain settings of optimizers. Imports no torch.
+``Share`` is the place of a tensor of one rank in a tensor that is spread over several. ``read_scalar`` reads a number
+that is kept in a tensor of one element, such as a step; ``read_settings`` reads the plain settings of an optimizer.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 They are for parameters whose optimizer's step is known and divides by second moments. All other storages keep the
 codecs of the preset, which those under the budget fall back to, too.
 
-What a budget needs to know of weights and moments, from a fixed sample: sums, and a salt.
+A ``Sampler`` tells what a budget needs to know of weights and moments, from a fixed sample: sums, and a salt.
 
 A sample is some windows of a tensor, or all of a small one. Histograms count the upper bits of its magnitudes, and sums
 follow from these, exactly rounded: neither threads nor devices show in them.
 
-Parameters whose second moments are row and column statistics, as CAME's: what a budget needs to know of them.
+``Factored`` tells it of parameters whose second moments are row and column statistics, as CAME's.
 
 CAME divides its first moment m by sqrt(f), f from ``exp_avg_res_row`` and ``exp_avg_res_col``; c is 1 / sqrt(f). The
 mean square gradient v comes from ``exp_avg_sq_row`` and ``exp_avg_sq_col``. So one step moves (m c)^2, weighted by v,

@@ -1,16 +1,17 @@
 """Checks what a container states of its parts: references, bases, members, paths and frames. Nobody is trusted.
 
-A reference costs nothing to store, so limits keep a small file from asking for much work: a copy is as long as its
-runs, padding is no more than half of it, its runs touch few chunks of masters for its length, and no master is copied
-more than a few times.
+``check_references``: a reference costs nothing to store, so limits keep a small file from asking for much work: a copy
+is as long as its runs, padding is no more than half of it, its runs touch few chunks of masters for its length, and no
+master is copied more than a few times.
 
-The bytes of a member are runs of the skeleton between runs of storages.
+``check_members``: the bytes of a member are runs of the skeleton between runs of storages.
 
-Nothing lands outside of the directory of a member. Its path is relative, its components are names, and everything above
-it is a directory, never a file or a link. A link goes up with leading ``..`` only, and no higher than its directory:
-resolved step by step, over other links or not, it then stays inside.
+``check_paths``: nothing lands outside of the directory of a member. Its path is relative, its components are names, and
+everything above it is a directory, never a file or a link. A link goes up with leading ``..`` only, and no higher than
+its directory: resolved step by step, over other links or not, it then stays inside.
 
-The frames of every part in the entries of a container fit what the manifest states.
+``Locator`` and ``check_frame_count``: the frames of every part in the entries of a container fit what the manifest
+states.
 """
 
 from __future__ import annotations

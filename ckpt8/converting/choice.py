@@ -1,10 +1,9 @@
 """Chooses what to convert of a source: a model, and its optimizer.
 
-An opened source: one tree over one address space, and the files that are not in it.
+``Content`` is an opened source: one tree over one address space, and the files that are not in it.
 
-The address space is a Composite. It takes over the storages of members, with a prefix before their keys.
-
-Tensors for a target: cast when somebody reads them, or held in memory.
+The address space is a ``Composite``. It takes over the storages of members, with a prefix before their keys. ``cast``
+and ``hold`` make tensors for a target: cast when somebody reads them, or held in memory.
 """
 
 from __future__ import annotations

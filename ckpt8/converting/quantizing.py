@@ -11,7 +11,7 @@ with absmax is SwitchBack (arXiv 2304.13013): tensor-wise in SwitchBack itself, 
 model quantises its inputs row by row when it runs. Scales have the value of a bf16 because loaders keep them in the
 type of the model: so they are the same numbers in a bf16 and in an fp32 model, and code * s is rounded at most once.
 
-The maths of quantised weights: scales from one pass over a matrix, then codes and their error as they are read.
+``find_scales`` makes one pass over a matrix; codes and their error follow as they are read. Scales are
 
     absmax   s = bf16(max|w| / Q)
     unit     s = 2^e, e = max(round(log2(rms(w))), ceil(log2(max|w| / Q))): what is stored has an rms near 1 (Unit
@@ -20,9 +20,8 @@ The maths of quantised weights: scales from one pass over a matrix, then codes a
 No level is lost where max|w| / Q is rounded down to bf16: max|w| / s is then below Q * (1 + 2^-8), and that still
 rounds to Q. Rows of zeros have the scale 1; no other scale is below 2^-126.
 
-The ``config.json`` of a model with quantised weights.
-
-Chooses the weights to quantise: those of the linear layers inside a model, by their names, shapes and biases.
+``choose_layers`` chooses the weights to quantise: those of the linear layers inside a model, by their names, shapes and
+biases.
 
 A checkpoint does not say what its modules are. A matrix called ``weight`` counts as that of a linear layer, except for
 
@@ -34,9 +33,7 @@ A checkpoint does not say what its modules are. A matrix called ``weight`` count
   type in the configuration, or by a bias as long as a row;
 * what the user keeps.
 
-These stay bf16, and the configuration tells loaders to leave them alone.
-
-Reports what quantising did to the weights of a model, for people and for ``--json``.
+These stay bf16, and ``config.json`` tells loaders to leave them alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The weights to write: their names, their element types, and the one name that tied weights keep.
 
-A run of ``ckpt8.optim`` as the published optimizers would have saved it; reading it computes it.
+``unpack_tree`` gives a run of ``ckpt8.optim`` as the published optimizers would have saved it, and computes it on
+reading.
 
-The streaming form of ``restoring.unpack``: moments and weights are references to tensors. Reading one decodes a moment,
-or joins a 16-bit weight and its residual, block by block.
+Its moments and weights are references to tensors. Reading one decodes a moment, or joins a 16-bit weight and its
+residual, block by block.
 """
 
 from __future__ import annotations

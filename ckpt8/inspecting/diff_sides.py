@@ -4,14 +4,12 @@
 files of ranks, each source becomes one tree, as ``convert`` makes it of the slices of a distributed checkpoint or the
 shards of a model.
 
-Collects the tensors and values of a source by the paths that match them with those of the other source.
+``collect`` finds the tensors and values of a source by the paths that match them with those of the other. ``Leaves``
+says which nodes are values, ``Equality`` when two are equal, ``text`` how reports show one.
 
-Values that are not tensors: which nodes are values, when two are equal, and how reports show one.
-
-Matches the models, optimizers and parameters of one source with those of the other.
-
-``diff`` matches tensors by their paths. Models or optimizers at different paths, or with other names of parameters
-(wrappers, numbers for names), match by the names that the readers establish. Without a name there is no match.
+``align`` matches the models, optimizers and parameters of the two. Tensors match by their paths. Models or optimizers
+at different paths, or with other names of parameters (wrappers, numbers for names), match by the names that the readers
+establish. Without a name there is no match.
 """
 
 from __future__ import annotations

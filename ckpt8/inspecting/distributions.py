@@ -1,16 +1,15 @@
-"""Distributions of a raw checkpoint: before are its values, after those that preset ``flash`` would give back.
+"""Distributions for the report: histograms of values before and after compression, usage of codes, errors and sizes.
 
-Both, and the errors between them, come from the same sample of every tensor.
+Of a raw checkpoint, before are its values, after those that preset ``flash`` would give back. Both, and the errors
+between them, come from one sample of every tensor.
 
-Distributions of a ``.ckpt8``: after are its decoded values, before those of the original, if given.
+Of a ``.ckpt8``, after are its decoded values, before those of the original, if given. Errors come from the manifest:
+they cover every element, also where the histograms cover a sample.
 
-Errors come from the manifest. They cover every element, also where the histograms cover a sample.
+Counts add up in any order, so that every machine finds the same ones. A histogram has one bin for every factor of two
+of the magnitude, which is exact and needs no range in advance.
 
-Histograms of values and usage of codes: counts add up in any order, so that every machine finds the same ones.
-
-A histogram has one bin for every factor of two of the magnitude, which is exact and needs no range in advance.
-
-Sums over a checkpoint for the report: distributions, also of the worst tensors; sizes and errors by layer.
+``Gathered`` adds up a checkpoint: distributions, also of the worst tensors; sizes and errors by layer.
 """
 
 from __future__ import annotations

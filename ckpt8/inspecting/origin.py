@@ -2,7 +2,7 @@
 
 The answers come from keys that only one program writes, and from the names of the files in a directory.
 
-Bytes by layer: storages grouped by the part of the model that their parameter belongs to.
+``layers`` groups storages by the part of the model that their parameter belongs to, and adds up their bytes.
 
 The first number in the name of a parameter counts layers (``transformer.h.0``); parameters before and after the layers
 are grouped by module (``transformer.wte``, ``lm_head``). Moments and other state of an optimizer belong to the layer of

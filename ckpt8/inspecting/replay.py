@@ -9,9 +9,8 @@ of the original, see ``checkpoint.meaning.replayed``. Memory holds one parameter
 where d is compressed minus original. The *replay error* of a file is the largest NMSE of its steps. A parameter whose
 original is not finite, or whose original takes a step that is not, is left out: compression did not do that.
 
-The figures of replayed steps: by step, over all parameters.
-
-One side of a replay: the parameters of a file, and the weights that other files of its directory hold.
+``ReplayFigures`` are these figures by step, over all parameters. A ``ReplaySource`` is one side of a replay: the
+parameters of a file, and the weights that other files of its directory hold.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""What the head of one file says, or those of the files in a folder together.
+"""The files of a run: which of them are one checkpoint, and what their heads say of it. Imports no torch.
 
-One row from a container: its head, and the frames of a skeleton where step and loss stand in it.
+``read_container`` reads the head of a container, and the frames of a skeleton where step and loss stand in it.
+``Progress`` is the step, epoch and loss of a checkpoint, where a file states them.
 
-Which files of a run are one checkpoint.
-
-A file is a checkpoint of its own, unless it is one of several parts in its folder, see ``parts_in``. Everything below
-a folder belongs to it where a file says that the folder is one checkpoint, such as the ``.metadata`` of a distributed
-one.
-
-Step, epoch and loss of a checkpoint, where a file states them. Imports no torch.
+``find`` groups files. A file is a checkpoint of its own, unless it is one of several parts in its folder, see
+``parts_in``. Everything below a folder belongs to it where a file says that the folder is one checkpoint, such as the
+``.metadata`` of a distributed one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """``ckpt8.runs``: an overview of all checkpoints of a run, from the heads of their files.
 
-What ``ckpt8.runs`` says of a run and of each checkpoint in it.
-
-Makes a row of the overview from the files of one checkpoint.
-
-One row from files that are not compressed: what their readers say, without a value but the numbers of progress.
+``Run`` is what it returns, with a ``RunRecord`` for each checkpoint. ``read`` makes a row from the files of one
+checkpoint: ``read_file`` of a file that is not compressed reads what its reader says, without a value but the numbers
+of progress.
 """
 
 from __future__ import annotations

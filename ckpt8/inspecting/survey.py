@@ -22,12 +22,9 @@ the survey left elements out, which may hold more, or differ.
 The sample is bounded and always the same, see ``sampling``. Memory holds one window with its temporaries, or two where
 the survey compares weights, and two bytes for each row of one parameter.
 
-What a survey counts in one tensor, window by window.
-
-What a survey reads: the floating tensors of a checkpoint as runs of elements, each element of a storage once.
-
-Of a strided view the survey reads the whole span, and a mask picks its elements. A view inside another one adds
-nothing.
+A ``Tally`` has the counts of one tensor. ``make_pieces`` says what to read: the floating tensors of a checkpoint as
+runs of elements, each element of a storage once. Of a strided view it reads the whole span, and a mask picks its
+elements. A view inside another one adds nothing.
 """
 
 from __future__ import annotations

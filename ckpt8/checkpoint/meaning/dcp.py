@@ -5,7 +5,7 @@ name, or by the order of the state dict where the optimizer numbers its paramete
 optimizer and another one the model, both in folders of one folder, the weights are in the other. The slices of a pair
 must lie in the same places.
 
-Parameters whose optimizer state is spread over several members: the slices of a distributed checkpoint.
+``joint_parameters`` are those whose optimizer state is spread over several members, as that of slices is.
 
 The moments of one slice of a parameter have one place in tensors of one shape, mostly in one file. The step and the
 options of the group are whole, and may be in the file of another rank.

@@ -12,7 +12,7 @@ nothing else, the layers of one stack. All other parameters get no name.
 Where several models fit an optimizer alike, the names that they agree on stay. Names in a tree with several optimizers
 begin with the key of the model.
 
-The order of the parameters of transformers' models, from their names and the type of the model.
+``ModelOrder`` tells the order of the parameters of transformers' models from their names and the type of the model.
 
 ``named_parameters()`` gives the parameters of a module, then those of its submodules in the order of the constructor.
 So the order of the names within one module gives the order of the model; numbers go by value. The sequences below merge
@@ -21,10 +21,10 @@ from transformers 4.44, 4.57 and 5.23, with every setting of every type on and o
 ``save_pretrained`` writes. Some models changed their order in between. The order is unknown for a version that nobody
 compared, a type without a sequence, code that came with the model, and a name that the sequence lacks.
 
-The files that the ranks of one job wrote, each with its parts of the tensors.
+``RankFile`` is a file that one rank of a job wrote, with its parts of the tensors.
 
-The content of a file shows that it is one of them, its name shows of which rank: the number behind ``rank``, or the
-last one. The name without this number says which files belong together.
+Its content shows that it is one, its name shows of which rank: the number behind ``rank``, or the last one. The name
+without this number says which files belong together.
 """
 
 from __future__ import annotations

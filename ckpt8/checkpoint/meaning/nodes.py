@@ -1,13 +1,15 @@
 """What a node of a checkpoint's tree is by its form: the state dict of an optimizer, or of a model.
 
-The state of an optimizer in a flat file: every tensor under a path that names its parameter and its key.
+``flat_states`` finds the state of an optimizer in a flat file, where the path of every tensor names its parameter and
+its key.
 
     state.0.exp_avg   layer.weight.exp_avg   exp_avg.layer.weight   optimizer/state/0/exp_avg_sq
 
 The key is one component of the path, and the rest of the path is its owner. It counts where it is the last component
 after a dot, where the owner has another moment of the same shape, or where a weight with the name of the owner has it.
 
-Pickled modules and optimizers as the state dicts that they would give, read from the inert objects alone.
+``find_live_objects`` reads pickled modules and optimizers as the state dicts that they would give, from the inert
+objects alone.
 
     module      the entries of ``_parameters`` and ``_buffers``, its own and those of all in ``_modules``, by name
     optimizer   ``state`` and ``param_groups``; its parameters are the tensors themselves, and become numbers

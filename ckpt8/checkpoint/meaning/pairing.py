@@ -1,15 +1,15 @@
 """Which weight of a checkpoint belongs to which state of its optimizer, from the file alone.
 
-``owners`` tells the model that an optimizer trains. In it the weight of a parameter is found by name where the file
-has names. Else every group lists its parameters in the order of the model. So the order pairs the parameters of one
-shape with the weights of that shape, if they are all in one group and as many as the weights, ties counted once and
-buffers left out. Parameters that are frozen or not used have no state and no known shape: where the groups of the
-optimizer, or of all optimizers of the model, list every weight once, a parameter has the weight that order and shapes
-leave it. Otherwise the weight is unknown, with the reason, and never a guess.
+``saved_parameters`` looks in the model that the optimizer trains, see ``owners``. There the weight of a parameter is
+found by name where the file has names. Else every group lists its parameters in the order of the model. So the order
+pairs the parameters of one shape with the weights of that shape, if they are all in one group and as many as the
+weights, ties counted once and buffers left out. Parameters that are frozen or not used have no state and no known
+shape: where the groups of the optimizer, or of all optimizers of the model, list every weight once, a parameter has the
+weight that order and shapes leave it. Otherwise the weight is unknown, with the reason, and never a guess.
 
 The order of a file beside that of the optimizer may not be that of the model: only names pair its weights.
 
-Which model of a checkpoint each of its optimizers trains.
+``owners`` chooses the model of each optimizer as follows.
 
 An optimizer fits a model whose weights have the names and shapes of its parameters, or as many of each shape. Of
 several models that fit as well, these decide, one after the other, as far as each leaves a choice:
@@ -25,7 +25,8 @@ order       as many models as optimizers fit each other: the first goes with the
 Where no model has all parameters of an optimizer, several models one after the other can. What still fits alike is not
 told apart. Values are never looked at.
 
-The fp32 masters that optimizers keep of weights in 16 bits: in the state of a parameter, or in a list beside it.
+``find_masters`` finds the fp32 masters that optimizers keep of weights in 16 bits: in the state of a parameter, or in a
+list beside it.
 
     state[3]["master_param"]                                              in the state
     {"optimizer": ..., "fp32_from_fp16_params": [[a, b], [c]]}            Megatron, apex: by parameter group

@@ -1,6 +1,6 @@
 """Finds the entries of a checkpoint that can be the state dict of a model or of an optimizer.
 
-Which tensors of a checkpoint are weights, by what the checkpoint shows, whatever their key is called.
+``evident_weights`` are the tensors that are weights by what the checkpoint shows, whatever their key is called.
 
 The evidence is about *sets*: the tensors that one dict or list holds directly, without buffers, ties counted once. A
 set holds weights if

@@ -1,10 +1,10 @@
-"""The entries of a directory: files, links and empty directories by path, and the same as open members.
+"""The entries of a directory by path: files, links and empty directories, closed or as open members.
 
-The tree of a torch file from its bytes outside of the tensors: no storage need be there, and none is looked for.
+``tree_of_head`` reads the tree of a torch file from its bytes outside of the tensors, and looks for no storage.
 
-For reports over many files; a reader checks more, and takes three times as long.
+It is for reports over many files: a reader checks more, and takes three times as long.
 
-The files of one rank, which mean nothing without those of the other ranks: what they hold, and those to refuse.
+``check_shares`` and ``refuse_share`` refuse the files of one rank that mean nothing without those of the other ranks.
 """
 
 from __future__ import annotations

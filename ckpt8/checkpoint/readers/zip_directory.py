@@ -5,12 +5,11 @@ The reader compares all of that. A field that nothing repeats must have the one 
 the file. So no flipped bit of the directory or of the end records goes unnoticed, and restoring can patch every place
 that states a CRC.
 
-Layouts are those of PKWARE's APPNOTE 6.3: 4.3.7 local header, 4.3.9 data descriptor, 4.3.12 central
-directory, 4.3.14 to 4.3.16 end records, 4.5.3 zip64 extra field.
+Layouts are those of PKWARE's APPNOTE 6.3: 4.3.7 local header, 4.3.9 data descriptor, 4.3.12 central directory, 4.3.14
+to 4.3.16 end records, 4.5.3 zip64 extra field.
 
-The end records of a zip file: where its directory lies and how many entries it has.
-
-The storages that the pickle of a torch file names, in the zip format and in the legacy one.
+``EndRecords`` say where the directory of a zip file lies and how many entries it has. ``StorageTable`` has the storages
+that the pickle of a torch file names, in the zip format and in the legacy one.
 """
 
 from __future__ import annotations

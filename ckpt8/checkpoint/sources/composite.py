@@ -3,9 +3,8 @@
 A part is a ``Region``, with as many addresses as it has bytes. Tensors refer to regions as the tensors of a file refer
 to its storages. So all that works on the tree of a file works on this one.
 
-Tensors that compute their elements when somebody reads them.
-
-Reads the values of saved tensors in pieces of bounded size, into tensors of any device and stride.
+A ``Computed`` region computes its elements when somebody reads them. ``Streamer`` reads the values of saved tensors in
+pieces of bounded size, into tensors of any device and stride.
 """
 
 from __future__ import annotations

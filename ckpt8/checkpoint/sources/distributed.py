@@ -1,13 +1,14 @@
 """One checkpoint of torch.distributed.checkpoint as a tree: tensors put together from slices, nested as they were.
 
-Puts a tensor together from boxes of it in different places, when somebody reads it.
+``gather`` puts a tensor together from boxes of it in different places, when somebody reads it.
 
-Nests the values of a distributed checkpoint again, as the state dict was before torch flattened its names.
+``build_tree`` nests the values again, as the state dict was before torch flattened its names.
 
 Models and optimizers go where a training run saved as one file has them, whether the names came from a nested state
 dict, a flattened one, or torchtitan's with the weights at the top.
 
-A directory of containers of ranks as a distributed checkpoint: the one that torch's own writer would have written.
+``open_sharded`` opens a directory of containers of ranks as the distributed checkpoint that torch's own writer would
+have written.
 
 Every container is a file of it, whose slices are decoded when somebody reads them.
 """

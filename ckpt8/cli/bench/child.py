@@ -4,9 +4,10 @@ There, ``main(MODULE, JOB)`` imports the module and prints the result of its ``w
 session. Whatever ends the wait for it, an interrupt say, first ends all processes of that session. It imports from
 where its parent does: with ``-m`` it would take a ``torch.py`` in the working directory for torch.
 
-Peak memory: of this process, from the kernel's record, and of a session of processes, from samples.
+``peak_memory`` is that of this process, from the kernel's record; ``SessionPeak`` that of a session of processes, from
+samples.
 
-The memory of a session is that of all its processes. Pages that several share, such as those a fork has not written to,
+A session takes the memory of all its processes. Pages that several share, such as those a fork has not written to,
 count once: the kernel's proportional set size (PSS) divides each by the number of its users. The kernel keeps no peak
 of PSS, hence the samples. Both figures include mapped pages of files that are in memory.
 """

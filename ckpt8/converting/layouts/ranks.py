@@ -1,12 +1,10 @@
-"""Joins the trees of the files that the ranks of one job wrote, key by key.
+"""Directories of per-rank files: joins the trees of the files that the ranks of one job wrote, key by key.
 
 A tensor that is spread over ranks is put together from its parts, when somebody reads it. Of copies, and of all that is
 no tensor, that of the lowest rank counts; a tensor that is not spread must be the same on all ranks.
 
-Directories of per-rank files: puts tensors together from the parts in the files of all ranks.
-
-Files whose names differ in the number of the rank alone belong together; their trees become one. Model and optimizer
-mostly are in files of their own.
+``assemble`` finds the files that belong together: their names differ in the number of the rank alone, and their trees
+become one. Model and optimizer mostly are in files of their own.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Its one file is a row of files of ``torch.save``, one for each value. torch plans them, makes the metadata, and saves
 each value with holes; this module streams the content into the holes.
 
-Makes the state dict for a distributed checkpoint, with the names of torch's get_state_dict.
+``distributed_tree`` makes its state dict, with the names of torch's get_state_dict:
 
 model.<name>, optimizer.state.<name>.<key>, optimizer.param_groups.<number>.<option>, and all else in the tree as it is
 """

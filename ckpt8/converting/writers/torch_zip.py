@@ -3,10 +3,11 @@
 Under ``skip_data`` torch leaves holes for the storages. This fills them block by block, and then sets their checksums
 in the zip directory.
 
-Builds the tree of a source as Python objects with hollow tensors: reserved addresses that nothing touches.
+``build_hollow`` builds the tree of a source as Python objects with hollow tensors: reserved addresses that nothing
+touches.
 
-torch saves these objects, and a writer fills in the content of the tensors afterwards. Builds only what
-``torch.load(weights_only=True)`` reads. For anything else that it leaves out, a line says where it was and what it is.
+torch saves these objects; the content of the tensors follows. It builds only what ``torch.load(weights_only=True)``
+reads. For anything else that it leaves out, a line says where it was and what it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Rules that divide the gradient by the root of the squares so far.
+"""The rules of optimizers that are recognised and replayed, but not trained with.
+
+Three divide the gradient by the root of the squares so far:
 
 rmsprop    v = a v + (1-a) g^2; centered: c = a c + (1-a) g, and v - c^2 in place of v
            theta -= lr g / (sqrt(v) + eps)                 momentum: b = mu b + g / (sqrt(v) + eps); theta -= lr b
@@ -8,7 +10,7 @@ adadelta   v = r v + (1-r) g^2; u = sqrt(d + eps) / sqrt(v + eps) g; d = r d + (
 Sources: Hinton, lecture 6e, and Graves, arXiv 1308.0850 (RMSprop); Duchi et al., JMLR 12, 2011 (Adagrad); Zeiler,
 arXiv 1212.5701 (Adadelta). All as torch computes them.
 
-Rules that divide an average of gradients by the root of an average of squares, or by a norm like it.
+Six divide an average of gradients by the root of an average of squares, or by a norm like it:
 
 m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; m^ = m / (1 - b1^t); v^ = v / (1 - b2^t)
 

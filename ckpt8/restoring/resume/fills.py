@@ -3,9 +3,11 @@
 Encoding rounds to nearest, on the device of the parameter, in pieces of bounded size. ``OptimizerPlan`` collects what
 resume is going to do to an optimizer, before anything changes.
 
-Fills tensors on a GPU from stored parts: uploads these, 5 bytes a parameter of ``flash``, and decodes them there.
+``DeviceCopy`` fills tensors on a GPU from stored parts: it uploads these, 5 bytes a parameter of ``flash``, and decodes
+them there.
 
-Builds values for live objects: plain ones, tensors, tensors of classes that torch calls safe, and plain objects.
+``ValueBuilder`` builds values for live objects: plain ones, tensors, tensors of classes that torch calls safe, and
+plain objects.
 
 ``RestBuilder`` makes an ``Inert`` of an object whose class it does not import. In a model or an optimizer that would
 break a training step much later. ``unmade`` finds such objects beforehand and reads no tensor.

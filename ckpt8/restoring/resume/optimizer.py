@@ -9,7 +9,7 @@ as in bitsandbytes, or keeps more than tensors and numbers, as in torchao. They 
 in the order of their parameters. When their code fails, resume raises ResumeError and gives the optimizer its old
 state.
 
-The state that each optimizer class keeps for a parameter, and whether a saved state is that.
+``state_problem`` says whether a saved state is the one that the class of the optimizer keeps for a parameter.
 
 A fresh optimizer has no state from which to tell what it expects, and a state of another class under the same
 hyperparameters would go in without complaint. The cards of known classes tell the two apart.

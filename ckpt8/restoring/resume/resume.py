@@ -1,8 +1,8 @@
 """``ckpt8.resume``: checks that a checkpoint fits live models and optimizers, then copies it into them.
 
-What the caller of resume gave: one live object, or several as a list, a tuple or a dict; and the paths for them.
+``Given`` is what the caller gave: one live object, or several as a list, a tuple or a dict; and the paths for them.
 
-Which entry of a checkpoint belongs to which of several live objects.
+``match_several`` finds the entry of the checkpoint that belongs to each of several live objects.
 
 A path that was given decides. Then come the keys of a dict, as the path of an entry or the end of it. For the rest
 decides what fits, by names and shapes; of several optimizers that fit, the one that the file has for the weights of the

@@ -3,12 +3,11 @@
 It is a plain pickle, which torch loads with the power to run any code. This reader runs none: every class in it must be
 on a short list, and every value is checked before use.
 
-Writes a ``.metadata`` anew: the same values, with other places for the slices.
+``rewritten`` writes the ``.metadata`` anew, with its values and other places for the slices.
 
-The writer turns the inert pickle that was read into opcodes again. It imports no class, so this torch need not know
-them.
+It turns the inert pickle that was read into opcodes again. It imports no class, so this torch need not know them.
 
-Nests values again as they were before torch flattened the names of a state dict.
+``nest`` nests values again as they were before torch flattened the names of a state dict.
 """
 
 from __future__ import annotations

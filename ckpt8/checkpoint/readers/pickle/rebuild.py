@@ -7,7 +7,7 @@ damage raise ValueError, to which the pickle machine adds the place.
 A tensor reference drops hooks and attributes. No other tensor or storage may hide in them: the tree must show every
 use of a storage. So the constructors check that all they drop is plain.
 
-Tensors of torch.distributed in a pickle: what one rank has of them, and its place in the whole.
+Of tensors of torch.distributed a pickle tells what one rank has, and its place in the whole:
 
     DTensor         a local tensor, with placements on a mesh of ranks and the coordinate of this one
     ShardedTensor   a list of local shards, each with its offsets

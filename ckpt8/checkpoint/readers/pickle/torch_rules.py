@@ -2,13 +2,11 @@
 
 A rule is a function of a ``Call``. It raises ValueError for arguments that ``torch.save`` does not write.
 
-Judges the calls that torch's ``weights_only`` unpickler would make, by their arguments, before torch sees the file.
+``TorchCalls`` judges the calls that torch's unpickler would make, by their arguments, before torch sees the file.
 
-torch allows some names and calls them with whatever arguments a pickle has. Each name has a rule in ``torch_rules``.
-Calls that pass take memory and time in proportion to the bytes of the file. Calls of classes that the user allowed
-pass unjudged. This module calls nothing and does not import torch.
-
-The names that ``torch.load(..., weights_only=True)`` allows in a pickle, of all versions of torch, without torch.
+torch allows some names and calls them with whatever arguments a pickle has. Each name has a rule here. Calls that pass
+take memory and time in proportion to the bytes of the file. Calls of classes that the user allowed pass unjudged. This
+module calls nothing and does not import torch; ``foreign_names`` knows the names that all versions of torch allow.
 """
 
 from __future__ import annotations
