@@ -33,6 +33,7 @@ def chained(run_command, folder, *more, code=0):
     return json.loads(out)["checkpoints"], err
 
 
+@pytest.mark.slow
 def test_lines_for_people(run, run_command):
     code, out, err = run_command("chain", run[0].parent, "--remove")
     assert (code, err) == (0, "")
@@ -44,6 +45,7 @@ def test_lines_for_people(run, run_command):
     assert all(line.endswith(f"{path.name} removed") for line, path in zip(lines, run, strict=False))
 
 
+@pytest.mark.slow
 def test_again_skips_what_is_there_and_removes_it_when_asked(run, run_command):
     folder = run[0].parent
     chained(run_command, folder)
@@ -71,6 +73,7 @@ def test_keep_raw_leaves_the_newest(remove, run, run_command):
     assert set(names(folder)) == expected | (set() if remove else {path.name for path in run[:2]})
 
 
+@pytest.mark.slow
 def test_keep_raw_does_not_count_a_copy_of_the_newest(run, run_command):
     """Nor a file of weights alone, which is written again and again: it may be the newest, and stays."""
     folder = run[0].parent
@@ -93,6 +96,7 @@ def test_keep_raw_counts_epochs_that_count_their_steps_anew(tmp_path, run_comman
     assert [row["source"].rpartition("/")[2] for row in rows] == ["epoch_0.pt", "epoch_1.pt"]
 
 
+@pytest.mark.slow
 def test_a_step_in_the_file_counts_more_than_that_in_its_name(run, run_command):
     folder = run[0].parent
     run[3].rename(folder / "step-1.pt")
@@ -160,6 +164,7 @@ def test_keep_raw_leaves_all_where_there_are_no_more(count, run, run_command):
     assert names(run[0].parent) == sorted(path.name for path in run)
 
 
+@pytest.mark.slow
 def test_containers_under_the_names_of_lightning_are_left_alone(run, run_command):
     """They are neither compressed again nor among the newest that stay as they are."""
     folder = run[0].parent
@@ -170,6 +175,7 @@ def test_containers_under_the_names_of_lightning_are_left_alone(run, run_command
     assert err == ""
 
 
+@pytest.mark.slow
 def test_steps_of_the_file_and_of_the_optimizer_and_a_time_where_names_say_nothing(tmp_path, run_command):
     folder = tmp_path / "run"
     first, second, third = make_run(folder, 3)
@@ -195,6 +201,7 @@ def test_steps_of_the_file_and_of_the_optimizer_and_a_time_where_names_say_nothi
     assert not (folder / "dataset.ckpt8").exists()
 
 
+@pytest.mark.slow
 def test_directories_and_files_of_one_run(tmp_path, inputs, run_command):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -216,6 +223,7 @@ def test_directories_and_files_of_one_run(tmp_path, inputs, run_command):
     assert names(folder) == ["checkpoint-1000.ckpt8", "checkpoint-300.ckpt8", "step-400.ckpt8", "step-5.ckpt8"]
 
 
+@pytest.mark.slow
 def test_the_same_name_twice(tmp_path, run_command):
     """The second keeps its suffix; so it stays when one of them has gone."""
     folder = tmp_path / "run"
@@ -237,6 +245,7 @@ def test_the_same_name_twice(tmp_path, run_command):
     assert len(names(folder)) == 2
 
 
+@pytest.mark.slow
 def test_a_number_behind_a_dot_is_no_suffix(tmp_path, run_command):
     folder = tmp_path / "run"
     for step, path in zip((500, 1000), make_run(folder, 2), strict=True):
@@ -245,6 +254,7 @@ def test_a_number_behind_a_dot_is_no_suffix(tmp_path, run_command):
     assert [row["target"].rpartition("/")[2] for row in rows] == ["model.500.ckpt8", "model.1000.ckpt8"]
 
 
+@pytest.mark.slow
 def test_another_checkpoint_of_the_same_name_is_not_lost(run, run_command):
     """A run that starts again in the same folder: of the older one only containers are left."""
     folder = run[0].parent
@@ -266,6 +276,7 @@ def test_another_checkpoint_of_the_same_name_is_not_lost(run, run_command):
         assert digest(path.with_suffix(".ckpt8")) != sums[path.with_suffix(".ckpt8")]
 
 
+@pytest.mark.slow
 def test_a_copied_run_is_known_again(run, run_command, tmp_path):
     """Times that a copy does not keep say nothing: the container is verified."""
     folder = run[0].parent
@@ -295,6 +306,7 @@ def test_damaged_and_unfinished_ones_amid_others(run, run_command, inputs):
     assert names(folder) == ["checkpoint-12", "step-10.pt", "step-15.ckpt8", "step-20.ckpt8", "step-5.ckpt8"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_originals(run, run_command):
     folder = run[0].parent
     sums = {path: digest(path) for path in run}
@@ -322,6 +334,7 @@ def test_wrong_arguments(more, run, run_command):
     assert len(names(run[0].parent)) == 4
 
 
+@pytest.mark.slow
 def test_python(run):
     outcomes = ckpt8.chain(run[0].parent, preset="archive", remove=True, keep_raw=1)
     assert [(each.source, each.removed, each.error) for each in outcomes] == [(path, True, None) for path in run[:3]]
@@ -339,6 +352,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.by_default("a rule-False")
 @pytest.mark.parametrize("remove", [False, True])
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_container_of_other_settings_is_not_the_one_asked_for(case, remove, run, run_command):
@@ -357,6 +371,7 @@ def test_a_container_of_other_settings_is_not_the_one_asked_for(case, remove, ru
     chained(run_command, folder, *asked, *more)
 
 
+@pytest.mark.slow
 def test_a_container_without_statistics_is_made_anew(run):
     """One that was bound tighter than asked for is as good as asked for."""
     folder = run[0].parent

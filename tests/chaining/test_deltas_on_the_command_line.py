@@ -58,6 +58,7 @@ def check_links(folder):
     assert {path.name for path in folder.glob(f"{KEPT}/*")} == needed
 
 
+@pytest.mark.slow
 def test_a_chain_is_made_of_deltas_and_says_so(finished, run, run_command):
     _, outcomes = finished
     found = bases(run)
@@ -75,6 +76,7 @@ def test_a_chain_is_made_of_deltas_and_says_so(finished, run, run_command):
     }
 
 
+@pytest.mark.slow
 def test_a_chain_goes_on_where_it_was(finished, run):
     """The same chain comes out whether it was made at once or checkpoint by checkpoint."""
     before = bases(run)
@@ -85,6 +87,7 @@ def test_a_chain_goes_on_where_it_was(finished, run):
     assert bases(run) == before
 
 
+@pytest.mark.slow
 def test_a_base_that_is_named(run, run_command):
     old, new = (run / f"step-{step}" for step in (90, 100))
     name = str(old.with_suffix(".ckpt8"))
@@ -100,7 +103,7 @@ def test_a_base_that_is_named(run, run_command):
     assert "nothing.ckpt8" in err
 
 
-@pytest.mark.by_default("environment")
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["option", "environment"])
 def test_a_base_elsewhere(by, run, run_command, tmp_path, monkeypatch):
     delta = next(name for name, base in sorted(bases(run).items()) if base)
@@ -189,6 +192,7 @@ def test_remove_leaves_what_a_missing_base_spoils(run, run_command):
     assert not ckpt8.verify(run / name, source).failures
 
 
+@pytest.mark.slow
 def test_whatever_is_removed_breaks_no_chain(finished, run, tmp_path):
     """The key, any other, and the original of each, in a copy that was moved: its links are files of their own."""
     folder, _ = finished
@@ -206,6 +210,7 @@ def test_whatever_is_removed_breaks_no_chain(finished, run, tmp_path):
     assert not (moved / KEPT).exists()
 
 
+@pytest.mark.slow
 def test_a_chain_that_has_no_links_gets_them(run, run_command):
     """As one that was copied without them: also where everything is compressed already."""
     shutil.rmtree(run / KEPT)
@@ -215,6 +220,7 @@ def test_a_chain_that_has_no_links_gets_them(run, run_command):
     check_links(run)
 
 
+@pytest.mark.slow
 def test_no_delta(run, run_command):
     for path in run.glob("*.ckpt8"):
         path.unlink()
@@ -223,6 +229,7 @@ def test_no_delta(run, run_command):
     check_links(run)
 
 
+@pytest.mark.slow
 def test_without_hard_links_a_chain_has_deltas_and_says_so_once(run, run_command, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))

@@ -54,6 +54,7 @@ def test_a_file_goes(run):
     assert list(source.parent.iterdir()) == [container]
 
 
+@pytest.mark.slow
 def test_a_directory_goes_and_what_its_links_lead_to_stays(directory):
     source, container, outside = directory
     before = digest(outside)
@@ -129,6 +130,7 @@ def test_a_directory_that_changes_stays(moment, directory, monkeypatch):
     assert (source / "model.pt").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["container", "base"])
 def test_a_source_stays_where_what_was_verified_is_replaced(changed, tmp_path, monkeypatch):
     *_, source = make_run(tmp_path / "run", 2)
@@ -201,6 +203,7 @@ def aside(request, run, directory, tmp_path, monkeypatch):
     return source, whole, container, set_aside(source, container, monkeypatch)
 
 
+@pytest.mark.by_default("delta")
 def test_the_next_run_finishes_what_a_killed_one_began(aside):
     source, _, container, left = aside
     assert not source.exists()
@@ -347,6 +350,7 @@ def rebase_of(folder):
 ACTS = {"chain --remove": chain_of, "compress A B --remove": several_of, "rebase": rebase_of}
 
 
+@pytest.mark.by_default("rebase")
 @pytest.mark.parametrize(
     "act", [pytest.param("chain --remove", marks=pytest.mark.slow), "compress A B --remove", "rebase"]
 )

@@ -25,6 +25,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_each_beside_itself_and_what_is_said(run, run_command):
     code, out, err = run_command("compress", *run, "--preset", "archive")
     assert (code, err) == (0, "")
@@ -117,6 +118,7 @@ def test_a_folder_that_cannot_be_made(run, run_command, tmp_path):
     assert len(names(run[0].parent)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 def test_remove(count, run, run_command):
     code, _, err = run_command("compress", *run[:count], "--remove", "--preset", "archive")
@@ -125,6 +127,7 @@ def test_remove(count, run, run_command):
     assert names(run[0].parent) == sorted(left)
 
 
+@pytest.mark.slow
 def test_a_source_that_is_kept_is_told_after_its_container(run, run_command, monkeypatch):
     """The container is there, and what it holds is shown; only the removal failed."""
     from ckpt8.chaining import jobs
@@ -244,6 +247,7 @@ def test_what_is_there_counts_where_it_was_made_from_the_source_as_asked(run, ru
     assert names(other[0].parent) == ["step-10.pt", "step-15.pt", "step-5.pt"]
 
 
+@pytest.mark.by_default("chain", "one")
 @pytest.mark.parametrize("command", ["compress", "chain", "one"])
 def test_lines_and_json_name_the_error_in_steps_and_what_is_under_no_budget(command, run, run_command):
     """As the container states them."""

@@ -44,6 +44,7 @@ def containers(folder):
     return sorted(path.name for path in folder.glob("*.ckpt8"))
 
 
+@pytest.mark.slow
 def test_a_slow_writer(watched, sources):
     """Its files have their final length from the first moment, and it pauses for less than the rest."""
     contents = {watched / source.name: source.read_bytes() for source in sources}
@@ -87,6 +88,7 @@ def test_the_last_file_of_trainer_and_a_damaged_one(watched, sources, inputs, tm
     assert (watched / "checkpoint-30").is_dir()
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_once_and_the_others_go_on(tmp_path, sources):
     """The run starts later than the watch: its folder is not there yet, nor the one above."""
     folder = tmp_path / "runs" / "run"

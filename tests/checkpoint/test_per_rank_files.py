@@ -87,7 +87,7 @@ def facts_of(written):
     return cache(lambda kind: inspect_checkpoint(written / kind, tensors=True))
 
 
-@pytest.mark.by_default("hsdp", "fsdp1")
+@pytest.mark.by_default("fsdp1")
 @pytest.mark.parametrize("kind", ["hsdp", "tp", SHARDED, FQN])
 def test_inspect_shows_whole_tensors(kind, written, facts_of):
     shapes = {name: list(tensor.shape) for name, tensor in full(written, kind)["model"].items()}
@@ -100,6 +100,7 @@ def test_inspect_shows_whole_tensors(kind, written, facts_of):
     assert found == shapes
 
 
+@pytest.mark.by_default("hsdp")
 @pytest.mark.parametrize("kind", ["hsdp", "tp", FQN])
 def test_state_is_recognised_and_its_parameters_are_named(kind, facts_of):
     facts = facts_of(kind)
@@ -110,7 +111,7 @@ def test_state_is_recognised_and_its_parameters_are_named(kind, facts_of):
     assert facts["framework"] == (None if kind == FQN else "verl")
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_compressed_at_the_usual_ratio(kind, written, tmp_path):
     target = tmp_path / "run.ckpt8"
@@ -119,6 +120,7 @@ def test_compressed_at_the_usual_ratio(kind, written, tmp_path):
     assert not ckpt8.verify(target, written / kind).failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hsdp", FQN])
 def test_the_step_of_a_parameter_moves_the_weight_of_its_own_rank(kind, written, tmp_path):
     manifest = ckpt8.compress(written / kind, tmp_path / "run.ckpt8", preset="archive")
@@ -140,6 +142,7 @@ def test_files_come_back(kind, written, tmp_path):
     assert tree(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")) == tree(written / kind)
 
 
+@pytest.mark.slow
 def test_a_restored_file_loads_as_torch_saved_it(written, tmp_path):
     ckpt8.compress(written / "tp", tmp_path / "run.ckpt8")
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
@@ -172,6 +175,7 @@ def test_convert_to_a_file_of_torch(kind, written, tmp_path):
         assert_same(found["optimizer"]["state"][key], state)
 
 
+@pytest.mark.slow
 def test_convert_what_was_compressed(written, tmp_path):
     ckpt8.compress(written / "tp", tmp_path / "run.ckpt8", preset="lossless")
     ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / "whole.pt")
@@ -208,6 +212,7 @@ def test_saves_on_other_meshes_are_compared_as_wholes(written):
 # Alone, and incomplete
 
 
+@pytest.mark.slow
 def test_one_file_alone_is_refused(written, tmp_path):
     name = f"model_world_size_{WORLD}_rank_1.pt"
     ckpt8.compress(written / "fsdp", tmp_path / "run.ckpt8")

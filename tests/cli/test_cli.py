@@ -526,6 +526,7 @@ def test_odd_names_are_shown_as_they_are(key, run, tmp_path):
         _one_object(out)
 
 
+@pytest.mark.slow
 def test_names_of_files_reach_the_terminal_escaped(run, small, tmp_path):
     """One that erases the line and starts another, in whatever prints a path."""
     source = tmp_path / "a\x1b[2Kred\nseal holds.pt"

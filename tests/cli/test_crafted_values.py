@@ -97,6 +97,7 @@ def resume(path):
             assert str(exc).isprintable()  # noqa: PT017
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("group", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(1, 6))])
 def test_no_value_ends_in_an_error_of_python(group, run_command, tmp_path):

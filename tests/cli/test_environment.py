@@ -73,12 +73,13 @@ def test_lines_break_at_any_width_and_lose_nothing(width):
             assert "".join("".join(lines).split()) == "".join(text.split())
 
 
+@pytest.mark.slow
 def test_a_name_of_a_million_characters_is_broken_in_time():
     lines = list(wrap("x" * 1_000_000, 50))
     assert len(lines) > 20_000
 
 
-@pytest.mark.by_default("0", "7", "1000000000")
+@pytest.mark.by_default("0")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_terminal_of_any_size(size, run_command, files, tmp_path, monkeypatch):
     for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH", "JUPYTER_COLUMNS"):
@@ -108,7 +109,7 @@ def test_any_encoding_shows_every_name(encoding, run_command, files, tmp_path, m
             assert f"max |{'Δ' if encoding.startswith('utf') else 'd'}u|" in text
 
 
-@pytest.mark.by_default("ascii")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
     [
@@ -134,7 +135,7 @@ def test_a_process_in_any_locale(environment, files, tmp_path):
 # Streams
 
 
-@pytest.mark.by_default("(0, 1, 2)")
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (1, 2), (0, 1, 2)], ids=str)
 def test_closed_streams(closed, files):
     result = start("inspect", files / "run.ckpt8", closed=closed)
@@ -147,6 +148,7 @@ def test_closed_streams(closed, files):
         assert result.stderr == b""
 
 
+@pytest.mark.slow
 def test_a_file_never_takes_the_number_of_a_closed_stream(files, tmp_path):
     """Whatever a library prints would go into it."""
     result = start("inspect", files / "run.ckpt8", "--html", tmp_path / "r.html", closed=(0, 1, 2))
@@ -154,6 +156,7 @@ def test_a_file_never_takes_the_number_of_a_closed_stream(files, tmp_path):
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--help",), ("inspect", "run.ckpt8")], ids=str)
 def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, files):
     """With the code that a shell shows for a program that SIGPIPE ends."""
@@ -164,6 +167,7 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, files):
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+@pytest.mark.slow
 def test_a_device_that_is_full(files):
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         result = start("inspect", files / "run.ckpt8", "--json", stdout=full)
@@ -266,6 +270,7 @@ ckpt8.__main__.main()
 """Limits what is left to the command once Python and its modules are there: their needs differ between machines."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "room", "name", "said"),
     [
@@ -280,6 +285,7 @@ def test_a_process_without_memory_or_files(limit, room, name, said, files):
     assert re.fullmatch(rb"ckpt8: %b [^\n]+\n" % said, result.stderr), result.stderr
 
 
+@pytest.mark.slow
 def test_a_process_without_a_place_for_temporary_files(files, tmp_path):
     env = os.environ | {"TMPDIR": "/nonexistent", "HOME": "/nonexistent"}
     result = start("restore", files / "run.ckpt8", "-o", tmp_path / "x.pt", env=env)

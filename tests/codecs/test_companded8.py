@@ -191,6 +191,7 @@ def awkward(codec) -> torch.Tensor:
 # --- exactly the model ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @each
 def test_bits_equal_the_model_over_all_magnitudes(codec):
     assert_as_modelled(codec, decades(codec, 167, seed=1))
@@ -208,6 +209,7 @@ def test_bits_equal_the_model_in_short_groups(codec, numel):
     assert_as_modelled(codec, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "codec", [Companded8(Q=1), Companded8(Q=100), Companded8(signed=False, Q=1), Companded8(signed=False, Q=200, p=0.5)]
 )
@@ -228,6 +230,7 @@ def boundaries(codec) -> torch.Tensor:
     return torch.tensor([v for row in rows for v in [1.0, *row]])
 
 
+@pytest.mark.by_default("Companded8(signed=True, Q=31, p=1)", "Companded8(signed=False, Q=63, p=0.5)")
 @each
 def test_bits_equal_the_model_where_the_code_changes(codec):
     """Here the order and the rounding of the operations decide: a fused multiply-add would differ."""

@@ -347,6 +347,7 @@ def test_plain_numbers():
     assert all(type(value) in (int, float) for value in weight_error(normal(10), normal(10, seed=1)).to_json().values())
 
 
+@pytest.mark.slow
 def test_roots_are_rounded_correctly():
     bits = torch.randint(0, 0x7F800000, (3000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 1.0, 1e-45, 2.0**-126, 3.4e38])])

@@ -44,6 +44,7 @@ def assert_same_figures(found, expected):
     assert expected.disagreement(found, tolerance=1e-12) is None
 
 
+@pytest.mark.by_default("-44--30", "-20-30")
 @pytest.mark.parametrize(("low", "high"), [(-3, 0), (-44, -30), (-20, 30)])
 def test_weights(low, high):
     from ckpt8.codecs import error_numba
@@ -58,6 +59,11 @@ def test_weights(low, high):
     assert math.isclose(error.sum_relative, math.fsum(relative), rel_tol=1e-6)
 
 
+@pytest.mark.by_default(
+    "-12--9-1e-08-Companded8(signed=False, Q=63, p=0.5)",
+    "-17-2-1e-15-Companded8(signed=False, Q=255, p=1)",
+    "-3-0-0.1-Companded8(signed=False, Q=63, p=0.5)",
+)
 @pytest.mark.parametrize("second", [Companded8(signed=False, Q=255), Companded8(signed=False, Q=63, p=0.5)], ids=repr)
 @pytest.mark.parametrize(("low", "high", "eps"), [(-4, -1, 1e-8), (-12, -9, 1e-8), (-17, 2, 1e-15), (-3, 0, 0.1)])
 def test_both_moments_and_the_update(second, low, high, eps):
@@ -78,6 +84,7 @@ def test_both_moments_and_the_update(second, low, high, eps):
     assert math.isclose(of_u.sum_square_error, float((u_there - u).square().sum()) * rule.factor**2, rel_tol=1e-3)
 
 
+@pytest.mark.by_default("flash-gpt_adamw.pt", "flash-gpt_came.pt")
 @pytest.mark.parametrize("name", ["gpt_adamw.pt", "gpt_stable_adamw.pt", "gpt_came.pt", "gpt_bf16.pt"])
 @pytest.mark.parametrize("preset", ["flash", "compact"])
 def test_units_of_real_checkpoints(inputs, monkeypatch, name, preset):

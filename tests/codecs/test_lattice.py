@@ -53,6 +53,7 @@ def test_the_dither_is_even_and_neighbours_are_independent(salt):
         assert abs(float((t[:-lag] * t[lag:]).mean()) * 12) < 0.003, lag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("salt", [0, 0xDEADBEEF])
 def test_salts_one_bit_apart_give_independent_dithers(salt):
     t = centred(salt)

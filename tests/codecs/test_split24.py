@@ -101,6 +101,7 @@ def sweep(exponent: int, levels: int, block: int = 1 << 20) -> None:
         assert worst <= 1.54e-5
 
 
+@pytest.mark.slow
 def test_the_bound_is_what_the_format_promises():
     assert bound(127) == 129
     assert bound(7) == 2341
@@ -113,6 +114,7 @@ def test_the_bound_is_what_the_format_promises():
         assert worst >= bound(levels) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("exponent", [0, 1, 127, 254])
 def test_every_mantissa(exponent, levels):

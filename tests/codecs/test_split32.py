@@ -44,7 +44,7 @@ def sweep(exponent: int, block: int = 1 << 20) -> None:
         check(torch.arange(start, min(start + block, last)))
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0, 1, 127, 254])
 def test_every_mantissa(exponent):
     sweep(exponent)

@@ -125,6 +125,7 @@ def test_an_average_of_masters(tmp_path):
     assert copies == {f"ema.{name}": f"optimizer.state.{k}.master_param" for k, name in enumerate(model)}
 
 
+@pytest.mark.slow
 def test_a_copy_of_many_large_layers(tmp_path):
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
     tree = {"model": net.state_dict(), "ema": averaged(net).state_dict(), "optimizer": trained(net)}
@@ -165,6 +166,7 @@ def test_a_copy_whose_elements_are_fewer_or_lie_elsewhere(tmp_path):
 # Codecs
 
 
+@pytest.mark.slow
 def test_a_copy_has_the_step_of_its_weight_and_a_dither_of_its_own(tmp_path):
     net = make_net()
     tree = {"model": net.state_dict(), "ema": averaged(net).state_dict(), "optimizer": trained(net)}

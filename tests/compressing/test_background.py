@@ -94,6 +94,7 @@ def nothing_is_left():
     assert threading.active_count() == before
 
 
+@pytest.mark.by_default("flash-options4", "lossless-options3")
 @pytest.mark.parametrize(
     "options", [{}, {"stats": False}, {"threads": 1}, {"max_update_error": 1e-9}, {"rules": ["*=lossless"]}]
 )
@@ -116,6 +117,7 @@ def test_the_file_is_the_one_of_the_foreground_whatever_becomes_of_the_tensors(p
     assert list(tmp_path.iterdir()) == [target]
 
 
+@pytest.mark.slow
 def test_units_of_several_chunks(tmp_path):
     torch.manual_seed(0)
     weights = torch.randn(2_500_000)
@@ -147,6 +149,7 @@ def test_quantized_tensors_go_through_a_whole_file(tmp_path):
     assert (tmp_path / "a.ckpt8").read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_chunks_are_let_go_as_they_are_written(tmp_path, monkeypatch):
     tree = {"w": torch.randn(24 << 20).bfloat16()}
     left = []
@@ -376,6 +379,7 @@ def _start(code, *arguments):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["raise ValueError('later')", pytest.param("del pending", marks=pytest.mark.slow)])
 def test_leaving_right_after_the_call_completes_the_file(ending, tmp_path):
     target = tmp_path / "a.ckpt8"

@@ -60,6 +60,7 @@ def bases(manifests):
     return [each.base and (each.base.place, each.base.links, each.base.path) for each in manifests]
 
 
+@pytest.mark.slow
 def test_sixteen_files_are_a_chain_of_four_links_at_most(states, folder):
     found = bases([folder.save(tree) for tree in states])
     for k, base in enumerate(found):
@@ -70,6 +71,7 @@ def test_sixteen_files_are_a_chain_of_four_links_at_most(states, folder):
         assert not ckpt8.verify(folder.path / f"step-{k}.ckpt8").failures
 
 
+@pytest.mark.slow
 def test_what_is_missing_in_a_chain_is_gone_around(states, folder):
     for tree in states[:4]:
         folder.save(tree)
@@ -82,6 +84,7 @@ def test_what_is_missing_in_a_chain_is_gone_around(states, folder):
     assert bases([folder.save(states[6])]) == [None]
 
 
+@pytest.mark.slow
 def test_a_chain_goes_on_from_links_to_what_was_removed(states, folder):
     for tree in states[:3]:
         folder.save(tree)
@@ -96,6 +99,7 @@ def test_a_chain_goes_on_from_links_to_what_was_removed(states, folder):
     assert not any(ckpt8.verify(folder.path / f"step-{k}.ckpt8").failures for k in (3, 4))
 
 
+@pytest.mark.slow
 def test_what_is_written_again_and_again_is_no_base(states, folder):
     """Who saves ``last.ckpt8`` would be refused, as another file needs what is there."""
     folder.save(states[0])
@@ -109,6 +113,7 @@ def test_what_is_written_again_and_again_is_no_base(states, folder):
         assert folder.save(states[4], name).base is None
 
 
+@pytest.mark.slow
 def test_the_newest_counts_where_times_are_equal_by_the_numbers_in_names(states, folder):
     for k in (9, 10):
         folder.save(states[k], f"run-{k}.ckpt8", base=None)
@@ -147,6 +152,7 @@ def test_another_rate_goes_on_with_lattices_of_its_own(factor, states, folder):
     assert all(abs(k - below) > 2 for k, below in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [widened, renamed])
 def test_another_network_begins_a_chain(change, states, folder):
     folder.save(states[0])
@@ -154,6 +160,7 @@ def test_another_network_begins_a_chain(change, states, folder):
     assert folder.save(change(states[2])).base is None
 
 
+@pytest.mark.by_default("options0")
 @pytest.mark.parametrize(
     "options", [{"budget": 2}, {"budget": None, "preset": "archive"}, {"rules": ["*.bias=lossless"]}]
 )
@@ -164,11 +171,13 @@ def test_another_budget_preset_or_rule_begins_a_chain(options, states, folder):
     assert folder.save(states[3]).base.path == "step-0.ckpt8"
 
 
+@pytest.mark.slow
 def test_unrelated_weights_begin_a_chain(states, folder):
     folder.save(states[0])
     assert folder.save(SmallRun(seed=5).advance(150)).base is None
 
 
+@pytest.mark.slow
 def test_what_is_no_container_does_not_matter(states, folder):
     folder.save(states[0])
     (folder.path / "text.ckpt8").write_text("no container")
@@ -178,7 +187,7 @@ def test_what_is_no_container_does_not_matter(states, folder):
     assert folder.save(states[1], "next.ckpt8").base.path == "step-0.ckpt8"
 
 
-@pytest.mark.by_default("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_whatever_happens_to_a_folder_new_files_are_sound(seed, states, folder):
     """Files are lost, copied, renamed and touched between saves of various kinds; every new one reads back."""
@@ -242,6 +251,7 @@ def test_the_manifest_says_why_a_chain_begins(states, folder):
     assert folder.save(states[3], base=None).key_reason is None
 
 
+@pytest.mark.by_default("named")
 @pytest.mark.parametrize("how", ["auto", "named", "background"])
 def test_a_base_that_goes_while_the_next_one_is_written(how, states, folder, monkeypatch):
     """A chosen one is linked. What needs a named one fails before it has its name."""
@@ -264,6 +274,7 @@ def test_a_base_that_goes_while_the_next_one_is_written(how, states, folder, mon
     assert not ckpt8.verify(folder.path / "step-1.ckpt8").failures
 
 
+@pytest.mark.slow
 def test_a_base_may_be_replaced_while_its_difference_is_written_in_the_background(states, folder, monkeypatch):
     folder.save(states[0])
     asked, finish = threading.Event(), ContainerWriter.finish
@@ -280,6 +291,7 @@ def test_a_base_may_be_replaced_while_its_difference_is_written_in_the_backgroun
     assert not ckpt8.verify(folder.path / "step-1.ckpt8").failures
 
 
+@pytest.mark.slow
 def test_a_target_that_is_a_symbolic_link_finds_its_base_from_where_it_lies(states, folder, tmp_path_factory):
     folder.save(states[0])
     elsewhere = tmp_path_factory.mktemp("elsewhere")

@@ -57,6 +57,7 @@ def masters_in(layout, tree):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_are_the_rounded_decoded_masters(layout, dtype, tmp_path):
@@ -81,6 +82,7 @@ def test_copies_are_the_rounded_decoded_masters(layout, dtype, tmp_path):
                     assert same(found, original) == (name in VECTORS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 def test_one_element_that_differs(dtype, tmp_path):
     """The original must be the copy of the original master: the container says so."""
@@ -101,6 +103,7 @@ def test_one_element_that_differs(dtype, tmp_path):
     assert ckpt8.verify(path, tmp_path / "run.pt").failures[0] == "model.a: differs from the original"
 
 
+@pytest.mark.slow
 def test_live_objects(tmp_path):
     tree = tree_of("megatron", torch.bfloat16, masters())
     for options in ({}, {"background": True}):
@@ -114,6 +117,7 @@ def test_live_objects(tmp_path):
     assert same(loaded["model"]["embed.weight"], loaded["optimizer"]["fp32_from_fp16_params"][0][0].bfloat16())
 
 
+@pytest.mark.slow
 def test_damage_of_a_master_is_told_of_its_copy_and_salvaged(tmp_path):
     manifest, path = written(tree_of("master_param", torch.bfloat16, masters()), tmp_path)
     with ContainerReader(path) as reader:
@@ -126,6 +130,7 @@ def test_damage_of_a_master_is_told_of_its_copy_and_salvaged(tmp_path):
     assert {lost.name for lost in found.lost} == {"model.embed.weight", "optimizer.state.0.master_param"}
 
 
+@pytest.mark.slow
 def test_a_live_model_takes_its_copies(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(128, 300), torch.nn.Linear(300, 100)).bfloat16()
     weights = {name: p.detach().float() + torch.randn(p.shape) * 1e-5 for name, p in model.named_parameters()}

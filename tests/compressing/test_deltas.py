@@ -49,6 +49,7 @@ def assert_equal(one, other):
         assert torch.equal(*bits), name
 
 
+@pytest.mark.slow
 def test_a_delta_decodes_to_what_a_whole_file_on_its_lattice_does(states, tmp_path):
     key = saved(states[0], tmp_path / "0.ckpt8")
     assert key.base is None
@@ -71,6 +72,7 @@ def config_in(manifest, record):
     return of(manifest, record.name).codec
 
 
+@pytest.mark.slow
 def test_a_delta_is_smaller_and_its_errors_are_those_of_its_budget(states, tmp_path):
     saved(states[0], tmp_path / "0.ckpt8")
     delta = saved(states[1], tmp_path / "delta.ckpt8", base=tmp_path / "0.ckpt8")
@@ -86,6 +88,7 @@ def test_a_delta_is_smaller_and_its_errors_are_those_of_its_budget(states, tmp_p
     assert not ckpt8.verify(tmp_path / "delta.ckpt8").failures
 
 
+@pytest.mark.slow
 def test_no_delta_errs_by_more_than_the_budget(tmp_path):
     """The steps of the key become larger than those of a rate that decays; some deltas keep them."""
     run, found = SmallRun(), []
@@ -134,6 +137,7 @@ def test_a_fine_tuning_run_in_bf16_is_kept_to_the_bit(tmp_path):
     assert sizes[1] < 0.6 * sizes[0]
 
 
+@pytest.mark.slow
 def test_first_moments_copies_and_what_shares_entries_stay_whole(states, tmp_path):
     for preset in ("flash", "lossless", "archive"):
         saved(states[0], tmp_path / "0.ckpt8", preset=preset)
@@ -165,6 +169,7 @@ def test_what_the_codec_of_the_base_refuses_is_kept_whole(states, tmp_path):
         torch.testing.assert_close(found, where[80, 50], rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_the_lattice_of_the_base_gets_its_own(states, tmp_path):
     def save(tree, name, base=None):
         return ckpt8.save(tree, tmp_path / name, budget=5, base=base)
@@ -190,6 +195,7 @@ def test_a_run_resumed_from_the_lattice_of_the_base_gets_its_own(states, tmp_pat
     assert manifest.base is not None
 
 
+@pytest.mark.slow
 def test_a_step_that_the_budget_has_outgrown_makes_a_lattice_and_no_key(tmp_path):
     run = SmallRun()
     saved(run.advance(40), tmp_path / "0.ckpt8")
@@ -230,6 +236,7 @@ def test_a_base_that_cannot_be_used_is_said_in_a_line(states, tmp_path):
     assert not (tmp_path / "old" / "2.ckpt8").exists()
 
 
+@pytest.mark.slow
 def test_a_base_in_another_folder_is_named_from_that_of_the_target(states, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -259,6 +266,7 @@ def test_damage_in_a_base_ends_the_chain_and_is_named_where_it_was_asked_for(sta
     assert not ckpt8.verify(tmp_path / "1.ckpt8").failures
 
 
+@pytest.mark.slow
 def test_a_reader_made_from_the_format_alone_reads_differences_of_either_kind(states, tmp_path):
     saved(states[0], tmp_path / "0.ckpt8")
     run = SmallRun()

@@ -145,7 +145,7 @@ def frames(path):
 # The stand-in
 
 
-@pytest.mark.by_default("flash-options0", "archive-options2")
+@pytest.mark.by_default("flash-options0")
 @pytest.mark.parametrize(("preset", "options"), CASES)
 def test_live_tensors_of_a_device_give_the_file_of_the_cpu(preset, options, tmp_path, stand_in, monkeypatch):
     tree, target = checkpoint(), tmp_path / "a.ckpt8"
@@ -192,6 +192,7 @@ def moved(tree):
     return torch.utils._pytree.tree_map(move, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset", [pytest.param(each, marks=[pytest.mark.slow] * (each != "archive")) for each in PRESETS]
 )
@@ -218,6 +219,7 @@ def test_a_delta_packed_on_a_device_is_that_of_the_cpu(preset, tmp_path, stand_i
     }
 
 
+@pytest.mark.slow
 def test_checksums_of_the_source_are_checked_on_the_way_to_a_device(tmp_path, stand_in):
     source = tmp_path / "a.pt"
     weights = torch.randn(200, 200)
@@ -231,6 +233,7 @@ def test_checksums_of_the_source_are_checked_on_the_way_to_a_device(tmp_path, st
     assert list(tmp_path.iterdir()) == [source]
 
 
+@pytest.mark.slow
 def test_buffers_are_used_again(tmp_path, stand_in):
     tree = {"model": {"w": torch.randn(20 << 20)}}
     ckpt8.save(tree, tmp_path / "a.ckpt8", threads=1, stats=False)
@@ -257,6 +260,7 @@ def test_a_pool_gives_the_smallest_buffer_that_fits():
     assert len(made) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["save", *(pytest.param(way, marks=pytest.mark.slow) for way in ("compress", "background"))]
 )
@@ -294,7 +298,7 @@ def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, s
     assert target.read_bytes() == expected
 
 
-@pytest.mark.by_default("flash")
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["flash", "archive"])
 def test_units_on_several_devices_are_left_to_the_cpu(preset, tmp_path, stand_in):
     """As they are where only one of a parameter's moments was moved."""
@@ -316,7 +320,7 @@ def test_units_on_several_devices_are_left_to_the_cpu(preset, tmp_path, stand_in
     assert stand_in[1].downloads == launched - 2
 
 
-@pytest.mark.by_default("flash")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("preset", ["flash", "lossless"])
 def test_what_a_distributed_save_makes_when_it_is_read_is_no_memory_of_a_device(
@@ -346,7 +350,7 @@ def came(parameters):
     return pytest.importorskip("came_pytorch").CAME(parameters, lr=1e-4)
 
 
-@pytest.mark.by_default("flash-AdamW", "archive-came")
+@pytest.mark.by_default("flash-AdamW")
 @pytest.mark.parametrize(
     ("preset", "optimizer_of"), [*((preset, torch.optim.AdamW) for preset in PRESETS), ("archive", came)]
 )
@@ -407,6 +411,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path):
 # Statistics
 
 
+@pytest.mark.slow
 def test_the_size_of_a_tile_does_not_show_in_the_figures(tmp_path, monkeypatch):
     torch.save(checkpoint(), tmp_path / "a.pt")
     monkeypatch.setattr("ckpt8.compressing.measure.TILE", 1 << 20)

@@ -44,6 +44,7 @@ def same(a, b):
     return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
+@pytest.mark.by_default("{'preset': 'archive'}-True")
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("options", [{"preset": "flash"}, {"preset": "archive"}], ids=str)
 def test_data_is_moved_where_codecs_refuse(options, background, tmp_path, monkeypatch):

@@ -92,6 +92,9 @@ def spread(storage, start, length):
 # Layouts
 
 
+@pytest.mark.by_default(
+    "torch.bfloat16-flat-flash", "torch.bfloat16-flat groups-flash", "torch.float16-flat buffer-lossless"
+)
 @pytest.mark.parametrize("preset", ["flash", "lossless"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", REFERENCES, ids=str)
@@ -117,6 +120,7 @@ def test_the_copies_of_every_layout_are_references(dtype, layout, preset, tmp_pa
         assert (tmp_path / "back.pt").read_bytes() == (tmp_path / "run.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_parameter_of_mixed_precision_costs_what_one_of_fp32_costs(tmp_path):
     shapes = {"a": (1000, 512), "b": (512, 512)}
     weights = masters(shapes=shapes)
@@ -138,6 +142,7 @@ def test_a_parameter_of_mixed_precision_costs_what_one_of_fp32_costs(tmp_path):
     assert manifest.version == ("1.3" if manifest.packs else "1.2")
 
 
+@pytest.mark.slow
 def test_chunks_of_long_copies(tmp_path):
     """Runs that begin and end anywhere, read from anywhere."""
     weights = masters(shapes={"a": (FRAME + 77,), "b": (65, 1001), "c": (FRAME // 2 + 5,), "d": (FRAME // 2,)})
@@ -324,6 +329,7 @@ def test_a_master_is_copied_four_times_at_most(tmp_path):
 # Live objects, the background, devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["megatron", "flat buffer"])
 def test_live_objects(layout, tmp_path):
     tree = LAYOUTS[layout](masters())
@@ -410,6 +416,7 @@ def test_what_is_encoded_comes_back(scale):
         HalfReference().encode(near * 2 + 1, companions={ROUNDED: x.bfloat16()})
 
 
+@pytest.mark.slow
 def test_a_copy_in_fp16_costs_a_fraction_of_itself(tmp_path):
     weights = {name: torch.randn(shape) * 0.05 for name, shape in {"a": (1000, 1200), "b": (512, 512)}.items()}
     optimizer = adamw(list(weights.values()), master_param=weights.values())

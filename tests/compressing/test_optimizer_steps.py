@@ -217,6 +217,7 @@ def test_a_copy_whose_masters_no_key_names_leads_to_them(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_copy_that_a_rule_keeps_leads_to_its_master(tmp_path):
     """The weight does not depend on how the copy is kept: verify does not know the rules."""
     weights = masters()
@@ -249,6 +250,7 @@ def partition(case):
     return {"optimizer_state_dict": tree}, len(flat)
 
 
+@pytest.mark.slow
 def test_masters_that_end_before_the_padding_of_their_moments(tmp_path):
     tree, count = partition("zeros")
     torch.save(tree, tmp_path / "run.pt")

@@ -24,6 +24,7 @@ def source(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_packed_chunk_holds_planes_of_bytes(source):
     """As in a save in the background, which holds all of them: no more than the planes that zstd will get."""
     with open_source(source) as bundle, Workers(2) as workers:
@@ -52,6 +53,7 @@ def test_a_packed_chunk_holds_planes_of_bytes(source):
         assert [list(each.packings) for each in stored] == [list(each.packings) for each in packed]
 
 
+@pytest.mark.slow
 def test_symbols_are_packed_before_anything_copies_them(source, monkeypatch):
     """Where a GPU encodes, only planes cross the bus: a chunk is packed on the device of its tensors."""
     seen = []
@@ -72,6 +74,7 @@ def entries(path):
     return found, [(each["name"], each["codec"], each["parts"]) for each in manifest["storages"]]
 
 
+@pytest.mark.slow
 def test_backends_and_threads_do_not_show_in_the_frames(source, tmp_path, monkeypatch):
     written = []
     for least, threads in ((0, 1), (0, 2), (1 << 60, 2)):

@@ -326,6 +326,7 @@ def test_a_file_of_before_is_measured_as_it_states(tmp_path, monkeypatch):
     assert errors["update"]["max_error"] == old.error["max_error"]
 
 
+@pytest.mark.slow
 def test_a_stated_figure_is_checked(tmp_path, monkeypatch):
     for name, factor, fails in (("lion", 1 + 1e-6, True), ("whole", 1.005, False), ("whole", 1.05, True)):
         card = known.CARDS[name]

@@ -79,6 +79,7 @@ def test_a_container_is_hardly_longer_than_its_source(name, writer, tmp_path):
     assert ckpt8.restore(tmp_path / "a.ckpt8", tmp_path / "back").read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_directory_of_tiny_files(size, tmp_path):
     root = tmp_path / "run"
@@ -109,6 +110,7 @@ def test_files_whose_header_is_short_keep_the_entries_of_each_storage(tmp_path):
     assert (manifest.version, manifest.packs) == ("1.0", [])
 
 
+@pytest.mark.slow
 def test_a_group_of_32_has_elements_of_one_storage(tmp_path):
     """Each storage gives the bits that it gives alone, and its own error."""
     tree = adamw_state(40)
@@ -148,6 +150,7 @@ def _index(manifest, ending):
     return next(k for k, record in enumerate(manifest.storages) if record.name.endswith(ending))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_a_unit_that_is_refused_falls_back_alone(background, tmp_path):
     tree = adamw_state(60)
@@ -176,6 +179,7 @@ def test_a_unit_that_is_refused_falls_back_alone(background, tmp_path):
     assert not ckpt8.verify(path).failures
 
 
+@pytest.mark.slow
 def test_what_is_said_of_storages_in_packs_adds_up(tmp_path):
     torch.save(adamw_state(100), tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt", rules=ALL_LOSSY)
@@ -187,6 +191,7 @@ def test_what_is_said_of_storages_in_packs_adds_up(tmp_path):
     assert all(sum(row["parts"].values()) <= row["bytes"] + 8 for row in facts["tensors"])
 
 
+@pytest.mark.slow
 def test_the_prediction_knows_shared_entries(tmp_path):
     torch.save(many(1500, 20), tmp_path / "a.pt")
     predicted = inspect_checkpoint(tmp_path / "a.pt")["predicted"]["flash"]["bytes"]
@@ -194,6 +199,7 @@ def test_the_prediction_knows_shared_entries(tmp_path):
     assert predicted == pytest.approx((tmp_path / "a.ckpt8").stat().st_size, rel=0.1)
 
 
+@pytest.mark.slow
 def test_damage_in_a_pack_loses_its_storages_and_no_others(tmp_path):
     tree = many(2000, 40)  # two packs
     torch.save(tree, tmp_path / "a.pt")

@@ -47,6 +47,7 @@ def ids(storages):
     return {name: each.codec["id"] for name, each in storages.items()}
 
 
+@pytest.mark.slow
 def test_a_larger_budget_makes_a_smaller_file(inputs, tmp_path):
     sizes = []
     for budget in (0.05, 0.4, 0.8, 6.4):
@@ -56,6 +57,7 @@ def test_a_larger_budget_makes_a_smaller_file(inputs, tmp_path):
     assert len(set(sizes)) == len(sizes)
 
 
+@pytest.mark.slow
 def test_another_source_has_another_lattice_and_the_same_one_the_same(tmp_path):
     tree = trained()
     changed = copy.deepcopy(tree)
@@ -227,6 +229,7 @@ def with_a_few_rows(seed):
     return tree
 
 
+@pytest.mark.by_default("1")
 @pytest.mark.parametrize("seed", [1, 4])
 def test_a_budget_that_a_sample_misjudges_is_kept_all_the_same(seed, tmp_path, monkeypatch):
     tree, content = with_a_few_rows(seed), set()

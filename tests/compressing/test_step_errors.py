@@ -100,6 +100,7 @@ def assert_energies(steps, expected):
         assert getattr(steps, name) == pytest.approx(value, rel=1e-4, abs=0), name
 
 
+@pytest.mark.slow
 def test_an_error_of_the_second_moment_is_carried_by_its_decay_and_by_the_momentum():
     """G is g times the norm of errors that decay by b2, of updates that correlate by b1 from step to step."""
     for beta1, beta2, steps in ((0.9, 0.99, 2500), (0.9, 0.95, 600), (0.0, 0.9, 300)):

@@ -31,6 +31,7 @@ def bf16(tmp_path_factory):
     return chain(tmp_path_factory.mktemp("bf16"), 3, preset="lossless", dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_delta_decodes_to_the_bits_of_the_whole_file(files, tmp_path):
     for path, whole in zip(*files, strict=True):
         assert ckpt8.verify(path).failures == ()
@@ -42,6 +43,7 @@ def test_a_delta_decodes_to_the_bits_of_the_whole_file(files, tmp_path):
     assert not all(torch.equal(names[0][key], names[1][key]) for key in names[0])
 
 
+@pytest.mark.slow
 def test_a_rebased_delta_is_the_whole_file(files, bf16, tmp_path):
     for path, whole in (*zip(*files, strict=True), *zip(*bf16, strict=True)):
         if path.name == "key.ckpt8":
@@ -105,6 +107,7 @@ def test_a_base_that_is_replaced_between_a_look_at_its_seal_and_its_opening(tmp_
         ckpt8.verify(path)
 
 
+@pytest.mark.slow
 def test_the_environment_names_folders_of_bases(files, tmp_path, monkeypatch):
     path = tmp_path / "alone.ckpt8"
     path.write_bytes(files[0][2].read_bytes())
@@ -181,6 +184,7 @@ def test_a_damaged_copy_is_no_base_elsewhere(place, pair):
         copy.unlink()
 
 
+@pytest.mark.slow
 def test_what_only_states_the_seal_of_a_base_is_passed_over(pair):
     """A fake of a hundred bytes and a copy whose manifest is damaged, first by name and where the base should be."""
     key, path = pair

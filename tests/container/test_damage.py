@@ -138,6 +138,7 @@ def _flips(data, path, positions):
     return missed
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_any_byte_is_detected(small, tmp_path):
     data, rng = small.read_bytes(), random.Random(1)
     assert not is_detected(small)

@@ -32,6 +32,7 @@ def modes(plain):
     return {(*mode[:3], *mode[4:]) for table in tables for mode in table.get("modes", [])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_adamw.pt", "gpt_bf16.pt", "gpt_stable_adamw.pt"])
 @pytest.mark.parametrize("options", [{"preset": "archive"}, {"preset": "compact"}, {"budget": 7}], ids=str)
 def test_files_under_a_budget_read_from_the_specification_alone(name, options, inputs, tmp_path):
@@ -45,6 +46,7 @@ def test_files_under_a_budget_read_from_the_specification_alone(name, options, i
     assert all(field in section for field in fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["archive", "compact"])
 def test_second_moments_from_rows_and_columns(preset, inputs, tmp_path):
     manifest = ckpt8.compress(inputs / "gpt_came.pt", tmp_path / "x.ckpt8", preset=preset)
@@ -52,6 +54,7 @@ def test_second_moments_from_rows_and_columns(preset, inputs, tmp_path):
     agrees(tmp_path / "x.ckpt8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_chunks_and_slabs_under_a_budget(dtype, tmp_path, monkeypatch):
     """Rows and columns of factors begin anew in every chunk, the dither and the rows of the tensor do not."""
@@ -68,6 +71,7 @@ def test_several_chunks_and_slabs_under_a_budget(dtype, tmp_path, monkeypatch):
     assert "model.layers.0.weight/codes@1" in plain.entries
 
 
+@pytest.mark.slow
 def test_packs_of_symbols(tmp_path):
     """Second moments share entries where all else of their parameters is kept exactly."""
     rules = ["model.*=lossless", "*.exp_avg=lossless"]
@@ -77,6 +81,7 @@ def test_packs_of_symbols(tmp_path):
     assert agrees(path).manifest["version"] in ("1.4", "1.6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_copies_of_decoded_masters(layout, dtype, tmp_path):
@@ -94,6 +99,7 @@ def test_files_without_a_budget_state_nothing_of_it(preset, inputs, tmp_path):
     assert not any("modes" in part for storage in manifest["storages"] for part in storage["parts"].values())
 
 
+@pytest.mark.slow
 def test_a_chunk_of_symbols_has_four_frames(inputs, tmp_path):
     ckpt8.compress(inputs / "gpt_adamw.pt", tmp_path / "x.ckpt8", preset="archive")
     plain = Plain((tmp_path / "x.ckpt8").read_bytes())

@@ -143,6 +143,7 @@ def test_packs_and_tables_that_are_not_sound(name, parts, small, tmp_path):
     exercise(path, small.with_suffix(".pt"), tmp_path)
 
 
+@pytest.mark.slow
 def test_other_forms_of_the_same_columns_are_sound(parts, tmp_path):
     """The checks above refuse what they name, not whatever was changed."""
     metadata, entries, manifest = parts
@@ -178,6 +179,7 @@ def test_a_shape_for_all_tensors_takes_no_memory(parts, tmp_path):
                 file.get_tensor(name)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_mutated_manifest_with_packs_is_read_or_refused(data, parts, small, tmp_path):
     _mutations(parts, data, small, tmp_path)

@@ -167,6 +167,7 @@ def test_a_cycle(parts, tmp_path):
     assert is_detected(path)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_mutated_manifest_with_references_is_read_or_refused(data, parts, small, tmp_path):
     _mutations(parts, data, small, tmp_path)

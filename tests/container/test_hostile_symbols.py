@@ -292,6 +292,7 @@ def test_frames_built_the_same_way_are_read(parts, tmp_path):
     assert not is_detected(path)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_mutated_manifest_with_symbols_is_read_or_refused(data, parts, small, tmp_path):
     _mutations(parts, data, small, tmp_path)

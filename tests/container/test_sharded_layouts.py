@@ -96,6 +96,7 @@ def growth(call, size: int, times: int = 4) -> float:
     return min(seconds(times * size) / seconds(size) for _ in range(3))
 
 
+@pytest.mark.slow
 def test_the_time_to_find_every_box_of_a_list_grows_with_their_number():
     """A plan of torch asks for each box by itself."""
 
@@ -115,6 +116,7 @@ def test_a_brick_wall_is_no_grid():
     assert len(tensor.overlapping((0, 1), (2, 2))) == 3
 
 
+@pytest.mark.slow
 def test_files_of_meshes_are_a_few_numbers():
     ranks = range(1024)
     rows = [(rank, (rank * 16, 0), (16, 64)) for rank in ranks]
@@ -143,6 +145,7 @@ def test_pickled_boxes_keep_their_places():
     assert tensor.pickled(tensor.boxes()[0]) == Place("0", 7, 90)
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers(-2, 1 << 70) | st.floats(allow_nan=False) | st.text(max_size=3),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import pytest
 import torch
 from converting_kit import listing
 
@@ -59,6 +60,7 @@ def test_exit_codes_and_single_lines(run_command, forms, tmp_path):
         assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversion_leaves_nothing(tmp_path):
     torch.save({"model": {f"w{k}": torch.randn(1 << 20) for k in range(40)}}, tmp_path / "run.pt")
     script = (

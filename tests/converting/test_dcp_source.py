@@ -30,6 +30,7 @@ ALIKE = [GROUPS[0] + GROUPS[1], GROUPS[2]]
 # What processes wrote
 
 
+@pytest.mark.by_default("nested-raw", "zstd-raw")
 @pytest.mark.parametrize("form", ["raw", "lossless", "flash"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_tensors_by_name(layout, form, distributed, tmp_path):
@@ -106,6 +107,7 @@ def sorted_groups(optimizer):
     return [dict(sorted(group.items())) for group in optimizer.state_dict()["param_groups"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["nested", "titan"])
 def test_safetensors(layout, distributed, tmp_path):
     expected = load_all(distributed[0] / layout)
@@ -240,6 +242,7 @@ def test_two_checkpoints_of_the_same_names(tmp_path):
             assert converted(source, tmp_path, member=f"step-{number}")["model"]["w.x"].tolist() == [number] * 3
 
 
+@pytest.mark.slow
 def test_a_run_of_ckpt8_optim(tmp_path):
     """Packed state comes back as the published optimizer has it, with the weights that it completes."""
     model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)

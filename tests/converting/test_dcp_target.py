@@ -54,6 +54,7 @@ def made(alone, tmp_path_factory):
 # Training goes on
 
 
+@pytest.mark.slow
 def test_at_two_ranks(alone, distributed, made, tmp_path):
     again = tmp_path / "nested"
     ckpt8.convert(distributed[0] / "nested", again, to="dcp")
@@ -70,6 +71,7 @@ def group_of_one(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_at_one_rank(alone, made, group_of_one):
     for sharded, tolerance in ((True, 1e-6), (False, 0)):
         net, optimizer = make_dcp.make(sharded=sharded)
@@ -85,6 +87,7 @@ def test_without_processes(alone, made):
     assert [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)] == alone[1]
 
 
+@pytest.mark.slow
 def test_what_two_ranks_wrote_as_the_checkpoint_of_one(distributed, tmp_path):
     for layout in ("nested", "flat"):
         ckpt8.convert(distributed[0] / layout, tmp_path / layout, to="dcp")

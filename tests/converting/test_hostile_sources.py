@@ -140,6 +140,7 @@ def test_what_holds_itself_or_is_shared_gets_a_prefix_once():
     assert [leaf.key for _, leaf in iter_leaves(found)] == ["x/0"]
 
 
+@pytest.mark.slow
 def test_a_source_that_changes_while_it_is_read(run, tmp_path):
     path = tmp_path / "run.pt"
     for name, to in TARGETS:

@@ -22,12 +22,14 @@ def packed(request, tmp_path):
     return run
 
 
+@pytest.mark.by_default("CAME", "SGD", "Lion")
 def test_a_pt_keeps_it_packed(packed, tmp_path):
     report = ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / "x.pt")
     assert_trees_equal(torch.load(tmp_path / "x.pt", weights_only=True), ckpt8.load(tmp_path / "run.ckpt8"))
     assert not report.dropped
 
 
+@pytest.mark.by_default("AdamW-run.pt", "CAME-run.pt", "SGD-run.ckpt8", "Lion-run.pt")
 @pytest.mark.parametrize("source", ["run.pt", "run.ckpt8"])
 def test_float32_unpacks_it(source, packed, tmp_path):
     ckpt8.convert(tmp_path / source, tmp_path / "x.pt", dtype="float32")
@@ -42,6 +44,7 @@ def test_float32_unpacks_it(source, packed, tmp_path):
     assert_trees_equal(found, expected)
 
 
+@pytest.mark.by_default("CAME", "SGD", "Lion")
 def test_a_trainer_directory_has_it_unpacked(packed, tmp_path):
     ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / "out", to="trainer")
     expected = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)

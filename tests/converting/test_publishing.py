@@ -95,6 +95,7 @@ def test_no_warning_where_they_are_kept_well(packed, tmp_path):
     assert report.warning is None
 
 
+@pytest.mark.slow
 def test_a_member_answers_for_itself(packed, tmp_path):
     """The other file of the directory is on a lattice; what is converted is not."""
     root = tmp_path / "run"
@@ -125,6 +126,7 @@ def test_copies_are_as_good_as_their_masters_in_another_member(tmp_path):
     assert report.warning is not None
 
 
+@pytest.mark.slow
 def test_a_model_answers_for_itself(tmp_path):
     """Of two models, and of 16-bit weights whose masters are on a lattice."""
     torch.manual_seed(1)

@@ -129,6 +129,7 @@ def test_views_of_one_storage_are_no_aliases(tmp_path):
     assert_same(load_file(tmp_path / "x.safetensors"), {name: tensor.contiguous() for name, tensor in state.items()})
 
 
+@pytest.mark.slow
 def test_masters_of_a_packed_run(tmp_path):
     """bf16 parameters and their residuals: by default the parameters, with float32 the master weights."""
     model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
@@ -146,6 +147,7 @@ def test_masters_of_a_packed_run(tmp_path):
         assert not torch.equal(found["up.weight"], model.up.weight.float())
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=12),

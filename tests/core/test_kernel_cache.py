@@ -284,6 +284,7 @@ def test_a_numba_that_is_made_otherwise_keeps_nothing(run, tmp_path):
     assert kept(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
     """numba's own cache compares the file of the kernel, not those of what it calls."""
     package = shutil.copytree(Path(ckpt8.__file__).parent, tmp_path / "source" / "ckpt8")

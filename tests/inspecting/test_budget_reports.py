@@ -112,6 +112,7 @@ def drift_of(found) -> float:
     return expected.NOISE * noise + expected.RISE * noise * found["steps"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("budget", [0.3, 2.0])
 def test_the_stated_error_is_that_of_the_restored_checkpoint(kind, budget, checkpoint, tmp_path):
@@ -161,6 +162,7 @@ def test_a_stated_error_in_steps_that_does_not_hold_is_found(checkpoint, tmp_pat
         assert words in failure
 
 
+@pytest.mark.slow
 def test_predictions_come_true(checkpoint, tmp_path):
     source, target = checkpoint("adamw"), tmp_path / "x.ckpt8"
     facts = inspect_checkpoint(source)
@@ -177,6 +179,7 @@ def test_predictions_come_true(checkpoint, tmp_path):
     assert predicted["lossless"]["steps"] == predicted["lossless"]["drift"]["mean"] == 0
 
 
+@pytest.mark.slow
 def test_no_prediction_exceeds_its_budget(inputs, tmp_path):
     """Where a sample says so, such as of what was salvaged with NaN in one weight, the file is encoded again."""
     ckpt8.compress(inputs / "gpt_adamw.pt", tmp_path / "run.ckpt8", preset="archive")
@@ -193,6 +196,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_where_no_step_is_known_nothing_is_predicted_and_the_reason_is_told(case, checkpoint, run_command, tmp_path):
     change, reason = UNKNOWN[case]
@@ -247,6 +251,7 @@ def test_weights_of_the_lowest_snr_are_listed(checkpoint, run_command, tmp_path)
     assert "lowest SNR of weights" in out
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_a_file_has_figures_of_its_own(checkpoint, run_command, tmp_path):
     """Two networks whose steps differ a hundredfold."""
     one, other = trained(adamw), trained(lambda parameters: torch.optim.AdamW(parameters, 1e-5, betas=BETAS), seed=1)

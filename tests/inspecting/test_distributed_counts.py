@@ -25,6 +25,7 @@ def ranks(scratch):
     return scratch
 
 
+@pytest.mark.slow
 def test_flags_of_two_ranks_are_those_of_whole_tensors(ranks):
     for layout in ("nested", "flat", "zstd"):
         tensors = {name: x for name, x in load_all(ranks / layout).items() if isinstance(x, torch.Tensor)}
@@ -39,6 +40,7 @@ def test_flags_of_two_ranks_are_those_of_whole_tensors(ranks):
         assert any(key[0] == "moment2_fp16_zero" for key in found)
 
 
+@pytest.mark.slow
 def test_two_ranks_count_as_one(ranks, tmp_path, run_command):
     for layout in ("nested", "flat", "titan", "threads", "zstd"):
         facts = inspect_checkpoint(ranks / layout, tensors=True)

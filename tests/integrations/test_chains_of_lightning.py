@@ -45,6 +45,7 @@ def fit(folder, plugin, steps, **options):
     trainer(folder, steps, [plugin], [keep]).fit(Net(), batches())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_what_is_removed_breaks_no_chain(mode, background, tmp_path):

@@ -34,7 +34,7 @@ def chained(**options):
     return Ckpt8Callback(preset="archive", base="auto", **options)
 
 
-@pytest.mark.by_default("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_the_limit_breaks_no_chain(background, tmp_path):
     folder = tmp_path / "run"
@@ -66,6 +66,7 @@ def test_the_limit_breaks_no_chain(background, tmp_path):
         check_weights(moved / f"checkpoint-{step}.ckpt8", load_file(moved / f"checkpoint-{step}" / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_whole(tmp_path):
     best = run(
         tmp_path,
@@ -85,6 +86,7 @@ def test_the_best_checkpoint_stays_whole(tmp_path):
         ckpt8.restore(tmp_path / name, tmp_path / f"back-{name}")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch):
     compress = ckpt8.compress
     with monkeypatch.context() as patch:

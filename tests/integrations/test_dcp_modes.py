@@ -183,6 +183,7 @@ def representatives(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REPRESENTATIVES, ids=str)
 def test_representatives_go_on_as_the_run_does(case, representatives):
     check(representatives / str(case), case)

@@ -38,7 +38,7 @@ def ranks_of(plans):
     return {name: ranks[0] for (name, _), ranks in homes(plans).items()}
 
 
-@pytest.mark.by_default(most=4)
+@pytest.mark.by_default("{'replicas': 2}", "{'replicas': 7}")
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -56,6 +56,7 @@ def part(tensor, offsets, lengths):
     return tensor
 
 
+@pytest.mark.by_default("long rows", "small", "scalar")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_box_is_what_narrow_gives(name, tensors, stored):
     reader, workers = stored
@@ -74,6 +75,7 @@ def test_a_box_is_what_narrow_gives(name, tensors, stored):
         assert wide[..., 1].isnan().all()
 
 
+@pytest.mark.slow
 def test_integers_are_read_from_their_bytes(tensors, stored):
     reader, workers = stored
     counts = tensors["counts"]

@@ -72,6 +72,7 @@ def whole(tmp_path_factory):
     return model.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "drift", "background"),
     [("lossless", 0, False), ("flash", 1e-4, True), ("compact", 3e-3, False), ("archive", 3e-2, True)],
@@ -107,6 +108,7 @@ def test_a_run_without_the_plugin_goes_on_with_it(whole, tmp_path):
     assert model.losses == whole[SAVED:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_what_model_checkpoint_keeps(save_last, background, whole, tmp_path):
@@ -169,6 +171,7 @@ def test_fabric_saves_and_loads(tmp_path):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_without_a_trainer(tmp_path):
     model = Net()
     run = trainer(tmp_path, 2, [Ckpt8CheckpointIO(preset="lossless")])

@@ -93,6 +93,7 @@ def test_inspect_in_a_terminal_as_json_and_as_a_page(saved, tmp_path):
     assert "0.weight[0:145,:]" in page.read_text()
 
 
+@pytest.mark.by_default("flash")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_verify_holds_and_repeats_every_figure_against_the_plain_directory(saved, preset):
     alone = ckpt8.verify(saved / preset)
@@ -137,6 +138,7 @@ def test_verify_against_another_checkpoint(saved, tmp_path):
         ckpt8.verify(saved / "lossless", saved / "run.pt")
 
 
+@pytest.mark.slow
 def test_diff_with_every_kind_of_source(saved, tmp_path):
     ckpt8.compress(saved / "plain", tmp_path / "one.ckpt8", preset="lossless")
     ckpt8.convert(saved / "plain", tmp_path / "run.pt")
@@ -176,6 +178,7 @@ def test_weights_for_publishing_come_with_their_snr(saved, tmp_path):
     assert ckpt8.convert(saved / "flash", tmp_path / "flash.safetensors").warning is None
 
 
+@pytest.mark.by_default("lossless")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_restore_gives_a_plain_directory_that_torch_loads(saved, tmp_path, preset):
     assert call("restore", saved / preset, "-o", tmp_path / "back").exit_code == 0
@@ -368,6 +371,7 @@ def test_a_hostile_nesting_is_refused(saved, tmp_path):
             read(folder)
 
 
+@pytest.mark.slow
 def test_parts_of_ranks_that_saved_alone_are_one_checkpoint(saved, tmp_path):
     assert ckpt8.diff(saved / "parts", saved / "plain").identical
     assert ckpt8.verify(saved / "parts", saved / "plain").failures == ()
@@ -380,6 +384,7 @@ def test_parts_of_ranks_that_saved_alone_are_one_checkpoint(saved, tmp_path):
         ckpt8.compress(saved / "parts", tmp_path / "x.ckpt8")
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_plain_directory(saved):
     assert ckpt8.diff(saved / "shared", saved / "plain").identical
     assert ckpt8.verify(saved / "shared", saved / "plain").failures == ()

@@ -54,6 +54,7 @@ def tensors_of(plain):
     return {name: value for name, value in load_all(plain).items() if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.slow
 def test_every_tensor_is_the_one_that_torch_gives(saved):
     expected = tensors_of(saved / "plain")
     with ckpt8.open(saved / "lossless") as file:

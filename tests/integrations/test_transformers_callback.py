@@ -46,7 +46,7 @@ def uninterrupted(tmp_path_factory):
     return losses(run)
 
 
-@pytest.mark.by_default("flash-0.001-options1", "archive-0.01-options3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "drift", "options"),
     [
@@ -82,7 +82,7 @@ def test_an_interrupted_run_goes_on(preset, drift, options, uninterrupted, tmp_p
     assert not ckpt8.verify(tmp_path / "checkpoint-12.ckpt8").failures
 
 
-@pytest.mark.by_default("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_the_limit_holds_for_containers(background, tmp_path):
     callback = Ckpt8Callback(keep_original=False, background=background)
@@ -92,6 +92,7 @@ def test_the_limit_holds_for_containers(background, tmp_path):
     assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_again_beside_later_containers_keeps_what_it_saves(tmp_path):
     """Their steps are higher: by these the newest one is the oldest."""
     torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt")
@@ -131,6 +132,7 @@ def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch)
     assert not ckpt8.verify(tmp_path / f"{done[-1]}.ckpt8", tmp_path / done[-1]).failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("background", [False, True])
 def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit, tmp_path):
@@ -151,6 +153,7 @@ def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit,
     assert all(first[name].equal(tensor) for name, tensor in run.model.state_dict().items())
 
 
+@pytest.mark.by_default("1")
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_checkpoint_that_is_no_longer_the_best_is_removed(limit, tmp_path):
     """With a limit of 1 Trainer removes it before the callback does."""
@@ -196,6 +199,7 @@ def test_an_old_container_that_cannot_be_removed_is_named(tmp_path, monkeypatch)
     assert names_in(tmp_path) == ["checkpoint-4.ckpt8", "checkpoint-8.ckpt8"]
 
 
+@pytest.mark.slow
 def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OutputError("the disk is full")

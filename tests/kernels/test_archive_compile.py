@@ -106,7 +106,7 @@ def test_vscaled(tmp_path, direction, kind, size, masked, capability):
         assert kernel.accesses("ld")[16] == others + (direction == "decode" or size == 4)
 
 
-@pytest.mark.by_default("rows alone-encode-*fp32-4-90-False")
+@pytest.mark.slow
 @CASES
 @KINDS
 @DIRECTIONS

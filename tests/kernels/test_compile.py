@@ -109,7 +109,7 @@ def assert_wide(accesses: Counter[int], width: int, total: int, others: int = 0)
     assert sum(times for size, times in accesses.items() if size < width) <= others
 
 
-@pytest.mark.by_default("127-whole-90")
+@pytest.mark.slow
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("levels", [127, 7])
@@ -143,7 +143,7 @@ def companded(kernel, kind, moment, masked, capability, folder, *others) -> Comp
     return Compiled(kernel, pointers, {"levels": levels, "masked": masked, **moment}, capability, folder)
 
 
-@pytest.mark.by_default("*fp32-4-{'signed': False, 'fourth_root': True}-whole-90")
+@pytest.mark.slow
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)

@@ -49,6 +49,7 @@ def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: 
     assert "skipped" not in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["parity.py", *SLOW])
 def test_the_interpreter_agrees_with_the_reference(file):
     """Slow cases vary constants of the kernels: numba's kernels run them, and a device."""

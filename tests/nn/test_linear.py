@@ -393,7 +393,7 @@ def test_shapes_are_known_without_values():
     assert layer.weight.grad.shape == (24, 40)
 
 
-@pytest.mark.by_default("True")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("autocast", [True, False])
 def test_a_compiled_model_computes_the_same(autocast):

@@ -58,7 +58,7 @@ def test_the_loss_falls_as_with_linear_layers(plain):
     assert sum(type(module) is SwitchBackLinear for module in run.model.modules()) == 8
 
 
-@pytest.mark.by_default("ckpt8")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "ckpt8"])
 def test_a_run_goes_on_in_int8(plain, kind):
     """From a ``flash`` file, with the optimizer that it had or on packed state: into a model of other weights."""

@@ -23,6 +23,7 @@ def start(kind: str) -> torch.Tensor:
     return (x * 1e-4).square()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "spread"])
 @pytest.mark.parametrize("fourth_root", [True, False])
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def test_v_decays_as_beta2_says(beta2, fourth_root, kind):
     assert bool((parts["codes"] > 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["AdamW", "Adam", "StableAdamW"])
 @pytest.mark.parametrize("moment2", [MOMENT2, LINEAR])
 def test_zero_gradients_after_training(which, moment2):

@@ -82,7 +82,7 @@ def test_two_runs_are_equal_and_the_seed_matters(name):
     assert not torch.equal(runs[0][1][0]["residual"], runs[2][1][0]["residual"])
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tile_size_does_not_matter(name, threads):
     torch.set_num_threads(threads)
@@ -368,6 +368,7 @@ def test_betas_out_of_range():
 # --- the weights --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("SGD", "Lion", "Ema")
 def test_a_step_of_zero_changes_no_weight(name):
     params = make_params(BF16)
     optimizer = build(name, params)
@@ -381,6 +382,7 @@ def test_a_step_of_zero_changes_no_weight(name):
         assert torch.equal(state["residual"], before[i]["residual"])
 
 
+@pytest.mark.slow
 def test_weight_decay_below_half_a_code_is_not_lost():
     """1e-6 a step for 2000 steps: rounded to nearest, nothing would ever move."""
     params = [torch.nn.Parameter(torch.full((64, 128), 0.75, dtype=BF16))]

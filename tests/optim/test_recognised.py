@@ -176,6 +176,7 @@ PACKAGES = (
 )
 
 
+@pytest.mark.by_default("transformers.optimization", "lion_pytorch", "optimi", "came_pytorch")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", [*filter(is_there, PACKAGES)])
 def test_no_optimizer_is_taken_for_another(tmp_path, package):

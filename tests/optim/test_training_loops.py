@@ -136,7 +136,7 @@ def _fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_trains_as_it_does_uncompiled(name):
@@ -159,6 +159,7 @@ def test_inductor():
     assert train(compiled, build("AdamW", compiled.parameters()), 4) == pytest.approx(usual, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("into", ["plain", "compiled"])

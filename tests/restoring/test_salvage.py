@@ -94,6 +94,7 @@ def assert_all_but(lost, path, whole):
     assert {name for name in expected if not same(found[name], expected[name])} == set(lost)
 
 
+@pytest.mark.slow
 def test_a_whole_container_is_restored_as_it_is(sample, tmp_path):
     found = ckpt8.restore(sample, tmp_path / "x.pt", salvage=True)
     assert found.complete
@@ -102,6 +103,7 @@ def test_a_whole_container_is_restored_as_it_is(sample, tmp_path):
     assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_damaged_plane_costs_its_tensor_alone(sample, tmp_path):
     names = [name for name, _, _ in places(sample.read_bytes()) if "/" in name and not name.startswith("ckpt8.")]
     parts = {name.rpartition("/")[2] for name in names}
@@ -120,6 +122,7 @@ def test_a_damaged_plane_costs_its_tensor_alone(sample, tmp_path):
         assert loaded(tmp_path / "x.pt")[tensor].isnan().all()
 
 
+@pytest.mark.slow
 def test_only_the_chunk_is_lost_and_views_of_the_rest_are_whole(large, tmp_path):
     where = {name: start for name, start, _ in places(large.read_bytes())}["model.w/mantissa"]
     with ckpt8.open(large) as file:
@@ -141,6 +144,7 @@ def test_only_the_chunk_is_lost_and_views_of_the_rest_are_whole(large, tmp_path)
     assert torch.equal(w[3 * FRAME :], whole[3 * FRAME :])
 
 
+@pytest.mark.slow
 def test_what_is_salvaged_has_right_checksums(sample, tmp_path):
     """Those of lossy and of lossless tensors: every zip tool reads the file, and so does ckpt8."""
     names = [name for name, _, _ in places(sample.read_bytes())]
@@ -170,6 +174,7 @@ def test_a_salvaged_directory_of_ranks_has_right_checksums(tmp_path):
         assert [file.get_tensor(name).isnan().all().item() for name in names] == [True, False]
 
 
+@pytest.mark.slow
 def test_without_the_structure_whole_tensors_are_kept_by_name(sample, tmp_path):
     names = [name for name, _, _ in places(sample.read_bytes())]
     codes = next(name for name in names if name.endswith("/codes"))
@@ -229,6 +234,7 @@ def test_views_by_name(inputs, tmp_path):
     assert len(kept) > 20
 
 
+@pytest.mark.by_default("ckpt8.seal-40")
 @pytest.mark.parametrize("bits", [1, 40])
 @pytest.mark.parametrize("part", ["header", "padding", "length of the header", "ckpt8.seal"])
 def test_a_damaged_header_or_seal_costs_nothing(part, bits, sample, tmp_path):
@@ -247,6 +253,7 @@ def test_a_damaged_header_or_seal_costs_nothing(part, bits, sample, tmp_path):
         assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
 
 
+@pytest.mark.slow
 def test_any_other_length_of_the_header(sample, tmp_path):
     """Also one that ends within the padding, where what is left of the header still parses."""
     data = sample.read_bytes()
@@ -285,6 +292,7 @@ def test_a_damaged_manifest_is_one_line(sample, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_off(sample, tmp_path):
     """Into the seal everything is there, into the manifest nothing, since it alone tells what the rest is."""
     data, path = sample.read_bytes(), tmp_path / "x.ckpt8"
@@ -352,6 +360,7 @@ def _skeleton(path, member):
         return f"{file.manifest.storages[record.skeleton].name}/bytes"
 
 
+@pytest.mark.slow
 def test_whole_members_of_a_directory_are_as_they_were(directory, tmp_path):
     plane = max(
         n
@@ -401,6 +410,7 @@ def test_members_whose_tensors_would_have_one_name(neighbour, tmp_path):
     assert torch.equal(load_file(tmp_path / "out" / written[neighbour])["other"], other["other"])
 
 
+@pytest.mark.slow
 def test_targets_are_as_safe_as_ever(directory, tmp_path):
     path = damage(directory, tmp_path / "run.ckpt8", "ckpt8.seal")
     (tmp_path / "out").mkdir()
@@ -411,6 +421,7 @@ def test_targets_are_as_safe_as_ever(directory, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run.ckpt8"]
 
 
+@pytest.mark.slow
 def test_the_command(sample, run_command, tmp_path):
     plane = max(name for name, _, _ in places(sample.read_bytes()) if "mlp" in name and name.endswith("/rho"))
     path = damage(sample, tmp_path / "run.ckpt8", plane)

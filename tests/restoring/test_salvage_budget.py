@@ -51,6 +51,7 @@ def test_a_damaged_header_loses_nothing(place, sample, tmp_path):
     assert_all_but(set(), tmp_path / "x.pt", sample.with_name("whole.pt"))
 
 
+@pytest.mark.slow
 def test_a_lost_chunk_leaves_the_others_of_its_storage(tmp_path):
     torch.save(run_of([(1500, 1024)]), tmp_path / "run.pt")
     ckpt8.compress(tmp_path / "run.pt", preset="archive")
@@ -66,6 +67,7 @@ def test_a_lost_chunk_leaves_the_others_of_its_storage(tmp_path):
     assert torch.equal(after[W], before[W])
 
 
+@pytest.mark.slow
 def test_copies_are_lost_with_masters_on_a_lattice(tmp_path):
     torch.save(LAYOUTS["master_param"](masters()), tmp_path / "run.pt")
     with own_entries():

@@ -39,6 +39,7 @@ def test_what_needs_a_missing_base_is_named_and_the_rest_saved(files, tmp_path, 
     assert all(loaded(tmp_path / "x.pt")[name].isnan().all() for name in NEEDING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize(("part", "lost"), [(f"{W}/codes", {W}), (f"{V}/codes", {V, M}), (f"{V1}/rows", {V1, M1})])
 def test_damage_anywhere_in_a_chain_loses_what_is_added_to_it(index, part, lost, files, tmp_path):
@@ -50,6 +51,7 @@ def test_damage_anywhere_in_a_chain_loses_what_is_added_to_it(index, part, lost,
     assert_all_but(lost, tmp_path / "x.pt", tmp_path / "whole.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_first_moments_of_a_base_are_not_needed(index, files, tmp_path):
     damage(files[index], files[index], f"{M}/codes")
@@ -72,6 +74,7 @@ def test_a_base_whose_header_is_damaged_loses_nothing_that_can_be_read(index, wh
     assert_all_but(lost, tmp_path / "x.pt", tmp_path / "whole.pt")
 
 
+@pytest.mark.slow
 def test_verify_names_the_links(files):
     assert ckpt8.verify(files[2]).links == (str(files[1]), str(files[0]))
     assert ckpt8.verify(files[0]).links == ()

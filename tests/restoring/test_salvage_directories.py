@@ -79,6 +79,7 @@ LOST_FILES = {
 }
 
 
+@pytest.mark.by_default("cut", "of another save")
 @pytest.mark.parametrize("damage", LOST_FILES)
 def test_what_the_other_ranks_have_whole_is_written(saved, tmp_path, run_command, damage):
     hurt, reason = LOST_FILES[damage]
@@ -115,6 +116,7 @@ def test_what_the_other_ranks_have_whole_is_written(saved, tmp_path, run_command
             assert boxes == boxes_in(saved / "whole", HURT, each["name"])
 
 
+@pytest.mark.slow
 def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
     shutil.copytree(saved / "packed", tmp_path / "x")
     file, name = tmp_path / "x" / f"{HURT}.ckpt8", "model.layers.1.w"
@@ -137,6 +139,7 @@ def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
     assert name.removeprefix("model.") not in torch.load(tmp_path / "back.pt")["model"]
 
 
+@pytest.mark.slow
 def test_a_damaged_header_is_told_and_costs_nothing(saved, tmp_path):
     shutil.copytree(saved / "packed", tmp_path / "x")
     flip_bit(tmp_path / "x" / f"{HURT}.ckpt8", 40)

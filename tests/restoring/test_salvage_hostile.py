@@ -59,6 +59,7 @@ def test_hostile_headers_are_not_needed(name, parts, tmp_path):  # noqa: F811
     assert found.lost == []
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_mutated_manifests(data, parts, tmp_path):  # noqa: F811
     metadata, entries, manifest = parts

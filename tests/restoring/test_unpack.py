@@ -26,6 +26,7 @@ PUBLISHED = {
 NAMES = [name for name, _ in ckpt8.optim.OPTIMIZERS]
 
 
+@pytest.mark.by_default("CAME-dtype0", "AdamW-dtype2")
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("name", NAMES)
 def test_reloading_is_byte_identical_and_unpacking_gives_the_published_state(tmp_path, name, dtype):
@@ -92,6 +93,7 @@ def test_weights_that_cannot_be_told_are_never_guessed(tmp_path):
         ckpt8.load(tmp_path / "several.ckpt8", unpack=True)
 
 
+@pytest.mark.slow
 def test_an_average_stays_as_it_is(tmp_path):
     model, optimizer = fresh("AdamW", BF16)
     train(model, optimizer, 0, 2)
@@ -103,6 +105,7 @@ def test_an_average_stays_as_it_is(tmp_path):
     assert same(ckpt8.load(tmp_path / "average.ckpt8", unpack=True), expected)
 
 
+@pytest.mark.slow
 def test_two_models_of_two_packed_optimizers(tmp_path):
     """Both have the same shapes; their keys tell which belongs to which, and the checks agree."""
     tree, plain = {}, {}

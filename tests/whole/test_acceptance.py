@@ -88,6 +88,7 @@ def test_a_trained_network(preset, steps, ratio, largest, trained, tmp_path):
         assert 0.5 * steps < steps_apart(original, restored) <= 1.1 * steps
 
 
+@pytest.mark.slow
 def test_all_bf16(inputs, tmp_path):
     ratio, original, restored = round_trip(inputs / "gpt_bf16.pt", tmp_path, "flash")
     assert ratio >= 1.7

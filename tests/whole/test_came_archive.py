@@ -79,6 +79,7 @@ def record_of(path, name):
     return next(each for each in unpack(path.read_bytes())[2]["storages"] if each["name"] == name)
 
 
+@pytest.mark.slow
 def test_weights_and_first_moments_have_the_codecs_of_the_budget(run):
     with ContainerReader(run / "run.ckpt8") as reader:
         ids = {each.name: each.codec["id"] for each in reader.manifest.storages}
@@ -130,6 +131,7 @@ def test_the_error_is_the_budget(run):
         assert sum(each[key] for each in sums) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_it_is_verified_and_another_state_is_not_taken_for_it(run, tmp_path):
     assert not ckpt8.verify(run / "run.ckpt8", run / "run.pt").failures
     other = torch.load(run / "run.pt")
@@ -148,6 +150,7 @@ def test_a_reader_written_from_the_format_reads_the_same(run):
             assert plain.storage(record["storage"]) == expected.numpy().tobytes()
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_it(run):
     net = Net()
     optimizer = came_pytorch.CAME(net.parameters(), lr=LR, weight_decay=0.0)
@@ -172,6 +175,7 @@ def archived(tree, folder, **options):
     return reasons(folder / "run.ckpt8")
 
 
+@pytest.mark.slow
 def test_lossy_statistics_give_no_steps(run, tmp_path):
     rules = ["*.2.exp_avg_res_row=companded8(signed=False)"]
     name = "optimizer.state.2.exp_avg"
@@ -194,6 +198,7 @@ def test_statistics_of_another_shape_are_told(run, tmp_path):
     assert "row and column statistics are not fp32 of the parameter's shape" in reason
 
 
+@pytest.mark.by_default("0.0")
 @pytest.mark.parametrize("value", [0.0, -1e-3, math.nan, math.inf])
 def test_statistics_that_give_no_second_moment_are_refused(run, tmp_path, value):
     tree = torch.load(run / "run.pt")
@@ -203,6 +208,7 @@ def test_statistics_that_give_no_second_moment_are_refused(run, tmp_path, value)
     assert record_of(tmp_path / "run.ckpt8", "optimizer.state.4.exp_avg")["codec"]["id"] == "vscaled/1"
 
 
+@pytest.mark.slow
 def test_damaged_statistics_take_the_first_moments_with_them(run, tmp_path):
     data = bytearray((run / "run.ckpt8").read_bytes())
     start, _ = next((a, b) for name, a, b in places(bytes(data)) if "exp_avg_res_row" in name)

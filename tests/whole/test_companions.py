@@ -70,6 +70,7 @@ def expected(m: torch.Tensor, v: torch.Tensor) -> np.ndarray:
     return (q + (np.float32(0.5) - t)) * s
 
 
+@pytest.mark.slow
 def test_what_comes_back_follows_from_index_and_second_moment(run):
     source, back = torch.load(run / "run.pt"), torch.load(run / "back.pt")
     for k, state in source["optimizer"]["state"].items():
@@ -90,12 +91,14 @@ def test_the_container_names_the_second_moments(run):
     assert {row["codec"] for row in rows if row["name"].endswith("exp_avg")} == {"neighbour/1"}
 
 
+@pytest.mark.slow
 def test_verify_measures_the_same_errors(run):
     found = ckpt8.verify(run / "run.ckpt8", run / "run.pt")
     assert found.against
     assert not found.failures
 
 
+@pytest.mark.slow
 def test_verify_finds_a_figure_that_does_not_hold(run, tmp_path):
     other = torch.load(run / "run.pt")
     other["optimizer"]["state"][0]["exp_avg"][1099] *= 1.5
@@ -105,6 +108,7 @@ def test_verify_finds_a_figure_that_does_not_hold(run, tmp_path):
     assert names == ["ckpt8.skeleton", FIRST, "0 (update)"]
 
 
+@pytest.mark.slow
 def test_every_way_out_gives_the_same(run, tmp_path):
     back = torch.load(run / "back.pt")
     assert same(ckpt8.load(run / "run.ckpt8"), back)
@@ -123,12 +127,14 @@ def test_training_resumes_with_it(run, monkeypatch, on_device):
     assert bool(on_device) == (on_device and any(each.uploads for each in Deferred.made))
 
 
+@pytest.mark.slow
 def test_live_objects_are_saved_alike(run, tmp_path):
     source = torch.load(run / "run.pt")
     ckpt8.save(source, tmp_path / "live.ckpt8", rules=[RULE])
     assert same(ckpt8.load(tmp_path / "live.ckpt8"), torch.load(run / "back.pt"))
 
 
+@pytest.mark.slow
 def test_a_directory_shifts_the_storages(run, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -171,6 +177,7 @@ def test_a_lost_second_moment_takes_its_first_with_it(run, tmp_path):
     assert torch.equal(m[FRAME:], expected_m[FRAME:])
 
 
+@pytest.mark.slow
 def test_inspect_predicts_the_size(run, monkeypatch):
     from ckpt8.compressing import plan
     from ckpt8.core.tensors import Role

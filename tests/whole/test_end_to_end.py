@@ -340,6 +340,7 @@ def test_bytes_outside_the_storages_change_only_where_checksums_are(name, preset
             assert left.testzip() is right.testzip() is None
 
 
+@pytest.mark.by_default("compact-crc_off.pt", "compact-views.pt", "archive-module.pt")
 @every_fixture
 @pytest.mark.parametrize("preset", BUDGETED)
 def test_a_restored_file_has_another_lattice(name, preset, round_trips, tmp_path):
@@ -458,6 +459,7 @@ def _codecs(manifest, suffix):
     return {s.name: s.codec["id"] for s in manifest.storages if s.name.endswith(suffix)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-8])
 @pytest.mark.parametrize("dead", [False, True])
 def test_small_gradients_stay_compressed_and_lose_no_second_moment(dead, factor, tmp_path):
@@ -483,6 +485,7 @@ def test_small_gradients_stay_compressed_and_lose_no_second_moment(dead, factor,
             assert _codecs(manifest, f".state.{k}.{slot}") == {f"optimizer.state.{k}.{slot}": wanted}
 
 
+@pytest.mark.slow
 def test_a_bound_on_the_update_error_keeps_those_that_break_it(tmp_path, round_trips):
     source = INPUTS / "gpt_adamw.pt"
     before = torch.load(source, weights_only=True)
@@ -518,6 +521,7 @@ def _trained(optimizer_class, **options):
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
+@pytest.mark.slow
 def test_an_unknown_rule_is_compressed_without_a_figure_and_kept_exact_under_a_bound(tmp_path):
     tree = _trained(torch.optim.NAdam, lr=1e-3)
     groups = tree["optimizer"]["param_groups"]
@@ -579,6 +583,7 @@ def test_without_statistics_the_frames_are_the_same(tmp_path, round_trips):
 # Policy
 
 
+@pytest.mark.slow
 def test_rules_override_by_name_and_the_first_match_wins(tmp_path):
     tree = torch.load(INPUTS / "gpt_adamw.pt", weights_only=True)
     rules = ["*.h.0.*.weight=lossless", "*.h.*.weight=split24(R=7)", "*.exp_avg_sq=lossless", "*.exp_avg_sq=split24"]
@@ -663,7 +668,7 @@ def large(tmp_path_factory):
     return path
 
 
-@pytest.mark.by_default("archive")
+@pytest.mark.slow
 @every_preset
 def test_storages_of_several_frames(preset, large, tmp_path):
     ckpt8.compress(large, tmp_path / "x.ckpt8", preset=preset)
@@ -686,7 +691,7 @@ def test_storages_of_several_frames(preset, large, tmp_path):
         assert parameter.name == "a"
 
 
-@pytest.mark.by_default("archive")
+@pytest.mark.slow
 @lossy_presets
 def test_a_container_does_not_depend_on_the_number_of_threads(preset, large, tmp_path):
     for source in (large, INPUTS / "gpt_came.pt"):
@@ -707,9 +712,7 @@ def test_a_container_does_not_depend_on_the_number_of_threads(preset, large, tmp
 # save
 
 
-@pytest.mark.by_default(
-    "flash-gpt_adamw.pt", "compact-gpt_came.pt", "archive-crc_off.pt", "flash-legacy.pt", "compact-views.pt"
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSAFE])
 @lossy_presets
 def test_save_is_compress_of_torch_save(name, preset, tmp_path):
@@ -801,6 +804,7 @@ def test_a_record_that_does_not_match_its_checksum_is_refused(record, preset, tm
     assert source.read_bytes() == damaged
 
 
+@pytest.mark.slow
 def test_progress_counts_every_byte(large, tmp_path):
     seen = []
     ckpt8.compress(large, tmp_path / "x.ckpt8", progress=seen.append)
@@ -810,6 +814,7 @@ def test_progress_counts_every_byte(large, tmp_path):
     assert sum(seen) == large.stat().st_size
 
 
+@pytest.mark.slow
 def test_verify_notices_another_original(tmp_path):
     tree = torch.load(INPUTS / "crc_off.pt", weights_only=True)
     torch.save(tree, tmp_path / "a.pt")
@@ -837,6 +842,7 @@ def test_the_size_of_a_flash_file_is_what_is_promised(round_trips):
     assert math.isclose(facts["stored_bytes"], container.stat().st_size)
 
 
+@pytest.mark.slow
 def test_small_tensors_share_the_calls_to_the_system(tmp_path, monkeypatch):
     """A call for each of them, or several, would take longer than what is done to their bytes."""
     calls = {}

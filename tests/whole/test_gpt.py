@@ -23,6 +23,7 @@ def stored(checkpoint):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 def test_the_loss_falls():
     losses = []
     checkpoint = train(TINY, adamw, 40, lr=5e-3, on_step=lambda _, loss: losses.append(loss))

@@ -57,6 +57,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_live_objects_are_compressed_as_their_state_dicts(case, tmp_path):
     model, optimizer = trained()
@@ -140,6 +141,7 @@ class _Hostile:
         return exec, ("raise RuntimeError('executed')",)
 
 
+@pytest.mark.slow
 def test_nothing_is_executed(tmp_path):
     model, optimizer = trained()
     model.trap = _Hostile()

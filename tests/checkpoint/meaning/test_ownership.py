@@ -107,6 +107,7 @@ STEMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", STEMS)
 @pytest.mark.parametrize("same", [True, False])
 def test_two_models_of_two_optimizers(keys, same, tmp_path):
@@ -172,6 +173,7 @@ def test_a_copy_under_another_key_does_not_stop_resume(tmp_path):
     assert torch.equal(fresh[2].weight, model[2].weight)
 
 
+@pytest.mark.slow
 def test_parts_of_one_state_dict(tmp_path):
     """As Lightning saves a GAN."""
     module = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
@@ -233,6 +235,7 @@ def test_two_optimizers_of_one_model(tmp_path):
     assert found[:3] == [f"model.{name}" for name in NAMES if name.endswith("weight") and name != "1.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keyed", [True, False])
 def test_weights_in_another_file_than_the_optimizer(keyed, tmp_path):
     one, other, folder = network(0), network(1, width=64), tmp_path / "run"
@@ -292,6 +295,7 @@ def test_weights_alone_stay_as_they_are(tmp_path):
     assert roles["one.pt:params_of_it.2.weight"] is Role.OTHER
 
 
+@pytest.mark.slow
 def test_a_directory_of_the_trainer_is_replayed_with_its_weights(tmp_path):
     """A safetensors file is sorted: only weights whose name is known count."""
     model, folder = network(), tmp_path / "checkpoint-1"

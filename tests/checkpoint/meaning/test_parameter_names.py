@@ -73,6 +73,7 @@ def named_moments(checkpoint, container):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_every_parameter_of_a_trainer_has_its_name(make, tmp_path):
@@ -90,6 +91,7 @@ def test_every_parameter_of_a_trainer_has_its_name(make, tmp_path):
     assert (tmp_path / "a.ckpt8").read_bytes() == (tmp_path / "b.ckpt8").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_names_beside_8_bit_state(tmp_path):
     """The shapes of 8-bit state tell as much as those of moments: what is left in 32 bits has its name."""
@@ -105,6 +107,7 @@ def test_names_beside_8_bit_state(tmp_path):
         assert torch.equal(moment, optimizer.state[live[name]]["state1"]), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_what_the_trainer_freezes_leaves_its_shape_without_names(tmp_path):
     model = llama()
@@ -148,6 +151,7 @@ def names_of(root):
     return [row["name"].removeprefix("optimizer.pt:") for row in rows], [row["named"] for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"groups": 2, "trainer": True}])
 def test_the_configuration_tells_the_order(options, tmp_path):
     names, named = names_of(directory(tmp_path / "run", **options))
@@ -155,6 +159,7 @@ def test_the_configuration_tells_the_order(options, tmp_path):
     assert all(named)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "left"),
     [
@@ -172,12 +177,14 @@ def test_where_the_order_is_not_known_only_a_shape_of_its_own_tells(options, lef
     assert named == [False, False, True]
 
 
+@pytest.mark.slow
 def test_shapes_that_differ_from_the_model_give_no_names(tmp_path):
     root = directory(tmp_path / "run")
     save_file({name: torch.randn(72, 70) for name in NAMES}, root / "model.safetensors")
     assert names_of(root) == (["state.0", "state.1", "state.2"], [False] * 3)
 
 
+@pytest.mark.slow
 def test_state_by_name_needs_no_weights(tmp_path):
     """As accelerate writes it for FSDP; wrappers are left out where a name is shown, and nowhere else."""
     root = directory(tmp_path / "run", config=None)
@@ -213,6 +220,7 @@ def test_factored_statistics_have_the_shape_of_their_parameter(tmp_path):
         assert [parameter_shape(states[k]) for k in range(5)] == list(shapes.values())
 
 
+@pytest.mark.slow
 def test_a_single_file_has_the_order_of_its_model(tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70), torch.nn.LayerNorm(70))
@@ -236,6 +244,7 @@ def test_a_single_file_has_the_order_of_its_model(tmp_path):
     assert [(row["name"], row["named"]) for row in rows] == [(f"optimizer.state.{k}", False) for k in range(6)]
 
 
+@pytest.mark.slow
 def test_a_state_dict_that_is_sorted_may_have_lost_its_order(tmp_path):
     live = {name: torch.nn.Parameter(torch.randn(70, 70)) for name in ("b", "a", "c")}
     adam = torch.optim.AdamW(live.values())
@@ -262,6 +271,7 @@ def test_wrappers_are_dropped_unless_names_become_one():
     ]
 
 
+@pytest.mark.slow
 def test_inspect_says_which_are_unnamed(tmp_path):
     root = directory(tmp_path / "run", config=None)
     ckpt8.compress(root)

@@ -50,6 +50,7 @@ def storages(path):
     return found
 
 
+@pytest.mark.by_default("bitsandbytes.pt-flash", "torchao_fp8.pt-flash")
 @pytest.mark.parametrize("preset", ["flash", "compact", "archive"])
 @pytest.mark.parametrize("name", ROWS)
 def test_it_is_recognised_and_kept(name, preset, tmp_path):

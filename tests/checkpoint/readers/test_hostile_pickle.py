@@ -116,6 +116,7 @@ def test_every_truncation_is_noticed(protocol):
             load(data[:length])
 
 
+@pytest.mark.slow
 def test_deep_arguments_are_never_hashed():
     """Hashing a tuple nested a million times would overflow the interpreter's own stack."""
     deep = b")" + b"\x85" * 1_000_000

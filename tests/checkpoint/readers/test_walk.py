@@ -83,7 +83,7 @@ DEEP = {
 }
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DEEP)
 def test_deep_nesting_is_refused_by_the_walk_and_freed_safely(kind):
     tree = load(DEEP[kind] + b".")
@@ -100,6 +100,7 @@ SHARED = {
 }
 
 
+@pytest.mark.by_default("doubled tuples")
 @pytest.mark.parametrize("kind", SHARED)
 def test_shared_parts_are_walked_once(kind):
     tree = load(SHARED[kind] + b".", persistent_load=storage)

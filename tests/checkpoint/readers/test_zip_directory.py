@@ -134,6 +134,7 @@ def sweep(path, start):
     return unnoticed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["saved", "without_crc", "zip64"])
 def test_every_flipped_bit_of_directory_and_end_records_is_noticed(kind, request):
     path = request.getfixturevalue(kind)

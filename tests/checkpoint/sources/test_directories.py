@@ -51,6 +51,7 @@ def test_flash_changes_only_what_it_encodes_and_every_library_loads_it(run_direc
     assert torch.load(target / "extra" / "old.pt")["ema"]["w"].shape == (80, 80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["flash", "lossless"])
 def test_verify_measures_everything_again(preset, run_directory, containers):
     result = ckpt8.verify(containers[preset], run_directory)
@@ -431,6 +432,7 @@ def test_a_container_does_not_depend_on_the_number_of_threads(run_directory, tmp
     assert (tmp_path / "1.ckpt8").read_bytes() == (tmp_path / "3.ckpt8").read_bytes()
 
 
+@pytest.mark.slow
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     root = tmp_path / "zero"
     root.mkdir()
@@ -492,6 +494,7 @@ def test_as_a_user_types_it(tmp_path):
     assert run_cli("verify", container, "--against", tmp_path / "original").returncode == 1
 
 
+@pytest.mark.slow
 def test_help_and_inspect_do_not_import_torch(containers):
     code = (
         "import sys; from ckpt8.inspecting.container import inspect_container; import ckpt8.cli.app;"

@@ -172,6 +172,7 @@ def check_rows(result, nbytes):
     assert copy["to_cp"] == {"seconds": 1, "bytes_per_second": 1, "output_bytes": 1, "peak_memory": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "repeat"), [("legacy.pt", 1), pytest.param("trainer-adamw", 2, marks=pytest.mark.slow)]
 )
@@ -355,6 +356,7 @@ def test_one_line_and_an_exit_code(arguments, code, inputs, tmp_path, run_comman
 posix = pytest.mark.skipif(sys.platform == "win32", reason="sessions of POSIX")
 
 
+@pytest.mark.slow
 @posix
 def test_errors_of_a_process_arrive_as_they_are(tmp_path):
     run = run_child(tmp_path)
@@ -379,6 +381,7 @@ def test_a_process_is_watched_while_it_works(inputs, tmp_path):
     assert 1 << 22 < result["session_pss"] < 1 << 30
 
 
+@pytest.mark.slow
 @posix
 @pytest.mark.parametrize(
     ("number", "moment"),

@@ -44,6 +44,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_nothing_in_the_working_directory_is_imported(run, inputs, tmp_path):
     for name in ("ckpt8", "torch", "numba", "json"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'w')\n")

@@ -28,6 +28,7 @@ def assert_at_ease(seen, width):
     assert seen["embedded"] == ["facts", "distributions", "replay"]
 
 
+@pytest.mark.slow
 def test_a_broken_page_is_seen_to_be_broken(tmp_path):
     seen = browse(BROKEN, tmp_path, width=PHONE)
     assert any("an error" in line for line in seen["console"])
@@ -37,6 +38,7 @@ def test_a_broken_page_is_seen_to_be_broken(tmp_path):
     assert seen["beyond"] == 2
 
 
+@pytest.mark.slow
 def test_a_container_on_a_phone_and_in_the_dark(packed, inspect, run_command, tmp_path):
     original, container = packed
     replay = tmp_path / "replay.json"
@@ -59,6 +61,7 @@ def test_a_container_on_a_phone_and_in_the_dark(packed, inspect, run_command, tm
     assert_replay(seen, tree["replay"])
 
 
+@pytest.mark.slow
 def test_a_container_under_a_budget_on_a_phone(inputs, inspect, tmp_path):
     import ckpt8
 
@@ -77,6 +80,7 @@ def test_a_container_under_a_budget_on_a_phone(inputs, inspect, tmp_path):
     assert len(charts) == 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_a_desk_in_the_light(inputs, inspect, tmp_path):
     facts, page, tree = inspect(inputs / "trainer-adamw", tmp_path / "r.html")
     seen = browse(page, tmp_path, width=DESK)
@@ -97,6 +101,7 @@ def test_a_checkpoint_on_a_desk_in_the_light(inputs, inspect, tmp_path):
     assert "as preset flash would give it back" in seen["text"]
 
 
+@pytest.mark.slow
 def test_names_that_would_be_markup_are_text(inspect, tmp_path):
     import torch
 

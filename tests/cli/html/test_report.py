@@ -25,6 +25,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_the_same_input_gives_the_same_bytes(packed, inspect, tmp_path):
     original, container = packed
     for path, options in ((original, ()), (container, ("--against", original))):
@@ -32,6 +33,7 @@ def test_the_same_input_gives_the_same_bytes(packed, inspect, tmp_path):
         assert once == again
 
 
+@pytest.mark.slow
 def test_without_the_original_nothing_is_shown_as_before(packed, inspect, tmp_path):
     original, container = packed
     _, alone, tree = inspect(container, tmp_path / "a.html")
@@ -58,6 +60,7 @@ def test_a_container_without_statistics(inputs, inspect, tmp_path):
     assert any(layer["update"] for layer in tree["distributions"]["layers"])
 
 
+@pytest.mark.slow
 def test_hostile_names_are_text(inspect, tmp_path):
     # Five of the six names are among the worst updates and five among the worst weights: with this seed, all are there.
     torch.manual_seed(1)
@@ -81,6 +84,7 @@ def test_hostile_names_are_text(inspect, tmp_path):
         assert "\x1b" not in content.decode()
 
 
+@pytest.mark.slow
 def test_flags_are_shown_where_there_are_any(packed, inspect, tmp_path):
     facts, _, tree = inspect(packed[0], tmp_path / "a.html")
     flags = [{"kind": "nan", "tensor": "model.<i>", "message": "<b>NaN</b> in 3 of 4", "count": 3, "of": 4}]
@@ -132,6 +136,7 @@ def test_a_weight_of_zeros(inspect, tmp_path):
     assert "4,096 zeros (100 %) after" in text
 
 
+@pytest.mark.slow
 def test_the_report_is_written_as_every_output_is(run_command, packed, tmp_path):
     container = packed[1]
     target = tmp_path / "r.html"
@@ -239,6 +244,7 @@ def test_what_is_no_json_is_refused(content, run_command, packed, replay, tmp_pa
     assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
 
 
+@pytest.mark.slow
 def test_a_replay_of_a_checkpoint_is_refused(run_command, packed, replay, tmp_path):
     code, _, err = run_command("inspect", packed[0], "--html", tmp_path / "r.html", "--replay", replay)
     assert code == 3
@@ -266,7 +272,7 @@ REAL = sorted(
 )
 
 
-@pytest.mark.by_default("gpt_came.pt", "custom_objects.pt", "trainer-stable-adamw", "low_bit/torchao_8.pt", "legacy.pt")
+@pytest.mark.by_default("low_bit/torchao_8.pt")
 @pytest.mark.parametrize("name", REAL)
 def test_every_real_checkpoint_and_its_container(name, inspect, inputs, tmp_path):
     path, container = inputs / name, tmp_path / "x.ckpt8"

@@ -43,6 +43,7 @@ def test_the_page_is_inert_and_holds_the_facts(made):
     assert next(record.damage for record in run if record.damage) in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 @pytest.mark.parametrize("width", [360, 1200])
 def test_the_page_in_a_browser(made, width, tmp_path):

@@ -154,6 +154,7 @@ def test_a_compressed_checkpoint_is_exported_alike(inputs, exports, tmp_path):
         assert float((ours[name] != value).float().mean()) < 0.01
 
 
+@pytest.mark.by_default("lightning.ckpt-3-fp8", "accelerate-3-int8", "trainer-stable-adamw-7-fp8")
 @pytest.mark.parametrize("options", [{"dtype": "float8_e4m3fn"}, {"dtype": "int8"}], ids=["fp8", "int8"])
 @pytest.mark.parametrize(
     ("source", "count"),

@@ -36,6 +36,7 @@ def assert_refused(result, code, *said):
     assert all(each in err for each in said)
 
 
+@pytest.mark.slow
 def test_exit_codes_and_the_first_line(shown, tmp_path, steps):
     code, out, err = shown(steps[0], steps[0])
     assert (code, err) == (0, "")
@@ -54,6 +55,7 @@ def test_exit_codes_and_the_first_line(shown, tmp_path, steps):
     assert re.search(r"weights: [\d,]+ of [\d,]+ differ, .* the difference is \d\S*e-06 of their size", out)
 
 
+@pytest.mark.slow
 def test_json_is_what_the_function_gives(shown, steps):
     code, out, err = shown(*steps, "--json")
     assert (code, err) == (1, "")
@@ -61,6 +63,7 @@ def test_json_is_what_the_function_gives(shown, steps):
     assert out.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_every_tensor_is_listed_when_asked_for(shown, steps):
     names = [each.a.name for each in ckpt8.diff(*steps).tensors]
     out = shown(*steps, "--tensors", columns=200)[1]
@@ -70,6 +73,7 @@ def test_every_tensor_is_listed_when_asked_for(shown, steps):
     assert sum(name in short for name in names) < len(names) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_tables_fit_a_narrow_terminal(shown, steps, columns):
     code, out, _ = shown(*steps, "--tensors", columns=columns)
@@ -166,6 +170,7 @@ def test_pieces_of_ranks_are_not_put_together(shown, tmp_path, steps):
     assert shown(folder, folder)[0] == 0
 
 
+@pytest.mark.slow
 def test_hostile_files_are_read_or_refused_in_one_line(shown, inputs):
     hostile = [path for path in (inputs.parent / "hostile").iterdir() if path.suffix != ".md"]
     assert len(hostile) > 20
@@ -178,6 +183,7 @@ def test_hostile_files_are_read_or_refused_in_one_line(shown, inputs):
     assert codes == {0, 3}
 
 
+@pytest.mark.slow
 def test_what_is_held_ten_thousand_times_is_looked_at_once(shown, tmp_path):
     paths = []
     for k in range(2):

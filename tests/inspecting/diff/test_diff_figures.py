@@ -29,6 +29,7 @@ def assert_figures(change, wanted):
     assert {key: change[key] for key in FIGURES} == pytest.approx({key: wanted[key] for key in FIGURES}, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_run(steps, loaded):
     facts = ckpt8.diff(*steps).to_json()
     first, second = map(tensors_of, loaded)

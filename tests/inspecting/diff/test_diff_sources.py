@@ -27,7 +27,7 @@ def assert_all_equal(facts, count):
     assert all(each["identical"] for each in facts["tensors"]["both"])
 
 
-@pytest.mark.by_default("archive", "lossless")
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["flash", "compact", "archive", "lossless"])
 def test_an_original_its_container_and_the_restored_file(tmp_path, steps, loaded, preset):
     packed, restored = tmp_path / "run.ckpt8", tmp_path / "run.pt"
@@ -49,6 +49,7 @@ def test_an_original_its_container_and_the_restored_file(tmp_path, steps, loaded
         assert 1e-4 < facts["roles"]["moment1"]["relative"] < 1e-2
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_directory_and_its_container(tmp_path, loaded):
     paths = [trainer_directory(tmp_path / f"checkpoint-{k}", tree, k) for k, tree in zip((3, 4), loaded, strict=True)]
     packed = [path.with_suffix(".ckpt8") for path in paths]
@@ -81,6 +82,7 @@ def test_two_steps_of_a_directory_and_its_container(tmp_path, loaded):
     assert {"name": "scheduler.pt:last_epoch", "b": 4} in facts["values"]["only_b"]
 
 
+@pytest.mark.slow
 def test_a_directory_of_the_trainer_and_what_convert_makes_of_it(tmp_path, inputs):
     folder = inputs / "trainer-adamw"
     ckpt8.convert(folder, tmp_path / "run.pt")
@@ -93,6 +95,7 @@ def test_a_directory_of_the_trainer_and_what_convert_makes_of_it(tmp_path, input
     assert ckpt8.diff(tmp_path / "dcp", tmp_path / "run.pt").identical
 
 
+@pytest.mark.slow
 def test_a_directory_against_a_file(tmp_path, steps, loaded):
     folder = trainer_directory(tmp_path / "checkpoint-3", named(loaded[0]), 3)
     file = saved(tmp_path / "named.pt", named(loaded[0]))
@@ -148,6 +151,7 @@ def test_names_that_wrappers_add_to(tmp_path, loaded):
     assert facts["tensors"]["only_b"] == []
 
 
+@pytest.mark.slow
 def test_a_distributed_checkpoint(tmp_path, steps, loaded):
     weights = {name: w for name, w in loaded[0]["model"].items() if name != "lm_head.weight"}
     names = list(parameter_names(loaded[0]).values())
@@ -208,6 +212,7 @@ def test_slices_are_put_together_whichever_way_they_were_cut(tmp_path):
     assert (change["differ"], change["max_change"]) == (1, pytest.approx(1.0))
 
 
+@pytest.mark.slow
 def test_parameters_are_matched_by_their_names_and_not_by_their_numbers(tmp_path, loaded):
     names = list(parameter_names(loaded[0]).values())
     first = saved(tmp_path / "first.pt", named(loaded[0]))
@@ -326,6 +331,7 @@ def calls(folder, count):
     return sum(entry.callcount for entry in profile.getstats())
 
 
+@pytest.mark.slow
 def test_many_empty_tensors_take_few_steps_each(tmp_path):
     """Steps are calls of functions. A walk for what holds tensors does not visit every tensor, so 450 are enough."""
     calls(tmp_path, 10)

@@ -107,6 +107,7 @@ def packed(inputs, tmp_path):
     return original, container
 
 
+@pytest.mark.slow
 def test_a_container_against_values_that_torch_loads(packed):
     original, container = packed
     with ContainerReader(container) as reader:
@@ -140,6 +141,7 @@ def test_a_container_against_values_that_torch_loads(packed):
             assert sum(map(abs, differing.values())) <= (20 if what == "update" else 0)
 
 
+@pytest.mark.slow
 def test_codes_are_those_that_the_definition_gives(packed):
     original, container = packed
     with ContainerReader(container) as reader:
@@ -160,6 +162,7 @@ def test_codes_are_those_that_the_definition_gives(packed):
     assert codes["moment2"]["counts"][0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "full"), [(None, {"weight": 5}), (2, {"lattice": 5})])
 def test_errors_and_sizes_of_a_container_are_those_that_inspect_shows(packed, budget, full):
     original, container = packed
@@ -190,6 +193,7 @@ def test_errors_and_sizes_of_a_container_are_those_that_inspect_shows(packed, bu
     assert found["histograms"]["weight"]["before"] is None
 
 
+@pytest.mark.slow
 def test_what_a_preset_would_do_is_what_it_does(packed):
     """Everything of so small a checkpoint is looked at, so that the prediction is exact."""
     original, container = packed
@@ -209,6 +213,7 @@ def test_what_a_preset_would_do_is_what_it_does(packed):
         assert mine["update"] == (theirs["update"] and pytest.approx(theirs["update"], rel=1e-9))
 
 
+@pytest.mark.slow
 def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
     read, read_elements = [], of_checkpoint.read_elements
 

@@ -59,7 +59,7 @@ def check_figures(tensor, role, value):
             same(found, wanted, tensor["name"], each.id, kind, tolerance=1e-3 if each.id == "int8" else 1e-7)
 
 
-@pytest.mark.by_default("gpt_bf16.pt", "trainer-adamw")
+@pytest.mark.by_default("trainer-adamw")
 @pytest.mark.parametrize("name", REAL)
 def test_every_tensor_of_real_checkpoints(inputs, name):
     report = inspect_readiness(inputs / name, full=True)
@@ -71,6 +71,7 @@ def test_every_tensor_of_real_checkpoints(inputs, name):
     assert (report["full"], report["sample"], report["nonfinite"]) == (True, None, 0)
 
 
+@pytest.mark.slow
 def test_distributed_checkpoint(inputs, tmp_path):
     """The same figures under the same names; the file that a slice lies in does not show."""
     saved = torch.load(inputs / "gpt_adamw.pt", weights_only=False)

@@ -18,6 +18,7 @@ def nmse_db(stored, original):
     return -10 * math.log10(float(error)) if float(error) else None
 
 
+@pytest.mark.slow
 def test_error_of_a_container(inputs, tmp_path):
     source, target = inputs / "gpt_adamw.pt", tmp_path / "gpt.ckpt8"
     ckpt8.compress(source, target)
@@ -44,6 +45,7 @@ def test_error_of_a_container(inputs, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_error_of_a_converted_file(inputs, tmp_path, run_command):
     """A bf16 file with other names: what bf16 is predicted to do to the original is what it did."""
     source, target = inputs / "gpt_adamw.pt", tmp_path / "model.safetensors"
@@ -60,6 +62,7 @@ def test_error_of_a_converted_file(inputs, tmp_path, run_command):
         )
 
 
+@pytest.mark.slow
 def test_moments_pair_by_parameter(inputs, tmp_path, run_command):
     source, target = inputs / "gpt_adamw.pt", tmp_path / "dcp"
     assert run_command("convert", source, target, "--to", "dcp")[0] == 0

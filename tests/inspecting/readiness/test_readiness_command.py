@@ -29,6 +29,7 @@ def run(run_command, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_verdicts_and_figures_are_those_of_the_json(run, inputs):
     path = inputs / "gpt_adamw.pt"
     facts = json.loads(run(path, "--readiness", "--full", "--json")[1])
@@ -46,6 +47,7 @@ def test_verdicts_and_figures_are_those_of_the_json(run, inputs):
         assert (cells[1], cells[2], cells[3], cells[7]) == (f"{each['ideal_snr_db']:.1f}", "weights", raw, scaled)
 
 
+@pytest.mark.by_default("lightning.ckpt-200")
 @pytest.mark.parametrize("columns", [40, 80, 200])
 @pytest.mark.parametrize("name", ["gpt_came.pt", "trainer-adamw", "lightning.ckpt"])
 def test_nothing_is_wider_than_the_terminal(run, inputs, name, columns):
@@ -81,6 +83,7 @@ def test_what_is_not_finite_is_said(run, tmp_path):
     json.loads(run(path, "--readiness", "--json")[1])
 
 
+@pytest.mark.slow
 def test_container_against_its_original(run, inputs, tmp_path):
     target = tmp_path / "gpt.ckpt8"
     ckpt8.compress(inputs / "gpt_came.pt", target)

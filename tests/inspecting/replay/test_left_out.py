@@ -72,6 +72,7 @@ def test_an_original_whose_next_step_is_not_finite(tmp_path, change):
     assert "a replayed step of the original is not finite" in resume["skipped"].values()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_settings_in_tensors(tmp_path, dtype):
     """torch keeps what the caller gave, a learning rate as a tensor for instance."""

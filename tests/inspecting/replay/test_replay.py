@@ -158,7 +158,7 @@ def test_the_figures_are_those_of_the_real_optimizer(make, monkeypatch, name):
         assert told["weight_max"] == pytest.approx(largest, abs=float(joined(units).abs().max()) * FEW_STEPS)
 
 
-@pytest.mark.by_default(most=4)
+@pytest.mark.by_default("optimi-stable-adamw", "lion-pytorch")
 @pytest.mark.parametrize("name", REPLAYED)
 def test_lossless_steps_do_not_differ(make, name):
     result = steps_of(make(name, "lossless"), max_replay_error=0.0)
@@ -167,6 +167,7 @@ def test_lossless_steps_do_not_differ(make, name):
     assert result["parameters"] == 6
 
 
+@pytest.mark.slow
 def test_the_replay_error_is_small_and_the_same_everywhere(make):
     path = make("torch-adamw")
     one, two = (steps_of(path, threads=threads) for threads in (1, 2))
@@ -178,6 +179,7 @@ def test_the_replay_error_is_small_and_the_same_everywhere(make):
     assert coarser["replay_error"] > 3 * one["replay_error"]
 
 
+@pytest.mark.slow
 def test_gradients_have_the_scale_of_the_second_moments(make, monkeypatch):
     path = make("torch-adamw", steps=200)
     scales = []
@@ -202,6 +204,7 @@ SKIPPED = {
 }
 
 
+@pytest.mark.by_default("optimi-lion-decoupled")
 @pytest.mark.parametrize("name", SKIPPED)
 def test_what_is_not_replayed_is_told(make, run_command, name):
     path = make(name)
@@ -215,6 +218,7 @@ def test_what_is_not_replayed_is_told(make, run_command, name):
     assert f"not replayed: {len(result['skipped'])} parameters: {SKIPPED[name]}" in out
 
 
+@pytest.mark.by_default("torch-sgd-dampened", "optimi-lion")
 @pytest.mark.parametrize("name", ["torch-sgd-momentum", "torch-sgd-dampened", "lion-pytorch", "optimi-lion"])
 def test_independent_gradients_of_the_scale_give_the_momentum(name):
     """At the scale found from a momentum, noise brings forth a momentum of the same RMS."""
@@ -267,6 +271,7 @@ def test_another_original(make, tmp_path):
         ckpt8.verify(container, other, resume_steps=1)
 
 
+@pytest.mark.slow
 def test_the_command_line(make, run_command):
     path = make("torch-adamw")
     arguments = ["verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 3]
@@ -369,6 +374,7 @@ def test_weights_that_are_not_found_are_told(make, run_command):
     assert f"weights: 3 of 6 parameters (3: {reason})" in out
 
 
+@pytest.mark.slow
 def test_the_update_does_not_need_the_weight(make):
     """Without decay into the gradient, updates are the same whether the weight is known or not."""
     for name in ("came-pytorch", "lion-pytorch"):

@@ -51,6 +51,7 @@ def test_a_run_half_of_which_is_compressed(tmp_path):
     assert json.loads(json.dumps(run.to_json()))["checkpoints"][1]["loss"] == losses[30]
 
 
+@pytest.mark.slow
 def test_every_golden_file_reads_as_inspect_reads_it(golden):
     found = by_name(golden)
     names = {path.name for path in golden.glob("*.ckpt8")}
@@ -178,6 +179,7 @@ def test_directories_of_trainer(inputs, tmp_path):
     assert found["checkpoint-300"].stored_bytes == sum(path.stat().st_size for path in mixed.iterdir()) < size
 
 
+@pytest.mark.slow
 def test_a_distributed_checkpoint_is_one(inputs, tmp_path):
     ckpt8.convert(inputs / "gpt_adamw.pt", tmp_path / "step_500", to="dcp")
     (record,) = ckpt8.runs(tmp_path)
@@ -186,6 +188,7 @@ def test_a_distributed_checkpoint_is_one(inputs, tmp_path):
     assert (itself.name, itself.stored_bytes) == (".", record.stored_bytes)
 
 
+@pytest.mark.slow
 def test_the_step_in_the_file_then_in_the_name_then_that_of_the_optimizer(tmp_path):
     """An optimizer counts its own steps: with gradients that are accumulated, or a second network, fewer or more."""
     train(tmp_path, (3,), every=1)

@@ -37,6 +37,7 @@ def test_nothing_is_found_where_nothing_is(full, tmp_path):
     assert (facts["sample"]["elements"] == numel) is full
 
 
+@pytest.mark.slow
 def test_each_planted_fault_is_found_and_no_other(tmp_path):
     tree = healthy()
     rows = plant(tree)
@@ -61,6 +62,7 @@ def test_each_planted_fault_is_found_and_no_other(tmp_path):
     assert dead_rows([tree["optimizer"]["state"][0][key] for key in ("exp_avg", "exp_avg_sq")]) == (5, ROWS)
 
 
+@pytest.mark.slow
 def test_a_sample_does_not_claim_what_it_did_not_see(tmp_path, run_command):
     tree = healthy()
     plant(tree)
@@ -112,6 +114,7 @@ def test_second_moments_below_zero(tmp_path, run_command):
     assert "second moments below zero" in (tmp_path / "a.html").read_text()
 
 
+@pytest.mark.slow
 def test_copies_that_differ_in_one_element_are_told_apart_by_full_alone(tmp_path):
     tree = healthy()
     embed = tree["model"]["embed.weight"]
@@ -127,6 +130,7 @@ def test_copies_that_differ_in_one_element_are_told_apart_by_full_alone(tmp_path
     assert flags_of(tree, tmp_path, full=True)["flags"] == []
 
 
+@pytest.mark.slow
 def test_full_compares_what_a_hash_takes_for_equal(tmp_path, monkeypatch):
     class Same:
         def update(self, content):
@@ -239,6 +243,7 @@ def test_a_container_has_the_flags_of_its_original(name, inputs, tmp_path):
     assert quick["sample"] == {"elements": 0, "of": raw["sample"]["of"], "full": False}
 
 
+@pytest.mark.slow
 def test_planted_faults_survive_compression(tmp_path, run_command):
     tree = healthy()
     plant(tree)

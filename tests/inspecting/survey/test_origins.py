@@ -52,6 +52,7 @@ def test_every_checkpoint_of_a_mixed_directory_is_listed(look, run_command, inpu
     assert "  hf: Hugging Face Trainer\n" in run_command("inspect", tmp_path / "mixed.ckpt8")[1]
 
 
+@pytest.mark.slow
 def test_a_file_of_another_program_beside_those_of_one(look, inputs, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(inputs / "trainer-adamw", folder)

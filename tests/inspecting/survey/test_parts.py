@@ -90,6 +90,7 @@ def subject_of(views):
     return Subject(found, [], read)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_strided_view_is_looked_at_where_it_is(data):
     base = torch.rand(6, 7, 8) + 1
@@ -209,6 +210,7 @@ def test_layers_have_all_bytes_and_every_moment_is_with_its_weight(name, inputs,
     assert inspect_container(tmp_path / "run.ckpt8")["layers"] == facts["layers"]
 
 
+@pytest.mark.slow
 def test_layers_of_a_gpt_are_those_of_the_module(inputs):
     model = torch.load(inputs / "gpt_adamw.pt", weights_only=True)["model"]
     numel = {}
@@ -259,6 +261,7 @@ def test_names_of_layers(name, path, layer):
     assert layer_of(path) == layer
 
 
+@pytest.mark.slow
 def test_what_is_told_of_a_run(inputs):
     facts = {name: inspect_checkpoint(inputs / name) for name in ("trainer-adamw", "lightning.ckpt", "gpt_adamw.pt")}
     state = json.loads((inputs / "trainer-adamw" / "trainer_state.json").read_text())

@@ -41,6 +41,7 @@ def squeezed(text):
     return "".join(text.split())
 
 
+@pytest.mark.by_default("run.ckpt8-80")
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
     "name",
@@ -102,6 +103,7 @@ def test_each_kind_is_said_in_words(planted):
         assert words in out, words
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_predictions")
 def test_colour_only_on_a_terminal_that_wants_it(planted):
     assert "\x1b" not in shown(planted / "run.pt", width=80)
@@ -109,6 +111,7 @@ def test_colour_only_on_a_terminal_that_wants_it(planted):
     assert "\x1b[3" not in shown(planted / "run.pt", width=80, FORCE_COLOR="1", NO_COLOR="1", TERM="xterm-256color")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_predictions")
 def test_layers_that_are_alike_are_one_line_and_many_groups_few(tmp_path, inputs):
     assert "transformer.h.0-1 (2 alike)" in shown(inputs / "gpt_adamw.pt", width=80)

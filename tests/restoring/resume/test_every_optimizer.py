@@ -37,6 +37,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.by_default("lion_pytorch")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "package",

@@ -31,6 +31,7 @@ def test_another_class_is_refused(tmp_path, source, suffix):
             refused(path, *fresh(name))
 
 
+@pytest.mark.by_default("CAME")
 @pytest.mark.parametrize("source", [name for name, _ in ckpt8.optim.OPTIMIZERS])
 def test_packed_state_is_not_taken_by_others(tmp_path, source):
     model, optimizer = fresh(source)

@@ -31,7 +31,7 @@ def losses(path, config: RunConfig, name: str, size: str, *, resumed: bool) -> l
     return [run.advance() for _ in range(STEPS)]
 
 
-@pytest.mark.by_default("gpt_adamw.pt")
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_the_loss_goes_on(inputs, tmp_path, file):
     config = RunConfig(**torch.load(inputs / file, weights_only=True)["config"])

@@ -166,6 +166,7 @@ def test_wide_weights_go_into_narrow_parameters_and_what_completes_them(tmp_path
     train(narrow, packed, 3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["torch-adamw", "optimi-stable-adamw", "came-pytorch"])
 def test_weights_on_a_lattice_go_into_narrow_parameters_and_residuals(tmp_path, source):
     """As their decoded values would, and the run goes on."""
@@ -192,6 +193,7 @@ FEWER_LEVELS = [
 """What the preset compact of older files is made of."""
 
 
+@pytest.mark.by_default("settings3")
 @pytest.mark.parametrize(
     "settings", [{"rules": FEWER_LEVELS}, {"preset": "compact"}, {"preset": "archive"}, {"budget": 5}]
 )
@@ -267,6 +269,7 @@ def test_strides_do_not_matter(tmp_path):
     assert torch.equal(live.body.weight, model.body.weight)
 
 
+@pytest.mark.by_default("CAME-dtype0", "Adafactor-dtype0")
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("name", [name for name, _ in ckpt8.optim.OPTIMIZERS])
 def test_a_packed_run_goes_on_bit_for_bit(tmp_path, name, dtype):

@@ -68,6 +68,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.by_default("flat", "state_dict", "torchtitan")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_as_it_was(saved, layout):
     original, its_optimizer = make(0)

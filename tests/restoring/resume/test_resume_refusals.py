@@ -185,6 +185,7 @@ def test_groups_in_another_order(tmp_path, named):
     assert [group["weight_decay"] for group in swapped.param_groups] == [0.0, 0.1]
 
 
+@pytest.mark.slow
 def test_damage_anywhere_is_found_before_anything_changes(tmp_path):
     path = write(tmp_path, tree_of(*trained(ADAMW)), "flash")
     whole = path.read_bytes()

@@ -133,6 +133,7 @@ class _Stubs:
                 return type(name, (), {})
 
 
+@pytest.mark.by_default("views.pt-64", "gpt_came.pt-1048576")
 @pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("name", ["views.pt", "gpt_came.pt"])
 def test_copies_of_any_stride_into_any_stride(inputs, monkeypatch, name, piece):

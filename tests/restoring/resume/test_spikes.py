@@ -33,6 +33,7 @@ def loss_weight(spikes):
     return spikes.loss_weight(spikes.Setup(1.0, **SMALL))
 
 
+@pytest.mark.slow
 def test_spread_gradients_spike_where_second_moments_become_zero(spikes, loss_weight, tmp_path):
     result = spikes.measure(spikes.Setup(1e-4, **SMALL), tmp_path, 1e-4 * loss_weight)
     assert result["gradient"]["median"] == pytest.approx(1e-4, rel=0.1)

@@ -112,6 +112,7 @@ READS = {
 }
 
 
+@pytest.mark.by_default("restore", "restore directory", "load")
 @pytest.mark.parametrize("name", READS)
 def test_every_read_fails_once(name, made, tmp_path, monkeypatch):
     """Recognising a file may fail to read and leave it to opening it to read, and complain, again."""

@@ -40,6 +40,7 @@ def commands(folder):
             assert "\n" not in str(exc)  # noqa: PT017 - any other exception fails
 
 
+@pytest.mark.slow
 def test_flips_in_the_file_of_a_rank_are_noticed(folder):
     file = folder / "__0_0.ckpt8"
     content = file.read_bytes()
@@ -52,6 +53,7 @@ def test_flips_in_the_file_of_a_rank_are_noticed(folder):
             ckpt8.verify(folder)
 
 
+@pytest.mark.slow
 def test_flips_in_the_index_are_one_line_or_harmless(folder):
     whole = ckpt8.load(folder)
     content = (folder / INDEX).read_bytes()
@@ -77,6 +79,7 @@ def _places(node, path=()):
         yield from _places(value, (*path, key))
 
 
+@pytest.mark.slow
 def test_any_value_in_the_index_may_be_another(folder):
     tree = json.loads((folder / INDEX).read_text())
     rng = random.Random(2)

@@ -72,6 +72,7 @@ def test_a_command_on_a_run_is_killed(command, server, tmp_path):
     assert outcome.counts["killed"] >= 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [

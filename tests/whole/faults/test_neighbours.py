@@ -65,6 +65,7 @@ def start(target, kind, how):
     return process, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_what_a_killed_process_left_is_removed_and_what_a_running_one_writes_is_not(kind, make, tmp_path):
     target = tmp_path / "out"
@@ -318,6 +319,7 @@ def large(tmp_path):
     return path
 
 
+@pytest.mark.by_default("compress-touched", "compress-shorter")
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("command", ["compress", "verify"])
 def test_a_source_that_changes(command, how, large, tmp_path):
@@ -398,6 +400,7 @@ def _try_read_only():
     return 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root may mount a file system")
 @pytest.mark.parametrize("kilobytes", [16, 128, 512])
 def test_a_file_system_that_is_full(kilobytes, tmp_path):

@@ -17,6 +17,7 @@ def ranks(tmp_path_factory):
         yield ranks
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_a_full_disk(ranks):
     assert kill_rounds(ranks, 1, seed=1, worlds=(2,)).faults == []
     assert full_disk_rounds(ranks, [500_000], worlds=(2,), victims=(1,)).faults == []

@@ -65,6 +65,7 @@ def trained(tmp_path_factory):
         return losses(save_to=checkpoint)[0], losses(seed=1)[0], checkpoint
 
 
+@pytest.mark.by_default("flash")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_run_goes_on(preset, trained, tmp_path):
     expected, other, checkpoint = trained
@@ -80,6 +81,7 @@ def test_the_run_goes_on(preset, trained, tmp_path):
     check_goes_on(preset, found, expected, other)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_safetensors_file(trained, tmp_path):
     checkpoint = tmp_path / "state"
     expected, _ = losses(save_to=checkpoint, safe_serialization=False)

@@ -65,6 +65,7 @@ def test_the_error_in_update_space(name, inputs, tmp_path):
     assert 0 < nmse < 3e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DIRECTORIES, "lightning.ckpt"])
 def test_inspect_tells_the_rules_before_anything_is_compressed(name, inputs):
     facts = inspect_checkpoint(inputs / name)
@@ -72,6 +73,7 @@ def test_inspect_tells_the_rules_before_anything_is_compressed(name, inputs):
     assert found == (DIRECTORIES[name][1] if name in DIRECTORIES else {"adam", "momentum"})
 
 
+@pytest.mark.slow
 def test_lightning(inputs, tmp_path):
     source = inputs / "lightning.ckpt"
     _, restored = through(source, tmp_path / "lossless", "lossless")

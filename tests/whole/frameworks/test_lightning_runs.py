@@ -87,6 +87,7 @@ def trained(tmp_path_factory):
         return expected, fit(folder / "other", seed=1)[0], module, folder / "epoch=0.ckpt"
 
 
+@pytest.mark.by_default("flash")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_run_goes_on(preset, trained, tmp_path):
     expected, other, module, checkpoint = trained

@@ -51,6 +51,7 @@ def trained(request, tmp_path_factory):
         yield request.param, expected, other, folder / f"checkpoint-{SAVED}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_run_goes_on(preset, trained, tmp_path):
     optimizer, expected, other, checkpoint = trained
@@ -65,7 +66,7 @@ def test_the_run_goes_on(preset, trained, tmp_path):
     check_goes_on(preset, found, expected, other)
 
 
-@pytest.mark.by_default("adamw_torch")
+@pytest.mark.slow
 def test_without_the_optimizer_the_run_does_not_go_on(trained, tmp_path):
     """What the bound on the drift is worth: a fresh optimizer on the same weights is far outside of it."""
     optimizer, expected, other, checkpoint = trained
@@ -75,6 +76,7 @@ def test_without_the_optimizer_the_run_does_not_go_on(trained, tmp_path):
     assert drift(found, expected) > drift(other, expected) / 5
 
 
+@pytest.mark.slow
 def test_a_model_in_shards(tmp_path):
     expected = losses(tmp_path / "run", model=Sharded)
     checkpoint = tmp_path / "run" / f"checkpoint-{SAVED}"
@@ -85,7 +87,7 @@ def test_a_model_in_shards(tmp_path):
     assert losses(tmp_path / "again", resume_from=restored, model=Sharded) == expected
 
 
-@pytest.mark.by_default("adamw_torch")
+@pytest.mark.slow
 def test_the_model_loads_from_the_restored_directory(trained, tmp_path):
     checkpoint = trained[3]
     _, restored = through(checkpoint, tmp_path, "flash")

@@ -73,6 +73,7 @@ def short_run(target, seed, inputs, folder):
     return counts
 
 
+@pytest.mark.slow
 def test_inputs_follow_from_their_number():
     for name, target in fuzz_targets.TARGETS.items():
         made = [[target.mutate(fuzz.generator(1, name, number)) for number in range(20)] for _ in range(2)]

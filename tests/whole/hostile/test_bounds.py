@@ -50,6 +50,7 @@ DEEP = {
 }
 
 
+@pytest.mark.by_default("lists")
 @pytest.mark.parametrize("kind", DEEP)
 def test_many_tensors_under_a_long_path(kind, tmp_path):
     path = pickled(tmp_path / "x.pt", DEEP[kind])
@@ -172,6 +173,7 @@ def refused_everywhere(path, match):
             assert match in outcome(lambda action=action: action(path))
 
 
+@pytest.mark.slow
 def test_storages_of_a_terabyte_that_are_not_there(tmp_path):
     """A table of frames of no length costs a byte each, and compresses to nothing."""
 
@@ -187,6 +189,7 @@ def test_storages_of_a_terabyte_that_are_not_there(tmp_path):
     refused_everywhere(path, "cannot hold")
 
 
+@pytest.mark.slow
 def test_a_bomb_is_as_large_as_it_says_and_takes_no_memory(tmp_path):
     """256 MiB of zeros in a few kB are what zstd can do: read chunk by chunk, whatever the size."""
     chunks = 256

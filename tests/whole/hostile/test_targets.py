@@ -6,6 +6,7 @@ import copy
 import io
 import json
 
+import pytest
 import torch
 import zstandard
 from hostile_kit import container_of, one_line, outcome, sealed
@@ -58,6 +59,7 @@ def test_reading_leaves_no_trace(run_command, tmp_path, monkeypatch):
     assert sorted(path.name for path in out.iterdir()) == ["back", "x.ckpt8"]
 
 
+@pytest.mark.slow
 def test_a_restore_that_fails_late_leaves_nothing(tmp_path):
     """Deep directories, links and the first file are written before the last member turns out to be damaged."""
     root = tmp_path / "run"

@@ -127,7 +127,7 @@ LARGE = {
 }
 
 
-@pytest.mark.by_default("keys with lists")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_a_manifest_has_no_more_values_than_its_container_has_room_for(name, attempt, tmp_path):
     """Each of a few MB that grew beyond a gigabyte."""
@@ -168,6 +168,7 @@ def test_a_checkpoint_of_any_number_of_small_tensors_can_be_read(kind, tmp_path,
         assert len(file.keys()) == 400 + (kind == "none")
 
 
+@pytest.mark.slow
 def test_records_that_are_all_the_same_do_not_compress_beyond_what_is_read():
     tree = {"tensors": [_plain(TensorRecord(f"v.{k}", 0, DType.FLOAT32, 0, [1], [1])) for k in range(60_000)]}
     stored = manifests.pack_manifest(tree, 1 << 20)

@@ -50,6 +50,7 @@ def packed(trained, tmp_path_factory):
 # There and back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_only_the_bytes_of_slices_change(layout, trained, packed):
     original, (container, back) = trained[0] / layout, packed[layout]
@@ -87,6 +88,7 @@ def test_slices_of_state_are_paired_with_those_of_weights(layout, trained):
     assert all(names[p.step.weight].removeprefix("model.") == p.name.partition(":")[2] for p in parameters)
 
 
+@pytest.mark.by_default("zstd")
 @pytest.mark.parametrize("layout", [*LAYOUTS, "zstd"])
 def test_lossless_is_the_same_directory(layout, trained, tmp_path):
     original = trained[0] / layout
@@ -134,6 +136,7 @@ def _largest_error(name, x, y):
     return ((x - y).abs() / (share * scale * 1.005)).max()
 
 
+@pytest.mark.slow
 def test_ratio(trained, packed):
     for layout in LAYOUTS:
         facts = inspect_container(packed[layout][0])
@@ -170,6 +173,7 @@ def alone(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["nested", "flat", "zstd"])
 def test_training_goes_on_at_one_rank(layout, trained, packed, alone):
     """The slices of two ranks become those of one."""
@@ -259,6 +263,7 @@ def test_parameters_of_a_raw_optimizer_have_the_names_of_their_places(tmp_path):
     assert names == ["__0_0.distcp:optimizer.state.0", "__0_0.distcp:optimizer.state.1"]
 
 
+@pytest.mark.slow
 def test_a_rule_names_a_tensor_or_a_slice(trained, tmp_path):
     for glob in ("*:model.up.weight", "__0_0.distcp:model.up.weight[[]0:129,:]"):
         ckpt8.compress(trained[0] / "nested", tmp_path / "x.ckpt8", rules=[f"{glob}=lossless"], force=True)

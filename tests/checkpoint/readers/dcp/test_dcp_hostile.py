@@ -51,6 +51,7 @@ class Evil:
         return os.system, (f"touch {self.marker}",)
 
 
+@pytest.mark.slow
 def test_a_foreign_class_is_named_and_nothing_runs(root, tmp_path):
     marker = tmp_path / "ran"
 
@@ -168,6 +169,7 @@ def test_a_slice_that_is_listed_twice(root):
     refused(root, "'model.up.weight': a slice that is listed twice")
 
 
+@pytest.mark.slow
 def test_many_chunks_and_slices_are_read_in_no_time(root):
     """Ten thousand chunks that no slice fills: the work is what the file's size allows."""
 
@@ -181,6 +183,7 @@ def test_many_chunks_and_slices_are_read_in_no_time(root):
     ckpt8.compress(root)
 
 
+@pytest.mark.by_default("marks")
 @pytest.mark.parametrize(
     "nested",
     [b"(" * 9_000 + b"t" * 9_000, b"N" + b"\x85" * 200_000, b"]" * 200_000 + b"a" * 199_999],

@@ -35,6 +35,7 @@ def root(tmp_path):
     return save_small(saved, tmp_path / "run", _extensions=[ZStandard()])
 
 
+@pytest.mark.slow
 def test_it_comes_back_uncompressed_and_says_so(root, tmp_path):
     before = tree(root)
     manifest = ckpt8.compress(root)
@@ -161,6 +162,7 @@ def test_metadata_written_back_as_it_was_is_equal(root):
     assert {opcode.proto for opcode, _, _ in pickletools.genops(io.BytesIO(again))} <= {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_lossless_keeps_it_and_inspect_takes_it(root, tmp_path):
     ckpt8.compress(root, preset="lossless")
     assert tree(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")) == tree(root)
