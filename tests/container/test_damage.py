@@ -139,15 +139,9 @@ def _flips(data, path, positions):
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_in_any_byte_is_detected(small, tmp_path):
-    data, rng = small.read_bytes(), random.Random(1)
-    assert not is_detected(small)
-    assert _flips(data, tmp_path / "x.ckpt8", [(k, rng.randrange(8)) for k in range(len(data))]) == []
-
-
-@pytest.mark.slow
 def test_every_flipped_bit_is_detected(small, tmp_path):
     data = small.read_bytes()
+    assert not is_detected(small)
     assert _flips(data, tmp_path / "x.ckpt8", [(k, bit) for k in range(len(data)) for bit in range(8)]) == []
 
 

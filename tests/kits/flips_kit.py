@@ -103,9 +103,3 @@ def flip(path: Path, wanted: Iterable[tuple[int, int]], read: Path | None = None
                 found.faults.append(f"byte {place}, bit {bit}, in {name}: {said}")
     assert path.read_bytes() == data
     return found
-
-
-def sweep(folder: Path, kind: str) -> Flips:
-    """Flip every bit of a sample."""
-    path = make_sample(folder, kind)
-    return flip(path, ((place, bit) for place in range(path.stat().st_size) for bit in range(8)))
