@@ -155,7 +155,7 @@ GARBAGE = {
 COMMANDS = ("compress", "inspect", "restore", "verify")
 
 
-@pytest.mark.by_default(most=7)
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("kind", GARBAGE)
 def test_what_is_no_checkpoint_is_refused_by_every_command(kind, run, tmp_path):
     path = tmp_path / "file.pt"
@@ -468,6 +468,7 @@ WRITING = {
 }
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("what", WRITING)
 def test_a_command_says_what_it_replaced_and_how_long_one_waited(what, run, packed, small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -511,6 +512,7 @@ def test_figures_in_json_are_those_of_the_files(run, small, tmp_path):
     assert facts["errors"]["weight"]["max_relative"] <= 1.54e-5
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("key", ["\ud800", "[bold]x[/]", ":smile:", "\x1b[31mred", "a\nb", "é漢"])
 def test_odd_names_are_shown_as_they_are(key, run, tmp_path):
     torch.save({"model": {key: torch.randn(70, 70)}}, tmp_path / "a.pt")
@@ -652,6 +654,7 @@ print(*sorted(found | set(sys.modules) - at_start), file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch_does(run_program, tmp_path):
     """torch.distributed.checkpoint alone takes as long as torch, and brings sympy."""
     model = torch.nn.Linear(80, 80)

@@ -52,7 +52,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.by_default(most=8)
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_full_disk_is_no_fault_of_the_source(command, run_command, sources, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))

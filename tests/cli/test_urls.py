@@ -47,6 +47,7 @@ def folder(inputs, scratch):
     return scratch
 
 
+@pytest.mark.by_default(most=6)
 @pytest.mark.parametrize("place", ARGUMENTS)
 def test_a_url_is_a_usage_error_that_names_it(place, folder, run_command, monkeypatch):
     monkeypatch.chdir(folder)

@@ -55,6 +55,7 @@ TREES = {
 }
 
 
+@pytest.mark.by_default(most=4)
 @pytest.mark.parametrize("writer", ["torch", "legacy", "safetensors"])
 @pytest.mark.parametrize("name", TREES)
 def test_a_container_is_hardly_longer_than_its_source(name, writer, tmp_path):

@@ -121,6 +121,7 @@ def test_safetensors(layout, distributed, tmp_path):
             assert torch.equal(value, expected[f"{'' if layout == 'titan' else 'model.'}{name}"].bfloat16())
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("to", list(WRITERS))
 @pytest.mark.parametrize("form", ["raw", "flash"])
 def test_every_format(to, form, distributed, tmp_path):

@@ -56,6 +56,7 @@ def snr(folder, name):
     return 10 * math.log10(signal / noise)
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_warning_says_how_well_the_weights_are_kept(target, packed, run_command, tmp_path):
     arguments, warned = TARGETS[target]

@@ -40,6 +40,7 @@ def test_the_tree_is_the_same(form, run, forms, tmp_path):
     )
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize(
     "name", ["views.pt", "crc_off.pt", "legacy.pt", "gpt_adamw.pt", "gpt_bf16.pt", "gpt_came.pt", "gpt_stable_adamw.pt"]
 )

@@ -100,6 +100,7 @@ def test_small_tensors_need_no_triton_and_are_not_worth_the_import_of_numba(run_
     run_program(hidden("triton") + SMALL + "assert not kernels and 'numba' not in sys.modules")
 
 
+@pytest.mark.slow
 def test_large_tensors_take_numba_whose_kernels_need_no_place_to_be_kept(run_program, tmp_path):
     pytest.importorskip("numba", reason="numba is not installed")
     (tmp_path / "file").write_bytes(b"")

@@ -64,6 +64,7 @@ def cache(home):
 WHERE = START + "import numba; print(repr(numba.config.CACHE_DIR))"
 
 
+@pytest.mark.slow
 def test_kernels_are_in_the_cache_of_the_user(run_program, tmp_path):
     """The package has nothing new beside its source. numba looks at its variables when it is imported."""
     home, source = tmp_path / "home", Path(ckpt8.__file__).parent
@@ -82,6 +83,7 @@ def test_kernels_are_in_the_cache_of_the_user(run_program, tmp_path):
     assert sorted(source.rglob("*.nb[ic]")) == before
 
 
+@pytest.mark.slow
 def test_a_forged_kernel_would_run(run, home, forged_home):
     """In a cache that only this user could have written it does: the tests below can fail."""
     run(START, HOME=home)
@@ -276,6 +278,7 @@ def test_processes_at_once(run, tmp_path):
     assert run(START, HOME=home) == ("1", "")
 
 
+@pytest.mark.slow
 def test_a_numba_that_is_made_otherwise_keeps_nothing(run, tmp_path):
     changed = "import numba; numba.njit(lambda: 0)(); from numba.core import caching; del caching.NullCache\n"
     assert run(changed + START, HOME=tmp_path / "home") == ("0", "")

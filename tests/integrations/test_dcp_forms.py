@@ -160,7 +160,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.by_default("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_type_and_parts_of_a_run_at_another_world_size(saved, world):
     run_ranks(_work, world, [(call, saved) for call in (load_types, load_parts)])

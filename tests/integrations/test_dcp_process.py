@@ -61,7 +61,7 @@ def save_twice(rank, folder):
     (folder / f"error-{dist.get_rank()}.txt").write_text(text)
 
 
-@pytest.mark.by_default("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_background_process_saves(tmp_path, world):
     run_ranks(save_twice, world, tmp_path)

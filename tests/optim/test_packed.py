@@ -52,6 +52,7 @@ def through_ckpt8(tree, path):
     return ckpt8.load(path / "run.ckpt8", threads=1)
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("through", [through_torch, through_ckpt8])
 @pytest.mark.parametrize(
     ("dtype", "master"), [(BF16, "split24"), (BF16, "split32"), (FP16, "split24"), (FP32, "split24")]
@@ -71,6 +72,7 @@ def test_continuing_equals_not_stopping(name, dtype, master, through, tmp_path):
     assert_same_state(resumed.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.by_default(most=3)
 def test_two_runs_are_equal_and_the_seed_matters(name):
     runs = []
     for seed in (0, 0, 1):
@@ -201,6 +203,7 @@ def test_learning_rate_may_be_a_tensor(name):
     assert_same_params(one, two)
 
 
+@pytest.mark.by_default(most=3)
 def test_maximize_negates_the_gradient(name):
     one, two = make_params(BF16), make_params(BF16)
     up, down = build(name, one, maximize=True), build(name, two)
@@ -305,6 +308,7 @@ def test_gradient_release_equals_steps(name):
     assert all(param.grad is not None for param in two.parameters())
 
 
+@pytest.mark.by_default(most=3)
 def test_narrow_parameters_are_the_rounded_master(name):
     from ckpt8.optim.state_conversion import join_weight
 

@@ -106,6 +106,7 @@ def test_muon_with_adamw_in_one_optimizer(tmp_path, package):
     assert max(each.ulps for each in found) <= 8
 
 
+@pytest.mark.by_default(most=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("package", "kind", "rule", "settings"), [*{case[2]: case for case in RULES}.values()])
 def test_the_stated_error_is_that_of_the_first_replayed_step(tmp_path, monkeypatch, package, kind, rule, settings):
@@ -224,6 +225,7 @@ def _large(seed=0, *, matrices=False):
     return nn.Sequential(layer, nn.Tanh(), nn.Linear(1024, 4, bias=not matrices))
 
 
+@pytest.mark.by_default(most=5)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("package", "kind"), SIZES)
 def test_roles_size_and_the_next_step(package, kind, tmp_path, monkeypatch):

@@ -230,6 +230,7 @@ def test_scheduled_steps_equal_torchs(which, schedule):
     assert max(float((p - q).detach().abs().max()) for p, q in pairs) > 1e-3
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_scheduled_run_continues_from_its_state(name, schedule, tmp_path):
     """What a scheduler adds to a group goes through ``ckpt8.save``, and betas in the middle of a cycle load."""

@@ -315,6 +315,7 @@ def test_the_restored_file_loads_as_an_equal_structure(name, preset, round_trips
         assert changed
 
 
+@pytest.mark.by_default(most=3)
 @every_fixture
 @every_preset
 def test_bytes_outside_the_storages_change_only_where_checksums_are(name, preset, round_trips):
@@ -352,6 +353,7 @@ def test_a_restored_file_has_another_lattice(name, preset, round_trips, tmp_path
     assert len(salts) == len(later)
 
 
+@pytest.mark.by_default(most=3)
 @every_fixture
 @pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in BUDGETED])
 def test_compressing_the_restored_file_gives_the_same_frames(name, preset, round_trips, tmp_path):
@@ -389,6 +391,7 @@ def _named(tree, path=()):
             yield from _named(value, (*path, str(index)))
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSAFE])
 @lossy_presets
 def test_open_gives_every_tensor_by_name(name, preset, round_trips):
@@ -614,6 +617,7 @@ def test_a_rule_for_second_moments_needs_no_sign(tmp_path):
     assert {"id": "companded8/1", "signed": False, "Q": 200, "p": 0.5} in found
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("bits", [0x7FC12345, 0x7F800001, -0x003EDCBB, 0x7F800000, -0x00800000, 0x7F7FFFFF])
 @pytest.mark.parametrize("where", ["model", "exp_avg", "exp_avg_sq"])
 def test_what_cannot_be_represented_is_lossless_with_its_payload(bits, where, tmp_path):

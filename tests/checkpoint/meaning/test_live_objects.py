@@ -76,6 +76,7 @@ def test_live_objects_are_compressed_as_their_state_dicts(case, tmp_path):
     assert found.resume["with_weights"] == found.resume["parameters"] == len(NAMES)
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("case", ["both", "other keys", "a tuple", "wrapped", "behind a scheduler", "in an object"])
 def test_resume_and_convert_take_them(case, tmp_path):
     model, optimizer = trained()

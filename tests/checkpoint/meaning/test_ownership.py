@@ -63,6 +63,7 @@ AVERAGES = {
 }
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("case", AVERAGES)
 @pytest.mark.parametrize("first", [True, False])
 def test_an_average_takes_no_names(case, first, tmp_path):

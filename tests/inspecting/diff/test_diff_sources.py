@@ -294,6 +294,7 @@ def test_a_set_has_no_order_and_an_object_has_a_class(tmp_path):
     assert changed[0] == {"name": "x.(class)", "a": "argparse.Namespace", "b": "types.SimpleNamespace"}
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -124,6 +124,7 @@ def joined(tensors) -> torch.Tensor:
     return torch.cat([t.flatten() for t in tensors]).double()
 
 
+@pytest.mark.by_default(most=4)
 @pytest.mark.parametrize("name", REPLAYED)
 def test_the_figures_are_those_of_the_real_optimizer(make, monkeypatch, name):
     path = make(name)

@@ -273,6 +273,7 @@ def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
     assert (packed.step, packed.loss, packed.step_from) == (raw.step, raw.loss, "file")
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -40, -1])
 def test_a_file_that_is_cut_off_is_a_row(keep, tmp_path):
     train(tmp_path, (1, 2, 3), compressed=(1, 3))

@@ -69,6 +69,7 @@ def masters(model, optimizer):
     return found
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("source", PACKED)
 def test_stored_codes_are_the_state(tmp_path, source):
     model, optimizer = trained(OPTIMIZERS[source])
@@ -117,7 +118,7 @@ def test_a_raw_checkpoint_is_packed_on_the_way(tmp_path, source):
     assert group["weight_decay"] == optimizer.param_groups[0]["weight_decay"]
 
 
-@pytest.mark.by_default(most=7)
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("suffix", ["pt", "ckpt8"])
 @pytest.mark.parametrize("source", PACKED)
 def test_the_run_goes_on(tmp_path, source, suffix):

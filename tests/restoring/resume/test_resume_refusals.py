@@ -136,6 +136,7 @@ def all_trained(tmp_path_factory) -> dict[str, Path]:
     return paths
 
 
+@pytest.mark.by_default(most=4)
 @pytest.mark.parametrize("target", OPTIMIZERS)
 def test_another_optimizer_class(all_trained, target):
     model = Net(seed=3)

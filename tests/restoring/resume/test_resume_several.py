@@ -123,6 +123,7 @@ def test_an_optimizer_takes_the_state_of_its_model(layout, order, tmp_path):
     assert here.equals(there)
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize(("layout", "strict"), [*((each, True) for each in PATHS), ("lightning", False)])
 def test_order_decides_nothing(layout, strict, tmp_path):
     there, here = alike()

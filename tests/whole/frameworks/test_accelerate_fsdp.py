@@ -111,6 +111,7 @@ def _save_and_load(folder):
     load_all(folder, [(version, KINDS[0], f"{version}-archive") for version in (1, 2)], "-two")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_sharded_run_goes_on(version, one):
     name, expected, other = f"{version}-archive-two", f"{version}-expected", f"{version}-other"

@@ -47,6 +47,7 @@ def test_every_target_has_its_number():
     assert sum(target.share for target in fuzz_targets.TARGETS.values()) == pytest.approx(1)
 
 
+@pytest.mark.by_default("container", "environment", "manifest", "metadata")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("target", INPUTS)
 def test_a_short_run_finds_nothing(target, tmp_path):

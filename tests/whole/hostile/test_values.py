@@ -157,6 +157,7 @@ def many(kind, count):
     }[kind]()
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("kind", ["scalars", "steps", "zeros", "views", "one view", "none"])
 def test_a_checkpoint_of_any_number_of_small_tensors_can_be_read(kind, tmp_path, monkeypatch):
     """What is free for a small file would hide what each tensor costs, and so nothing is free here."""
