@@ -142,14 +142,14 @@ def restore(
     from ckpt8.restoring import restore as api
 
     if salvage:
-        found = api.restore(src, output, salvage=True, force=force, threads=threads)
-        present(found.to_json(), lambda console: print_lines(console, found.lines()), as_json=as_json)
-        if not found.complete:
+        salvaged = api.restore(src, output, salvage=True, force=force, threads=threads)
+        present(salvaged.to_json(), lambda console: print_lines(console, salvaged.lines()), as_json=as_json)
+        if not salvaged.complete:
             raise CheckFailedError(f"{src}: not everything in it was recovered for certain")
         return
     with open_stored(src) as stored:
         total = sum(member.size for member in stored.manifest.members)
-        foreign = [each for reader in containers_of(stored) for each in names_in_container(reader)]
+        foreign = [foreign_name for reader in containers_of(stored) for foreign_name in names_in_container(reader)]
     elapsed = stopwatch()
     with progress_bar(f"restore {src.name}", total=total, enabled=not as_json) as progress:
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
@@ -231,10 +231,10 @@ def diff(
     from ckpt8.inspecting.diff import diff as run
 
     with progress_bar(f"diff {a.name} {b.name}", a, b, enabled=not as_json) as progress:
-        found = run(a, b, threads=threads, progress=progress)
-    facts = found.to_json()
+        difference = run(a, b, threads=threads, progress=progress)
+    facts = difference.to_json()
     present(facts, lambda console: show(console, facts, tensors=tensors), as_json=as_json)
-    if not found.identical:
+    if not difference.identical:
         raise typer.Exit(CheckFailedError.exit_code)
 
 

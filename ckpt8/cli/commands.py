@@ -51,7 +51,7 @@ def ranks(sources: list[Path]) -> tuple[int, int] | None:
     if None in given or len(sources) != 1 or not os.path.isfile(sources[0] / ".metadata"):  # noqa: PTH113 - never raises
         return None
     try:
-        rank, world = (int(each or "") for each in given)
+        rank, world = (int(text or "") for text in given)
     except ValueError:
         rank, world = 0, 0
     if not 0 <= rank < world:
@@ -83,7 +83,8 @@ def compress_share(
         warnings.simplefilter("always", UserWarning)
         planned = run(src, output, given, rank, world, overwrite=force)
     seconds = elapsed()
-    for line in dict.fromkeys(str(each.message) for each in said if str(each.message).startswith(f"{output}: ")):
+    messages = dict.fromkeys(str(warning.message) for warning in said)
+    for line in (message for message in messages if message.startswith(f"{output}: ")):
         sys.stderr.write(f"ckpt8: {printable(line)}\n")
     if not as_json:
         print_lines(console(), [f"rank {rank} of {world}: {planned.share.slices} slices, {size(planned.share.size)}"])
@@ -441,7 +442,7 @@ def _left_alone(run: ChainRun) -> list[str]:
     names = defaultdict[str, list[str]](list)
     for path, reason in run.skipped().items():
         names[reason].append(path.name)
-    lines = [f"{listed(found, _LISTED)}: left alone: {reason}" for reason, found in names.items()]
+    lines = [f"{listed(paths, _LISTED)}: left alone: {reason}" for reason, paths in names.items()]
     packed = run.packed()
     return lines + ([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else [])
 
@@ -517,8 +518,8 @@ def _release(directory: Path, *, as_json: bool) -> None:
     from ckpt8.container.kept_bases import release
     from ckpt8.inspecting.run_files import find
 
-    found = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
-    freed, left = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0)
+    releases = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
+    freed, left = (sum(amounts) for amounts in zip(*releases, strict=True)) if releases else (0, 0)
     stays = f"; {size(left)} stay in bases/, since deltas need them; ckpt8 rebase makes a delta whole" if left else ""
     facts = {"path": str(directory), "freed_bytes": freed, "bases_bytes": left}
     lines = [f"{directory}: {size(freed)} freed{stays}"]

@@ -179,8 +179,8 @@ class _Stderr(io.FileIO):
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    found = error.object[error.start : error.end]
-    return "".join(_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in found), error.end
+    characters = error.object[error.start : error.end]
+    return "".join(_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in characters), error.end
 
 
 def open_streams() -> None:
@@ -297,7 +297,7 @@ def one_object(*, as_json: bool) -> Iterator[None]:
 def _print_end(replaced: list[str], error: str | None, code: int, *, as_json: bool) -> None:
     if not as_json:
         if replaced:
-            print_lines(console(), [f"replaced {each}" for each in replaced])
+            print_lines(console(), [f"replaced {path}" for path in replaced])
         return
     if error is not None:
         stated["error"] = " ".join(error.split())
@@ -389,14 +389,14 @@ def _unexpected(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and (error.errno in _UNWRITABLE or _NO_FOLDER in text):
         # Outputs name themselves. What is left are temporary files, and those of libraries.
         return f"a file beside the output cannot be written: {text}; see TMPDIR and HOME", OutputError.exit_code
-    found = f"{type(error).__name__}: {text[:_LONGEST]}{'…' if len(text) > _LONGEST else ''}"
-    return f"a defect of ckpt8: {found}; please report it, with the traceback that {TRACEBACK}=1 shows", INTERNAL
+    message = f"{type(error).__name__}: {text[:_LONGEST]}{'…' if len(text) > _LONGEST else ''}"
+    return f"a defect of ckpt8: {message}; please report it, with the traceback that {TRACEBACK}=1 shows", INTERNAL
 
 
 def _missing(error: Exception) -> str | None:
     """What the process ran out of; None for another error."""
     text = str(error)
-    if isinstance(error, MemoryError) or any(each in text.lower() for each in _NO_MEMORY):
+    if isinstance(error, MemoryError) or any(word in text.lower() for word in _NO_MEMORY):
         return "memory"
     if isinstance(error, OSError):
         return _NO_ROOM.get(error.errno or 0)

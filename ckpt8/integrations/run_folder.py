@@ -26,14 +26,14 @@ def container_of(source: Path) -> Path:
 
 def directories(folder: Path) -> dict[int, Path]:
     """The complete directories of checkpoints in a folder, by step."""
-    found = ((_CHECKPOINT.fullmatch(path.name), path) for path in _entries(folder))
-    return {int(match[1]): path for match, path in found if match is not None and (path / STATE).is_file()}
+    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in _entries(folder))
+    return {int(match[1]): path for match, path in matches if match is not None and (path / STATE).is_file()}
 
 
 def containers(folder: Path) -> dict[int, Path]:
     """The containers of checkpoints in a folder, by step, oldest first."""
-    found = ((_CHECKPOINT.fullmatch(path.stem), path) for path in _entries(folder) if path.suffix == CONTAINER)
-    return dict(sorted((int(match[1]), path) for match, path in found if match is not None and path.is_file()))
+    matches = ((_CHECKPOINT.fullmatch(path.stem), path) for path in _entries(folder) if path.suffix == CONTAINER)
+    return dict(sorted((int(match[1]), path) for match, path in matches if match is not None and path.is_file()))
 
 
 def rotate(written: Path, limit: int | None, best: Path | None) -> None:
@@ -44,10 +44,10 @@ def rotate(written: Path, limit: int | None, best: Path | None) -> None:
     """
     if limit is None or limit <= 0:
         return
-    found = list(containers(written.parent).values())
-    kept = {found[-1], written, *(path for path in found if best is not None and path.stem == best.name)}
-    surplus = len(found) - max(limit, len(kept))
-    for path in [path for path in found if path not in kept][: max(surplus, 0)]:
+    present = list(containers(written.parent).values())
+    kept = {present[-1], written, *(path for path in present if best is not None and path.stem == best.name)}
+    surplus = len(present) - max(limit, len(kept))
+    for path in [path for path in present if path not in kept][: max(surplus, 0)]:
         with removing(path):
             remove_container(path)
 

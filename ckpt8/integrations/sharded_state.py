@@ -73,7 +73,7 @@ def load_model(
     state = get_model_state_dict(model)
     if has_adapters:
         stored, needed = read_index(folder).tensors, _adapters(model, state)
-        state = {name: each for name, each in state.items() if name in needed or f"{key}.{name}" in stored}
+        state = {name: value for name, value in state.items() if name in needed or f"{key}.{name}" in stored}
     weights = _read(folder, key, state, strict, threads)
     set_model_state_dict(model, weights, options=StateDictOptions(strict=strict and not has_adapters))
 
@@ -88,7 +88,7 @@ def _adapters(model: Any, weights: dict[str, Any]) -> set[str]:
     saved: set[int] = set()
     for name, config in model.peft_config.items():
         if not config.is_prompt_learning:
-            saved |= {id(each) for each in get_peft_model_state_dict(model, weights, adapter_name=name).values()}
+            saved |= {id(tensor) for tensor in get_peft_model_state_dict(model, weights, adapter_name=name).values()}
     buffers = set(plain_names(name for name, _ in model.named_buffers()).values())
     frozen_parts = {name for name, weight in weights.items() if id(weight) in saved}
     return weights.keys() & (_parameters(model, trained=True) | buffers | frozen_parts)
@@ -97,7 +97,7 @@ def _adapters(model: Any, weights: dict[str, Any]) -> set[str]:
 def _parameters(model: Any, *, trained: bool) -> set[str]:
     """All names of the parameters that are trained, or of those that are frozen."""
     parameters = model.named_parameters(remove_duplicate=False)
-    return set(plain_names(name for name, each in parameters if each.requires_grad is trained).values())
+    return set(plain_names(name for name, parameter in parameters if parameter.requires_grad is trained).values())
 
 
 def load_optimizers(folder: Path, key: str, model: Any, optimizers: Any, *, threads: int | None = None) -> None:

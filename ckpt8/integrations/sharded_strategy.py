@@ -45,7 +45,7 @@ class Ckpt8StrategyMixin(PacksSlices):
             raise UsageError("Ckpt8StrategyMixin has no storage_options; leave them out")
         path = Path(self.broadcast(filepath))
         states = {"state_dict": checkpoint.pop("state_dict")}
-        states |= {_optimizer(number): each for number, each in enumerate(checkpoint.pop("optimizer_states", []))}
+        states |= {_optimizer(number): state for number, state in enumerate(checkpoint.pop("optimizer_states", []))}
         with contextlib.ExitStack() as stack:
             rest = None
             if self.global_rank == 0:

@@ -109,9 +109,9 @@ class Ckpt8CheckpointManager(CheckpointManager):
         newest: int = super()._find_load_step(folder)
         if not is_local(place) or not Path(place).is_dir():
             return newest
-        found = [(int(match[1]), path) for path in Path(place).iterdir() if (match := _STEP.search(path.name))]
-        newest = max([newest, *(step for step, path in found if is_sharded(path))])
-        step, path = max(found, default=(-1, Path()))
+        steps = [(int(match[1]), path) for path in Path(place).iterdir() if (match := _STEP.search(path.name))]
+        newest = max([newest, *(step for step, path in steps if is_sharded(path))])
+        step, path = max(steps, default=(-1, Path()))
         if step > newest and is_container(path) and (not dist.is_initialized() or dist.get_rank() == 0):
             begins = f"the run goes on from step {newest}" if newest >= 0 else "the run begins anew"
             warnings.warn(

@@ -261,15 +261,15 @@ def _on_first_rank(restore: Callable[[], str | None]) -> str | None:
     """Restore on rank 0. Returns its result, or raises its error, on every rank."""
     if not _is_distributed() or dist.get_world_size() == 1:
         return restore()
-    found: list[Any] = [None, None]
+    result: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            found[0] = restore()
+            result[0] = restore()
         except Exception as exc:
-            found[1] = str(exc)
-            dist.broadcast_object_list(found, src=0)
+            result[1] = str(exc)
+            dist.broadcast_object_list(result, src=0)
             raise
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise InputError(found[1])
-    return found[0]  # type: ignore[no-any-return]
+    dist.broadcast_object_list(result, src=0)
+    if result[1] is not None:
+        raise InputError(result[1])
+    return result[0]  # type: ignore[no-any-return]

@@ -74,15 +74,15 @@ class SessionPeak:
 
 def _members(session: int) -> list[int]:
     """Processes of a session: all descendants of its first one that did not begin a session of their own."""
-    found = []
+    members = []
     for folder in _PROC.glob("[0-9]*"):
         # A process may end in between.
         with contextlib.suppress(OSError):
             # The name of the command, in brackets, may have any characters.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[3]) == session:
-                found.append(int(folder.name))
-    return found
+                members.append(int(folder.name))
+    return members
 
 
 def _pss(pid: int) -> int:

@@ -110,7 +110,7 @@ def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -
     spec = TensorSpec(name, role, DType.FLOAT32, tuple(x.shape))
     stored = x.nbytes + sum(part.nbytes for part in codec.layout(spec).values())
     decoded = {companion: source.square() for companion in codec.companions}
-    both = {**decoded, **({f"original_{each}": v for each, v in decoded.items()} if codec.compares_originals else {})}
+    both = {**decoded, **({f"original_{name}": v for name, v in decoded.items()} if codec.compares_originals else {})}
     parts = codec.encode(x, companions=both)
     out = torch.empty_like(x)
     work: dict[str, tuple[Callable[[], object], Companions]] = {
@@ -129,12 +129,12 @@ def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -
 def _parameters(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
     """Matrices of 4096 columns with gradients, ``count`` elements or a little more in all."""
     rows = min(_SIDE, -(-count // _SIDE))
-    found = []
+    parameters = []
     for _ in range(max(1, count // (rows * _SIDE))):
         parameter = torch.nn.Parameter(torch.randn(rows, _SIDE, device=device).mul_(0.02).to(dtype))
         parameter.grad = torch.randn(rows, _SIDE, device=device).mul_(1e-3).to(dtype)
-        found.append(parameter)
-    return found
+        parameters.append(parameter)
+    return parameters
 
 
 def _step_rows(count: int, clock: Clock) -> list[dict[str, Any]]:

@@ -45,10 +45,10 @@ _SIZE = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)")
 
 def parse_size(text: str, option: str) -> int:
     """Bytes of ``1.5GB``, ``250 MB``, ``8GiB`` or ``2.5e8``. Raises UsageError that names the option."""
-    found = _SIZE.fullmatch(text.strip().lower())
-    unit = _UNITS.get(found[2]) if found else None
+    match = _SIZE.fullmatch(text.strip().lower())
+    unit = _UNITS.get(match[2]) if match else None
     try:
-        count = float(found[1]) * unit if found and unit else math.nan
+        count = float(match[1]) * unit if match and unit else math.nan
     except ValueError:
         count = math.nan
     if not 1 <= count < 1 << 62:
@@ -78,7 +78,7 @@ def _is_memory(folder: Path) -> bool:
         return False
     mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
     places = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
-    return max(places, key=lambda found: len(found[0]), default=("", ""))[1] in ("tmpfs", "ramfs")
+    return max(places, key=lambda place: len(place[0]), default=("", ""))[1] in ("tmpfs", "ramfs")
 
 
 def available_memory() -> int | None:
@@ -204,10 +204,10 @@ def compare_with_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compare_with_torch(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Any] | None:
     """Ratios of ``load`` to ``torch.load(mmap=False)``, and the memory of both beyond the bytes of the files."""
-    found = {row["operation"]: row for row in rows}
-    if not {"load", "torch.load"} <= set(found):
+    by_operation = {row["operation"]: row for row in rows}
+    if not {"load", "torch.load"} <= set(by_operation):
         return None
-    ours, theirs = found["load"], found["torch.load"]
+    ours, theirs = by_operation["load"], by_operation["torch.load"]
     return {
         "seconds": ours["seconds"] / theirs["seconds"],
         "peak_memory": ours["peak_memory"] / theirs["peak_memory"],
@@ -286,8 +286,8 @@ def left_out(source: Source) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Of ckpt8, Python, and the packages that are compared."""
-    found = {"ckpt8": __version__, "python": platform.python_version()}
+    installed = {"ckpt8": __version__, "python": platform.python_version()}
     for package in ("torch", "zstandard", "zipnn"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed

@@ -33,9 +33,9 @@ def show(console: Console, facts: dict[str, Any], *, tensors: bool) -> None:
     """Print ``Difference.to_json``, with ``tensors`` every tensor; escape unprintable characters of names."""
     facts = printable_tree(facts)
     for side in ("a", "b"):
-        each = facts[side]
-        kind = f"ckpt8 of {each['layout']}" if each["ckpt8"] else each["layout"]
-        console.print(f"{side.upper()}  {escape(each['path'])}  {kind}, {size(each['bytes'])}", soft_wrap=True)
+        own = facts[side]
+        kind = f"ckpt8 of {own['layout']}" if own["ckpt8"] else own["layout"]
+        console.print(f"{side.upper()}  {escape(own['path'])}  {kind}, {size(own['bytes'])}", soft_wrap=True)
     console.print(f"\n[bold]{escape(verdict(facts))}[/]", soft_wrap=True)
     for line in _sentences(facts):
         console.print(escape(line), soft_wrap=True)
@@ -54,7 +54,7 @@ def verdict(facts: dict[str, Any]) -> str:
     """One line: identical, or how many tensors, values and files differ, and how many only one side has."""
     both = facts["tensors"]["both"]
     kinds = {
-        "tensors": (sum(not each["identical"] for each in both), len(both), facts["tensors"]),
+        "tensors": (sum(not tensor["identical"] for tensor in both), len(both), facts["tensors"]),
         "other values": _counted(facts["values"]),
         "other files": _counted(facts["files"]),
     }
@@ -62,17 +62,17 @@ def verdict(facts: dict[str, Any]) -> str:
         counts = ", ".join(f"{total:,} {what}" for what, (_, total, _) in kinds.items() if total)
         return f"identical: {counts}; tensors bit for bit"
     parts = []
-    for what, (differ, total, found) in kinds.items():
+    for what, (differ, total, values) in kinds.items():
         words = [f"{differ:,} of {total:,} differ" if differ else f"all {total:,} equal"] if total else []
-        words += [f"{len(found[key]):,} only in {key[-1].upper()}" for key in ("only_a", "only_b") if found[key]]
+        words += [f"{len(values[key]):,} only in {key[-1].upper()}" for key in ("only_a", "only_b") if values[key]]
         if words:
             parts.append(f"{what}: {', '.join(words)}")
     return f"different: {'; '.join(parts)}"
 
 
-def _counted(found: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
-    changed = len(found["changed"])
-    return changed, changed + found["equal"], found
+def _counted(values: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    changed = len(values["changed"])
+    return changed, changed + values["equal"], values
 
 
 def _sentences(facts: dict[str, Any]) -> Iterable[str]:
@@ -92,11 +92,11 @@ def _sentences(facts: dict[str, Any]) -> Iterable[str]:
 def _show_one_sided(console: Console, facts: dict[str, Any]) -> None:
     for key in ("only_a", "only_b"):
         tensors = [
-            f"{each['name']}  {each['dtype']} {shape_text(each['shape'])}"
-            + (f", tied to {each['tied']}" if each["tied"] else "")
-            for each in facts["tensors"][key]
+            f"{item['name']}  {item['dtype']} {shape_text(item['shape'])}"
+            + (f", tied to {item['tied']}" if item["tied"] else "")
+            for item in facts["tensors"][key]
         ]
-        values = [f"{each['name']}  {_cut(str(each[key[-1]]))}" for each in facts["values"][key]]
+        values = [f"{item['name']}  {_cut(str(item[key[-1]]))}" for item in facts["values"][key]]
         for what, rows in (("tensors", tensors), ("values", values), ("files", facts["files"][key])):
             _show_list(console, f"{what} only in {key[-1].upper()}", rows)
     _show_list(console, "files that differ", facts["files"]["changed"])
@@ -142,11 +142,11 @@ def _show_shapes(console: Console, tensors: Sequence[dict[str, Any]]) -> None:
 
 def _show_values(console: Console, facts: dict[str, Any]) -> None:
     """Print a table of changed values and one-element tensors. Equal changes share a row."""
-    changed = [(each["name"], each["a"], each["b"]) for each in facts["values"]["changed"]]
+    changed = [(value["name"], value["a"], value["b"]) for value in facts["values"]["changed"]]
     changed += [(t["name"], *t["values"]) for t in facts["tensors"]["both"] if t["values"] is not None]
     alike: dict[tuple[str, str, str], list[str]] = {}
     # Settings of the optimizer first, and values at the top before the entries of a log.
-    for name, a, b in sorted(changed, key=lambda each: (".param_groups." not in f".{each[0]}", each[0].count("."))):
+    for name, a, b in sorted(changed, key=lambda value: (".param_groups." not in f".{value[0]}", value[0].count("."))):
         alike.setdefault((_NUMBERS.sub("*", name), *_texts(a, b)), []).append(name)
     rows = [
         (names[0] if len(names) == 1 else f"{pattern} ({len(names):,} of them)", a, b)
@@ -185,9 +185,9 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
         tables = {"tensor": tensors}
     else:
         changed = [tensor for tensor in tensors if tensor["change"] is not None and not tensor["identical"]]
-        changed.sort(key=lambda each: (each["change"]["relative"] is not None, -(each["change"]["relative"] or 0.0)))
+        changed.sort(key=lambda row: (row["change"]["relative"] is not None, -(row["change"]["relative"] or 0.0)))
         tables = {
-            "weights that changed most": [each for each in changed if each["role"] == "weight"],
+            "weights that changed most": [tensor for tensor in changed if tensor["role"] == "weight"],
             # Step counters are in the table of values.
             "others that changed most": [t for t in changed if t["role"] != "weight" and t["values"] is None],
         }

@@ -207,10 +207,10 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
 def flags_by_kind(flags: Sequence[Mapping[str, Any]], most: int) -> Iterator[tuple[str, str, str, list[str]]]:
     """Every kind that occurs, its title, its extent, and lines about its first flags, at most ``most``."""
     for kind, title in FLAG_TITLES.items():
-        if found := [flag for flag in flags if flag["kind"] == kind]:
-            lines = [f"{_listed_names(flag, most)}: {flag['message']}" for flag in found[:most]]
-            more = [f"and {len(found) - most:,} more"] if len(found) > most else []
-            yield kind, title, _extent(kind, found), lines + more
+        if of_kind := [flag for flag in flags if flag["kind"] == kind]:
+            lines = [f"{_listed_names(flag, most)}: {flag['message']}" for flag in of_kind[:most]]
+            more = [f"and {len(of_kind) - most:,} more"] if len(of_kind) > most else []
+            yield kind, title, _extent(kind, of_kind), lines + more
 
 
 def _listed_names(flag: Mapping[str, Any], most: int) -> str:
@@ -219,31 +219,31 @@ def _listed_names(flag: Mapping[str, Any], most: int) -> str:
     return f"{' = '.join(names[:most])}{more}"
 
 
-def _extent(kind: str, found: Sequence[Mapping[str, Any]]) -> str:
+def _extent(kind: str, flags: Sequence[Mapping[str, Any]]) -> str:
     """The number of tensors with flags of this kind, and the share of lost values."""
     if kind == "stored_twice":
-        return counted(len(found), "time")
+        return counted(len(flags), "time")
     if kind == FOREIGN:
-        return counted(len(found), "file")
-    where = counted(len(found), "parameter" if kind == "dead_rows" else "tensor")
+        return counted(len(flags), "file")
+    where = counted(len(flags), "parameter" if kind == "dead_rows" else "tensor")
     if kind not in _LOST_IN_FP16:
         return where
-    share = percent(sum(each["count"] for each in found) / sum(each["of"] for each in found))
+    share = percent(sum(flag["count"] for flag in flags) / sum(flag["of"] for flag in flags))
     return f"{share} of the {'groups' if kind == 'fp16_scales' else 'values'} in {where}"
 
 
 def looked_at(sample: Mapping[str, Any], flags: Sequence[Mapping[str, Any]]) -> str:
     """A sentence on how much ``inspect`` read to find flags and, unless values have some, that there are none."""
-    found = any(flag["kind"] != FOREIGN for flag in flags)
+    is_flagged = any(flag["kind"] != FOREIGN for flag in flags)
     count, total = sample["elements"], sample["of"]
     if not total:
         return "the checkpoint has no floating-point tensors to look at"
     if not count:
         return f"not looked for: none of the {counted(total, 'element')} was read; --full reads all"
     if sample["full"]:
-        return f"looked at all {counted(total, 'element')}" + ("" if found else ": none")
+        return f"looked at all {counted(total, 'element')}" + ("" if is_flagged else ": none")
     seen = f"looked at {percent(count / total)} of {counted(total, 'element')}; --full reads all"
-    return seen if found else f"{seen}; none seen in those"
+    return seen if is_flagged else f"{seen}; none seen in those"
 
 
 _RANKS = 16
@@ -289,8 +289,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
         for row in facts["roles"]
     ]
     show_table(console, columns, rows)
-    for found in facts["low_bit"]:
-        say(console, f"optimizer: {low_bit_line(found)}")
+    for state in facts["low_bit"]:
+        say(console, f"optimizer: {low_bit_line(state)}")
     show_layers(console, facts["layers"])
     show_flags(console, facts["flags"], facts["sample"])
     if facts["directory"] is not None:
@@ -403,9 +403,9 @@ def _show_kept(console: Console, facts: dict[str, Any], lossless: list[dict[str,
             show_table(console, (title, "storages", "such as"), rows)
 
 
-def _show_unrecognised(console: Console, found: list[dict[str, Any]]) -> None:
-    if found:
-        rows = [(f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in found]
+def _show_unrecognised(console: Console, states: list[dict[str, Any]]) -> None:
+    if states:
+        rows = [(f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in states]
         show_table(console, ("lossless tensors of unknown role", "original", "compress them with"), rows)
 
 
@@ -441,8 +441,8 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     for row in facts["optimizer"]:
         say(console, optimizer_line(row))
     show_hyperparameters(console, facts["hyperparameters"])
-    for found in facts["low_bit"]:
-        say(console, f"optimizer: {low_bit_line(found)}")
+    for state in facts["low_bit"]:
+        say(console, f"optimizer: {low_bit_line(state)}")
     show_roles(console, facts["roles"], facts["bytes"])
     show_layers(console, facts["layers"])
     show_flags(console, facts["flags"], facts["sample"])

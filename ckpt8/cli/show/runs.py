@@ -21,7 +21,7 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
     say(console, facts["path"], "bold")
     rows: Sequence[Row] = facts["checkpoints"]
     cells = {title: [cell(row) for row in rows] for title, cell in _COLUMNS}
-    shown = {title: found for title, found in cells.items() if any(found)}
+    shown = {title: column for title, column in cells.items() if any(column)}
     lines = zip((row["name"] for row in rows), *shown.values(), strict=True)
     console.print(Table(("checkpoint", *shown), list(lines)))
     damaged = [(row["name"], row["damage"]) for row in rows if row["damage"] is not None]

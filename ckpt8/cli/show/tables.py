@@ -321,12 +321,12 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
     rows = [
         (
             option_of(name),
-            size(each["bytes"]),
-            f"{each['ratio']:.2f}x",
-            number(each["steps"]),
-            interval(each["drift"]),
+            size(prediction["bytes"]),
+            f"{prediction['ratio']:.2f}x",
+            number(prediction["steps"]),
+            interval(prediction["drift"]),
         )
-        for name, each in facts["predicted"].items()
+        for name, prediction in facts["predicted"].items()
     ]
     console.print(Table(("option", "predicted", "ratio", "error in steps", "expected loss drift"), rows))
     for reason, count in facts["unpredicted"].items():

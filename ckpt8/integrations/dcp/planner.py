@@ -36,7 +36,7 @@ class Families:
     def __init__(self, names: Iterable[str], ties: Mapping[str, str] | None = None) -> None:
         names = list(names)
         naming = Naming(names)
-        states = {name: found for name in names if (found := naming.state(name)) is not None}
+        states = {name: state for name in names if (state := naming.state(name)) is not None}
         owners = {owner for _, owner, _ in states.values()}
         self.keys = {name: key for name, (_, _, key) in states.items()}
         """The key of each value that is part of an optimizer's state."""
@@ -147,7 +147,7 @@ def with_copies(plans: Sequence[SavePlan], held: Sequence[SavePlan], names: Iter
 
 def _missing(plan: SavePlan, held: SavePlan, families: Families) -> list[Copy]:
     """The averages of the slices in a plan that are not in it, of those that the rank holds."""
-    found = {}
+    copies = {}
     here = {_place(item): item for item in held.items if item.index.fqn in families.averages}
     there = {_place(item) for item in plan.items if item.index.fqn in families.averages}
     for item in plan.items:
@@ -160,8 +160,8 @@ def _missing(plan: SavePlan, held: SavePlan, families: Families) -> list[Copy]:
                 and _box(here[at]) == place
                 and prod(box[1]) >= _LEAST * max(prod(place[1]), 1)
             ):
-                found[at] = Copy(here[at].index, here[at].type, tensor_data=here[at].tensor_data)
-    return list(found.values())
+                copies[at] = Copy(here[at].index, here[at].type, tensor_data=here[at].tensor_data)
+    return list(copies.values())
 
 
 def without_copies(plan: SavePlan) -> SavePlan:
@@ -308,9 +308,9 @@ class _Pieces:
             for name in families.members[family]:
                 whole = shapes[name] == largest[family]
                 place = box if whole else families.statistic(name, box)
-                found = None if place is None else self._numbers.get((name, place[0]))
-                if found is not None and found not in taken and self._box(found) == place:
-                    group.append(found)
+                number = None if place is None else self._numbers.get((name, place[0]))
+                if number is not None and number not in taken and self._box(number) == place:
+                    group.append(number)
             taken.update(group)
             yield group
         yield from ([number] for number in self._shared if number not in taken and number not in placed)

@@ -72,13 +72,13 @@ class Sources:
         del value
         if storage.expired():  # type: ignore[no-untyped-call]
             return self._stand_in(shape, dtype, self._new(shape, dtype, partial(self._last.value, item)))
-        found = _tensor(self._planner, item)
-        place = found.device, found.data_ptr()
+        tensor = _tensor(self._planner, item)
+        place = tensor.device, tensor.data_ptr()
         # torch.save writes no two types that begin at one place.
         known = self._dtypes.setdefault(place, dtype) is dtype
-        if not known or not found.is_contiguous() or found.is_conj() or found.is_neg():
-            return self._stand_in(shape, dtype, self._view(found))
-        return self._in_place(found)
+        if not known or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return self._stand_in(shape, dtype, self._view(tensor))
+        return self._in_place(tensor)
 
     def _in_place(self, value: torch.Tensor) -> torch.Tensor:
         """The same values in the same memory, in a storage that holds nothing else; values in one place share it."""

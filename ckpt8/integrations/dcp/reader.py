@@ -94,9 +94,9 @@ class SliceReader:
 
     def read_bytes(self, storage: int, start: int, length: int) -> torch.Tensor:
         """Bytes ``start`` to ``start + length`` of a storage of bytes."""
-        found = torch.empty(length, dtype=torch.uint8, device="cpu")
-        self._copy_run(storage, start, found)
-        return found
+        content = torch.empty(length, dtype=torch.uint8, device="cpu")
+        self._copy_run(storage, start, content)
+        return content
 
     def _copy_run(self, storage: int, start: int, target: torch.Tensor) -> None:
         dtype = self._reader.manifest.storages[storage].dtype.torch
@@ -248,8 +248,8 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         self._check_filled(plan, planner)
         files: dict[str, list[_Work]] = defaultdict(list)
         for item in plan.items:
-            for each in self._work(item):
-                files[each[1].file].append(each)
+            for request in self._work(item):
+                files[request[1].file].append(request)
         with Workers(self._threads or threads_of_rank()) as workers, torch.no_grad():
             for name, work in files.items():
                 with ContainerReader(self.path / name) as reader:
@@ -317,9 +317,9 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def _read_slice(self, file: _RankFile, target: _Target, part: Slice, planner: LoadPlanner) -> None:
         item, name = target.item, target.item.storage_index.fqn
         if target.into is None:
-            found = planner.resolve_tensor(item)
+            tensor = planner.resolve_tensor(item)
             # What is copied into a detached sparse tensor does not reach the original.
-            target.into = found.detach() if found.layout is torch.strided else found
+            target.into = tensor.detach() if tensor.layout is torch.strided else tensor
             if tuple(target.into.shape) != tuple(item.lengths):
                 shape = tuple(target.into.shape)
                 raise InputError(f"{self.path}: {name}: a slice of {tuple(item.lengths)} goes into {shape}")

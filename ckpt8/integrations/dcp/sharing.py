@@ -84,11 +84,11 @@ def share_of(home: DcpCheckpoint, rank: int, world: int) -> Share:
 
 def _moments_of_averages(home: DcpCheckpoint) -> dict[_Place, tuple[int, ...]]:
     """Where the slice of the first moment begins that a slice of an average belongs to: the first such one."""
-    found: dict[_Place, tuple[int, ...]] = {}
+    places: dict[_Place, tuple[int, ...]] = {}
     for piece, average in _averages_of(home, home.metadata.slices):
         assert piece.place is not None  # noqa: S101 - it has averages
-        found.setdefault(average, piece.place[0])
-    return found
+        places.setdefault(average, piece.place[0])
+    return places
 
 
 def _averages_of(home: DcpCheckpoint, pieces: Iterable[Slice]) -> Iterator[tuple[Slice, _Place]]:
@@ -194,15 +194,15 @@ class PlainDirectory:
     def known(self) -> Mapping[str, Any]:
         """The values by name, as far as settings and steps of optimizers need them: tensors have one element."""
         stored = {piece.name: piece for piece in self._slices}
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, tensor in self.home.metadata.tensors.items():
             small = tensor.shape == () and name in stored
-            found[name] = self.tensor(stored[name]) if small else torch.empty(tensor.shape, device="meta")
+            values[name] = self.tensor(stored[name]) if small else torch.empty(tensor.shape, device="meta")
         for name in self.home.metadata.names:
-            if name not in found:
+            if name not in values:
                 with suppress(Ckpt8Error):
-                    found[name] = load_allowed(io.BytesIO(self.value(name)), f"{self.path}: {shown(name)}")
-        return found
+                    values[name] = load_allowed(io.BytesIO(self.value(name)), f"{self.path}: {shown(name)}")
+        return values
 
 
 class _Owners:
@@ -365,6 +365,6 @@ def _plain(error: CheckpointException, rank: int) -> BaseException:
     first = min(failures, default=rank)
     if rank in failures:
         return failures[rank][0]
-    found = failures[first][0] if first in failures else error
-    kind = type(found) if isinstance(found, Ckpt8Error) else Ckpt8Error
-    return kind(f"rank {first} failed: {' '.join(str(found).split())}")
+    cause = failures[first][0] if first in failures else error
+    kind = type(cause) if isinstance(cause, Ckpt8Error) else Ckpt8Error
+    return kind(f"rank {first} failed: {' '.join(str(cause).split())}")

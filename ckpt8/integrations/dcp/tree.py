@@ -47,10 +47,10 @@ class Naming:
 
     def __init__(self, names: Iterable[str], objects: Iterable[str] = ()) -> None:
         names = list(names)
-        found = [match for match in map(_STATE.fullmatch, names) if match and match["key"] in STATE_ROLES]
-        self._prefixes = {match["prefix"] for match in found}
-        self._trained = {match["owner"] for match in found}
-        self._bare = not (found or any(True for _ in objects) or any(model_path(name) for name in names))
+        matches = [match for match in map(_STATE.fullmatch, names) if match and match["key"] in STATE_ROLES]
+        self._prefixes = {match["prefix"] for match in matches}
+        self._trained = {match["owner"] for match in matches}
+        self._bare = not (matches or any(True for _ in objects) or any(model_path(name) for name in names))
 
     def state(self, name: str) -> tuple[str, str, str] | None:
         """Optimizer, parameter and key of a value that is part of an optimizer's state."""
@@ -175,7 +175,7 @@ def _groups(parameters: Sequence[str], settings: Mapping[str, Mapping[str, Any]]
     groups = []
     for owner, values in settings.items():
         listed = values.get(PARAMETERS)
-        names = {str(each) for each in listed} if isinstance(listed, list) else {owner}
+        names = {str(parameter) for parameter in listed} if isinstance(listed, list) else {owner}
         here = [name for name in parameters if _base(name) in names]
         if here:
             plain = {key: _plain(value) for key, value in values.items() if key != PARAMETERS}

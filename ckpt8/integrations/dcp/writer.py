@@ -302,7 +302,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, which replaces an older checkpoint, and remove the files of that one. Raises OutputError."""
-        written: list[RankFile] = [result.storage_data for each in results for result in each]
+        written: list[RankFile] = [result.storage_data for of_rank in results for result in of_rank]
         metadata.version = _DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         index = index_of(self.path, metadata, written, self._run_id)
@@ -342,7 +342,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     def _warn_of_losses(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
         """Warn of what is larger, or less well known, because no rank has all of it. Once."""
-        unspent: Counter[str] = sum((Counter(each.unspent) for each in written), Counter())
+        unspent: Counter[str] = sum((Counter(file.unspent) for file in written), Counter())
         slices = sum(len(tensor.layout) for tensor in index.tensors.values())
         kept = f"{unspent.total()} of {slices} slices are kept as flash keeps them, not within the budget"
         roles = frozenset(Role) if self._measures or unspent else {Role.WEIGHT}

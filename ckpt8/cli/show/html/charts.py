@@ -47,7 +47,7 @@ def decades(low: float, high: float, most: int = 6) -> list[int]:
     """At most ``most`` exponents of powers of ten between ``low`` and ``high``, which are such exponents, too."""
     first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
     step = max(1, math.ceil((last - first + 1) / most))
-    return [each for each in range(first, last + 1) if each % step == 0]
+    return [exponent for exponent in range(first, last + 1) if exponent % step == 0]
 
 
 _BAR, _GAP = 11, 3
@@ -158,12 +158,14 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     floor = min(0, math.floor(math.log10(least) - 1e-9))
     x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
     marks = [(x(decade / LOG10_OF_2), power(10, decade)) for decade in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
-    body = [_axes(marks, [(y(each), f"{10.0**each:g} %") for each in range(floor, 3)], axis, "share of values")]
+    body = [
+        _axes(marks, [(y(exponent), f"{10.0**exponent:g} %") for exponent in range(floor, 3)], axis, "share of values")
+    ]
     paths = [
         None
         if side is None
         else _steps(
-            [max(floor, math.log10(side[each])) if each in side else floor for each in range(low, high)],
+            [max(floor, math.log10(side[exponent])) if exponent in side else floor for exponent in range(low, high)],
             low,
             x,
             y,
@@ -256,8 +258,8 @@ def over_steps(
     joined: bool = True,
 ) -> str:
     """Points at steps, ``joined`` by lines; a curve is a style, and its points in order: step, value, description."""
-    found = [step for _, points in curves for step, _, _ in points]
-    first, last = steps or (min(found), max(found))
+    all_steps = [step for _, points in curves for step, _, _ in points]
+    first, last = steps or (min(all_steps), max(all_steps))
     last = max(first + 1, last)
     x = _linear(first, last, _LEFT + 6, _RIGHT - 6)
     body = [_axes([(x(step), f"{step:,}") for step in _marks(first, last)], axis.ticks, x_title, y_title)]

@@ -117,16 +117,16 @@ def _figure(what: str, pair: dict[str, Any]) -> str:
 
 def _outside(pair: dict[str, Any]) -> str:
     """In words, the values that a histogram cannot show."""
-    found = []
+    phrases = []
     for side, name in ((pair["before"], "before"), (pair["after"], "after")):
         if side is not None:
             words = f"{side['zero']:,} zeros ({percent(side['zero'], side['total'])})"
             if side["not_finite"]:
                 words += f", {side['not_finite']:,} NaN or Inf"
-            found.append(f"{words} {name}" if pair["before"] is not None else words)
+            phrases.append(f"{words} {name}" if pair["before"] is not None else words)
     if negative := pair["after"]["negative"]:
-        found.append(f"{percent(negative, pair['after']['total'])} negative")
-    return "; ".join(found)
+        phrases.append(f"{percent(negative, pair['after']['total'])} negative")
+    return "; ".join(phrases)
 
 
 def code_section(distributions: dict[str, Any]) -> str:
@@ -255,21 +255,21 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
         rows.append(("lattice", (f"{share} of the weights have the largest step", "that their size allows")))
-    rows += [("under no budget", (counted(each["count"], "storage"), each["reason"])) for each in steps["fallbacks"]]
+    rows += [("under no budget", (counted(kept["count"], "storage"), kept["reason"])) for kept in steps["fallbacks"]]
     return rows
 
 
-def _optimizer(each: Mapping[str, Any]) -> Row:
-    snr = [] if each["weight_snr_db"] is None else [f"weights' SNR {number(each['weight_snr_db'])} dB"]
+def _optimizer(optimizer: Mapping[str, Any]) -> Row:
+    snr = [] if optimizer["weight_snr_db"] is None else [f"weights' SNR {number(optimizer['weight_snr_db'])} dB"]
     figures = (
-        f"{number(each['steps'])} steps",
-        *part_phrases(each),
+        f"{number(optimizer['steps'])} steps",
+        *part_phrases(optimizer),
         *snr,
-        f"max |Δu| {number(each['max_error'])}",
-        f"NMSE of u {number(each['update_nmse'])}",
-        f"loss drift {interval(each['drift'])}",
+        f"max |Δu| {number(optimizer['max_error'])}",
+        f"NMSE of u {number(optimizer['update_nmse'])}",
+        f"loss drift {interval(optimizer['drift'])}",
     )
-    return f"optimizer of {counted(each['parameters'], 'parameter')}", figures
+    return f"optimizer of {counted(optimizer['parameters'], 'parameter')}", figures
 
 
 def predictions(facts: Mapping[str, Any]) -> str:
@@ -278,12 +278,12 @@ def predictions(facts: Mapping[str, Any]) -> str:
         (
             option_of(name),
             (
-                size(each["bytes"]),
-                f"{each['ratio']:.2f}x",
-                *_cost(each),
+                size(prediction["bytes"]),
+                f"{prediction['ratio']:.2f}x",
+                *_cost(prediction),
             ),
         )
-        for name, each in facts["predicted"].items()
+        for name, prediction in facts["predicted"].items()
     ]
     rows += [
         ("not in steps", (f"{counted(count, 'tensor')}: {reason}",)) for reason, count in facts["unpredicted"].items()
@@ -295,10 +295,10 @@ def predictions(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _cost(each: Mapping[str, Any]) -> list[str]:
-    if each["steps"] is None:
+def _cost(figures: Mapping[str, Any]) -> list[str]:
+    if figures["steps"] is None:
         return []
-    return [f"{number(each['steps'])} steps", f"loss drift {interval(each['drift'])}"]
+    return [f"{number(figures['steps'])} steps", f"loss drift {interval(figures['drift'])}"]
 
 
 def markup(rows: list[Row]) -> str:
@@ -319,7 +319,7 @@ _NO_ROLE = "total"
 def size_section(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
     """The section as markup, from the facts of ``inspect`` and their ``layers``."""
     is_compressed = facts["kind"] == "ckpt8"
-    present = {each["role"] for each in facts["roles"]}
+    present = {entry["role"] for entry in facts["roles"]}
     colours = legend([(role, words) for role, words in ROLE_WORDS.items() if role in present])
     note = (
         '<p class="soft">Where a row has two bars, the faint one is the original size and the other the stored size.'
@@ -347,11 +347,15 @@ def _segments(sizes: Mapping[str, int], full_bar: int) -> Stack:
 def _size_totals(facts: dict[str, Any]) -> str:
     """A row with the original size, then one for the stored size or one for each predicted size."""
     original_bytes, stored_bytes = Counter[str](), Counter[str]()
-    for each in facts["roles"]:
-        original_bytes[each["role"]] += each["bytes"]
-        stored_bytes[each["role"]] += each.get("stored_bytes", 0)
+    for entry in facts["roles"]:
+        original_bytes[entry["role"]] += entry["bytes"]
+        stored_bytes[entry["role"]] += entry.get("stored_bytes", 0)
     is_compressed = facts["kind"] == "ckpt8"
-    after = [facts["stored_bytes"]] if is_compressed else [each["bytes"] for each in facts["predicted"].values()]
+    after = (
+        [facts["stored_bytes"]]
+        if is_compressed
+        else [prediction["bytes"] for prediction in facts["predicted"].values()]
+    )
     # The container of a small checkpoint is larger than its original.
     full_bar = max(1, facts["bytes"], *after)
     rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
@@ -370,34 +374,36 @@ def _size_totals(facts: dict[str, Any]) -> str:
 
 
 def _by_role(facts: dict[str, Any]) -> str:
-    full_bar = max((max(each["bytes"], each.get("stored_bytes", 0)) for each in facts["roles"]), default=1)
+    full_bar = max((max(entry["bytes"], entry.get("stored_bytes", 0)) for entry in facts["roles"]), default=1)
     rows = []
-    for each in sorted(facts["roles"], key=lambda each: list(ROLE_WORDS).index(each["role"])):
-        role = each["role"]
-        encoding = codec_text(each.get("codec") or each["dtype"])
+    for entry in sorted(facts["roles"], key=lambda entry: list(ROLE_WORDS).index(entry["role"])):
+        role = entry["role"]
+        encoding = codec_text(entry.get("codec") or entry["dtype"])
         name = f'{text(ROLE_WORDS[role])} <span class="soft">{text(encoding)}</span>'
-        bars = [_segments({role: each["bytes"]}, full_bar)]
-        if "stored_bytes" in each:
-            bars.append(_segments({role: each["stored_bytes"]}, full_bar))
-            value = f"{size(each['bytes'])} → {size(each['stored_bytes'])}"
+        bars = [_segments({role: entry["bytes"]}, full_bar)]
+        if "stored_bytes" in entry:
+            bars.append(_segments({role: entry["stored_bytes"]}, full_bar))
+            value = f"{size(entry['bytes'])} → {size(entry['stored_bytes'])}"
         else:
-            value = f"{size(each['bytes'])} <small>{percent(each['bytes'], facts['bytes'])}</small>"
+            value = f"{size(entry['bytes'])} <small>{percent(entry['bytes'], facts['bytes'])}</small>"
         rows.append(row(name, stacks(bars), value))
     return "".join(rows)
 
 
 def _sizes_by_layer(layers: list[dict[str, Any]], *, is_compressed: bool) -> str:
-    largest, others = split_largest(layers, lambda each: sum(each["bytes"].values()))
+    largest, others = split_largest(layers, lambda layer: sum(layer["bytes"].values()))
     columns = ("bytes", "stored_bytes") if is_compressed else ("bytes",)
-    full_bar = max((sum(each[column].values()) for each in largest for column in columns), default=1)
+    full_bar = max((sum(layer[column].values()) for layer in largest for column in columns), default=1)
     rows = []
-    for each in largest:
-        total = sum(each["bytes"].values())
+    for layer in largest:
+        total = sum(layer["bytes"].values())
         if is_compressed:
-            value = f"{size(total)} → {size(sum(each['stored_bytes'].values()))}"
+            value = f"{size(total)} → {size(sum(layer['stored_bytes'].values()))}"
         else:
-            value = size(total) + (f" <small>{each['weights']:,} weights</small>" if each["weights"] else "")
-        rows.append(row(text(each["layer"]), stacks([_segments(each[column], full_bar) for column in columns]), value))
+            value = size(total) + (f" <small>{layer['weights']:,} weights</small>" if layer["weights"] else "")
+        rows.append(
+            row(text(layer["layer"]), stacks([_segments(layer[column], full_bar) for column in columns]), value)
+        )
     if others:
         total = sum(sum(other["bytes"].values()) for other in others)
         rows.append(f'<p class="note">{len(others):,} smaller layers together: {size(total)}</p>')
@@ -467,19 +473,19 @@ def _errors_by_layer(layers: list[dict[str, Any]]) -> str:
     known = [layer for layer in layers if layer["update"] is not None]
     if not known:
         return ""
-    shown, others = split_largest(known, lambda each: float(each["update"]["max_error"]))
-    axis = LogAxis(each["update"][figure] or 0.0 for each in shown for figure in ("nmse", "max_error"))
+    shown, others = split_largest(known, lambda layer: float(layer["update"]["max_error"]))
+    axis = LogAxis(layer["update"][figure] or 0.0 for layer in shown for figure in ("nmse", "max_error"))
     rows = []
-    for each in shown:
-        update = each["update"]
+    for layer in shown:
+        update = layer["update"]
         nmse = update["nmse"] or 0.0
         dots = [
             ("update", nmse, f"NMSE {number(nmse)}"),
             ("moment2 ring", update["max_error"], f"max |Δu| {number(update['max_error'])}"),
         ]
         figures = f"{number(update['nmse'])} <small>max |Δu| {number(update['max_error'])}</small>"
-        rows.append(row(text(each["layer"]), axis.dots(dots), figures))
-    figures_here = {figure for each in known for figure in each["figures"]}
+        rows.append(row(text(layer["layer"]), axis.dots(dots), figures))
+    figures_here = {figure for layer in known for figure in layer["figures"]}
     title = " and ".join(words.capitalize() for kind, words in FIGURE_WORDS.items() if kind in figures_here)
     more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
     colours = legend([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
@@ -500,30 +506,30 @@ def worst_section(distributions: dict[str, Any]) -> str:
         if rows:
             articles.append(f"<h3>{title}</h3>")
         articles += [
-            f"<article><h4>{text(shown(each))}</h4>"
-            f'<p class="soft">{text(figures(each))}</p>'
-            f'<div class="charts">{histograms(each["histograms"])}</div></article>'
-            for each in rows
+            f"<article><h4>{text(shown(tensor))}</h4>"
+            f'<p class="soft">{text(figures(tensor))}</p>'
+            f'<div class="charts">{histograms(tensor["histograms"])}</div></article>'
+            for tensor in rows
         ]
     hint = '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
     sides = sides_legend(distributions) if distributions["before"] else hint
     return f'<section id="worst"><h2>The worst tensors</h2>{sides}{"".join(articles)}</section>'
 
 
-def _update_figures(each: dict[str, Any]) -> str:
-    kind = f"{FIGURE_WORDS['replayed']}: " if each["figure"] == "replayed" else ""
+def _update_figures(error: dict[str, Any]) -> str:
+    kind = f"{FIGURE_WORDS['replayed']}: " if error["figure"] == "replayed" else ""
     return (
-        f"{kind}max |Δu| {number(each['max_error'])} "
-        f"where max |u| is {number(each['max_update'])}, NMSE {number(each['nmse'])}, {_decibels(each)}"
+        f"{kind}max |Δu| {number(error['max_error'])} "
+        f"where max |u| is {number(error['max_update'])}, NMSE {number(error['nmse'])}, {_decibels(error)}"
     )
 
 
-def _lattice_figures(each: dict[str, Any]) -> str:
-    return f"{_decibels(each)}, max |Δw| {number(each['max_distance'])}"
+def _lattice_figures(error: dict[str, Any]) -> str:
+    return f"{_decibels(error)}, max |Δw| {number(error['max_distance'])}"
 
 
-def _weight_figures(each: dict[str, Any]) -> str:
-    return f"mean relative error {number(each['mean_relative'])}, max {number(each['max_relative'])}"
+def _weight_figures(error: dict[str, Any]) -> str:
+    return f"mean relative error {number(error['mean_relative'])}, max {number(error['max_relative'])}"
 
 
 _FLAGS = 10

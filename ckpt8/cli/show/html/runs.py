@@ -86,26 +86,34 @@ def _figure(name: str, title: str, chart: str, points: int) -> str:
 
 def _sizes(rows: Sequence[Row], entries: list[tuple[str, str]]) -> str:
     """The bytes of every checkpoint by its step; adds the entries of the legend."""
-    known = [each for each in rows if each["step"] is not None and each["kind"] and each["stored_bytes"]]
+    known = [
+        checkpoint
+        for checkpoint in rows
+        if checkpoint["step"] is not None and checkpoint["kind"] and checkpoint["stored_bytes"]
+    ]
     if not known:
         return ""
     curves = []
     for kind, css in _KINDS.items():
         if points := [
-            _point(each, each["stored_bytes"], size(each["stored_bytes"])) for each in known if _is(each, kind)
+            _point(checkpoint, checkpoint["stored_bytes"], size(checkpoint["stored_bytes"]))
+            for checkpoint in known
+            if _is(checkpoint, kind)
         ]:
             curves.append((css, sorted(points)))
             entries.append((f"dot {css}", _WORDS[kind]))
-    axis = log_axis([each["stored_bytes"] for each in known], lambda exponent: size(10**exponent).replace(".00", ""))
+    axis = log_axis(
+        [checkpoint["stored_bytes"] for checkpoint in known], lambda exponent: size(10**exponent).replace(".00", "")
+    )
     return _figure("sizes", "Size", over_steps(curves, "step", "size", axis, joined=False), len(known))
 
 
-def _is(each: Row, kind: str) -> bool:
-    return bool(each["kind"] == kind)
+def _is(checkpoint: Row, kind: str) -> bool:
+    return bool(checkpoint["kind"] == kind)
 
 
-def _point(each: Row, value: float, words: str) -> Point:
-    return each["step"], value, f"{each['name']}: step {each['step']:,}, {words}"
+def _point(checkpoint: Row, value: float, words: str) -> Point:
+    return checkpoint["step"], value, f"{checkpoint['name']}: step {checkpoint['step']:,}, {words}"
 
 
 def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> str:
@@ -113,9 +121,11 @@ def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> str:
     curves, values = [], []
     for key, (css, words) in _LOSSES.items():
         of_runs = defaultdict[str, list[Point]](list)
-        for each in rows:
-            if each["step"] is not None and each[key] is not None:
-                of_runs[each["run"]].append(_point(each, each[key], f"loss {number(each[key])}"))
+        for checkpoint in rows:
+            if checkpoint["step"] is not None and checkpoint[key] is not None:
+                of_runs[checkpoint["run"]].append(
+                    _point(checkpoint, checkpoint[key], f"loss {number(checkpoint[key])}")
+                )
         curves += [(css, sorted(points)) for points in of_runs.values()]
         values += [value for points in of_runs.values() for _, value, _ in points]
         entries += [(f"dot {css}", words)] if of_runs else []
@@ -125,32 +135,32 @@ def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> str:
 
 
 def _list(rows: Sequence[Row]) -> str:
-    full_bar = max(1, *(max(each["bytes"] or 0, each["stored_bytes"]) for each in rows))
-    items = "".join(_row(each, full_bar) for each in rows)
-    note = f'<p class="soft">{_TWO_BARS}</p>' if any(each["ratio"] is not None for each in rows) else ""
+    full_bar = max(1, *(max(checkpoint["bytes"] or 0, checkpoint["stored_bytes"]) for checkpoint in rows))
+    items = "".join(_row(checkpoint, full_bar) for checkpoint in rows)
+    note = f'<p class="soft">{_TWO_BARS}</p>' if any(checkpoint["ratio"] is not None for checkpoint in rows) else ""
     return f'<section id="checkpoints"><h2>Checkpoints</h2>{note}{items}</section>'
 
 
-def _row(each: Row, full_bar: int) -> str:
-    css = _KINDS.get(each["kind"], "total")
-    stored = [(css, each["stored_bytes"] / full_bar, f"stored: {size(each['stored_bytes'])}")]
-    original = [(css, (each["bytes"] or 0) / full_bar, f"original: {size(each['bytes'] or 0)}")]
-    is_packed = each["ratio"] is not None
-    value = size(each["stored_bytes"]) + (f" <small>{each['ratio']:.2f}x</small>" if is_packed else "")
+def _row(checkpoint: Row, full_bar: int) -> str:
+    css = _KINDS.get(checkpoint["kind"], "total")
+    stored = [(css, checkpoint["stored_bytes"] / full_bar, f"stored: {size(checkpoint['stored_bytes'])}")]
+    original = [(css, (checkpoint["bytes"] or 0) / full_bar, f"original: {size(checkpoint['bytes'] or 0)}")]
+    is_packed = checkpoint["ratio"] is not None
+    value = size(checkpoint["stored_bytes"]) + (f" <small>{checkpoint['ratio']:.2f}x</small>" if is_packed else "")
     words = [
-        f"step {each['step']:,}" if each["step"] is not None else "",
-        local_time(each["time"]),
-        f"loss {number(each['loss'])}" if each["loss"] is not None else "",
-        f"val. loss {number(each['val_loss'])}" if each["val_loss"] is not None else "",
-        f"delta to {each['base']}" if each["base"] else each["kind"] or "",
-        f"{each['raw']} is there as well, {size(each['raw_bytes'])}" if each["raw"] else "",
-        each["asked"] or "",
-        f"{number(each['steps'])} steps" if each["steps"] is not None else "",
-        state(each) if each["damage"] is None else "",
+        f"step {checkpoint['step']:,}" if checkpoint["step"] is not None else "",
+        local_time(checkpoint["time"]),
+        f"loss {number(checkpoint['loss'])}" if checkpoint["loss"] is not None else "",
+        f"val. loss {number(checkpoint['val_loss'])}" if checkpoint["val_loss"] is not None else "",
+        f"delta to {checkpoint['base']}" if checkpoint["base"] else checkpoint["kind"] or "",
+        f"{checkpoint['raw']} is there as well, {size(checkpoint['raw_bytes'])}" if checkpoint["raw"] else "",
+        checkpoint["asked"] or "",
+        f"{number(checkpoint['steps'])} steps" if checkpoint["steps"] is not None else "",
+        state(checkpoint) if checkpoint["damage"] is None else "",
     ]
-    name = f'{text(each["name"])} <span class="soft">{text(", ".join(filter(None, words)))}</span>'
-    if each["damage"] is not None:
-        name += f' <b class="alarm">{text(each["damage"])}</b>'
+    name = f'{text(checkpoint["name"])} <span class="soft">{text(", ".join(filter(None, words)))}</span>'
+    if checkpoint["damage"] is not None:
+        name += f' <b class="alarm">{text(checkpoint["damage"])}</b>'
     return row(name, stacks([original, stored] if is_packed else [stored]), value)
 
 
