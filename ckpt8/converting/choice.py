@@ -35,13 +35,13 @@ def choose_model(data: Composite, key: str | None) -> Candidate:
     models, _ = find(data.tree)
     paths = listed((model.path for model in models), _LISTED)
     if key is not None:
-        found = [model for model in models if model.path == key] or [
+        fitting = [model for model in models if model.path == key] or [
             Candidate(key, node)
             for path, node in iter_nodes(data.tree)
             if isinstance(node, dict) and format_path(path) == key and is_bare_state_dict(node)
         ]
-        if found:
-            return found[0]
+        if fitting:
+            return fitting[0]
         what = paths or "no state dict of a model"
         raise UsageError(f"{data.label}: --key {key!r} leads to no dictionary of tensors; there is {what}")
     if len(models) == 1:
@@ -65,7 +65,7 @@ def choose_optimizer(data: Composite) -> Candidate | None:
 def check_optimizer(label: str, optimizer: Candidate) -> None:
     """Raise InputError unless its groups list each parameter once, and every state is a dictionary."""
     groups, states = optimizer.node["param_groups"], optimizer.node["state"]
-    if not all(isinstance(each, dict) for each in (*groups, *states.values())):
+    if not all(isinstance(entry, dict) for entry in (*groups, *states.values())):
         raise InputError(f"{label}: {optimizer.path}: a group or a state of its optimizer is not a dictionary")
     if isinstance(names := saved_names(groups), str):
         raise InputError(f"{label}: {optimizer.path}: {names}")
@@ -128,10 +128,10 @@ def cast(data: Composite, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
 
     def convert(start: int, stop: int) -> torch.Tensor:
         values = data.elements(ref, start, stop)
-        found = values.to(dtype.torch)
-        if dtype is DType.FLOAT16 and bool((found.isinf() & values.isfinite()).any()):
+        converted = values.to(dtype.torch)
+        if dtype is DType.FLOAT16 and bool((converted.isinf() & values.isfinite()).any()):
             largest = float(values[values.isfinite()].abs().max())
             raise UsageError(f"{data.label}: {name}: {largest:.6g} is beyond the range of float16; use bfloat16")
-        return found
+        return converted
 
     return computed(data, dtype, ref.shape, convert)

@@ -79,10 +79,10 @@ def convert(
     )
     with sources_of(path, wanted):
         in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
-        found = _choose_format(request, to, in_directory=in_directory)
-        report = Report(str(wanted), found)
-        import_module(f"{writers.__name__}.{writers.WRITERS[found]}").write(request, report)
-    if found in PUBLISHED or key is not None:
+        chosen = _choose_format(request, to, in_directory=in_directory)
+        report = Report(str(wanted), chosen)
+        import_module(f"{writers.__name__}.{writers.WRITERS[chosen]}").write(request, report)
+    if chosen in PUBLISHED or key is not None:
         report.weights_snr, report.warning = weights_snr(path, member, key)
     return report
 
@@ -93,12 +93,12 @@ def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> s
     to_file = not in_directory and target.suffix.lower() in writers.SUFFIXES
     if to is None and dtype in LARGEST and not to_file:
         to = _QUANTIZING
-    found = writers.choose_format(target, to, is_directory=in_directory)
-    if found == _QUANTIZING and not to_file:
-        return found
-    if dtype in LARGEST or found == _QUANTIZING:
+    chosen = writers.choose_format(target, to, is_directory=in_directory)
+    if chosen == _QUANTIZING and not to_file:
+        return chosen
+    if dtype in LARGEST or chosen == _QUANTIZING:
         what = "quantised weights" if dtype is None else f"{dtype.label} weights"
         raise UsageError(f"{target}: {what} need a config.json beside them that says so; give a directory, DST/")
     if (request.scale, request.per, request.keep, request.config) != (None, None, (), None):
         raise UsageError("--scale, --per, --keep and --config are for quantised weights: --dtype float8_e4m3fn or int8")
-    return found
+    return chosen

@@ -35,7 +35,9 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
     if not is_stored(source):
         return None, None
     with open_stored(source) as reader:
-        members = [each for each in reader.manifest.members if member is None or _is_in(each.path, member)]
+        members = [
+            candidate for candidate in reader.manifest.members if member is None or _is_in(candidate.path, member)
+        ]
         storages = {index for member in members for _, index in member.segments}
         if key is not None:
             in_files = reader.manifest.directory is not None
@@ -43,7 +45,7 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
                 (split_member(tensor.name)[1] if in_files else tensor.name, tensor)
                 for tensor in reader.manifest.tensors
             ]
-            storages &= {each.storage for name, each in named if name.startswith(f"{key}.")}
+            storages &= {tensor.storage for name, tensor in named if name.startswith(f"{key}.")}
         storages |= _masters(reader, storages)
         total = LatticeError()
         for index in sorted(storages):

@@ -117,7 +117,7 @@ def make_scheme(dtype: DType | None, scale: str | None, per: str | None) -> Sche
     """The scheme of these settings; those that are None have the default of the type. Raises UsageError."""
     dtype = dtype or DType.FLOAT8_E4M3FN
     if dtype not in LARGEST:
-        raise UsageError(f"--dtype {dtype.label}: expected one of {', '.join(each.label for each in LARGEST)}")
+        raise UsageError(f"--dtype {dtype.label}: expected one of {', '.join(kind.label for kind in LARGEST)}")
     for option, value, known in (("--scale", scale, _SCALES), ("--per", per, _SHARES)):
         if value is not None and value not in known:
             raise UsageError(f"{option} {value}: expected one of {', '.join(known)}")
@@ -155,14 +155,14 @@ def find_scales(
     # Compared this way round, since NaN is below nothing.
     if not bool((largest < _BEYOND).all()):
         return None
-    found = (largest / scheme.largest).bfloat16().float()
+    scales = (largest / scheme.largest).bfloat16().float()
     if scheme.scale == UNIT:
         needed = torch.log2(largest.double() / scheme.largest).ceil()
         wanted = (torch.log2(squares / columns) / 2).round()
         exponent = torch.maximum(needed, wanted).clamp_(-126, 127).int()
-        found = ((exponent + 127) << 23).view(torch.float32)
-    found = found.clamp_min(SMALLEST_NORMAL).masked_fill(largest == 0, 1.0)
-    return found if scheme.per == TENSOR else found.view(-1, 1)
+        scales = ((exponent + 127) << 23).view(torch.float32)
+    scales = scales.clamp_min(SMALLEST_NORMAL).masked_fill(largest == 0, 1.0)
+    return scales if scheme.per == TENSOR else scales.view(-1, 1)
 
 
 def row_parts(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
@@ -222,9 +222,9 @@ def measured(original: torch.Tensor, decoded: torch.Tensor) -> QuantizationError
 
 def quantize(values: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Codes of finite fp32 values, in the element type of the scheme."""
-    found = (values / scales).clamp_(-scheme.largest, scheme.largest)
+    levels = (values / scales).clamp_(-scheme.largest, scheme.largest)
     # A cast to int8 cuts off, one to a float rounds.
-    return (found.round_() if scheme.dtype is DType.INT8 else found).to(scheme.dtype.torch)
+    return (levels.round_() if scheme.dtype is DType.INT8 else levels).to(scheme.dtype.torch)
 
 
 def encode_matrix(
@@ -244,9 +244,9 @@ def encode_matrix(
         for row, count, begin, end in row_parts(start, stop, columns):
             place = slice(begin - start, end - start)
             shared = scales[row : row + count]
-            found = quantize(values[place].view(count, -1), shared, scheme)
-            codes[place] = found.view(-1)
-            decoded[place] = (found.float() * shared).view(-1)
+            encoded = quantize(values[place].view(count, -1), shared, scheme)
+            codes[place] = encoded.view(-1)
+            decoded[place] = (encoded.float() * shared).view(-1)
         error.merge(measured(values, decoded))
         return codes
 
@@ -304,11 +304,11 @@ def _check_size(where: str, size: int) -> None:
 
 def with_quantization(config: Mapping[str, Any] | None, quantization: Mapping[str, Any]) -> bytes:
     """The text of a configuration with that of the quantisation, and bf16 as the type of everything else."""
-    found = _as_bf16(config or {})
-    if not any(key in found for key in _TYPES):
-        found["torch_dtype"] = _BF16
-    found[_QUANTIZATION] = dict(quantization)
-    return (json.dumps(found, indent=2, ensure_ascii=True) + "\n").encode()
+    extended = _as_bf16(config or {})
+    if not any(key in extended for key in _TYPES):
+        extended["torch_dtype"] = _BF16
+    extended[_QUANTIZATION] = dict(quantization)
+    return (json.dumps(extended, indent=2, ensure_ascii=True) + "\n").encode()
 
 
 def _as_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -471,8 +471,8 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     whole, worst = facts["all"], facts["tensors"][0]
     yield f"quantised   {whole['tensors']:,} matrices to {facts['dtype']}, {facts['scale']} scales per {facts['per']}"
     yield f"error       {_error(whole)}"
-    for each in facts["classes"]:
-        yield f"            {each['class']} ({each['tensors']:,}): {_error(each)}"
+    for row in facts["classes"]:
+        yield f"            {row['class']} ({row['tensors']:,}): {_error(row)}"
     yield f"worst       {worst['tensor']}: {_error(worst)}"
     reasons: dict[str, list[str]] = defaultdict(list)
     for module, reason in facts["kept"].items():
@@ -483,10 +483,10 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sum(errors: Any) -> QuantizationError:
-    found = QuantizationError()
+    total = QuantizationError()
     for error in errors:
-        found.merge(error)
-    return found
+        total.merge(error)
+    return total
 
 
 def _noise(facts: Mapping[str, Any]) -> float:

@@ -145,6 +145,6 @@ def parse_dtype(text: str | None) -> DType | None:
     if text is None:
         return None
     name = text.removeprefix("torch.")
-    if (found := _TYPES.get(_SHORT.get(name, name))) is None:
+    if (dtype := _TYPES.get(_SHORT.get(name, name))) is None:
         raise UsageError(f"--dtype {text}: expected one of {', '.join(_TYPES)}")
-    return found
+    return dtype

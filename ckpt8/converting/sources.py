@@ -59,8 +59,9 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
         members = opened.enter_context(open_source(path, threads=threads))
         chosen = members if member is None else members.only(member)
         if not is_stored(path):
-            for each in chosen.found:
-                check_storages(each.checkpoint, f"{path}: {each.path}" if members.directory is not None else str(path))
+            for file in chosen.found:
+                label = str(path) if members.directory is None else f"{path}: {file.path}"
+                check_storages(file.checkpoint, label)
         content = content_of(chosen)
         _refuse_codes(content, path)
         if find_sharded(path) not in (None, path):

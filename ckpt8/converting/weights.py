@@ -80,10 +80,10 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
     # A tied weight keeps the first name that is not an output layer's.
     kept = {next((name for name in tied if module_of(name) not in HEADS), tied[0]) for tied in names.values()}
     report.aliases += [name for name in named if name not in kept]
-    found = {name: types(name, ref) for name, ref in named.items() if name in kept}
-    for name, ref in found.items():
+    dtypes = {name: types(name, ref) for name, ref in named.items() if name in kept}
+    for name, ref in dtypes.items():
         data.check_extent(name, ref)
-    return found
+    return dtypes
 
 
 def strip_wrappers(names: Iterable[str], report: Report) -> dict[str, str]:
@@ -117,14 +117,14 @@ def unpack_tree(data: Composite) -> None:
     """
     models, optimizers = find(data.tree)
     packed = [optimizer for optimizer in optimizers if is_packed(optimizer)]
-    for each in packed:
-        check_optimizer(data.label, each)
-    plain = [(each, unpack_optimizer(data, each)) for each in packed]
+    for candidate in packed:
+        check_optimizer(data.label, candidate)
+    plain = [(candidate, unpack_optimizer(data, candidate)) for candidate in packed]
     weights = [(model, joined_weights(data, model)) for model in models] if plain else []
     for model, joined in weights:
         model.node.update(joined)
-    for each, state in plain:
-        each.node.update(state)
+    for candidate, state in plain:
+        candidate.node.update(state)
 
 
 def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
@@ -147,14 +147,14 @@ def step_number(data: Composite, value: Any) -> int:
 
 
 def _moments(data: Composite, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, TensorRef]:
-    found = {}
+    moments = {}
     for name, tensor in CARDS[group["rule"]].tensors.items():
         if f"{name}_codes" in state:
             codec = codec_from_config(group[tensor.slot])
-            found[name] = _decoded(data, name, state[f"{name}_codes"], state[f"{name}_scales"], codec)
+            moments[name] = _decoded(data, name, state[f"{name}_codes"], state[f"{name}_scales"], codec)
         elif name in state:
-            found[name] = state[name]
-    return found
+            moments[name] = state[name]
+    return moments
 
 
 def _decoded(data: Composite, name: str, codes: TensorRef, scales: TensorRef, codec: Codec) -> TensorRef:
@@ -210,10 +210,10 @@ def _find_weight(
     alike = [name for name, ref in refs.items() if ref.shape == part.shape and ref.dtype.itemsize == 2]
     proposed = [name for name in alike if refs[name] is parameter.weight]
     for names in (proposed, alike):
-        found = {refs[name].key: name for name in reversed(names) if check(name) == expected}
-        if len(found) == 1:
-            return next(iter(found.values()))
-    what = "more than one weight" if found else "no weight"
+        by_key = {refs[name].key: name for name in reversed(names) if check(name) == expected}
+        if len(by_key) == 1:
+            return next(iter(by_key.values()))
+    what = "more than one weight" if by_key else "no weight"
     raise UsageError(f"{label}: {parameter.name}: its optimizer state completes {what} of the model")
 
 

@@ -108,7 +108,7 @@ def restore_original(
         with as_private_as(source, packed):
             result = restore_directory(packed, target, force=force, threads=threads, progress=progress)
         if packed != source:
-            result.left = sorted(each.name for each in source.iterdir() if each.name != packed.name)
+            result.left = sorted(path.name for path in source.iterdir() if path.name != packed.name)
         return result
     refuse_directory(source)
     with (
@@ -121,7 +121,7 @@ def restore_original(
         if reader.manifest.directory is not None:
             with new_directory(result.path, reader, force=force) as directory:
                 # Links first: one that leads out of the directory is refused before gigabytes are written.
-                for index, _ in sorted(enumerate(reader.manifest.members), key=lambda each: each[1].format != SYMLINK):
+                for index, _ in sorted(enumerate(reader.manifest.members), key=lambda pair: pair[1].format != SYMLINK):
                     writer.add(index, directory)
                 directory.publish()
             result.replaced = directory.replaced

@@ -261,7 +261,7 @@ class _Salvaging:
     def write_directory(self, output: AtomicDirectory, result: Salvage) -> None:
         """Write every member, or its tensors, unless it is lost."""
         paths = [PurePosixPath(member.path) for member in self._manifest.members]
-        taken = {str(path) for each in paths for path in (each, *each.parents)}
+        taken = {str(path) for file in paths for path in (file, *file.parents)}
         for index, member in enumerate(self._manifest.members):
             state, written = self._states[index], member.path
             if state == TENSORS:

@@ -105,7 +105,7 @@ class SalvagedDirectory(Restored):
         written = f"{counted(self.tensors, 'tensor')} and {counted(self.values, 'other value')} written"
         lines = [f"{self.path}: {written}, {len(self.lost):,} not whole", *Restored.lines(self)]
         lines += [f"{file}: {problem}" for file, problem in self.damage.items()]
-        return lines + [each.line() for each in self.lost]
+        return lines + [loss.line() for loss in self.lost]
 
 
 def salvage_directory(
@@ -160,7 +160,7 @@ def _whole(directory: DamagedDirectory, result: SalvagedDirectory) -> ShardedInd
     for name, place in index.objects.items():
         if (reason := directory.why_lost_value(place)) is not None:
             result.lost.append(LostValue(name, None, 0, [LostSlice([], [], place.file, reason)]))
-    lost = {each.name for each in result.lost}
+    lost = {loss.name for loss in result.lost}
     return replace(
         index,
         tensors={name: tensor for name, tensor in index.tensors.items() if name not in lost},
@@ -171,13 +171,13 @@ def _whole(directory: DamagedDirectory, result: SalvagedDirectory) -> ShardedInd
 
 def _by_file(whole: ShardedIndex) -> dict[str, _Content]:
     """The slices and values of every file that holds some."""
-    found: dict[str, _Content] = {}
+    by_file: dict[str, _Content] = {}
     for name, tensor in whole.tensors.items():
         for box in tensor.boxes():
-            found.setdefault(box.file, _Content()).slices.append((name, tensor, box))
+            by_file.setdefault(box.file, _Content()).slices.append((name, tensor, box))
     for name, place in whole.objects.items():
-        found.setdefault(place.file, _Content()).values.append((name, place))
-    return found
+        by_file.setdefault(place.file, _Content()).values.append((name, place))
+    return by_file
 
 
 def _write_file(directory: DamagedDirectory, content: _Content, out: SliceFile, progress: Progress) -> None:

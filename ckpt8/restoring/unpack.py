@@ -92,7 +92,7 @@ def _join_loaded(
         where = f"{label}: {parameter.name}"
         if parameter.weight is None:
             raise UsageError(f"{where}: which weight it completes is unknown: {parameter.unpaired}; leave out unpack")
-        name = next(each for each, ref in saved.items() if ref is parameter.weight)
+        name = next(own for own, ref in saved.items() if ref is parameter.weight)
         weight = model[name]
         if weight.is_meta:
             raise UsageError(f"{where}: cannot be unpacked on the meta device")
@@ -125,7 +125,7 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     if not packed:
         return obj
 
-    places = _places(tree, obj, {id(each.node) for each in (*models, *packed)})
+    places = _places(tree, obj, {id(candidate.node) for candidate in (*models, *packed)})
     states: dict[int, Mapping[str, torch.Tensor]] = {}
     for candidate in packed:
         loaded = places[id(candidate.node)][0][0]["state"]
@@ -136,9 +136,9 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
         loaded_model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
         loaded_model.update(_join_loaded(saved, loaded_model, states, of_model(parameters, saved), where))
     for candidate in packed:
-        found = places[id(candidate.node)]
-        plain = unpack(found[0][0])
-        for _, parent, key in found:
+        places_of = places[id(candidate.node)]
+        plain = unpack(places_of[0][0])
+        for _, parent, key in places_of:
             if parent is None:
                 return plain
             if isinstance(parent, tuple):

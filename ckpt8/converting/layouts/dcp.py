@@ -30,22 +30,22 @@ def assemble(members: Bundle) -> Content:
     Raises InputError for damage, UsageError where two checkpoints hold the same name.
     """
     data = Composite(str(members.path))
-    found: dict[int, list[DcpMember]] = defaultdict(list)
+    by_home: dict[int, list[DcpMember]] = defaultdict(list)
     others = []
     for member in members.found:
         if isinstance(member, DcpMember):
-            found[id(member.home)].append(member)
+            by_home[id(member.home)].append(member)
         elif member.holds_tensors:
             raise InputError(f"{data.label}: {member.path}: {member.reason}; it cannot be converted")
         elif member.path.rpartition("/")[2] != METADATA:
             others.append(member)
     content = Content(data, others=others)
     data.tree = {}
-    for files in found.values():
+    for files in by_home.values():
         tree = tree_of(data, files, content.notes)
         both = data.tree.keys() & tree.keys()
         if both:
-            folders = listed(sorted({each[0].path.rpartition("/")[0] or "." for each in found.values()}))
+            folders = listed(sorted({same[0].path.rpartition("/")[0] or "." for same in by_home.values()}))
             name = shown(min(map(str, both)))
             raise UsageError(f"{data.label}: several checkpoints hold {name}; choose one with --member: {folders}")
         data.tree |= tree

@@ -52,8 +52,8 @@ def assemble(members: Bundle) -> Content:
     spread = [member for member in optimizers if rank_file(member.path, member.checkpoint.tree)]
     optimizers = [member for member in optimizers if member not in spread]
     if len(optimizers) > 1:
-        found = listed((member.path for member in optimizers), _LISTED)
-        raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {found}")
+        paths = listed((member.path for member in optimizers), _LISTED)
+        raise UsageError(f"{data.label}: has several optimizers; choose a file with --member: {paths}")
     for member in optimizers:
         data.adopt(member.checkpoint)
         check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
@@ -73,7 +73,7 @@ def _is_index(name: str) -> bool:
 
 def _is_optimizer(checkpoint: Checkpoint) -> bool:
     models, optimizers = find(checkpoint.tree)
-    return not models and [found.path for found in optimizers] == [TOP_LEVEL]
+    return not models and [candidate.path for candidate in optimizers] == [TOP_LEVEL]
 
 
 def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMember]:
@@ -113,7 +113,7 @@ def _named(tree: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     known = {saved.identifier: names[saved.name] for saved in saved_parameters(tree) if saved.name in names}
     groups = []
     for group in tree["param_groups"]:
-        found = [known.get(identifier) for identifier in group["params"]]
-        complete = found and None not in found and "param_names" not in group
-        groups.append({**group, "param_names": found} if complete else group)
+        own = [known.get(identifier) for identifier in group["params"]]
+        complete = own and None not in own and "param_names" not in group
+        groups.append({**group, "param_names": own} if complete else group)
     return {**tree, "param_groups": groups}

@@ -93,8 +93,8 @@ class _Joining:
         key = tuple(map(id, alike.values()))
         if key not in self._made:
             self._join_container(path, alike, key)
-        found = self._made[key]
-        return tuple(found) if isinstance(first, tuple) else found
+        made = self._made[key]
+        return tuple(made) if isinstance(first, tuple) else made
 
     def _join_container(self, path: Path, values: Mapping[int, Any], key: tuple[int, ...]) -> None:
         self._left -= 1
@@ -117,7 +117,7 @@ class _Joining:
         refs = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}
         lowest, first = next(iter(refs.items()))
         for rank, ref in refs.items():
-            mine, its = (each.share and each.share.whole for each in (first, ref))
+            mine, its = (tensor.share and tensor.share.whole for tensor in (first, ref))
             if (mine, first.dtype) != (its, ref.dtype):
                 raise InputError(f"{self._name(path)}: has another shape or type on rank {rank} than on rank {lowest}")
             same = mine is not None or (first.shape == ref.shape and (ref is first or self._streamer.equal(first, ref)))
@@ -171,15 +171,15 @@ def assemble(members: Bundle) -> Content:
     with a note, an optimizer that only the ranks themselves can put together.
     """
     data = Composite(str(members.path))
-    found = _files_of_ranks(members)
-    used = {member.path for files in found.values() for member in files.values()}
+    by_pattern = _files_of_ranks(members)
+    used = {member.path for files in by_pattern.values() for member in files.values()}
     content = Content(data, others=[member for member in members.found if member.path not in used])
     content.notes += _left_out(content.others)
-    kinds = {pattern: _kind(next(iter(files.values())).checkpoint.tree) for pattern, files in found.items()}
+    kinds = {pattern: _kind(next(iter(files.values())).checkpoint.tree) for pattern, files in by_pattern.items()}
     alike = Counter((_folder(pattern), kind) for pattern, kind in kinds.items())
     data.tree = {}
     folders: dict[str, str] = {}
-    for pattern, files in found.items():
+    for pattern, files in by_pattern.items():
         kind, folder = kinds[pattern], _folder(pattern)
         try:
             tree = joined(data, pattern, files, content.notes)
@@ -205,19 +205,19 @@ def assemble(members: Bundle) -> Content:
 
 def _files_of_ranks(members: Bundle) -> dict[str, Files]:
     """The files that belong together, by their pattern. Raises InputError where one of them could not be read."""
-    found: dict[str, dict[int, DirectoryMember]] = defaultdict(dict)
+    by_pattern: dict[str, dict[int, DirectoryMember]] = defaultdict(dict)
     for member in members.checkpoints:
         if file := rank_file(member.path, member.checkpoint.tree):
-            found[file.pattern][file.rank] = member
+            by_pattern[file.pattern][file.rank] = member
     for member in members.found:
         file = named_rank(member.path)
-        if file is None or file.pattern not in found:
+        if file is None or file.pattern not in by_pattern:
             continue
         if member.reason is not None:
             raise InputError(f"{members.path}: {member.path}: {member.reason}; it cannot be converted")
         if member.checkpoint.format in READERS:
-            found[file.pattern].setdefault(file.rank, member)  # a rank may have no part of any tensor
-    return {pattern: dict(sorted(files.items())) for pattern, files in found.items()}
+            by_pattern[file.pattern].setdefault(file.rank, member)  # a rank may have no part of any tensor
+    return {pattern: dict(sorted(files.items())) for pattern, files in by_pattern.items()}
 
 
 def _left_out(others: Iterable[DirectoryMember]) -> Iterator[str]:

@@ -96,14 +96,14 @@ def _find_scales(
     data: Composite, masters: Mapping[str, TensorRef], layers: Layers, scheme: Scheme, progress: Progress
 ) -> dict[str, torch.Tensor]:
     """The scales of the matrices by name, 4 bytes each. ``layers`` keeps matrices without any. Raises InputError."""
-    found = {}
+    by_name = {}
     for name in list(layers.quantized):
         scales = find_scales(data, masters[name], scheme, progress)
         if scales is None:
             layers.keep(name, _NOT_FINITE)
         else:
-            found[name] = scales
-    return found
+            by_name[name] = scales
+    return by_name
 
 
 def _make_tensors(
@@ -115,17 +115,17 @@ def _make_tensors(
     types: WeightTypes,
 ) -> tuple[dict[str, TensorRef], dict[str, QuantizationError]]:
     """All tensors of the target, and the errors of the quantised ones, complete once their codes are read."""
-    found, errors = {}, {}
+    tensors, errors = {}, {}
     for name, ref in weights.items():
         if name not in scales:
-            found[name] = types(name, ref)
+            tensors[name] = types(name, ref)
             continue
-        found[name], errors[name] = encode_matrix(data, masters[name], scales[name], scheme)
+        tensors[name], errors[name] = encode_matrix(data, masters[name], scales[name], scheme)
         scale = f"{name}_scale"
         if scale in weights:
             raise UsageError(f"{data.label}: {scale} is there already; the model is quantised")
-        found[scale] = hold(data, scales[name])
-    return found, errors
+        tensors[scale] = hold(data, scales[name])
+    return tensors, errors
 
 
 def _masters(

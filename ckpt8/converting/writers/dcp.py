@@ -61,7 +61,7 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
     tree: dict[str, Any] = {_MODEL: weights}
     if optimizer is not None:
         tree[_OPTIMIZER] = _named(data, model, optimizer, plain, report)
-    used = {id(each.value) for each in (model, optimizer) if each is not None}
+    used = {id(candidate.value) for candidate in (model, optimizer) if candidate is not None}
     others = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
     named = others if isinstance(others, dict) else dict(enumerate(others or ()))
     for name, value in named.items():
@@ -118,8 +118,8 @@ def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> 
     """The names of parameters by identifier: those of the model, or the optimizer's own where the model lacks them."""
     given = saved_names(optimizer.node["param_groups"])
     if isinstance(given, dict) and given:
-        found = match(model.node, given.values())
-        return {each: plain.get(found.get(name, name), name) for each, name in given.items()}
+        matched = match(model.node, given.values())
+        return {identifier: plain.get(matched.get(name, name), name) for identifier, name in given.items()}
     tree = {_MODEL: model.node, _OPTIMIZER: optimizer.node}
     names = parameter_names(tree)
     return {
@@ -243,7 +243,7 @@ def _write_values(
     Reports progress for tensors that are values of their own. Raises InputError, OutputError, and UnsupportedError for
     what torch does not save.
     """
-    found, position = {}, 0
+    written, position = {}, 0
     with ExitStack() as stack:
         with out.guard():
             folder = stack.enter_context(temporary_directory("ckpt8-"))
@@ -258,6 +258,6 @@ def _write_values(
                 for place in saved.places
             ]
             fill_storages(hollow, storages, places, counting)
-            found[index] = _StorageInfo(_FILE, position, saved.length)
+            written[index] = _StorageInfo(_FILE, position, saved.length)
             position += saved.length
-    return found
+    return written

@@ -83,7 +83,7 @@ def _find_weights(data: Composite, tensors: Mapping[str, TensorRef], *, ordered:
     """
     known = {id(ref) for ref in tensors.values()}
     alike = Counter(shape for _, _, shape in {(ref.key, ref.offset, ref.shape) for ref in tensors.values()})
-    found = {}
+    weights = {}
     for parameter in saved_parameters(data.tree):
         weight, why = parameter.weight, parameter.unpaired
         if weight is not None and id(weight) not in known:
@@ -94,8 +94,8 @@ def _find_weights(data: Composite, tensors: Mapping[str, TensorRef], *, ordered:
             raise UsageError(
                 f"{data.label}: {parameter.name}: its weight is unknown: {why}; --dtype float32 does not need it"
             )
-        found[id(parameter.state)] = weight
-    return found
+        weights[id(parameter.state)] = weight
+    return weights
 
 
 def _make_state(
@@ -191,20 +191,20 @@ def _make_groups(label: str, optimizer: Candidate) -> list[dict[str, Any]]:
     for group in optimizer.node["param_groups"]:
         states = (optimizer.node["state"].get(i) for i in group["params"])
         kinds = {frozenset(_moments(state)) for state in states if state}
-        found = [
+        known = [
             card.settings
             for card in CARDS.values()
             if card.flashoptim
-            and kinds <= {frozenset(each.key for each in card.matrix.present(group))}
+            and kinds <= {frozenset(tensor.key for tensor in card.matrix.present(group))}
             and card.settings.keys() <= group.keys()
             and ("eps" in group) == ("eps" in card.settings)
         ]
         refused = [name for name in _REFUSED if group.get(name)]
-        if not found or refused:
+        if not known or refused:
             what = f"with {refused[0]}" if refused else "of this kind"
             raise UsageError(
                 f"{label}: {optimizer.path}: flashoptim has no optimizer {what}; it has AdamW, Adam, SGD and Lion"
             )
-        settings = {key: group[key] for key in (*_KEPT, *found[0]) if key in group}
+        settings = {key: group[key] for key in (*_KEPT, *known[0]) if key in group}
         groups.append(settings | {"initial_lr": group.get("initial_lr", group["lr"])})
     return groups

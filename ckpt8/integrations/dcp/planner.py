@@ -308,9 +308,9 @@ class _Pieces:
             for name in families.members[family]:
                 whole = shapes[name] == largest[family]
                 place = box if whole else families.statistic(name, box)
-                number = None if place is None else self._numbers.get((name, place[0]))
-                if number is not None and number not in taken and self._box(number) == place:
-                    group.append(number)
+                member = None if place is None else self._members.get((name, place[0]))
+                if member is not None and member not in taken and self._box(member) == place:
+                    group.append(member)
             taken.update(group)
             yield group
         yield from ([number] for number in self._shared if number not in taken and number not in placed)

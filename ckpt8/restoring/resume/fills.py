@@ -294,23 +294,23 @@ class ValueBuilder(RestBuilder):
 
     def unmade(self, node: Any) -> str | None:
         """The class or function of the first object in ``node`` that would stay ``Inert`` or ``Global``, or None."""
-        pending: list[Any] = [node]
+        pending = [node]
         seen: set[int] = set()
         while pending:
-            each = pending.pop()
-            if id(each) in seen:
+            node = pending.pop()
+            if id(node) in seen:
                 continue
-            seen.add(id(each))
-            if isinstance(each, Global) and dtype_of(each) is each:
-                return each.name
-            if isinstance(each, Inert):
-                if (parts := self._parts(each)) is None:
-                    return _class_name(each)
+            seen.add(id(node))
+            if isinstance(node, Global) and dtype_of(node) is node:
+                return node.name
+            if isinstance(node, Inert):
+                if (parts := self._parts(node)) is None:
+                    return _class_name(node)
                 pending += parts
-            elif isinstance(each, dict):
-                pending += [*each.keys(), *each.values()]
-            elif isinstance(each, (list, tuple)):
-                pending += each
+            elif isinstance(node, dict):
+                pending += [*node.keys(), *node.values()]
+            elif isinstance(node, (list, tuple)):
+                pending += node
         return None
 
     @staticmethod
@@ -362,19 +362,21 @@ def _registered_class(node: Inert) -> type[torch.Tensor] | None:
     plain = all(isinstance(value, TensorRef) or _is_setting(value) for value in state.values())
     if not (plain and _is_shape(arguments[2]) and _is_shape(arguments[3]) and isinstance(arguments[1], Global)):
         return None
-    found = _registered().get(kind.name)
-    is_tensor = found is not None and issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
-    return found if is_tensor else None
+    registered = _registered().get(kind.name)
+    is_tensor = (
+        registered is not None and issubclass(registered, torch.Tensor) and hasattr(registered, "__tensor_unflatten__")
+    )
+    return registered if is_tensor else None
 
 
 def _registered() -> dict[str, type]:
     """The classes that are registered with torch as safe, by name."""
-    found = {}
+    classes = {}
     for entry in torch.serialization.get_safe_globals():
         kind, name = entry if isinstance(entry, tuple) else (entry, None)
         if isinstance(kind, type):
-            found[name or f"{kind.__module__}.{kind.__qualname__}"] = kind
-    return found
+            classes[name or f"{kind.__module__}.{kind.__qualname__}"] = kind
+    return classes
 
 
 def _is_setting(value: Any) -> bool:

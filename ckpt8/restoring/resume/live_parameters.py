@@ -86,8 +86,8 @@ def length_problem(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> str | N
 
 def foreign_settings(saved: Mapping[Any, Any], arguments: Collection[str]) -> str | None:
     """Why a group is not of an optimizer with these ``arguments``: it has settings beyond them; or None."""
-    found = (saved.keys() & _hyperparameters()) - set(arguments) - _FORMS
-    return f"its parameter groups have {listed(sorted(found))}" if found else None
+    foreign = (saved.keys() & _hyperparameters()) - set(arguments) - _FORMS
+    return f"its parameter groups have {listed(sorted(foreign))}" if foreign else None
 
 
 def _length(value: object) -> int:
@@ -198,11 +198,11 @@ def _map_by_name(
     for group in live:
         pairs = []
         for parameter in group["params"]:
-            found = sorted({matched[name] for name in names_here[id(parameter)] if name in matched})
-            if len(found) > 1:
-                raise ResumeError(f"{listed(found)} are one tied parameter here, but several in the checkpoint")
-            if found:
-                pairs.append(Pair(parameter, identifier_of[found[0]], found[0]))
+            names = sorted({matched[name] for name in names_here[id(parameter)] if name in matched})
+            if len(names) > 1:
+                raise ResumeError(f"{listed(names)} are one tied parameter here, but several in the checkpoint")
+            if names:
+                pairs.append(Pair(parameter, identifier_of[names[0]], names[0]))
             else:
                 result.problems.append(f"{names_here[id(parameter)][0]}: is not in the optimizer of the checkpoint")
         numbers = sorted({group_of[pair.identifier] for pair in pairs})

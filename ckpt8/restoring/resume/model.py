@@ -45,12 +45,12 @@ def fitting(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
     same = same or [
         candidate for candidate in candidates if len(match(candidate.node, live)) == len(live) == len(candidate.node)
     ]
-    return [each for each in same if _has_shapes(each, live)] or same
+    return [candidate for candidate in same if _has_shapes(candidate, live)] or same
 
 
 def _has_shapes(candidate: Candidate, live: dict[str, Any]) -> bool:
     """Whether a state dict has tensors of the shapes of the live ones."""
-    saved = {name: candidate.node[each] for name, each in match(candidate.node, live).items()}
+    saved = {name: candidate.node[key] for name, key in match(candidate.node, live).items()}
     return all(ref.shape == live[name].shape for name, ref in saved.items() if isinstance(ref, TensorRef))
 
 

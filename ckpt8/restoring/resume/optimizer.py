@@ -69,16 +69,16 @@ class Layout(NamedTuple):
         form, more = self.card.form(ndim), set(self.published.state)
         more |= {"step"} if self.published.step in ("tensor", "int") else set()
         possible = {tensor.key for tensor in form.tensors if not tensor.when or tensor.when in defaults}
-        present = {each.key for each in form.present(hyper)}
+        present = {tensor.key for tensor in form.present(hyper)}
         return (possible & present) | more, possible | more | self.published.optional
 
 
 def layout_of(optimizer: Optimizer) -> Layout | None:
     """The layout of the first known class that ``optimizer`` is made of; None for an unknown class."""
     for kind in type(unwrapped(optimizer)).__mro__:
-        found = find_published(kind.__module__.partition(".")[0], kind.__name__)
-        if found is not None:
-            return Layout(*found)
+        card_and_form = find_published(kind.__module__.partition(".")[0], kind.__name__)
+        if card_and_form is not None:
+            return Layout(*card_and_form)
     return None
 
 
@@ -267,16 +267,16 @@ def plan_own_state(node: Mapping[str, Any], mapped: ParameterMap, builder: Value
     """The plan for an optimizer that loads the saved state ``node`` itself, as a whole or not at all."""
     states, pairs = node["state"], mapped.pairs
     known = {identifier for group in node["param_groups"] for identifier in group["params"]}
-    has_names = any(isinstance(each, str) for each in known)
+    has_names = any(isinstance(identifier, str) for identifier in known)
     # Some classes keep sums over all parameters among the states, under a name, or next to them.
     sums = {key: value for key, value in states.items() if key not in known}
     shared = sums | {key: value for key, value in node.items() if key not in _FORM}
-    found = [
+    by_name = [
         (pair.name, foreign_state_problem(states.get(pair.identifier), pair, group.saved or {}, builder))
         for group in mapped.groups
         for pair in group.pairs
     ]
-    problems = [*mapped.problems, *(f"{name}: {problem}" for name, problem in found if problem)]
+    problems = [*mapped.problems, *(f"{name}: {problem}" for name, problem in by_name if problem)]
     if unlisted := [key for key in sums if has_names or not isinstance(key, str)]:
         problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
     if shared and [pair.identifier for pair in pairs] != list(range(len(pairs))):
@@ -318,7 +318,7 @@ def _with_objects_on(device: torch.device, state: Any) -> Any:
 
 def _on(device: torch.device, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_on(device, each) for each in value)
+        return type(value)(_on(device, item) for item in value)
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 

@@ -135,12 +135,12 @@ class PackedPlanner:
         """The most frequent codec of stored codes that is no coarser than the group's own; else the group's own."""
         mine = codec_from_config(group[kind]).codes
         refs = (ref for state in states if isinstance(state, dict) for ref in state.values())
-        found = Counter(
+        codecs = Counter(
             codec
             for codec in map(self._codec, refs)
             if mine and codec and codec.trains(kind) and codec.codes and codec.codes.highest >= mine.highest
         )
-        return config_of(found.most_common(1)[0][0]) if found else dict(group[kind])
+        return config_of(codecs.most_common(1)[0][0]) if codecs else dict(group[kind])
 
     def _codec(self, ref: object) -> Codec | None:
         return self.stored.codec(ref) if self.stored is not None and isinstance(ref, TensorRef) else None
@@ -167,11 +167,11 @@ class PackedPlanner:
         if not saved and self._weight_to_halve(param) is None:
             return None
         if saved and is_packed_group(hyper):
-            found = _types_and_shapes(saved)
-            if id(param) in self.weights and not {"residual", "master"} & found.keys():
-                layout = self.optimizer.state_layout(group, param, exact_names(found))
-                found |= {key: what for key, what in layout.items() if key in ("residual", "master")}
-            if problem := layout_problem(self.optimizer, group, param, found):
+            content = _types_and_shapes(saved)
+            if id(param) in self.weights and not {"residual", "master"} & content.keys():
+                layout = self.optimizer.state_layout(group, param, exact_names(content))
+                content |= {key: what for key, what in layout.items() if key in ("residual", "master")}
+            if problem := layout_problem(self.optimizer, group, param, content):
                 raise UsageError(problem)
             return partial(self._copy_state, param, saved, group)
         step = 0

@@ -66,7 +66,9 @@ class Given(Generic[T]):
 
 def given_models(value: Any, at: Paths) -> Given[nn.Module]:
     """The models of an argument. Raises UsageError for anything that is none."""
-    return _given("model", value, at, _check_model, lambda model: {id(each) for each in _tensors(model)} or {id(model)})
+    return _given(
+        "model", value, at, _check_model, lambda model: {id(tensor) for tensor in _tensors(model)} or {id(model)}
+    )
 
 
 def given_optimizers(value: Any, at: Paths) -> Given[Optimizer]:
@@ -113,15 +115,15 @@ def _paths(what: str, at: Any, keys: list[str] | None, count: int) -> list[str |
     """The path for each of several objects. Raises UsageError."""
     if at is None:
         return [None] * count
-    found: Any = None
+    paths: Any = None
     if keys is not None and isinstance(at, Mapping) and at.keys() <= set(keys):
-        found = [at.get(key) for key in keys]
+        paths = [at.get(key) for key in keys]
     elif keys is None and isinstance(at, (list, tuple)) and len(at) == count:
-        found = list(at)
-    if found is None or not all(path is None or isinstance(path, str) for path in found):
+        paths = list(at)
+    if paths is None or not all(path is None or isinstance(path, str) for path in paths):
         form = f"a list of {count} paths" if keys is None else "a dict of paths under the same keys"
         raise UsageError(f"resume: {what}_at is {described(at)}; give {form}, as {what} is")
-    return cast("list[str | None]", found)
+    return cast("list[str | None]", paths)
 
 
 def _is_state_dict(keys: Sequence[Any], values: Sequence[Any]) -> bool:
@@ -133,8 +135,8 @@ def _is_state_dict(keys: Sequence[Any], values: Sequence[Any]) -> bool:
 def _check_model(label: str, value: Any) -> None:
     if not isinstance(value, nn.Module):
         raise UsageError(f"resume: {label} is {described(value)}; give a torch.nn.Module, or a list or dict of several")
-    wrapped = any(type(each).__name__ == _FSDP for each in value.modules())
-    _refuse_sharded(label, [_FSDP] if wrapped else [type(each).__name__ for each in _tensors(value)])
+    wrapped = any(type(part).__name__ == _FSDP for part in value.modules())
+    _refuse_sharded(label, [_FSDP] if wrapped else [type(part).__name__ for part in _tensors(value)])
 
 
 def _check_optimizer(label: str, value: Any) -> None:
@@ -149,10 +151,10 @@ def _check_optimizer(label: str, value: Any) -> None:
 
 def _refuse_sharded(label: str, kinds: Iterable[str]) -> None:
     """Raise UsageError where one of the tensors, or the module around them, is a part of what several ranks have."""
-    found = next((kind for kind in kinds if kind in _SHARDED), None)
-    if found is not None:
+    sharded = next((kind for kind in kinds if kind in _SHARDED), None)
+    if sharded is not None:
         raise UsageError(
-            f"resume: {label} is shared by several processes ({found}), and resume fills what one process has whole; "
+            f"resume: {label} is shared by several processes ({sharded}), and resume fills what one process has whole; "
             "load a packed directory with torch.distributed.checkpoint.load and Ckpt8StorageReader, then "
             "set_state_dict"
         )
@@ -168,11 +170,11 @@ def candidates_at(path: Path, candidates: list[Candidate], at: str | None, keywo
     """The candidate at the path ``at``, or all of them where none is given. Raises UsageError for an unknown path."""
     if at is None:
         return candidates
-    found = [candidate for candidate in candidates if candidate.path == at]
-    if not found:
+    there = [candidate for candidate in candidates if candidate.path == at]
+    if not there:
         paths = listed((candidate.path for candidate in candidates), _SHOWN) or "nothing of the kind"
         raise UsageError(f"{path}: {keyword}={at!r} is not one of {paths}")
-    return found
+    return there
 
 
 def match_several(path: Path, given: Given[Any], candidates: list[Candidate], fits: Fits) -> list[Candidate]:
@@ -220,8 +222,8 @@ class _Matching:
     def by_path(self) -> None:
         for number, at in enumerate(self._given.at):
             if at is not None:
-                found = candidates_at(self._path, self._candidates, at, f"{self._given.what}_at")
-                self._choose(number, found[0])
+                candidates = candidates_at(self._path, self._candidates, at, f"{self._given.what}_at")
+                self._choose(number, candidates[0])
 
     def by_key(self) -> None:
         for number, key in enumerate(self._given.keys or ()):
@@ -234,11 +236,10 @@ class _Matching:
     def by_fit(self) -> None:
         while self._settle_one():
             pass
-        for number, found in self._options().items():
-            if found:
-                raise self._unclear(
-                    f"{self._given.labels[number]} may be one of {listed((each.path for each in found), _SHOWN)}"
-                )
+        for number, fitting in self._options().items():
+            if fitting:
+                paths = listed((candidate.path for candidate in fitting), _SHOWN)
+                raise self._unclear(f"{self._given.labels[number]} may be one of {paths}")
         numbers, left = self._open()
         if numbers and not len(numbers) == len(left) == 1:
             raise self._unclear(f"none fits {self._given.labels[numbers[0]]}")
@@ -248,18 +249,18 @@ class _Matching:
     def _options(self) -> dict[int, list[Candidate]]:
         """The open candidates that fit each open object best."""
         numbers, left = self._open()
-        fits = {number: [self._fits(number, each) for each in left] for number in numbers}
+        fits = {number: [self._fits(number, candidate) for candidate in left] for number in numbers}
         return {
-            number: [each for each, fit in zip(left, own, strict=True) if fit == max(own) > 0]
+            number: [candidate for candidate, fit in zip(left, own, strict=True) if fit == max(own) > 0]
             for number, own in fits.items()
         }
 
     def _settle_one(self) -> bool:
         """Choose for an object that one open candidate fits, and no other object alone. Whether there was one."""
         options = self._options()
-        for number, found in options.items():
-            if len(found) == 1 and list(options.values()).count(found) == 1:
-                self._choose(number, found[0])
+        for number, fitting in options.items():
+            if len(fitting) == 1 and list(options.values()).count(fitting) == 1:
+                self._choose(number, fitting[0])
                 return True
         return False
 
@@ -278,8 +279,8 @@ class TrainedWeights:
     """Which weights the optimizers of a file train."""
 
     def __init__(self, tree: object, optimizers: Sequence[Candidate]) -> None:
-        found = owners(optimizers, find_trees(tree), by_order=False)
-        self._owners = {id(optimizer): owner for optimizer, owner in zip(optimizers, found, strict=True)}
+        pairs = zip(optimizers, owners(optimizers, find_trees(tree), by_order=False), strict=True)
+        self._owners = {id(optimizer): owner for optimizer, owner in pairs}
 
     def has(self, optimizer: Candidate, weights: Weights) -> bool:
         """Whether the optimizer trains the model of the weights for certain."""
@@ -289,9 +290,9 @@ class TrainedWeights:
     def elsewhere(self, optimizer: Candidate, weights: Weights) -> str:
         """The paths of the models to which the key of the optimizer belongs, if none of them has the weights."""
         keyed = self._owners[id(optimizer)].keyed if weights else ()
-        if any(not weights.isdisjoint(_weights_in(each)) for each in keyed):
+        if any(not weights.isdisjoint(_weights_in(candidate)) for candidate in keyed):
             return ""
-        return listed((each.path for each in keyed), _SHOWN)
+        return listed((candidate.path for candidate in keyed), _SHOWN)
 
 
 def _weights_in(model: Candidate) -> Weights:
@@ -384,7 +385,7 @@ class _Plan:
         self._values = ValueBuilder(source.checkpoint)
         self._streamer = Streamer(source.checkpoint)
         self._packed = [packed_optimizer(obj) for obj in optimizer.objects]
-        groups = [group for each in self._packed if each is not None for group in each.param_groups]
+        groups = [group for packed in self._packed if packed is not None for group in packed.param_groups]
         # The upper halves of weights whose residuals or masters an optimizer keeps, by ``id``.
         self._halves = {id(param) for group in groups for param in group["params"] if param.element_size() == 2}
         self._weights: list[ModelPlan] = []
@@ -396,8 +397,8 @@ class _Plan:
 
         Raises UsageError where the choice is not clear, ResumeError for an optimizer without state of its own.
         """
-        found, states = find(self._source.checkpoint.tree)
-        filled = self._decide_models(found) if self._models.objects else {}
+        saved, states = find(self._source.checkpoint.tree)
+        filled = self._decide_models(saved) if self._models.objects else {}
         if self._optimizers.objects:
             self._decide_optimizers(states, filled)
         self._plan_fills([state or OptimizerPlan() for state in self._states])
@@ -442,8 +443,10 @@ class _Plan:
             if problem := optimizers.form_problem(obj):
                 raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
         packed = [
-            None if each is None else PackedPlanner(each, self._values, self._streamer, filled, self._source.stored)
-            for each in self._packed
+            None
+            if optimizer is None
+            else PackedPlanner(optimizer, self._values, self._streamer, filled, self._source.stored)
+            for optimizer in self._packed
         ]
 
         weights = [saved_weights(obj, filled) for obj in given.objects]
@@ -461,8 +464,8 @@ class _Plan:
             return plans[key]
 
         def fits(number: int, candidate: Candidate) -> int:
-            found = plan(number, candidate)
-            if found.wrong is not None or found.problems:
+            trial = plan(number, candidate)
+            if trial.wrong is not None or trial.problems:
                 return 0
             return 2 if trained and trained.has(candidate, weights[number]) else 1
 
@@ -483,14 +486,14 @@ class _Plan:
         alone = self._halves - {id(parameter) for state in states for parameter, _ in state.states}
         rounded = {target: fill for state in states for target, fill in state.rounded.items()}
         for copy in (copy for weights in self._weights for copy in weights.copies):
-            has_state = any(each is not None and each.state.get(copy.target) for each in self._packed)
+            has_state = any(optimizer is not None and optimizer.state.get(copy.target) for optimizer in self._packed)
             if id(copy.target) in alone and (has_state or copy.ref.dtype.itemsize > 2):
                 self.problems.append(f"model {copy.name}: cannot change alone: the optimizer keeps its other half")
             else:
                 self._fills.append(rounded.get(id(copy.target), copy))
 
-    def _choose_model(self, model: nn.Module, found: list[Candidate], at: str | None) -> Candidate:
-        candidates = candidates_at(self._source.path, found, at, "model_at")
+    def _choose_model(self, model: nn.Module, saved: list[Candidate], at: str | None) -> Candidate:
+        candidates = candidates_at(self._source.path, saved, at, "model_at")
         if not candidates:
             raise UsageError(f"{self._source.path}: holds no model state dict")
         fitting = models.fitting(candidates, model)
