@@ -308,7 +308,7 @@ class _Pieces:
             for name in families.members[family]:
                 whole = shapes[name] == largest[family]
                 place = box if whole else families.statistic(name, box)
-                member = None if place is None else self._members.get((name, place[0]))
+                member = None if place is None else self._numbers.get((name, place[0]))
                 if member is not None and member not in taken and self._box(member) == place:
                     group.append(member)
             taken.update(group)
