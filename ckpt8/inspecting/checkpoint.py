@@ -67,7 +67,9 @@ def inspect_checkpoint(
             **survey(subject_of(source, plan, manifest), full=full, progress=progress),
             **predict(source, skeleton_roles(manifest), plans),
         }
-        facts["flags"][:0] = foreign_flags(each for member in source.found for each in names_of(member))
+        facts["flags"][:0] = foreign_flags(
+            names_of_member for member in source.found for names_of_member in names_of(member)
+        )
         if tensors:
             facts["tensors"] = _tensors(manifest, plan)
             facts["parameters"] = parameter_facts(manifest)

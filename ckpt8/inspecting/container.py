@@ -49,8 +49,8 @@ _SHOWN, _LISTED, _MOST = 5, 20, 1000
 
 def names_of(member: DirectoryMember) -> Iterator[tuple[str, list[str]]]:
     """The path of an open member and the names in it, if there are any."""
-    if isinstance(member.checkpoint, OpenCheckpoint) and (found := foreign_names(member.checkpoint.names)):
-        yield member.path, found
+    if isinstance(member.checkpoint, OpenCheckpoint) and (names := foreign_names(member.checkpoint.names)):
+        yield member.path, names
 
 
 def names_in_container(reader: ContainerReader) -> Iterator[tuple[str, list[str]]]:
@@ -64,7 +64,7 @@ def names_in_container(reader: ContainerReader) -> Iterator[tuple[str, list[str]
             yield from names_of(DirectoryMember(record.path, checkpoint))
 
 
-def foreign_flags(found: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
+def foreign_flags(members: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
     """A red flag for each member with such names, in the form of ``survey``; ``globals`` lists the names."""
     return [
         {
@@ -77,13 +77,13 @@ def foreign_flags(found: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, 
             "message": listed(names, _LISTED),
             "globals": list(names[:_MOST]),
         }
-        for path, names in found
+        for path, names in members
     ]
 
 
-def warning(target: str, found: Iterable[tuple[str, Sequence[str]]]) -> str | None:
+def warning(target: str, members: Iterable[tuple[str, Sequence[str]]]) -> str | None:
     """The line in which ``restore`` warns of foreign names; None where there are none."""
-    names = dict.fromkeys(name for _, each in found for name in each)
+    names = dict.fromkeys(name for _, classes in members for name in classes)
     if not names:
         return None
     return (
@@ -115,12 +115,14 @@ def inspect_container(
         manifest = reader.manifest
         if visit is not None:
             visit(reader)
-        found = _not_surveyed(manifest)
+        looked = _not_surveyed(manifest)
         if full:
             from ckpt8.inspecting.survey import survey_decoded
 
-            found = survey_decoded(path)
-        found["flags"][:0] = foreign_flags(each for one in containers_of(reader) for each in names_in_container(one))
+            looked = survey_decoded(path)
+        looked["flags"][:0] = foreign_flags(
+            names for file in containers_of(reader) for names in names_in_container(file)
+        )
         return {
             "path": str(reader.path),
             "kind": "ckpt8",
@@ -129,7 +131,7 @@ def inspect_container(
             "measured_from": None if original is None else {"path": str(original), "differing": differing},
             **_origin(manifest),
             "layers": layers_of(manifest),
-            **found,
+            **looked,
             **_lists(manifest, tensors),
         }
 
@@ -173,9 +175,9 @@ def _measure_again(stored: Stored, original: Path) -> list[str]:
 
         with open_originals(stored, original, workers) as originals:
             differing = []
-            for reader, found in measure_ranks(stored, originals, workers):
-                found.replace_stated(reader.manifest)
-                differing += found.differing
+            for reader, measured in measure_ranks(stored, originals, workers):
+                measured.replace_stated(reader.manifest)
+                differing += measured.differing
             lines = differing_values(stored, originals, workers)
             return differing + [line.partition(": differs")[0] for line in lines]
 
@@ -254,7 +256,10 @@ def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
     for record in manifest.storages:
         if record.reason is not None and codec_from_config(record.codec).measured_as is None:
             names[record.reason].append(record.name)
-    return [{"reason": reason, "count": len(found), "names": found[:_WORST]} for reason, found in sorted(names.items())]
+    return [
+        {"reason": reason, "count": len(storages), "names": storages[:_WORST]}
+        for reason, storages in sorted(names.items())
+    ]
 
 
 def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
@@ -274,5 +279,5 @@ def worst(manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
     return {
         "update": sorted(updates, key=lambda row: -row["max_error"])[:_WORST],
         "weight": sorted(weights, key=lambda row: -row["mean_relative"])[:_WORST],
-        "lattice": [row for _, row in sorted(lattice, key=lambda found: -found[0])[:_WORST]],
+        "lattice": [row for _, row in sorted(lattice, key=lambda pair: -pair[0])[:_WORST]],
     }

@@ -96,8 +96,8 @@ def _as_bytes(ref: TensorRef) -> TensorRef:
 def compare(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> list[Change]:
     """Measure all pairs; calls ``progress`` with numbers of bytes that it has read. Raises InputError for damage."""
     changes = [Change() for _ in pairs]
-    for number, found in workers.map(_measure, _pieces(pairs, progress), ahead=0):
-        changes[number].merge(found)
+    for number, change in workers.map(_measure, _pieces(pairs, progress), ahead=0):
+        changes[number].merge(change)
     return [
         change if pair.repeat == 1 else change.times(pair.repeat) for change, pair in zip(changes, pairs, strict=True)
     ]
@@ -193,44 +193,44 @@ def diff(
     ):
         sides = make_sides(first, second)
         names = naming(sides[0]), naming(sides[1])
-        found = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))
-        found.notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
+        difference = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))
+        difference.notes += [f"{which}: {note}" for which, side in zip("AB", sides, strict=True) for note in side.notes]
         # An assembled tree always has param_names, also where its files do not.
         listed = not any(part.checkpoint is part.data for side in sides for part in side.parts)
-        mine, theirs = (collect(*each, param_names=listed) for each in zip(sides, names, strict=True))
-        _match_values(found, mine, theirs)
-        _compare_files(found, sides[0], sides[1], progress)
-        _compare_tensors(found, mine, theirs, workers, progress)
+        mine, theirs = (collect(*pair, param_names=listed) for pair in zip(sides, names, strict=True))
+        _match_values(difference, mine, theirs)
+        _compare_files(difference, sides[0], sides[1], progress)
+        _compare_tensors(difference, mine, theirs, workers, progress)
         for side in sides:
             side.check_unchanged()
-        return found
+        return difference
 
 
-def _match_values(found: Difference, mine: Found, theirs: Found) -> None:
+def _match_values(difference: Difference, mine: Found, theirs: Found) -> None:
     same = Equality()
     both, only_a, only_b = _split(mine.values, theirs.values)
-    found.values_only_a += only_a
-    found.values_only_b += only_b
+    difference.values_only_a += only_a
+    difference.values_only_b += only_b
     changed = [ValueDifference(name, a, b) for (name, a), (_, b) in both if not same(a, b)]
-    found.values += changed
-    found.equal_values += len(both) - len(changed)
+    difference.values += changed
+    difference.equal_values += len(both) - len(changed)
 
 
 def _split(a: Mapping[str, V], b: Mapping[str, V]) -> tuple[list[tuple[V, V]], list[V], list[V]]:
     """The pairs of equal names, and the values of names that only ``a`` or only ``b`` has."""
-    both = [(each, b[name]) for name, each in a.items() if name in b]
+    both = [(value, b[name]) for name, value in a.items() if name in b]
     return both, [a[name] for name in a if name not in b], [b[name] for name in b if name not in a]
 
 
-def _compare_tensors(found: Difference, mine: Found, theirs: Found, workers: Workers, progress: Progress) -> None:
-    both, found.tensors_only_a, found.tensors_only_b = _split(mine.tensors, theirs.tensors)
+def _compare_tensors(difference: Difference, mine: Found, theirs: Found, workers: Workers, progress: Progress) -> None:
+    both, difference.tensors_only_a, difference.tensors_only_b = _split(mine.tensors, theirs.tensors)
     pairs = {k: make_pair(a, b) for k, (a, b) in enumerate(both) if _comparable(a, b)}
     changes: dict[int, Change] = dict(zip(pairs, compare(list(pairs.values()), workers, progress), strict=True))
     for k, (a, b) in enumerate(both):
         change = changes.get(k)
         values = _numbers(a, b) if change is not None and change.differ and change.elements == 1 else None
-        found.tensors.append(TensorDifference(a, b, change, values))
-    found.notes += [
+        difference.tensors.append(TensorDifference(a, b, change, values))
+    difference.notes += [
         f"{(a if a.tied else b).name} is tied to {a.tied or b.tied} in {'A' if a.tied else 'B'} only"
         for a, b in both
         if (a.tied is None) != (b.tied is None)
@@ -244,25 +244,25 @@ def _comparable(a: Tensor, b: Tensor) -> bool:
 
 def _numbers(a: Tensor, b: Tensor) -> tuple[float, float] | None:
     """The values of two tensors of one element, such as steps; None if one of them is no number."""
-    data = ((each.part.data, each.ref) for each in (a, b))
+    data = ((tensor.part.data, tensor.ref) for tensor in (a, b))
     first, second = (read_scalar(source, source.storage(ref.key), ref) for source, ref in data)
     return None if first is None or second is None else (first, second)
 
 
-def _compare_files(found: Difference, a: Side, b: Side, progress: Progress) -> None:
+def _compare_files(difference: Difference, a: Side, b: Side, progress: Progress) -> None:
     for path, file in a.files.items():
         other = b.files.get(path)
         if other is None:
-            found.files_only_a.append(path)
+            difference.files_only_a.append(path)
         elif _same_bytes(file, other, progress):
-            found.equal_files += 1
+            difference.equal_files += 1
         else:
-            trees = [read_json(each) if path.endswith(".json") else None for each in (file, other)]
+            trees = [read_json(side_file) if path.endswith(".json") else None for side_file in (file, other)]
             if None in trees:
-                found.files.append(path)
+                difference.files.append(path)
             else:
-                _match_values(found, *(_json_values(path, tree) for tree in trees))
-    found.files_only_b = [path for path in b.files if path not in a.files]
+                _match_values(difference, *(_json_values(path, tree) for tree in trees))
+    difference.files_only_b = [path for path in b.files if path not in a.files]
 
 
 def _same_bytes(a: Checkpoint, b: Checkpoint, progress: Progress) -> bool:
@@ -280,11 +280,11 @@ def _same_bytes(a: Checkpoint, b: Checkpoint, progress: Progress) -> bool:
 
 def _json_values(path: str, tree: Any) -> Found:
     """The values of a JSON file, with paths below that of the file."""
-    found = Found()
+    side = Found()
     is_leaf = Leaves()
     taken: dict[str, int] = {}
     for place, node in iter_nodes(tree, path, is_leaf):
         if is_leaf(node):
             name = unique_name(f"{path}:{format_path(place)}", taken)
-            found.values[name] = name, node
-    return found
+            side.values[name] = name, node
+    return side

@@ -109,28 +109,28 @@ def count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements of two flat contiguous tensors of one type differ in their bits."""
     size = a.element_size()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    x, y = (each.view(integers[min(size, 8)]) for each in (a, b))
+    x, y = (values.view(integers[min(size, 8)]) for values in (a, b))
     unequal = x.ne(y)
     return int((unequal.view(-1, 2).any(1) if size > 8 else unequal).count_nonzero())
 
 
 def _tile(a: torch.Tensor, b: torch.Tensor) -> Change:
     same_type = a.dtype == b.dtype
-    found = Change(len(a), count_differing(a, b) if same_type else 0)
+    change = Change(len(a), count_differing(a, b) if same_type else 0)
     x = _wide(a)
-    y = x if same_type and not found.differ else _wide(b)
+    y = x if same_type and not change.differ else _wide(b)
     if not same_type:
-        found.differ = int((x.ne(y) & ~(x.isnan() & y.isnan())).count_nonzero())
+        change.differ = int((x.ne(y) & ~(x.isnan() & y.isnan())).count_nonzero())
     difference = None if y is x else _difference(a, b, x, y)
-    _add_energy(found, x, difference)
-    if math.isfinite(found.square + found.change):
-        return found
+    _add_energy(change, x, difference)
+    if math.isfinite(change.square + change.change):
+        return change
     finite = x.isfinite() & y.isfinite()
-    found.nan_a, found.nan_b = int(x.isnan().count_nonzero()), int(y.isnan().count_nonzero())
-    found.infinite_a, found.infinite_b = int(x.isinf().count_nonzero()), int(y.isinf().count_nonzero())
-    found.excluded = len(a) - int(finite.count_nonzero())
-    _add_energy(found, x[finite], None if difference is None else difference[finite])
-    return found
+    change.nan_a, change.nan_b = int(x.isnan().count_nonzero()), int(y.isnan().count_nonzero())
+    change.infinite_a, change.infinite_b = int(x.isinf().count_nonzero()), int(y.isinf().count_nonzero())
+    change.excluded = len(a) - int(finite.count_nonzero())
+    _add_energy(change, x[finite], None if difference is None else difference[finite])
+    return change
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -147,13 +147,13 @@ def _difference(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tens
     return torch.where(wide.abs() < _EXACT, exact, wide)
 
 
-def _add_energy(found: Change, x: torch.Tensor, difference: torch.Tensor | None) -> None:
+def _add_energy(into: Change, x: torch.Tensor, difference: torch.Tensor | None) -> None:
     """Set the sums and the maximum."""
-    found.square = _square_sum(x)
-    found.change = found.max_change = 0.0
+    into.square = _square_sum(x)
+    into.change = into.max_change = 0.0
     if difference is not None and len(difference):
-        found.change = _square_sum(difference)
-        found.max_change = float(difference.abs().max())
+        into.change = _square_sum(difference)
+        into.max_change = float(difference.abs().max())
 
 
 def _square_sum(x: torch.Tensor) -> float:
@@ -280,22 +280,25 @@ class Difference:
     @property
     def changed(self) -> list[TensorDifference]:
         """Tensors that both have and that are not identical, the largest relative change first."""
-        return sorted((tensor for tensor in self.tensors if not tensor.identical), key=lambda each: -_relative(each))
+        return sorted(
+            (tensor for tensor in self.tensors if not tensor.identical), key=lambda tensor: -_relative(tensor)
+        )
 
     def roles(self) -> dict[Role, dict[str, Any]]:
         """Sums over the tensors that both have, by role; of tied ones only the first counts.
 
         Beside the figures of ``Change`` these are ``tensors``, ``identical`` ones, and the name of the ``worst``.
         """
-        found = _totals((tensor for tensor in self.tensors if not tensor.is_tied), lambda each: each.role)
-        return {role: found[role] for role in Role if role in found}
+        totals = _totals((tensor for tensor in self.tensors if not tensor.is_tied), lambda tensor: tensor.role)
+        return {role: totals[role] for role in Role if role in totals}
 
     def layers(self, role: Role) -> dict[str | None, dict[str, Any]]:
         """Such sums by layer, the largest change first; None stands for parameters without names."""
-        found = _totals(
-            (tensor for tensor in self.tensors if tensor.role is role and not tensor.is_tied), lambda each: each.layer
+        totals = _totals(
+            (tensor for tensor in self.tensors if tensor.role is role and not tensor.is_tied),
+            lambda tensor: tensor.layer,
         )
-        return dict(sorted(found.items(), key=lambda item: -_or_infinite(item[1]["relative"])))
+        return dict(sorted(totals.items(), key=lambda item: -_or_infinite(item[1]["relative"])))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values.
@@ -316,8 +319,8 @@ class Difference:
             },
             "tensors": {
                 "both": [tensor.to_json() for tensor in self.tensors],
-                "only_a": [_facts(each) for each in self.tensors_only_a],
-                "only_b": [_facts(each) for each in self.tensors_only_b],
+                "only_a": [_facts(tensor) for tensor in self.tensors_only_a],
+                "only_b": [_facts(tensor) for tensor in self.tensors_only_b],
             },
             "values": {
                 "equal": self.equal_values,
@@ -335,9 +338,9 @@ class Difference:
         }
 
 
-def _relative(each: TensorDifference) -> float:
+def _relative(tensor: TensorDifference) -> float:
     """The relative change, by which tensors are sorted; infinite if it is unknown."""
-    return math.inf if each.change is None else _or_infinite(each.change.relative)
+    return math.inf if tensor.change is None else _or_infinite(tensor.change.relative)
 
 
 def _or_infinite(relative: float | None) -> float:
@@ -356,9 +359,9 @@ def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference
 
 def _total(group: list[TensorDifference]) -> dict[str, Any]:
     total = Change()
-    for change in (each.change for each in group if each.change is not None):
+    for change in (tensor.change for tensor in group if tensor.change is not None):
         total.merge(change)
     worst = max(group, key=_relative)
-    identical = sum(each.identical for each in group)
+    identical = sum(tensor.identical for tensor in group)
     name = None if worst.identical else worst.a.name
     return {"tensors": len(group), "identical": identical, "worst": name, **total.to_json()}

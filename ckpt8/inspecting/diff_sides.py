@@ -80,8 +80,8 @@ class Side:
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file changed since it was opened."""
-        for each in (*(part.data for part in self.parts), *self.files.values()):
-            each.check_unchanged()
+        for file in (*(part.data for part in self.parts), *self.files.values()):
+            file.check_unchanged()
 
     def facts(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -96,8 +96,8 @@ def make_sides(a: Bundle, b: Bundle) -> tuple[Side, Side]:
 
 
 def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
-    found = [each for each in members.found if each.checkpoint.format not in (SYMLINK, DIRECTORY)]
-    formats = [each.checkpoint.format for each in found]
+    present = [member for member in members.found if member.checkpoint.format not in (SYMLINK, DIRECTORY)]
+    formats = [member.checkpoint.format for member in present]
     name = (layout or _OF_SEVERAL) if members.directory is not None or not formats else formats[0]
     side = Side(members.path, name, is_stored(members.path), size_of(members.path))
     if together and members.directory is not None:
@@ -106,7 +106,7 @@ def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
         side.notes += content.notes
         _add_each(side, content.others, in_directory=True)
     else:
-        _add_members(side, found, members)
+        _add_members(side, present, members)
     if not side.parts:
         raise InputError(f"{members.path}: holds no checkpoint that can be read; give one that does")
     trees = (
@@ -123,9 +123,9 @@ def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
     return side
 
 
-def _add_members(side: Side, found: list[DirectoryMember], members: Bundle) -> None:
+def _add_members(side: Side, present: list[DirectoryMember], members: Bundle) -> None:
     distributed: dict[int, list[DcpMember]] = defaultdict(list)
-    for member in found:
+    for member in present:
         if isinstance(member, DcpMember):
             distributed[id(member.home)].append(member)
     folders = set()
@@ -136,7 +136,7 @@ def _add_members(side: Side, found: list[DirectoryMember], members: Bundle) -> N
         crcs = [_crcs(side, file.checkpoint, f"{file.path}/") for file in files]
         side.parts.append(Part(folder, content.data, content.data, dict(ChainMap(*crcs))))
         side.notes += content.notes
-    others = (each for each in found if not isinstance(each, DcpMember) and each.path not in folders)
+    others = (member for member in present if not isinstance(member, DcpMember) and member.path not in folders)
     _add_each(side, others, in_directory=members.directory is not None)
 
 
@@ -294,12 +294,12 @@ class Optimizer:
 
     def states(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
         """The key and the state of every parameter."""
-        return ((each, state) for each, state in self.node["state"].items() if isinstance(state, dict))
+        return ((key, state) for key, state in self.node["state"].items() if isinstance(state, dict))
 
     @property
     def is_named(self) -> bool:
         """Whether every parameter with a state has a name, and no two have the same."""
-        names = [self.names.get(each) for each, _ in self.states()]
+        names = [self.names.get(key) for key, _ in self.states()]
         return None not in names and len(set(names)) == len(names)
 
 
@@ -330,20 +330,20 @@ def naming(side: Side) -> Naming:
     weight_names = NamesFromWeights(members)
     evident = evident_weights(*(part.data.tree for part in side.parts))
     candidates = [(part, *find(part.data.tree, evident)) for part in side.parts]
-    found = Naming(
+    result = Naming(
         _models([(part, model) for part, models, _ in candidates for model in models]),
         [_optimizer(part, optimizer, weight_names) for part, _, optimizers in candidates for optimizer in optimizers],
     )
-    for optimizer in found.optimizers:
+    for optimizer in result.optimizers:
         plain = plain_names(optimizer.names.values())
-        for each, state in optimizer.states():
-            if each in optimizer.names:
-                found.state_owners[id(state)] = plain[optimizer.names[each]]
-    for model in found.models:
+        for key, state in optimizer.states():
+            if key in optimizer.names:
+                result.state_owners[id(state)] = plain[optimizer.names[key]]
+    for model in result.models:
         # With several models, a name alone does not say which one is meant.
-        known = plain_names(model.names) if len(found.models) == 1 else model.names
-        found.weight_owners.update((model.entries[name], known[name]) for name in known)
-    return found
+        known = plain_names(model.names) if len(result.models) == 1 else model.names
+        result.weight_owners.update((model.entries[name], known[name]) for name in known)
+    return result
 
 
 def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
@@ -352,14 +352,14 @@ def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
         is_shard = candidate.path == TOP_LEVEL
         label = f"{part.path.rpartition('/')[0]}:" if is_shard else join(part.prefix, candidate.path)
         models[label].append((part, candidate))
-    found = []
+    result = []
     for label, parts in models.items():
         counts = Counter(name for _, candidate in parts for name in candidate.node)
         if any(count > 1 for count in counts.values()):
-            found += [_model(join(part.prefix, each.path), [(part, each)]) for part, each in parts]
+            result += [_model(join(part.prefix, shard.path), [(part, shard)]) for part, shard in parts]
         else:
-            found.append(_model(label, parts))
-    return found
+            result.append(_model(label, parts))
+    return result
 
 
 def _model(label: str, parts: Sequence[tuple[Part, Candidate]]) -> Model:
@@ -383,8 +383,8 @@ def _optimizer(part: Part, candidate: Candidate, weight_names: NamesFromWeights)
     names: dict[Any, str] = {} if isinstance(known, str) else dict(known)
     if not names:
         place = "state" if candidate.path == TOP_LEVEL else f"{candidate.path}.state"
-        found = weight_names.of_member(part.path)
-        names = {each: found[f"{place}.{each}"] for each in candidate.node["state"] if f"{place}.{each}" in found}
+        names_of = weight_names.of_member(part.path)
+        names = {key: names_of[f"{place}.{key}"] for key in candidate.node["state"] if f"{place}.{key}" in names_of}
     return Optimizer(join(part.prefix, candidate.path), _base(part, candidate), candidate.node, names)
 
 
@@ -417,11 +417,11 @@ def _match_parameters(one: Optimizer, another: Optimizer) -> dict[int, str | Non
 
     A dictionary may stand at several paths, and is met at the first of them alone: that of an equal path stays there.
     """
-    mine = {one.names[each]: each for each, _ in one.states()}
-    matched = match(mine, [another.names[each] for each, _ in another.states()])
+    mine = {one.names[key]: key for key, _ in one.states()}
+    matched = match(mine, [another.names[key] for key, _ in another.states()])
     paths = {name: join(join(one.base, "state"), mine[same]) for name, same in matched.items()}
     base = join(another.base, "state")
-    moved = ((id(state), paths.get(another.names[each]), join(base, each)) for each, state in another.states())
+    moved = ((id(state), paths.get(another.names[key]), join(base, key)) for key, state in another.states())
     return {state: path for state, path, own in moved if path != own}
 
 
@@ -430,10 +430,10 @@ T = TypeVar("T", Model, Optimizer)
 
 def _pairs(a: Sequence[T], b: Sequence[T]) -> list[tuple[T, T]]:
     """Those with equal labels; then the last ones, if each side has exactly one left."""
-    by_label = {each.label: each for each in a}
-    pairs = [(by_label[each.label], each) for each in b if each.label in by_label]
-    taken = {id(each) for pair in pairs for each in pair}
-    left = [[each for each in side if id(each) not in taken] for side in (a, b)]
+    by_label = {item.label: item for item in a}
+    pairs = [(by_label[item.label], item) for item in b if item.label in by_label]
+    taken = {id(item) for pair in pairs for item in pair}
+    left = [[item for item in side if id(item) not in taken] for side in (a, b)]
     if len(left[0]) == len(left[1]) == 1:
         pairs.append((left[0][0], left[1][0]))
     return pairs
@@ -504,7 +504,7 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
 
     Raises InputError for a tree that is too deep.
     """
-    found = Found()
+    collected = Found()
     own: dict[str, int] = {}
     taken: dict[str, int] = {}
     ties: dict[tuple[object, ...], str] = {}
@@ -524,10 +524,10 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
                     first = ties.setdefault(elements, called)
                 role = roles.get(id(leaf), Role.OTHER)
                 parameter = universal.owner(part.path) or place.parameter
-                found.tensors[name] = Tensor(called, ref, part, role, parameter, None if first == called else first)
+                collected.tensors[name] = Tensor(called, ref, part, role, parameter, None if first == called else first)
             else:
-                found.values[name] = called, leaf
-    return found
+                collected.values[name] = called, leaf
+    return collected
 
 
 def _flat(storage: StorageRef) -> TensorRef:

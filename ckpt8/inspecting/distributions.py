@@ -132,8 +132,8 @@ class Codes:
         """Count a flat tensor of symbols: zigzag codes of no fixed range, and -1 for a reserved value."""
         given = symbols[symbols >= 0]
         values, counts = torch.unique(given, return_counts=True)
-        found = zip(values.tolist(), counts.tolist(), strict=True)
-        return cls(None, Counter({(k >> 1) ^ -(k & 1): n for k, n in found}), symbols.numel() - given.numel())
+        pairs = zip(values.tolist(), counts.tolist(), strict=True)
+        return cls(None, Counter({(k >> 1) ^ -(k & 1): n for k, n in pairs}), symbols.numel() - given.numel())
 
     def merge(self, other: Codes) -> None:
         """Add codes of the same codec."""
@@ -196,9 +196,9 @@ class Drawn:
 
     def pairs_json(self) -> dict[str, Any]:
         """By name {before, after} as plain values, in the order of CHARTED; ``before`` is None if unknown."""
-        found = {key: histogram.to_json() for key, histogram in self.histograms.items()}
+        by_side = {key: histogram.to_json() for key, histogram in self.histograms.items()}
         return {
-            what: {side: found.get((what, side)) for side in _SIDES} for what in CHARTED if (what, "after") in found
+            what: {side: by_side.get((what, side)) for side in _SIDES} for what in CHARTED if (what, "after") in by_side
         }
 
     def codes_json(self) -> list[dict[str, Any]]:
@@ -243,8 +243,8 @@ def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
 
 def _codes(piece: Piece) -> Iterator[tuple[str, Codes]]:
     """How often the codes of each part are used, by the name of the part."""
-    if found := piece.codec.codes:
-        yield found.part, Codes.of(piece.parts[found.part], range(found.lowest, found.highest + 1))
+    if levels := piece.codec.codes:
+        yield levels.part, Codes.of(piece.parts[levels.part], range(levels.lowest, levels.highest + 1))
     for name, part in piece.parts.items():
         if part.dtype == DType.INT32.torch:
             yield name, Codes.of_symbols(part)
@@ -465,8 +465,8 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
     if seen.refused is not None:
         gathered.refused[unit.parameter.name if unit.parameter else unit.streams[0].spec.name] = seen.refused
         # A refused unit is stored lossless: it comes back as it was, and has no codes.
-        found = seen.drawn.histograms
-        found |= {(what, "after"): before for (what, side), before in found.items() if side == "before"}
+        drawn = seen.drawn.histograms
+        drawn |= {(what, "after"): before for (what, side), before in drawn.items() if side == "before"}
         seen.drawn.codes.clear()
         seen.errors = UnitErrors()
     for stream in unit.streams:
@@ -508,7 +508,7 @@ def _encode(
         parts = lockstep.encode(streams, originals, start, backend, source)
     except RefusedError as exc:
         pairs = zip(streams, originals, strict=True)
-        return [Piece(each.index, each.spec.role, LOSSLESS, x, x, {}) for each, x in pairs], str(exc)
+        return [Piece(stream.index, stream.spec.role, LOSSLESS, x, x, {}) for stream, x in pairs], str(exc)
     decoded = lockstep.decode(streams, parts, originals, start, backend, source)
     return [
         Piece(stream.index, stream.spec.role, stream.codec, x, after, part)

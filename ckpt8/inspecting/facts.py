@@ -81,20 +81,20 @@ def asked_words(preset: str, budget: Mapping[str, float] | None) -> str:
 
 def framework_of_files(paths: Collection[str]) -> str | None:
     """The program that wrote the files of a directory; None if no name shows it, or names show several."""
-    found = set(frameworks_by_folder(paths).values())
-    return found.pop() if len(found) == 1 else None
+    frameworks = set(frameworks_by_folder(paths).values())
+    return frameworks.pop() if len(frameworks) == 1 else None
 
 
 def frameworks_by_folder(paths: Collection[str]) -> dict[str, str]:
     """The program that wrote the files of a folder, by the path of the folder; folders inside belong to it."""
-    found: dict[str, str] = {}
+    by_folder: dict[str, str] = {}
     for name, pattern in _BY_FILES:
         for path in filter(pattern.fullmatch, paths):
-            found.setdefault(path.rpartition("/")[0], name)
+            by_folder.setdefault(path.rpartition("/")[0], name)
     return {
-        folder: found[folder]
-        for folder in sorted(found)
-        if not any(other != folder and is_below(folder, other) for other in found)
+        folder: by_folder[folder]
+        for folder in sorted(by_folder)
+        if not any(other != folder and is_below(folder, other) for other in by_folder)
     }
 
 
@@ -119,8 +119,8 @@ def whole_shapes(manifest: Manifest) -> dict[str, list[int]]:
     sizes: dict[str, list[int]] = {}
     slices: dict[str, str] = {}
     for tensor in manifest.tensors:
-        if found := SLICE.search(tensor.name):
-            ends = [place.rpartition(":")[2] for place in found[0][1:-1].split(",")]
+        if match := SLICE.search(tensor.name):
+            ends = [place.rpartition(":")[2] for place in match[0][1:-1].split(",")]
             if len(ends) == len(tensor.shape):
                 whole = slices[tensor.name] = whole_name(tensor.name)
                 reached = [int(end or size) for end, size in zip(ends, tensor.shape, strict=True)]
@@ -142,10 +142,10 @@ def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
             storages[_rule_for(tensor.name)].append(tensor.storage)
     least = sum(member.size for member in manifest.members) / 100
     rows: list[dict[str, Any]] = []
-    for rule, found in storages.items():
-        nbytes = sum(manifest.storages[index].nbytes for index in set(found))
+    for rule, indices in storages.items():
+        nbytes = sum(manifest.storages[index].nbytes for index in set(indices))
         if nbytes >= least:
-            rows.append({"rule": rule, "tensors": len(found), "bytes": nbytes})
+            rows.append({"rule": rule, "tensors": len(indices), "bytes": nbytes})
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
@@ -304,7 +304,7 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     for parameter in manifest.parameters:
         if (error := read_step_error(parameter.steps)) is not None:
             optimizers[_stated(parameter, "optimizer") or 0].append((parameter, error))
-    every = [each for _, known in sorted(optimizers.items()) for each in known]
+    every = [step for _, known in sorted(optimizers.items()) for step in known]
     storages = manifest.storages
     inside = _inside(parameter for parameter, _ in every)
     lossy = {index for index, storage in enumerate(storages) if _is_lossy(storage.codec)}
@@ -328,7 +328,7 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
             "of": sum(storages[index].numel for index in lossy),
         },
         "weight_snr_db": _weight_snr(manifest, weights),
-        "optimizers": [_optimizer(manifest, each, count) for _, each in sorted(optimizers.items())],
+        "optimizers": [_optimizer(manifest, members, count) for _, members in sorted(optimizers.items())],
         "capped": {
             "elements": sum(storages[index].numel for index in weights if storages[index].reason == CAPPED),
             "of": sum(storages[index].numel for index in weights),
@@ -369,8 +369,8 @@ def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[st
         total.merge(error)
         rule = parameter.rule or {}
         records.append({**(parameter.steps or {}), "kind": rule.get("kind"), "age": rule.get("step")})
-        if isinstance(found := read_error(parameter.error), UpdateError):
-            update.merge(found)
+        if isinstance(moved := read_error(parameter.error), UpdateError):
+            update.merge(moved)
     return {
         **step_figures(total, records),
         "update_nmse": update.nmse if math.isfinite(update.nmse) else None,
@@ -390,11 +390,11 @@ def _rates(every: Iterable[tuple[ParameterRecord, StepError]], count: Count) -> 
 
 def _inside(parameters: Iterable[ParameterRecord]) -> set[int]:
     """The storages whose error is that of these parameters."""
-    found = set[int]()
+    storages = set[int]()
     for parameter in parameters:
         weight = _stated(parameter, "weight_storage")
-        found |= {*parameter.moments.values(), *(() if weight is None else (weight,))}
-    return found
+        storages |= {*parameter.moments.values(), *(() if weight is None else (weight,))}
+    return storages
 
 
 def _why_outside(manifest: Manifest, index: int) -> str:
@@ -414,10 +414,10 @@ def _fallbacks(manifest: Manifest) -> list[dict[str, Any]]:
     return _rows((record, _plain(record.reason)) for record in lossy if record.reason is not None)
 
 
-def _rows(found: Iterable[tuple[StorageRecord, str]]) -> list[dict[str, Any]]:
+def _rows(reasons: Iterable[tuple[StorageRecord, str]]) -> list[dict[str, Any]]:
     """Storages by reason: how many, their elements, and a few names."""
     rows: dict[str, dict[str, Any]] = {}
-    for record, reason in found:
+    for record, reason in reasons:
         row = rows.setdefault(reason, {"reason": reason, "count": 0, "elements": 0, "names": []})
         row["count"] += 1
         row["elements"] += record.numel

@@ -120,14 +120,16 @@ def _origin(source: Bundle, members: Sequence[Member], framework: str | None, *,
         name = member.path.rpartition("/")[2]
         if name in ("trainer_state.json", "config.json") and member.checkpoint.format == FILE:
             tree = read_json(member.checkpoint)
-            found = tree if isinstance(tree, dict) else {}
-            numbers += [found] if name == "trainer_state.json" else []
-            version = version or _text(found.get("transformers_version"))
+            state = tree if isinstance(tree, dict) else {}
+            numbers += [state] if name == "trainer_state.json" else []
+            version = version or _text(state.get("transformers_version"))
     homes = _homes(source, members)
     numbers += [_numbers(source, home) for home in homes]
     step = first_number(numbers, STEP_KEYS, whole=True)
     counted = (
-        None if step is not None else next((each for each in (_counted(source, home) for home in homes) if each), None)
+        None
+        if step is not None
+        else next((step_there for step_there in (_counted(source, home) for home in homes) if step_there), None)
     )
     return {
         "framework": framework or _by_keys(members),
@@ -172,21 +174,21 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
 def _homes(source: Bundle, members: Iterable[Member]) -> list[DcpCheckpoint]:
     """The distributed checkpoints that ``members`` of a source belong to."""
     paths = {member.path for member in members}
-    found = [member.home for member in source.distributed if member.path in paths]
-    return list({id(home): home for home in found}.values())
+    homes = [member.home for member in source.distributed if member.path in paths]
+    return list({id(home): home for home in homes}.values())
 
 
 def _numbers(source: Bundle, home: DcpCheckpoint) -> dict[str, Any]:
     """The steps and epochs of a distributed checkpoint outside of its optimizers, those at the top first."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     names = sorted(home.metadata.names, key=lambda name: name.count("."))
     last = {name: name.rpartition(".")[2] for name in names}
     outside = [name for name in names if last[name] in _COUNTERS and not home.roles.is_inside(name)]
     depths: dict[bool, int] = {}
     for name, value in _values(source, home, outside):
         if depths.setdefault(last[name] in STEP_KEYS, name.count(".")) == name.count("."):
-            found.setdefault(last[name], value)
-    return found
+            numbers.setdefault(last[name], value)
+    return numbers
 
 
 def _counted(source: Bundle, home: DcpCheckpoint) -> int | None:
@@ -234,13 +236,13 @@ def _merged(optimizer: str, groups: Iterable[Mapping[Any, Any]], unlisted: int) 
 
 def _options(group: Mapping[Any, Any]) -> dict[str, Any]:
     """The plain values of a group."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in group.items():
-        if isinstance(key, str) and key not in ("params", "param_names") and len(found) < _MOST_OPTIONS:
+        if isinstance(key, str) and key not in ("params", "param_names") and len(options) < _MOST_OPTIONS:
             plain = _plain(value)
             if plain is not None or value is None:
-                found[key[:_LONGEST_TEXT]] = plain
-    return found
+                options[key[:_LONGEST_TEXT]] = plain
+    return options
 
 
 def _plain(value: object) -> Any:

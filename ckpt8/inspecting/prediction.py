@@ -152,21 +152,21 @@ class _Prediction:
 
     def run(self, workers: Workers, stepped: Plan, budget: Budget | None) -> dict[str, Any]:
         """The figures under a ``budget``. ``stepped`` is a plan that knows the steps of the parameters."""
-        units, found = self._measured(workers)
+        units, sizes = self._measured(workers)
         is_exact = not self._plan.is_lossy
         if not is_exact and not any(map(_has_step, units)):
             # The plan knows no steps: measure it as if it did.
             plan = Plan(list(self._plan.units), self._plan.tensors, self._plan.chosen)
             copy_steps_from(plan, stepped)
             again = workers.map(self._of_unit, [unit for unit in plan.units if _has_step(unit)])
-            found += [each._replace(stored=0.0) for each in again]
+            sizes += [part._replace(stored=0.0) for part in again]
         error = StepError(1.0) if is_exact else StepError()
-        for each in found:
-            error.merge(each.error)
+        for part in sizes:
+            error.merge(part.error)
         if budget is not None and error.energy > (most := budget.steps**2 * error.step):
             # Such a file is encoded again.
             error = replace(_scaled(error, most / error.energy), step=error.step)
-        size = self._size(found)
+        size = self._size(sizes)
         return {"bytes": size, "ratio": self._source.size / max(size, 1), **self._figures(error, stepped)}
 
     def _figures(self, error: StepError, stepped: Plan) -> dict[str, Any]:
@@ -194,9 +194,9 @@ class _Prediction:
         own, groups = share(units, self._source.size, header.SLAB)
         return units, [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
 
-    def _size(self, found: Sequence[_Found]) -> int:
+    def _size(self, sizes: Sequence[_Found]) -> int:
         outside = sum(stream.storage.nbytes for stream in self._plan.streams if stream.index in self._structure)
-        return int(sum(each.stored for each in found) + outside * _STRUCTURE_LEFT)
+        return int(sum(part.stored for part in sizes) + outside * _STRUCTURE_LEFT)
 
     def _of_unit(self, unit: Unit) -> _Found:
         """A unit with entries of its own, from up to PER_TENSOR elements in its middle. Thread-safe."""
@@ -231,8 +231,8 @@ class _Prediction:
         share_of_all = sum(unit.numel for unit in group.units) / numel if numel else 0
         entries = sum(len(planes) for _, parts, _ in packed.packs for planes in parts.values())
         error = StepError()
-        for each in packed.units:
-            error.merge(each.errors.steps or StepError())
+        for member in packed.units:
+            error.merge(member.errors.steps or StepError())
         outside = _ENTRY_BYTES * entries + _ROW_BYTES * len(group.units)
         return _Found(stored * share_of_all + outside, _scaled(error, share_of_all))
 

@@ -364,29 +364,29 @@ def format_reports(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _format_report(each: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _format_report(number_format: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     by_role = {role: [tensor for tensor in tensors if tensor["role"] == role] for role in ROLE_WORDS}
-    roles = {role: _role_report(each, found) for role, found in by_role.items() if found}
+    roles = {role: _role_report(number_format, of_role) for role, of_role in by_role.items() if of_role}
     parts = [f"{ROLE_WORDS[role]} {report['text']}" for role, report in roles.items()]
     return {
-        "format": each.id,
-        "label": each.label,
-        "scaling": each.scaling,
-        "ideal_snr_db": each.ideal_snr,
-        "floor_snr_db": each.floor_snr,
+        "format": number_format.id,
+        "label": number_format.label,
+        "scaling": number_format.scaling,
+        "ideal_snr_db": number_format.ideal_snr,
+        "floor_snr_db": number_format.floor_snr,
         "roles": roles,
-        "line": f"{each.label}: {'; '.join(parts) or 'nothing to round'}",
+        "line": f"{number_format.label}: {'; '.join(parts) or 'nothing to round'}",
     }
 
 
-def _role_report(each: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    failing = {kind: [tensor for tensor in tensors if fails(each, tensor, kind)] for kind in (RAW, SCALED)}
+def _role_report(number_format: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    failing = {kind: [tensor for tensor in tensors if fails(number_format, tensor, kind)] for kind in (RAW, SCALED)}
     report = {
         "tensors": len(tensors),
         "verdict": _verdict(tensors, failing),
-        **{kind: _total(each, tensors, kind) | {"failing": len(failing[kind])} for kind in (RAW, SCALED)},
+        **{kind: _total(number_format, tensors, kind) | {"failing": len(failing[kind])} for kind in (RAW, SCALED)},
     }
-    return report | {"text": _text(each, report, failing[SCALED])}
+    return report | {"text": _text(number_format, report, failing[SCALED])}
 
 
 def _verdict(tensors: Sequence[dict[str, Any]], failing: dict[str, list[dict[str, Any]]]) -> str:
@@ -398,28 +398,28 @@ def _verdict(tensors: Sequence[dict[str, Any]], failing: dict[str, list[dict[str
     return READY_MOSTLY if left <= FEW * total else NOT_READY
 
 
-def fails(each: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
+def fails(number_format: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
     """The figure of a tensor that is out of bounds, ``overflow``, ``snr_db`` or ``underflow``; None if all hold."""
-    figures = tensor["formats"][each.id][kind]
+    figures = tensor["formats"][number_format.id][kind]
     if figures["overflow"]:
         return "overflow"
-    if figures["snr_db"] is not None and figures["snr_db"] < each.floor_snr:
+    if figures["snr_db"] is not None and figures["snr_db"] < number_format.floor_snr:
         return "snr_db"
     bound = 0.0 if tensor["role"] == Role.MOMENT2.value else MOST_UNDERFLOW
     return "underflow" if figures["underflow"] > bound else None
 
 
-def _total(each: NumberFormat, tensors: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+def _total(number_format: NumberFormat, tensors: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     """Figures over several tensors; ``worst`` is the one of the lowest SNR, None if none has noise."""
-    figures = [(tensor, tensor["formats"][each.id][kind]) for tensor in tensors]
+    figures = [(tensor, tensor["formats"][number_format.id][kind]) for tensor in tensors]
     # Nonzero elements, estimated from the sample.
     counts = [tensor["elements"] * tensor["nonzero"] for tensor in tensors]
     nonzero = sum(counts)
     fractions = {
-        key: sum(n * found[key] for n, (_, found) in zip(counts, figures, strict=True)) / nonzero if nonzero else 0.0
+        key: sum(n * figure[key] for n, (_, figure) in zip(counts, figures, strict=True)) / nonzero if nonzero else 0.0
         for key in _FRACTIONS
     }
-    return {**fractions, **_snr((tensor, found["snr_db"]) for tensor, found in figures)}
+    return {**fractions, **_snr((tensor, figure["snr_db"]) for tensor, figure in figures)}
 
 
 def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
@@ -440,17 +440,17 @@ def measured_total(tensors: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any
         if tensor["measured"] is not None:
             by_role.setdefault(tensor["role"], []).append(tensor)
     return {
-        role: {"tensors": len(found), **_snr((tensor, tensor["measured"]["snr_db"]) for tensor in found)}
-        for role, found in by_role.items()
+        role: {"tensors": len(of_role), **_snr((tensor, tensor["measured"]["snr_db"]) for tensor in of_role)}
+        for role, of_role in by_role.items()
     }
 
 
-def _text(each: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
-    few = f"{len(failing)} of {report['tensors']} tensors ({_worst_failing(each, failing)})"
+def _text(number_format: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
+    few = f"{len(failing)} of {report['tensors']} tensors ({_worst_failing(number_format, failing)})"
     if report["verdict"] == NOT_READY:
         return f"not ready, {few}"
     kind = RAW if report["verdict"] == READY else SCALED
-    how = "ready" if kind == RAW else f"ready with {each.scaling} scaling"
+    how = "ready" if kind == RAW else f"ready with {number_format.scaling} scaling"
     return f"{how} but for {few}" if failing and kind == SCALED else f"{how} ({snr_text(report[kind])})"
 
 
@@ -467,17 +467,17 @@ def snr(value: float | None) -> str:
     return "exact" if value is None else f"{round(value, 1) + 0.0:.1f}"
 
 
-def _worst_failing(each: NumberFormat, failing: Sequence[dict[str, Any]]) -> str:
+def _worst_failing(number_format: NumberFormat, failing: Sequence[dict[str, Any]]) -> str:
     """One tensor in words: first comes overflow, then the lowest SNR below the floor, then underflow."""
 
     def badness(tensor: dict[str, Any]) -> tuple[int, float, str]:
-        reason = fails(each, tensor, SCALED) or _REASONS[0]
-        figure = float(tensor["formats"][each.id][SCALED][reason])
+        reason = fails(number_format, tensor, SCALED) or _REASONS[0]
+        figure = float(tensor["formats"][number_format.id][SCALED][reason])
         return _REASONS.index(reason), -figure if reason == "snr_db" else figure, tensor["label"]
 
     if not failing:
         return ""
-    rank, figure, label = max((badness(tensor) for tensor in failing), key=lambda found: found[:2])
+    rank, figure, label = max((badness(tensor) for tensor in failing), key=lambda badness_of: badness_of[:2])
     if _REASONS[rank] == "snr_db":
         return f"worst {label} {snr(-figure)} dB"
     return f"{percent(figure)} of {label} {_BECOME[_REASONS[rank]]}"
@@ -491,7 +491,7 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
     """
     with open_tensors(path) as source, Workers() as workers:
         measured = {} if original is None else _measure_all(source, original, workers, full=full)
-        found = [
+        tensors = [
             {**facts, "measured": measured.get(tensor)}
             for tensor, facts in zip(
                 source.tensors, workers.map(lambda t: _tensor_facts(source, t, full=full), source.tensors), strict=True
@@ -501,19 +501,19 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
         report = {
             "full": full,
             "sample": None if full else {"elements": PER_TENSOR, "windows": WINDOWS},
-            "elements": sum(each["elements"] for each in found),
-            "looked_at": sum(each["looked_at"] for each in found),
-            "nonfinite": sum(each["nonfinite"] for each in found),
+            "elements": sum(tensor["elements"] for tensor in tensors),
+            "looked_at": sum(tensor["looked_at"] for tensor in tensors),
+            "nonfinite": sum(tensor["nonfinite"] for tensor in tensors),
             "left_out": dict(source.left_out),
             "thresholds": {"underflow": MOST_UNDERFLOW, "few": FEW},
-            "formats": format_reports(found),
-            "tensors": found,
+            "formats": format_reports(tensors),
+            "tensors": tensors,
         }
         if original is not None:
             report["against"] = {
                 "path": str(original),
-                "unpaired": sum(each["measured"] is None for each in found),
-                "roles": measured_total(found),
+                "unpaired": sum(tensor["measured"] is None for tensor in tensors),
+                "roles": measured_total(tensors),
             }
         return report
 
@@ -558,9 +558,9 @@ def _measure_all(
                 "give the checkpoint that it was made from"
             )
         errors = workers.map(lambda pair: _measure(source, pair[0], other, pair[1], full=full), pairs)
-        found = {mine: error for (mine, _), error in zip(pairs, errors, strict=True)}
+        measured = {mine: error for (mine, _), error in zip(pairs, errors, strict=True)}
         other.bundle.check_unchanged()
-    return found
+    return measured
 
 
 def _measure(
@@ -568,7 +568,7 @@ def _measure(
 ) -> dict[str, Any]:
     signal, error, differing = Extent(), Extent(), 0
     one, two = mine, theirs
-    strides = [[ref.stride for ref in each.pieces] for each in (mine, theirs)]
+    strides = [[ref.stride for ref in tensor.pieces] for tensor in (mine, theirs)]
     if strides[0] == strides[1] and mine.scale is theirs.scale is None:
         one, two = mine.in_memory_order, theirs.in_memory_order
     for pair in zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True):

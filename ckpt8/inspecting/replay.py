@@ -114,12 +114,12 @@ class ReplayFigures:
 
     def failures(self, limit: float | None) -> list[str]:
         """Lines about steps that broke, and about a replay error above ``limit``."""
-        found = [f"{name}: a replayed step is not finite" for name in self.broken]
+        problems = [f"{name}: a replayed step is not finite" for name in self.broken]
         if limit is not None and not self.parameters:
-            found.append("no parameter could be replayed, so that the replay error is unknown")
+            problems.append("no parameter could be replayed, so that the replay error is unknown")
         elif limit is not None and self.worst > limit:
-            found.append(f"the replay error of {len(self.steps)} steps is {self.worst:.3g}, above {limit:.3g}")
-        return found
+            problems.append(f"the replay error of {len(self.steps)} steps is {self.worst:.3g}, above {limit:.3g}")
+        return problems
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -184,7 +184,7 @@ class ReplaySource:
 
     def __init__(self, source: Bundle) -> None:
         self._source = source
-        self._members = {each.path: each.checkpoint for each in source.found}
+        self._members = {member.path: member.checkpoint for member in source.found}
         self._pairs = Pairs(list(self._members.items()), directory=source.directory is not None)
 
     def of_member(self, path: str) -> Replayable:
@@ -215,10 +215,10 @@ def replay(
             "the original and the compressed file have different parameters, so no step can be replayed"
         )
     jobs = zip(mine, theirs, strict=True)
-    for saved, found in zip(mine, workers.map(both.replay, jobs), strict=True):
+    for saved, figures_of in zip(mine, workers.map(both.replay, jobs), strict=True):
         rule = recognise(saved.state, saved.group, None)
         needs_gradient = isinstance(rule, UpdateRule) and rule.kind == "replayed"
-        figures.add(prefix + saved.name, found, saved.unpaired, needs_gradient=needs_gradient)
+        figures.add(prefix + saved.name, figures_of, saved.unpaired, needs_gradient=needs_gradient)
 
 
 def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> ReplayFigures:
@@ -284,7 +284,7 @@ class _Sides:
             return f"{broken} of the original is not finite"
         if compressed.find_not_finite():
             return [StepFigures(update_error=math.inf)] * self._steps
-        found = []
+        steps = []
         gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
         for k in range(self._steps):
             grad = order.plain(gradients.at(k))
@@ -292,8 +292,8 @@ class _Sides:
             u, v = (rule.advance(s.state, s.weight, grad, order.shape, step) for s in (original, compressed))
             if not torch.isfinite(u).all() or original.find_not_finite():
                 return "a replayed step of the original is not finite"
-            found.append(_measure(u, v, original, compressed))
-        return found
+            steps.append(_measure(u, v, original, compressed))
+        return steps
 
 
 def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> str | None:

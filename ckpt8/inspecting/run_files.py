@@ -65,33 +65,33 @@ class Found:
 
 def find(directory: Path) -> Found:
     """All files below a directory that may be checkpoints. Raises InputError where it cannot be read."""
-    found = Found()
-    _visit(directory, "", found)
-    return found
+    run = Found()
+    _visit(directory, "", run)
+    return run
 
 
-def _visit(root: Path, above: str, found: Found) -> None:
+def _visit(root: Path, above: str, into: Found) -> None:
     """Look into the folder ``above``, a path with slashes."""
     files, folders = _listed(root / above)
     level = above.count("/") + bool(above)
     if above.rpartition("/")[2] == KEPT:
         kept = [name for name in files if is_kept_name(name)]
-        found.bases += [root / above / name for name in kept]
+        into.bases += [root / above / name for name in kept]
         files = [name for name in files if name not in kept]
     run = above.rpartition("/")[0]
     if _is_whole(files, folders, is_top=not above):
-        found.places.append(Place(root / above, above or ".", run, tuple(sorted(_below(root / above, found)))))
+        into.places.append(Place(root / above, above or ".", run, tuple(sorted(_below(root / above, into)))))
         return
     parts = parts_in(root / above, files)
     if parts:
-        found.places.append(Place(root / above, above or ".", run if above else "", tuple(parts)))
+        into.places.append(Place(root / above, above or ".", run if above else "", tuple(parts)))
     for name in files:
         if name not in parts and name != TRAINER_STATE and may_be_checkpoint(name):
             path = f"{above}/{name}" if above else name
-            found.places.append(Place(root / path, path, above))
+            into.places.append(Place(root / path, path, above))
     if level < _DEEPEST:
         for name in folders:
-            _visit(root, f"{above}/{name}" if above else name, found)
+            _visit(root, f"{above}/{name}" if above else name, into)
 
 
 def _listed(folder: Path) -> tuple[list[str], list[str]]:
@@ -115,7 +115,7 @@ def _stays_below(folder: Path, link: str) -> bool:
     return (folder / link).resolve().is_relative_to(folder.resolve())
 
 
-def _below(folder: Path, found: Found) -> Iterator[str]:
+def _below(folder: Path, into: Found) -> Iterator[str]:
     """The paths of all files below the folder of one checkpoint, without those of bases."""
     waiting = [""]
     while waiting:
@@ -124,7 +124,7 @@ def _below(folder: Path, found: Found) -> Iterator[str]:
         for name in files:
             path = f"{above}/{name}" if above else name
             if above.rpartition("/")[2] == KEPT and is_kept_name(name):
-                found.bases.append(folder / path)
+                into.bases.append(folder / path)
             else:
                 yield path
         waiting += [f"{above}/{name}" if above else name for name in folders]
@@ -188,7 +188,7 @@ def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Progr
     """What stands at the top of a checkpoint, its step under one of ``keys``, and in callbacks of Lightning."""
     if not isinstance(tree, dict):
         return Progress()
-    found = Progress(
+    progress = Progress(
         _whole(_first(tree, keys, number)),
         first_number([tree], EPOCH_KEYS, whole=False),
         _first(tree, _LOSS_KEYS, number),
@@ -197,21 +197,21 @@ def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Progr
     for monitored, score in _scores(tree, number):
         if "loss" in monitored.lower():
             is_trained = _TRAINED in monitored.lower()
-            found.complete(Progress(loss=score) if is_trained else Progress(val_loss=score))
-    return found
+            progress.complete(Progress(loss=score) if is_trained else Progress(val_loss=score))
+    return progress
 
 
 def of_trainer_state(tree: Any) -> Progress:
     """What Trainer's ``trainer_state.json`` says: the last losses of its log up to its step."""
     if not isinstance(tree, dict):
         return Progress()
-    found = Progress(_whole(_first(tree, STEP_KEYS, no_tensor)), first_number([tree], EPOCH_KEYS, whole=False))
+    progress = Progress(_whole(_first(tree, STEP_KEYS, no_tensor)), first_number([tree], EPOCH_KEYS, whole=False))
     log = tree.get("log_history")
     for entry in log if isinstance(log, list) else []:
         if isinstance(entry, dict):
-            found.loss = _finite(entry.get("loss"), found.loss)
-            found.val_loss = _finite(entry.get("eval_loss"), found.val_loss)
-    return found
+            progress.loss = _finite(entry.get("loss"), progress.loss)
+            progress.val_loss = _finite(entry.get("eval_loss"), progress.val_loss)
+    return progress
 
 
 def _whole(value: float | None) -> int | None:
@@ -334,17 +334,17 @@ def _progress(overview: Overview) -> Progress:
     """What the tree of a single file says, or the state of Trainer in a directory."""
     if overview.directory is None:
         return _of_file(overview, overview.members[0]) if len(overview.members) == 1 else Progress()
-    found = Progress()
+    progress = Progress()
     for member in overview.members:
         if member.path.rpartition("/")[2] == TRAINER_STATE and member.size <= _LONGEST_STATE:
             content = overview.skeleton(member)
             if content is not None and len(content) == member.size:
-                found.complete(_of_state(content))
-    for member in overview.members[:_MOST_MEMBERS] if found.step is None else ():
+                progress.complete(_of_state(content))
+    for member in overview.members[:_MOST_MEMBERS] if progress.step is None else ():
         tree = _tree(overview, member)
-        if found.step is None and tree is not None:
-            found.step = of_tree(tree, no_tensor, GLOBAL_KEYS).step
-    return found
+        if progress.step is None and tree is not None:
+            progress.step = of_tree(tree, no_tensor, GLOBAL_KEYS).step
+    return progress
 
 
 def _of_state(content: bytes) -> Progress:
@@ -356,8 +356,8 @@ def _of_state(content: bytes) -> Progress:
 
 def _of_file(overview: Overview, member: Contained) -> Progress:
     def number(path: Components, _: TensorRef) -> float | None:
-        found = overview.element(format_path(path))
-        return None if found is None else number_of(*found)
+        place = overview.element(format_path(path))
+        return None if place is None else number_of(*place)
 
     return of_tree(_tree(overview, member), number)
 

@@ -135,7 +135,7 @@ class Run:
         """Numbers of checkpoints by kind, their bytes before and now, and the ratio of those that are compressed."""
         kinds = [record.kind for record in self.checkpoints]
         packed = [record for record in self.checkpoints if record.ratio is not None]
-        before, after = (sum(getattr(each, name) or 0 for each in packed) for name in ("bytes", "stored_bytes"))
+        before, after = (sum(getattr(record, name) or 0 for record in packed) for name in ("bytes", "stored_bytes"))
         after += self.bases_bytes
         return {
             "checkpoints": len(self.checkpoints),
@@ -176,10 +176,10 @@ def read_file(path: Path) -> Facts | None:
         if not any(storage.nbytes for storage in checkpoint.storages):
             return None
         number = _number(checkpoint)
-        found = of_tree(checkpoint.tree, number)
-        counted = optimizer_step(checkpoint.tree, number) if found.step is None else None
+        progress = of_tree(checkpoint.tree, number)
+        counted = optimizer_step(checkpoint.tree, number) if progress.step is None else None
         trains = any(is_optimizer(node) for at, node in iter_nodes(checkpoint.tree) if at)
-        return Facts(checkpoint.format, size, found, counted, trains)
+        return Facts(checkpoint.format, size, progress, counted, trains)
 
 
 def _number(checkpoint: Checkpoint) -> Number:
@@ -193,17 +193,17 @@ def _number(checkpoint: Checkpoint) -> Number:
 
 def read_folder(path: Path, files: Sequence[str], *, needs_tensors: bool) -> Facts | None:
     """The facts of files in a folder; None if they need tensors and hold none. Raises InputError for damage."""
-    with open_directory(path, [Entry(name, FILE) for name in files], decode=False) as found:
-        bundle = Bundle(path, found, path.name)
+    with open_directory(path, [Entry(name, FILE) for name in files], decode=False) as members:
+        bundle = Bundle(path, members, path.name)
         if needs_tensors and not bundle.holds_tensors:
             return None
         origin = origin_of(bundle)
         is_stated = origin["step_from"] == "file"
         progress = Progress(origin["step"] if is_stated else None, origin["epoch"])
-        for member in found:
+        for member in members:
             if member.path.rpartition("/")[2] == TRAINER_STATE and member.checkpoint.format == FILE:
                 progress.complete(of_trainer_state(read_json(member.checkpoint)))
-        steps = (optimizer_step(each.checkpoint.tree, _number(each.checkpoint)) for each in found)
+        steps = (optimizer_step(member.checkpoint.tree, _number(member.checkpoint)) for member in members)
         counted = None if is_stated else origin["step"]
         if progress.step is None and counted is None:
             counted = next((step for step in steps if step is not None), None)
@@ -233,7 +233,7 @@ def read(place: Place) -> Row | None:
     row = Row(RunRecord(place.name, place.run), place.path)
     paths = [place.path / name for name in place.files] if place.files else [place.path]
     containers = [path for path in paths if path.suffix == CONTAINER or is_container(path)]
-    found: list[Facts] = []
+    heads: list[Facts] = []
 
     def attempt(read_facts: Callable[[], Facts | None]) -> Facts | None:
         try:
@@ -241,7 +241,7 @@ def read(place: Place) -> Row | None:
         except InputError as exc:
             row.record.damage = row.record.damage or str(exc)
             return None
-        found.extend([] if facts is None else [facts])
+        heads.extend([] if facts is None else [facts])
         return facts
 
     seals: dict[str, str] = {}
@@ -264,10 +264,10 @@ def read(place: Place) -> Row | None:
             row.record.damage = row.record.damage or f"{path}: belongs to another save than the {INDEX} beside it"
     if seals and row.record.damage is None:
         row.record.damage = f"{place.path / min(seals)}: is missing, and {INDEX} names it"
-    if not found and row.record.damage is None:
+    if not heads and row.record.damage is None:
         return None
-    row.seals += [facts.seal for facts in found if facts.seal is not None]
-    _complete_row(row, found, is_raw=not containers)
+    row.seals += [facts.seal for facts in heads if facts.seal is not None]
+    _complete_row(row, heads, is_raw=not containers)
     return row
 
 
@@ -302,11 +302,11 @@ def _read_originals(place: Place, containers: set[Path]) -> Facts | None:
     return read_folder(place.path, files, needs_tensors=not containers) if files else None
 
 
-def _complete_row(row: Row, found: Sequence[Facts], *, is_raw: bool) -> None:
+def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
     """Put together what the files say."""
     record, error = row.record, None
     progress, counted = Progress(), None
-    for facts in found:
+    for facts in heads:
         progress.complete(facts.progress)
         counted = facts.counted if counted is None else counted
         record.asked = record.asked or facts.asked
@@ -317,8 +317,8 @@ def _complete_row(row: Row, found: Sequence[Facts], *, is_raw: bool) -> None:
         record.kind = "raw"
     elif row.seals:
         record.kind = "delta" if row.bases else "key"
-    record.format = ", ".join(dict.fromkeys(facts.format for facts in found)) or None
-    record.bytes = None if record.damage else sum(facts.bytes for facts in found)
+    record.format = ", ".join(dict.fromkeys(facts.format for facts in heads)) or None
+    record.bytes = None if record.damage else sum(facts.bytes for facts in heads)
     record.steps = None if error is None else step_figures(error)["steps"]
     record.seal = row.seals[0] if len(row.seals) == 1 else None
     record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
@@ -340,29 +340,29 @@ def runs(directory: str | os.PathLike[str]) -> Run:
     refuse_url(root)
     if root.is_file():
         raise InputError(f"{root}: is a file; give the folder of a run")
-    found = find(root)
+    files = find(root)
     with without_collection():
-        rows = _joined([row for place in found.places if (row := read(place)) is not None])
+        rows = _joined([row for place in files.places if (row := read(place)) is not None])
     if not rows:
         raise InputError(f"{root}: holds no checkpoint, nor do the folders in it")
     listed = {seal: row.record for row in rows for seal in row.seals}
     for row in rows:
         row.record.base = _base_of(row, listed, root)
     records = sorted((row.record for row in rows), key=_order)
-    return Run(str(root), records, _kept(found.bases, rows))
+    return Run(str(root), records, _kept(files.bases, rows))
 
 
 def _joined(rows: Sequence[Row]) -> list[Row]:
     """The rows, those of what a container was made from joined with that of the container."""
     containers = {row.path: row for row in rows if row.path.suffix == CONTAINER}
-    found = []
+    joined = []
     for row in rows:
         container = None if row.path in containers else _container_of(row, containers)
         if container is None:
-            found.append(row)
+            joined.append(row)
         else:
             _join(container, row)
-    return found
+    return joined
 
 
 def _container_of(raw: Row, containers: Mapping[Path, Row]) -> Row | None:
@@ -403,8 +403,8 @@ def _order(record: RunRecord) -> tuple[object, ...]:
 
 def _base_of(row: Row, listed: Mapping[str, RunRecord], root: Path) -> str | None:
     """The name of the base, that of a listed checkpoint if one is the same file; None without one."""
-    found = [_found(path, base, listed.get(base.seal), root) for path, base in row.bases]
-    return MISSING if MISSING in found else next(iter(found), None)
+    bases = [_found(path, base, listed.get(base.seal), root) for path, base in row.bases]
+    return MISSING if MISSING in bases else next(iter(bases), None)
 
 
 def _found(container: Path, base: BaseRecord, record: RunRecord | None, root: Path) -> str:

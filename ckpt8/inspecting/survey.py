@@ -298,8 +298,8 @@ def make_pieces(views: Iterable[View]) -> list[Piece]:
     for number, view in enumerate(views):
         if view.ref.dtype.is_floating and 0 not in view.ref.shape:
             by_storage[view.storage, view.ref.dtype].append((number, _piece(view)))
-    found = [each for views_of_storage in by_storage.values() for each in _without_inner(views_of_storage)]
-    return [piece for _, piece in sorted(found, key=lambda each: each[0])]
+    pieces = [numbered for views_of_storage in by_storage.values() for numbered in _without_inner(views_of_storage)]
+    return [piece for _, piece in sorted(pieces, key=lambda numbered: numbered[0])]
 
 
 def _piece(view: View) -> Piece:
@@ -348,10 +348,10 @@ class Subject:
         by_storage: dict[int, list[Piece]] = defaultdict(list)
         for piece in self.pieces:
             by_storage[piece.view.storage].append(piece)
-        found = [(row, [by_storage[index] for index in moments]) for row, moments in parameters]
+        rows = [(row, [by_storage[index] for index in moments]) for row, moments in parameters]
         self.owners = [
             (row, [pieces[0] for pieces in moments])
-            for row, moments in found
+            for row, moments in rows
             if all(len(pieces) == 1 for pieces in moments)
         ]
 
@@ -409,10 +409,10 @@ def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None)
     The argument ``full`` makes the survey read every element. The ``full`` of ``sample`` says whether it has: a sample
     of small tensors is all of them, too. Raises InputError.
     """
-    found = _Survey(subject, None if full else sampling.budget(len(subject.pieces)), progress)
-    found.read_all()
-    seen = sum(tally.seen for tally in found.tallies.values())
-    return {"flags": found.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
+    reading = _Survey(subject, None if full else sampling.budget(len(subject.pieces)), progress)
+    reading.read_all()
+    seen = sum(tally.seen for tally in reading.tallies.values())
+    return {"flags": reading.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
 
 
 def survey_decoded(path: Path) -> dict[str, Any]:
@@ -470,14 +470,14 @@ class _Survey:
 
     def flags(self) -> list[dict[str, Any]]:
         """All flags, by kind; within a kind those with the largest fraction first."""
-        found = [
+        flags = [
             flag
             for name, tally in self.tallies.items()
             for flag in _tensor_flags(name, tally, self._parameter_of.get(name))
         ]
-        found += [flag for name, rows in self._rows.items() for flag in _row_flags(name, **rows)]
-        found += self._twin_flags()
-        return sorted(found, key=lambda flag: (_KINDS.index(flag["kind"]), -flag["fraction"], -flag["count"]))
+        flags += [flag for name, rows in self._rows.items() for flag in _row_flags(name, **rows)]
+        flags += self._twin_flags()
+        return sorted(flags, key=lambda flag: (_KINDS.index(flag["kind"]), -flag["fraction"], -flag["count"]))
 
     def _twin_flags(self) -> Iterator[dict[str, Any]]:
         """Flags of weights that agree in all elements read. A survey of all elements compares them byte by byte."""
@@ -560,7 +560,7 @@ def _tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Iter
     )
     fp16_zero = f"fp16 would round {percent(tally.fp16_zero, tally.nonzero)} of the nonzero values to zero, in {looked}"
     bf16 = f"bf16 values in all {looked}: half of its bytes are zero"
-    found = [
+    flags = [
         ("nan", tally.nan, tally.seen, f"{tally.nan:,} NaN in {looked}"),
         ("inf", 0 if is_scalar else tally.inf, tally.seen, f"{tally.inf:,} Inf in {looked}"),
         ("negative_moment2", tally.negative, tally.seen, f"{tally.negative:,} below zero in {looked}"),
@@ -569,7 +569,7 @@ def _tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Iter
         ("moment2_fp16_zero", tally.fp16_zero, tally.nonzero, fp16_zero),
         ("fp16_scales", tally.zero_scales + tally.subnormal_scales, tally.groups, scales),
     ]
-    for kind, count, of, message in found:
+    for kind, count, of, message in flags:
         if count:
             yield _flag(kind, name, count, of, sampled=sampled, message=whose + message)
 

@@ -114,19 +114,23 @@ class TensorSource:
             if index in spread:
                 name, label = without_file(name), without_file(label)
             groups.setdefault((name, tensor.role, ref.dtype), (label, []))[1].append(ref)
-        found = [
+        tensors = [
             SourceTensor(*key, refs[0].shape if len(refs) == 1 else None, tuple(refs), label)
             for key, (label, refs) in groups.items()
         ]
-        return [each for each in self._with_scales(found) if self._is_listed(each)]
+        return [tensor for tensor in self._with_scales(tensors) if self._is_listed(tensor)]
 
-    def _with_scales(self, found: list[SourceTensor]) -> list[SourceTensor]:
+    def _with_scales(self, tensors: list[SourceTensor]) -> list[SourceTensor]:
         """The tensors; those of 8 bits with their scales, which leave the list."""
-        by_name = {each.name + _SCALE: each for each in found if each.dtype in _QUANTISED}
-        owners = ((by_name.get(scale.name), scale) for scale in found)
-        scales = {each.name: scale.pieces[0] for each, scale in owners if each is not None and _scale_fits(each, scale)}
+        by_name = {tensor.name + _SCALE: tensor for tensor in tensors if tensor.dtype in _QUANTISED}
+        owners = ((by_name.get(scale.name), scale) for scale in tensors)
+        scales = {
+            tensor.name: scale.pieces[0]
+            for tensor, scale in owners
+            if tensor is not None and _scale_fits(tensor, scale)
+        }
         taken = {name + _SCALE for name in scales}
-        return [replace(each, scale=scales.get(each.name)) for each in found if each.name not in taken]
+        return [replace(tensor, scale=scales.get(tensor.name)) for tensor in tensors if tensor.name not in taken]
 
     def _is_listed(self, tensor: SourceTensor) -> bool:
         if tensor.dtype.is_plane_float or tensor.scale is not None:
@@ -146,14 +150,14 @@ class TensorSource:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _elements(self, tensor: SourceTensor, piece: TensorRef, start: int, stop: int) -> torch.Tensor:
-        found = self._data.elements(piece, start, stop)
+        values = self._data.elements(piece, start, stop)
         if tensor.scale is None:
-            return found if found.dtype is torch.float64 else found.float()
+            return values if values.dtype is torch.float64 else values.float()
         rows = tensor.scale.numel
         row = piece.numel // rows
         first, last = start // row, (stop - 1) // row + 1
         scales = self._data.elements(tensor.scale, first, last).float().repeat_interleave(row)
-        return found.float() * scales[start - first * row : stop - first * row]
+        return values.float() * scales[start - first * row : stop - first * row]
 
     def blocks(self, tensor: SourceTensor, *, full: bool) -> Iterator[torch.Tensor]:
         """All elements, BLOCK at a time, or those of a sample at once. Raises InputError."""
@@ -190,14 +194,15 @@ def pair_tensors(
     mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]
 ) -> list[tuple[SourceTensor, SourceTensor]]:
     """The pairs, in the order of ``mine``."""
-    by_name = {(each.name, each.role): each for each in theirs}
-    equal = {each.name: by_name[each.name, each.role] for each in mine if (each.name, each.role) in by_name}
-    taken = {each.name for each in equal.values()}
+    by_name = {(tensor.name, tensor.role): tensor for tensor in theirs}
+    equal = {tensor.name: by_name[tensor.name, tensor.role] for tensor in mine if (tensor.name, tensor.role) in by_name}
+    taken = {tensor.name for tensor in equal.values()}
     loose = _match_by_end(
-        [each for each in mine if each.name not in equal], [each for each in theirs if each.name not in taken]
+        [tensor for tensor in mine if tensor.name not in equal],
+        [tensor for tensor in theirs if tensor.name not in taken],
     )
-    found = [(each, equal.get(each.name) or loose.get(each.name)) for each in mine]
-    return [(one, other) for one, other in found if other is not None and _shapes(one) == _shapes(other)]
+    pairs = [(tensor, equal.get(tensor.name) or loose.get(tensor.name)) for tensor in mine]
+    return [(one, other) for one, other in pairs if other is not None and _shapes(one) == _shapes(other)]
 
 
 def _shapes(tensor: SourceTensor) -> list[tuple[int, ...]]:
@@ -208,13 +213,15 @@ def _shapes(tensor: SourceTensor) -> list[tuple[int, ...]]:
 def _match_by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dict[str, SourceTensor]:
     """By name of mine, the only one of theirs such that the label of one is the end of the label of the other."""
     forward, backward = _pairs_by_end(mine, theirs), _pairs_by_end(theirs, mine)
-    found: dict[str, list[SourceTensor]] = defaultdict(list)
+    others_of: dict[str, list[SourceTensor]] = defaultdict(list)
     owners: dict[str, set[str]] = defaultdict(set)
     for one, other in [*forward, *((long, short) for short, long in backward)]:
-        if other not in found[one.name]:
-            found[one.name].append(other)
+        if other not in others_of[one.name]:
+            others_of[one.name].append(other)
             owners[other.name].add(one.name)
-    return {name: others[0] for name, others in found.items() if len(others) == 1 and len(owners[others[0].name]) == 1}
+    return {
+        name: others[0] for name, others in others_of.items() if len(others) == 1 and len(owners[others[0].name]) == 1
+    }
 
 
 def _pairs_by_end(
@@ -222,11 +229,11 @@ def _pairs_by_end(
 ) -> list[tuple[SourceTensor, SourceTensor]]:
     """Pairs such that the label of the first is the end of the label of the second."""
     ends: dict[tuple[tuple[str, ...], Role], list[SourceTensor]] = defaultdict(list)
-    for each in long:
-        parts = _components(each.label)
+    for tensor in long:
+        parts = _components(tensor.label)
         for start in range(len(parts)):
-            ends[parts[start:], each.role].append(each)
-    return [(each, other) for each in short for other in ends.get((_components(each.label), each.role), ())]
+            ends[parts[start:], tensor.role].append(tensor)
+    return [(tensor, other) for tensor in short for other in ends.get((_components(tensor.label), tensor.role), ())]
 
 
 def _components(label: str) -> tuple[str, ...]:

@@ -59,10 +59,10 @@ Views = Mapping[int, Sequence[View]]
 """The tensors of every storage of the container."""
 
 
-def role_problems(stated: Manifest, found: Manifest, index_of: Mapping[int, int], views: Views) -> Iterator[str]:
+def role_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int, int], views: Views) -> Iterator[str]:
     """Roles that contradict the tree, or the codec of their storage."""
     policy = _policy(stated)
-    shown = {other: found.storages[index].role for index, other in index_of.items()}
+    shown = {other: actual.storages[index].role for index, other in index_of.items()}
     skeletons = {member.skeleton for member in stated.members}
     for index, record in enumerate(stated.storages):
         role, now = record.role, shown.get(index, Role.OTHER)
@@ -97,11 +97,11 @@ def _codec_problem(record: StorageRecord, views: Sequence[View], policy: Policy)
     return None
 
 
-def parameter_problems(stated: Manifest, found: Manifest, index_of: Mapping[int, int], views: Views) -> Iterator[str]:
+def parameter_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int, int], views: Views) -> Iterator[str]:
     """Parameters with moments of another one, with another name or other numbers, and moments of no parameter."""
     owners = {
         index_of[index]: (parameter, slot)
-        for parameter in found.parameters
+        for parameter in actual.parameters
         for slot, index in parameter.moments.items()
         if index in index_of
     }
@@ -136,15 +136,15 @@ def _slot_problem(
     parameter: ParameterRecord, stated: Manifest, owners: Mapping[int, tuple[ParameterRecord, str]]
 ) -> str | None:
     """Why the moments of a parameter cannot be its own, or None."""
-    found: set[int] = set()
+    parameters: set[int] = set()
     for slot, index in parameter.moments.items():
         record, (owner, known) = stated.storages[index], owners.get(index, (None, slot))
         if known != slot:
             return f"{record.name} is its {slot} in the manifest, and its {known} in the file in it"
         if record.role not in (Role.OTHER, role_of(slot)):
             return f"{record.name} is its {slot}, and has the role {record.role.value} in the manifest"
-        found.update(() if owner is None else [id(owner)])
-    return "has moments of several parameters in the manifest" if len(found) > 1 else None
+        parameters.update(() if owner is None else [id(owner)])
+    return "has moments of several parameters in the manifest" if len(parameters) > 1 else None
 
 
 def _number_problem(parameter: ParameterRecord, owner: ParameterRecord) -> str | None:
@@ -201,8 +201,8 @@ def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
     stated = reader.manifest
     bundle = stored_bundle(reader, workers, decode=False)
     plan = plan_members(bundle, Policy.of("lossless"))
-    found = describe(bundle, plan)
-    pairs = _Pairs(stated, found, MANIFEST, FILE_INSIDE)
+    actual = describe(bundle, plan)
+    pairs = _Pairs(stated, actual, MANIFEST, FILE_INSIDE)
     views = {
         pairs.index_of[index]: [View(view.paths, view.ref.shape) for view in views]
         for index, views in views_of(plan.tensors).items()
@@ -211,12 +211,12 @@ def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
     problems = chain(
         pairs.differences(),
         _checksum_problems(stated, bundle),
-        role_problems(stated, found, pairs.index_of, views),
-        parameter_problems(stated, found, pairs.index_of, views),
+        role_problems(stated, actual, pairs.index_of, views),
+        parameter_problems(stated, actual, pairs.index_of, views),
     )
     for problem in problems:
         raise InputError(f"{reader.path}: {problem}; the manifest does not belong to what the container holds")
-    return found
+    return actual
 
 
 def table_differences(stored: Manifest, original: Manifest) -> Iterator[str]:
@@ -230,20 +230,20 @@ class _Pairs:
     ``here`` and ``there`` are what messages call the two. Members that are kept as they are have no pairs.
     """
 
-    def __init__(self, stated: Manifest, found: Manifest, here: str, there: str) -> None:
-        self._stated, self._found, self._here, self._there = stated, found, here, there
+    def __init__(self, stated: Manifest, actual: Manifest, here: str, there: str) -> None:
+        self._stated, self._found, self._here, self._there = stated, actual, here, there
         self._misplaced: list[str] = []
         self.index_of: dict[int, int] = {}
-        mine, theirs = stated.members, found.members
+        mine, theirs = stated.members, actual.members
         by_path = {member.path: member for member in mine}
-        alone = stated.directory is found.directory is None and len(mine) == len(theirs) == 1
+        alone = stated.directory is actual.directory is None and len(mine) == len(theirs) == 1
         for member in theirs:
             other = mine[0] if alone else by_path.get(member.path)
             if member.format not in _KEPT and other is not None and other.format not in _KEPT:
                 self._pair(other, member)
 
-    def _pair(self, stated: MemberRecord, found: MemberRecord) -> None:
-        mine, theirs = _places(self._stated, stated), _places(self._found, found)
+    def _pair(self, stated: MemberRecord, actual: MemberRecord) -> None:
+        mine, theirs = _places(self._stated, stated), _places(self._found, actual)
         if [place for place, _ in mine] == [place for place, _ in theirs]:
             self.index_of |= {index: other for (_, other), (_, index) in zip(mine, theirs, strict=True)}
             return
@@ -276,12 +276,12 @@ class _Pairs:
             yield f"{name}: is a tensor of {self._here}, and {self._there} has no such name"
         yield from self._storage_differences()
 
-    def _difference(self, stated: TensorRecord, found: TensorRecord) -> str | None:
+    def _difference(self, stated: TensorRecord, actual: TensorRecord) -> str | None:
         for fact in _FACTS:
-            mine, theirs = getattr(stated, fact), getattr(found, fact)
+            mine, theirs = getattr(stated, fact), getattr(actual, fact)
             if mine != theirs and (fact != "flags" or sorted(mine) != sorted(theirs)):
                 return f"{fact} {_shown(mine)} in {self._here}, {_shown(theirs)} in {self._there}"
-        expected = self.index_of[found.storage]
+        expected = self.index_of[actual.storage]
         if stated.storage != expected:
             names = [self._stated.storages[index].name for index in (stated.storage, expected)]
             return f"lies in storage {names[0]!r} in {self._here}, in {names[1]!r} in {self._there}"

@@ -141,9 +141,9 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
         errors = UnitErrors.for_unit(unit)
         sums = [0] * len(unit.streams)
         for chunk in range(header.chunk_count(unit.numel)):
-            differing, found, crcs = next(results)
+            differing, chunk_errors, crcs = next(results)
             measured.differing += differing
-            errors.merge(found)
+            errors.merge(chunk_errors)
             for k, stream in enumerate(unit.streams):
                 length = stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize
                 sums[k] = combine(sums[k], crcs[k], length)
@@ -176,8 +176,8 @@ def _check_structure(reader: ContainerReader, source: Bundle) -> None:
     for member, record in zip(source.members, manifest.members, strict=True):
         stored = sorted((offset, manifest.storages[index].nbytes, index) for offset, index in record.segments)
         storages = enumerate(member.checkpoint.source_storages, member.first)
-        found = sorted((storage.offset, storage.nbytes, index) for index, storage in storages)
-        if member.checkpoint.size != record.size or found != stored or member.skeleton != record.skeleton:
+        places = sorted((storage.offset, storage.nbytes, index) for index, storage in storages)
+        if member.checkpoint.size != record.size or places != stored or member.skeleton != record.skeleton:
             where = f" in {record.path!r}" if manifest.directory is not None else ""
             raise CheckFailedError(
                 f"{reader.path}: was not made from {source.path}: its storages differ{where}; {_GIVE}"
@@ -384,14 +384,14 @@ class _Comparison:
                 self.same(getattr(a, field), getattr(b, field)) for field in ("args", "state", "items", "pairs")
             )
         if isinstance(a, dict):
-            states = (each.state if isinstance(each, StatefulDict) else None for each in (a, b))
+            states = (value.state if isinstance(value, StatefulDict) else None for value in (a, b))
             return a.keys() == b.keys() and all(self.same(a[key], b[key]) for key in a) and self.same(*states)
         return len(a) == len(b) and all(map(self.same, a, b))
 
 
 def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one type and shape have the same bits."""
-    flat = [each.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for each in (a, b)]
+    flat = [tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in (a, b)]
     return torch.equal(*flat)
 
 
@@ -559,8 +559,8 @@ class _Checking:
         assert isinstance(joined, JoinedReader)  # noqa: S101
         with open_originals(joined, original, self._workers) as originals:
             measured = measure_ranks(joined, originals, self._workers, self._progress)
-            for (reader, found), table in zip(measured, tables, strict=True):
-                self._add(reader, table, found, f"{reader.path.name}: ")
+            for (reader, measured_rank), table in zip(measured, tables, strict=True):
+                self._add(reader, table, measured_rank, f"{reader.path.name}: ")
             self._failures += differing_values(joined, originals, self._workers)
             if self._resume_steps:
                 self._replayed(replay_ranks(joined, originals, self._resume_steps, self._workers))
@@ -572,8 +572,8 @@ class _Checking:
             (parameter.error is not None) + (parameter.steps is not None) for parameter in parameters
         )
         self._unmeasured += sum(storages[index].error is None for index in measured.storages)
-        found = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
-        self._failures += (prefix + each for each in found)
+        problems = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
+        self._failures += (prefix + problem for problem in problems)
         measured.replace_stated(reader.manifest)
 
     def _replayed(self, figures: ReplayFigures) -> None:
