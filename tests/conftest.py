@@ -36,7 +36,9 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def pytest_configure(config):
-    """Forty examples of each test of hypothesis; 300 with ``-m hypothesis``."""
+    """Forty examples of each test of hypothesis; 300 with ``-m hypothesis``. Collecting tests makes no
+    garbage worth looking for."""
+    gc.disable()
     full = re.search(r"(?<!not )hypothesis", config.option.markexpr)
     health = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile(
@@ -89,6 +91,7 @@ def pytest_collection_finish():
     """Ten thousand tests and the modules around them stay: no collection of garbage need look at them again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -100,7 +100,7 @@ def test_inspect_shows_whole_tensors(kind, written, facts_of):
     assert found == shapes
 
 
-@pytest.mark.by_default("hsdp")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hsdp", "tp", FQN])
 def test_state_is_recognised_and_its_parameters_are_named(kind, facts_of):
     facts = facts_of(kind)

@@ -101,6 +101,7 @@ def test_no_delta_errs_by_more_than_the_budget(tmp_path):
     assert 1 < sum(each == found[0] for each in found) < 5
 
 
+@pytest.mark.slow
 def test_neither_threads_nor_kernels_nor_the_background_show(tmp_path, monkeypatch):
     run = SmallRun(sizes=(400, 640, 320))
     first, second = run.advance(20), run.advance(2)

@@ -40,7 +40,7 @@ def fill(x, mode, backend):
     return planes
 
 
-@pytest.mark.by_default(most=10)
+@pytest.mark.by_default(most=4)
 @pytest.mark.parametrize("shape", MODES)
 @pytest.mark.parametrize("zero_first", [False, True])
 def test_every_mode_holds_its_symbols(shape, zero_first):

@@ -16,7 +16,7 @@ from program_kit import Forks
 import ckpt8
 
 pytest.importorskip("numba", reason="numba is not installed")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="owners and modes of Linux")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="owners and modes of Linux")]
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
 STRANGER = 12345
@@ -64,7 +64,6 @@ def cache(home):
 WHERE = START + "import numba; print(repr(numba.config.CACHE_DIR))"
 
 
-@pytest.mark.slow
 def test_kernels_are_in_the_cache_of_the_user(run_program, tmp_path):
     """The package has nothing new beside its source. numba looks at its variables when it is imported."""
     home, source = tmp_path / "home", Path(ckpt8.__file__).parent
@@ -83,7 +82,6 @@ def test_kernels_are_in_the_cache_of_the_user(run_program, tmp_path):
     assert sorted(source.rglob("*.nb[ic]")) == before
 
 
-@pytest.mark.slow
 def test_a_forged_kernel_would_run(run, home, forged_home):
     """In a cache that only this user could have written it does: the tests below can fail."""
     run(START, HOME=home)
@@ -269,7 +267,6 @@ def test_a_warning_that_is_an_error_stops_nothing(run, home, forged_home):
     assert not (forged_home / "ran").exists()
 
 
-@pytest.mark.slow
 def test_processes_at_once(run, tmp_path):
     home = tmp_path / "home"
     processes = [start(START, HOME=home) for _ in range(2)]
@@ -278,7 +275,6 @@ def test_processes_at_once(run, tmp_path):
     assert run(START, HOME=home) == ("1", "")
 
 
-@pytest.mark.slow
 def test_a_numba_that_is_made_otherwise_keeps_nothing(run, tmp_path):
     changed = "import numba; numba.njit(lambda: 0)(); from numba.core import caching; del caching.NullCache\n"
     assert run(changed + START, HOME=tmp_path / "home") == ("0", "")
@@ -287,7 +283,6 @@ def test_a_numba_that_is_made_otherwise_keeps_nothing(run, tmp_path):
     assert kept(tmp_path) == []
 
 
-@pytest.mark.slow
 def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
     """numba's own cache compares the file of the kernel, not those of what it calls."""
     package = shutil.copytree(Path(ckpt8.__file__).parent, tmp_path / "source" / "ckpt8")
@@ -322,7 +317,6 @@ __main__.main()
 """The command, which leaves small checkpoints to kernels as well."""
 
 
-@pytest.mark.slow
 def test_a_command_does_its_work_whatever_the_cache_is(run, tmp_path):
     source = tmp_path / "run.pt"
     torch.save({"model": {"w": torch.randn(80, 80, generator=torch.Generator().manual_seed(0))}}, source)

@@ -21,6 +21,7 @@ def refused(path, model, optimizer):
     return str(found.value)
 
 
+@pytest.mark.by_default(most=4)
 @pytest.mark.parametrize("suffix", ["pt", "ckpt8"])
 @pytest.mark.parametrize("source", [name for name in OPTIMIZERS if name != "torch-sgd"])
 def test_another_class_is_refused(tmp_path, source, suffix):

@@ -93,6 +93,7 @@ def test_any_value_in_the_index_may_be_another(folder):
         commands(folder)
 
 
+@pytest.mark.slow
 def test_a_file_of_the_directory_that_is_something_else(folder, tmp_path):
     for make in (
         lambda path: path.mkdir(),

@@ -24,6 +24,7 @@ def server(tmp_path_factory):
         yield server
 
 
+@pytest.mark.slow
 def test_a_few_kills_limits_and_interrupts(operation, server):
     assert kill_rounds(server, operation, 4, seed=1).faults == []
     assert size_rounds(server, operation, 3).faults == []
