@@ -36,9 +36,8 @@ FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 def pytest_configure(config):
-    """Forty examples of each test of hypothesis; 300 with ``-m hypothesis``. Collecting tests makes no
-    garbage worth looking for."""
-    gc.disable()
+    """Forty examples of each test of hypothesis; 300 with ``-m hypothesis``."""
+    gc.disable()  # until tests are collected, which makes little garbage
     full = re.search(r"(?<!not )hypothesis", config.option.markexpr)
     health = [hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile(
