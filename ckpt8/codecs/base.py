@@ -72,15 +72,15 @@ TILE = 1 << 18
 @lru_cache(maxsize=256)
 def pieces(codec: Codec, dtype: DType, numel: int, step: int = TILE) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
     """Cut a flat tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
-    found = []
+    runs = []
     part_start = dict.fromkeys(codec.layout(TensorSpec("", Role.OTHER, dtype, (numel,))), 0)
     for start in range(0, numel, step):
         stop = min(start + step, numel)
         run = codec.layout(TensorSpec("", Role.OTHER, dtype, (stop - start,)))
         cuts = {name: slice(part_start[name], part_start[name] + part.numel) for name, part in run.items()}
-        found.append((slice(start, stop), cuts))
+        runs.append((slice(start, stop), cuts))
         part_start = {name: cut.stop for name, cut in cuts.items()}
-    return tuple(found)
+    return tuple(runs)
 
 
 def take(parts: Mapping[str, torch.Tensor], cuts: Mapping[str, slice]) -> Parts:
@@ -277,10 +277,10 @@ class Codec(ABC):
         names = list(self.companions)
         if self.compares_originals and direction == "encode":
             names += [f"original_{name}" for name in self.companions]
-        found: dict[str, Any] = {name: companions[name][run] for name in names}
+        arguments: dict[str, Any] = {name: companions[name][run] for name in names}
         if self.counts_elements:
-            found["first"] = first + run.start
-        return found
+            arguments["first"] = first + run.start
+        return arguments
 
     def _resolve(self, backend: backends.Backend | None, device: torch.device, numel: int) -> backends.Backend:
         return backends.resolve(backend, device, numel) if self.has_kernels else backends.resolve(backend)

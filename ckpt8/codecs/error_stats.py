@@ -155,8 +155,8 @@ def read_error(stored: Mapping[str, Any] | None) -> WeightError | LatticeError |
 
 def read_step_error(stored: Mapping[str, Any] | None) -> StepError | None:
     """The error in steps of a stored record of a parameter, or None where nothing was measured."""
-    found: list[Any] = [(stored or {}).get(each.name) for each in fields(StepError)]
-    return StepError(*found) if _plain(found) and min(found) >= 0 else None
+    values: list[Any] = [(stored or {}).get(term.name) for term in fields(StepError)]
+    return StepError(*values) if _plain(values) and min(values) >= 0 else None
 
 
 def _plain(values: Iterable[Any]) -> bool:

@@ -20,26 +20,29 @@ def expand(factors: Factors, rows: torch.Tensor, columns: torch.Tensor, first: i
     height, width = factors.height, factors.width
     begin, end = first // width, -(-(first + count) // width)
     matrices = slice(begin // height, -(-end // height))
-    each = rows.double().view(-1, height)[matrices]
-    relative = (each / (_sums(each) / height).unsqueeze(1)).float().view(-1)
+    averages = rows.double().view(-1, height)[matrices]
+    relative = (averages / (_sums(averages) / height).unsqueeze(1)).float().view(-1)
     before, of_columns = matrices.start * height, columns.view(-1, width)[matrices]
-    if len(each) > 1:
+    if len(averages) > 1:
         matrix = torch.arange(begin - before, end - before, device="cpu").div_(height, rounding_mode="floor")
         of_columns = of_columns[matrix]
     block = relative[begin - before : end - before].unsqueeze(1) * of_columns
     return block.view(-1)[first - begin * width : first - begin * width + count]
 
 
-def _sums(each: torch.Tensor) -> torch.Tensor:
+def _sums(averages: torch.Tensor) -> torch.Tensor:
     """The sum of every row, rounded once. Most sums of few numbers in fp32 need no rounding in float64."""
-    sums, rounded = torch.zeros(len(each), dtype=torch.float64, device="cpu"), torch.ones(len(each), device="cpu") > 0
-    if len(each) > each.shape[1]:
+    sums, rounded = (
+        torch.zeros(len(averages), dtype=torch.float64, device="cpu"),
+        torch.ones(len(averages), device="cpu") > 0,
+    )
+    if len(averages) > averages.shape[1]:
         rounded = ~rounded
-        for x in each.unbind(1):
+        for x in averages.unbind(1):
             before, sums = sums, sums + x
             part = sums - before
             rounded |= (before - (sums - part)) + (x - part) != 0
-    sums[rounded] = torch.tensor([_sum(one) for one in each[rounded].tolist()], dtype=torch.float64, device="cpu")
+    sums[rounded] = torch.tensor([_sum(one) for one in averages[rounded].tolist()], dtype=torch.float64, device="cpu")
     return sums
 
 

@@ -121,7 +121,7 @@ SYMBOL_BLOCK = 1024
 """Elements of a program: 4 for each of its 256 threads, a 16-byte store of symbols. More would take its registers."""
 
 RESERVED = tl.constexpr(symbols.RESERVED)
-_FIRST, _SECOND, _THIRD = (tl.constexpr(each) for each in symbols.MULTIPLIERS)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in symbols.MULTIPLIERS)
 
 
 @triton.jit

@@ -46,7 +46,7 @@ _SHOWN = 12
 def directories() -> tuple[Path, ...]:
     """Folders where readers look for a base, besides that of the delta."""
     named = os.environ.get(_VARIABLE, "").split(os.pathsep)
-    return tuple(dict.fromkeys((*_directories.get(), *(Path(each) for each in named if each))))
+    return tuple(dict.fromkeys((*_directories.get(), *(Path(name) for name in named if name))))
 
 
 @contextmanager
@@ -89,11 +89,11 @@ def files_of(source: Path, *, damaged_too: bool = False) -> list[Path]:
 
     Raises InputError where one is missing or has a damaged head; ``damaged_too`` returns what was found up to it.
     """
-    found = [source]
+    files = [source]
     with suppress(InputError) if damaged_too else nullcontext():
-        while is_container(found[-1]) and (record := stated_base(found[-1], only='"base"').base) is not None:
-            found.append(find_base(found[-1], record, directories()))
-    return found
+        while is_container(files[-1]) and (record := stated_base(files[-1], only='"base"').base) is not None:
+            files.append(find_base(files[-1], record, directories()))
+    return files
 
 
 def refuse_any(target: Path, sources: Iterable[Path]) -> None:
@@ -121,9 +121,9 @@ def find_base(
 
     Raises InputError, which names the base and all places where it was looked for.
     """
-    found = next(bases_of(container, record, base_dirs), None)
-    if found is not None:
-        return found
+    base = next(bases_of(container, record, base_dirs), None)
+    if base is not None:
+        return base
     places = _places(container, record, base_dirs)
     there = [place for place in places if _is_there(place)]
     damaged = [place for place in there if stated_seal(place) == record.seal]
@@ -145,7 +145,7 @@ def bases_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()
     only its path names are not listed.
     """
     folders = _folders(container, base_dirs)
-    others = (path for each in folders for folder in (each, each / KEPT) for path in _files(folder))
+    others = (path for home in folders for folder in (home, home / KEPT) for path in _files(folder))
     places = _places(container, record, base_dirs)
     return (path for path in chain(places, others) if holds_seal(path, record.seal))
 
@@ -156,11 +156,11 @@ def folders_that_need(folder: Path) -> list[Path]:
     From a folder that the user names for bases anything may need them: then also the other such folders, and the
     current one.
     """
-    found = [folder, folder / KEPT, *([folder.parent] if folder.name == KEPT else [])]
+    folders = [folder, folder / KEPT, *([folder.parent] if folder.name == KEPT else [])]
     named = directories()
-    if {os.path.realpath(each) for each in named} & {os.path.realpath(each) for each in found}:
-        found += [*named, Path.cwd()]
-    return list({os.path.realpath(each): each for each in reversed(found)}.values())[::-1]
+    if {os.path.realpath(path) for path in named} & {os.path.realpath(path) for path in folders}:
+        folders += [*named, Path.cwd()]
+    return list({os.path.realpath(path): path for path in reversed(folders)}.values())[::-1]
 
 
 def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:

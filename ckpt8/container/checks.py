@@ -68,8 +68,8 @@ class ReferenceCheck:
         if work > _WORK * (copied.numel + FRAME):
             return "refers to masters in too many small pieces"
         if any(
-            self._elements[each] + count > MOST_COPIES * (self._numel_of(each, copied) or 0)
-            for each, count in more.items()
+            self._elements[master] + count > MOST_COPIES * (self._numel_of(master, copied) or 0)
+            for master, count in more.items()
         ):
             return "is one copy too many of its masters"
         self._elements += more
@@ -352,9 +352,9 @@ class Locator:
         """The places of a pack."""
         if codec.companions or codec.copied is not None:
             raise InputError(f"{self.where}: {pack.name}: storages that share entries cannot depend on others")
-        found = header.pack_layout(codec, self._checked(pack, codec), pack.numels)
-        self._check_names(pack, found)
-        names = ((part, spec, header.pack_entry(pack.name, part)) for part, (spec, _) in found.items())
+        layout = header.pack_layout(codec, self._checked(pack, codec), pack.numels)
+        self._check_names(pack, layout)
+        names = ((part, spec, header.pack_entry(pack.name, part)) for part, (spec, _) in layout.items())
         return {
             part: self._part(pack, part, spec, {name: header.planes(spec)} if pack.numel else {})
             for part, spec, name in names

@@ -126,11 +126,11 @@ def column(values: Sequence[Any]) -> Any:
 
 def gaps(values: Iterable[int]) -> list[int]:
     """The first of ascending numbers, and the difference of each to the one before."""
-    found, last = [], 0
+    differences, last = [], 0
     for value in values:
-        found.append(value - last)
+        differences.append(value - last)
         last = value
-    return found
+    return differences
 
 
 class Table:

@@ -199,19 +199,19 @@ class DamagedContainer(ContainerReader):
     def _place_entries(self, entries: Iterable[Entry]) -> dict[str, Entry]:
         """The entries of the manifest: where the header places them, or found in the holes between."""
         wanted = dict(self._expected_entries())
-        found: dict[str, Entry] = {}
+        placed: dict[str, Entry] = {}
         position, holes = 0, []
         for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
-            fits = entry.name in wanted and entry.nbytes == wanted[entry.name][0] and entry.name not in found
+            fits = entry.name in wanted and entry.nbytes == wanted[entry.name][0] and entry.name not in placed
             if fits and position <= entry.start and entry.stop <= self._data_stop:
                 holes.append((position, entry.start))
-                found[entry.name] = entry
+                placed[entry.name] = entry
                 position = entry.stop
         holes.append((position, self._data_stop))
-        missing = {name: facts for name, facts in wanted.items() if name not in found}
+        missing = {name: facts for name, facts in wanted.items() if name not in placed}
         for start, stop in holes:
-            found |= {entry.name: entry for entry in self._fill_hole(start, stop, missing)}
-        return found
+            placed |= {entry.name: entry for entry in self._fill_hole(start, stop, missing)}
+        return placed
 
     def _expected_entries(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
         """For every entry its name, its length, and the length and the checksum of its first frame."""

@@ -29,9 +29,9 @@ def decode_tensor(reader: ContainerReader, tensor: TensorRecord) -> torch.Tensor
     """One tensor with its shape, strides and flags. Raises InputError for damage, or where its storage is too small."""
     flat = decode_storage(reader, tensor.storage)
     try:
-        found = flat.view(tensor.dtype.torch).as_strided(tensor.shape, tensor.stride, tensor.offset)
-        found = found.conj() if "conj" in tensor.flags else found
-        return torch._neg_view(found) if "neg" in tensor.flags else found
+        view = flat.view(tensor.dtype.torch).as_strided(tensor.shape, tensor.stride, tensor.offset)
+        view = view.conj() if "conj" in tensor.flags else view
+        return torch._neg_view(view) if "neg" in tensor.flags else view
     except (AttributeError, RuntimeError) as exc:
         raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage, or this torch") from exc
 

@@ -272,10 +272,11 @@ def pack_layout(codec: Codec, spec: TensorSpec, numels: Iterable[int]) -> dict[s
     for numel in numels:
         if numel not in sizes:
             sizes[numel] = [part.numel for part in codec.layout(replace(spec, shape=(numel,))).values()]
-        for found, size in zip(starts, sizes[numel], strict=True):
-            found.append(found[-1] + size)
+        for bounds, size in zip(starts, sizes[numel], strict=True):
+            bounds.append(bounds[-1] + size)
     return {
-        name: (replace(part, numel=found[-1]), found) for (name, part), found in zip(parts.items(), starts, strict=True)
+        name: (replace(part, numel=bounds[-1]), bounds)
+        for (name, part), bounds in zip(parts.items(), starts, strict=True)
     }
 
 

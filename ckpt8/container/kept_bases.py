@@ -264,17 +264,17 @@ def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, Stated
     Raises OSError where a folder that is there and open to this user cannot be listed.
     """
     paths = links_in(folder)
-    for each in folders_that_need(folder):
+    for home in folders_that_need(folder):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            paths += _containers_in(each)
-    found, unreadable = {}, []
+            paths += _containers_in(home)
+    heads, unreadable = {}, []
     for path in paths:
         if path != without:
             try:
-                found[path] = _head(path)
+                heads[path] = _head(path)
             except (InputError, OSError):
                 unreadable.append(path)
-    return found, unreadable
+    return heads, unreadable
 
 
 def _head(path: Path) -> Stated:
@@ -355,12 +355,12 @@ def dependents(path: Path) -> list[Path]:
     seal, path = stated_seal(path), Path(os.path.realpath(path))
     if seal is None:
         return []
-    found: list[Path] = []
+    files: list[Path] = []
     for folder in folders_that_need(path.parent):
         with suppress(OSError):
-            found += sorted(folder.iterdir())
+            files += sorted(folder.iterdir())
     is_kept = cache(partial(_keeps_bytes, path))
-    return [each for each in found if _needs(each, path, seal, is_kept)]
+    return [file for file in files if _needs(file, path, seal, is_kept)]
 
 
 def refuse_needed(path: Path) -> None:
@@ -368,7 +368,7 @@ def refuse_needed(path: Path) -> None:
     needing = dependents(path)
     if needing:
         home = Path(os.path.realpath(path)).parent
-        names = listed([each.name if each.parent == home else str(each) for each in needing], _SHOWN)
+        names = listed([file.name if file.parent == home else str(file) for file in needing], _SHOWN)
         raise OutputError(f"{path}: is the base of {names}; rebase or remove what needs it first")
 
 
@@ -389,7 +389,7 @@ def _needs(container: Path, path: Path, seal: str, is_kept: Callable[[Path], boo
         return False
     if record is None or record.seal != seal:
         return False
-    others = (each for each in bases_of(container, record) if os.path.realpath(each) != str(path))
+    others = (base for base in bases_of(container, record) if os.path.realpath(base) != str(path))
     other = next(others, None)  # what readers take without ``path``
     return other is None or not is_kept(other)
 
@@ -400,8 +400,8 @@ def _keeps_bytes(path: Path, other: Path) -> bool:
         if other.samefile(path):
             return True
         with ContainerReader(other) as reader:
-            for each in (reader, *reader.links()):
-                each.check_stored()
+            for part in (reader, *reader.links()):
+                part.check_stored()
     except (InputError, OSError):
         return False
     return True

@@ -275,21 +275,21 @@ def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> N
 
 def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
     """Fill ``out`` with the symbols of planes; whether the planes are sound. See ``symbols``."""
-    arrays, found, (raw, base, over, top, bits) = [plane.numpy() for plane in planes], out.numpy(), mode
+    arrays, symbols, (raw, base, over, top, bits) = [plane.numpy() for plane in planes], out.numpy(), mode
     per_byte = DIGITS[base]
     if _largest_byte(arrays[0]) >= base**per_byte:
         return False
     values = np.arange(base**per_byte, dtype=np.int32)
     digits = np.stack([values // base**k % base for k in range(per_byte)], 1)
-    _join_digits(arrays[0], digits, per_byte, found)
+    _join_digits(arrays[0], digits, per_byte, symbols)
     # From the most significant byte on: a digit that is no escape stays below it.
-    if not all(_add_over(arrays[over - k], 8 * k, base - 1, found) for k in reversed(range(over))):
+    if not all(_add_over(arrays[over - k], 8 * k, base - 1, symbols) for k in reversed(range(over))):
         return False
     for k in range(raw):
-        _add_raw(arrays[over + 1 + k], found)
-    if bits and not _add_bits(arrays[over + 1], bits, found):
+        _add_raw(arrays[over + 1 + k], symbols)
+    if bits and not _add_bits(arrays[over + 1], bits, symbols):
         return False
-    return bool(_set_top(found, top) <= mode.largest)
+    return bool(_set_top(symbols, top) <= mode.largest)
 
 
 @kernel
@@ -299,9 +299,9 @@ def _subtract(symbols, base, out):
     for i in range(symbols.size):
         own, other = symbols[i], base[i]
         far = i4(-1) if own < 0 else zigzag(i4(from_zigzag(own) - from_zigzag(other)))
-        found = i4(own + i4(1)) if other < 0 else far
-        out[i] = found
-        largest = max(largest, found)
+        symbol = i4(own + i4(1)) if other < 0 else far
+        out[i] = symbol
+        largest = max(largest, symbol)
     return largest
 
 
@@ -312,9 +312,9 @@ def _add(symbols, base):
     for i in range(symbols.size):
         own, other = symbols[i], base[i]
         far = i4(-1) if own < 0 else zigzag(i4(from_zigzag(own) + from_zigzag(other)))
-        found = i4(own - i4(1)) if other < 0 else far
-        symbols[i] = found
-        least, largest = min(least, found), max(largest, found)
+        symbol = i4(own - i4(1)) if other < 0 else far
+        symbols[i] = symbol
+        least, largest = min(least, symbol), max(largest, symbol)
     return least, largest
 
 

@@ -51,10 +51,10 @@ class BaseRecord:
 
 def read_base(fields: Fields) -> BaseRecord | None:
     """The record at ``base``; None without one. Raises InputError."""
-    found = fields.optional("base", dict)
-    if found is None:
+    stored = fields.optional("base", dict)
+    if stored is None:
         return None
-    base = fields.nested(found)
+    base = fields.nested(stored)
     record = BaseRecord(
         seal=base.get("seal", str),
         path=base.get("path", str),

@@ -260,22 +260,22 @@ def _tensor(fields: Fields, storages: int) -> TensorRecord:
 
 
 def _budget(fields: Fields) -> dict[str, float] | None:
-    found = fields.optional("budget", dict)
-    if found is not None:
-        values: list[Any] = [found.get(key) for key in ("steps", "u_max", "cap")]
+    stored = fields.optional("budget", dict)
+    if stored is not None:
+        values: list[Any] = [stored.get(key) for key in ("steps", "u_max", "cap")]
         if not all(type(value) in (int, float) and 0 < value < LARGEST for value in values):
             raise fields.fail("budget")
-    return found
+    return stored
 
 
 def _steps(fields: Fields, storages: int) -> dict[str, Any] | None:
-    found = fields.optional("steps", dict)
-    if found is not None:
-        steps = fields.nested(found)
+    stored = fields.optional("steps", dict)
+    if stored is not None:
+        steps = fields.nested(stored)
         steps.count("optimizer")
         if steps.any("weight_storage") is not None:
             steps.count("weight_storage", storages)
-    return found
+    return stored
 
 
 def _parameter(fields: Fields, storages: int) -> ParameterRecord:
@@ -310,7 +310,7 @@ def read_manifest(tree: object, where: str) -> Manifest:
     own = fields.each("storages", _storage)
     storages, packs = _read_packs(fields, own)
     count = len(storages)
-    members = fields.each("members", lambda each: _member(each, count))
+    members = fields.each("members", lambda member: _member(member, count))
     if packs:
         members += _read_members(fields.nested(tree, "member_table"), storages)
     manifest = Manifest(
@@ -321,7 +321,7 @@ def read_manifest(tree: object, where: str) -> Manifest:
         frame=fields.count("frame"),
         members=members,
         storages=storages,
-        parameters=fields.each("parameters", lambda each: _parameter(each, count)),
+        parameters=fields.each("parameters", lambda parameter: _parameter(parameter, count)),
         directory=fields.optional("directory", str),
         packs=packs,
         budget=_budget(fields),
@@ -331,7 +331,7 @@ def read_manifest(tree: object, where: str) -> Manifest:
         storages[member.skeleton].name = storages[member.skeleton].name or skeleton_name(manifest, member)
     if not all(record.name for record in storages if record.pack is not None):
         raise fields.fail("storages")
-    manifest.tensors += fields.each("tensors", lambda each: _tensor(each, count))
+    manifest.tensors += fields.each("tensors", lambda tensor: _tensor(tensor, count))
     if packs:
         manifest.tensors += _read_tensors(fields.nested(tree, "tensor_table"), storages)
     if fields.any("slices") is not None:
@@ -339,18 +339,18 @@ def read_manifest(tree: object, where: str) -> Manifest:
     return manifest
 
 
-def _read_packs(fields: Fields, found: list[StorageRecord]) -> tuple[list[StorageRecord], list[Pack]]:
+def _read_packs(fields: Fields, records: list[StorageRecord]) -> tuple[list[StorageRecord], list[Pack]]:
     """All storages by index, and the packs; ``found`` are the records of ``storages``, some of them of packs.
 
     A pack says the indices of its storages. The others take those that are left, in their order.
     """
     shared = [
         (record, fields.nested(raw, "shared"))
-        for record, raw in zip(found, fields.get("storages", list), strict=True)
+        for record, raw in zip(records, fields.get("storages", list), strict=True)
         if record.codec.get("id") == SHARED
     ]
     if not shared:
-        return found, []
+        return records, []
     storages: dict[int, StorageRecord] = {}
     packs = []
     for record, columns in shared:
@@ -376,7 +376,7 @@ def _read_packs(fields: Fields, found: list[StorageRecord]) -> tuple[list[Storag
             one = StorageRecord(name or "", pack.dtype, numel, pack.role, codec, reason, {}, error, pack, place)
             storages[index] = one
         packs.append(pack)
-    own = [record for record in found if record.codec.get("id") != SHARED]
+    own = [record for record in records if record.codec.get("id") != SHARED]
     total = len(own) + len(storages)
     if any(not 0 <= index < total for index in storages):
         raise fields.fail("storages")
@@ -393,11 +393,11 @@ def _read_members(fields: Fields, storages: Sequence[StorageRecord]) -> list[Mem
         if value is None:
             return []
         columns = Table(fields.nested(value, None), key)
-        found, at = [], 0
+        runs, at = [], 0
         for gap, storage in zip(columns.each(key, as_count), columns.each("storage", index), strict=True):
-            found.append([at + gap, storage])
+            runs.append([at + gap, storage])
             at += gap + sizes(storage)
-        return found
+        return runs
 
     return [
         MemberRecord(*row)
@@ -406,8 +406,8 @@ def _read_members(fields: Fields, storages: Sequence[StorageRecord]) -> list[Mem
             table.each("format", as_text),
             table.each("size", as_count),
             table.each("skeleton", index),
-            table.each("segments", lambda each: pairs(each, "before", lambda storage: storages[storage].nbytes)),
-            table.each("crc_fields", lambda each: pairs(each, "gap", lambda _: 0)),
+            table.each("segments", lambda row: pairs(row, "before", lambda storage: storages[storage].nbytes)),
+            table.each("crc_fields", lambda row: pairs(row, "gap", lambda _: 0)),
             strict=True,
         )
     ]

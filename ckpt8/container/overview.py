@@ -83,21 +83,21 @@ class Overview:
     @property
     def parameters(self) -> list[Fields]:
         """The records of the parameters."""
-        return self._fields.each("parameters", lambda each: each)
+        return self._fields.each("parameters", lambda parameter: parameter)
 
     def skeleton(self, member: Contained) -> bytes | None:
         """The first bytes of a member outside of its tensors; None where they are kept in another way."""
         if member.skeleton >= len(self._storages):
             raise self._fields.fail("skeleton")
-        found = self._storages[member.skeleton]
-        return self._plain(found, min(found.numel, _LONGEST))
+        storage = self._storages[member.skeleton]
+        return self._plain(storage, min(storage.numel, _LONGEST))
 
     def element(self, name: str) -> tuple[DType, bytes] | None:
         """Type and bytes of the one element of the storage ``name``; None for any other storage, and without one."""
-        for found in self._storages:
-            if found.name == name and found.numel == 1 and found.codec.get("id") == Lossless.id:
-                dtype = found.record.choice("dtype", DType.from_label)
-                planes = self._plain(found, 1)
+        for storage in self._storages:
+            if storage.name == name and storage.numel == 1 and storage.codec.get("id") == Lossless.id:
+                dtype = storage.record.choice("dtype", DType.from_label)
+                planes = self._plain(storage, 1)
                 return None if planes is None else (dtype, _rotated(planes) if dtype.is_plane_float else planes)
         return None
 
@@ -146,7 +146,7 @@ class Overview:
         else:
             slabs = len(header.slab_chunks(storage.of, self._slab))
             entry = self._entries.get(header.entry_name(name, part, 0, slabs))
-        found = []
+        content = []
         offset = 0
         for chunk in range(min(chunks, header.chunk_count(stop))):
             if entry is None or offset + lengths[chunk] > entry.nbytes:
@@ -155,9 +155,9 @@ class Overview:
             if crc32(stored) != crcs[chunk]:
                 raise InputError(f"{self._where}: {name}: checksum does not match; the file is damaged")
             count = storage.of if storage.is_shared else min(header.FRAME, storage.of - chunk * header.FRAME)
-            found.append(inflate_plain(stored, count * size, self._where))
+            content.append(inflate_plain(stored, count * size, self._where))
             offset += lengths[chunk]
-        return b"".join(found)
+        return b"".join(content)
 
 
 def _member(fields: Fields) -> Contained:

@@ -99,15 +99,15 @@ class PackReader:
         owner = record.pack
         assert owner is not None  # noqa: S101
         kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("kept", OrderedDict())
-        found = kept.get(owner)
-        if found is None:
+        pack = kept.get(owner)
+        if pack is None:
             codec = self._codec_of(owner)
-            found = kept[owner] = _Open(owner, codec, header.pack_layout(codec, owner.spec, owner.numels), {})
+            pack = kept[owner] = _Open(owner, codec, header.pack_layout(codec, owner.spec, owner.numels), {})
             if len(kept) > _KEPT:
                 kept.popitem(last=False)
         else:
             kept.move_to_end(owner)
-        return found
+        return pack
 
 
 class Base(Closing):
@@ -135,13 +135,13 @@ class Base(Closing):
             return self._reader
 
     def _opened(self) -> ContainerReader:
-        found = self._open()
+        base = self._open()
         try:
-            _check_base(self._delta, found)
+            _check_base(self._delta, base)
         except BaseException:
-            found.close()
+            base.close()
             raise
-        return found
+        return base
 
     def close(self) -> None:
         """Close the base, if it is open."""
@@ -273,17 +273,17 @@ class ContainerReader(Closing):
         record = self.manifest.storages[storage]
         if record.pack is not None:
             return self.pack_codec(record.pack)
-        found = self._codecs.get(storage)
-        if found is None:
-            found = self._codecs[storage] = codec_from_config(record.codec)
-        return found
+        codec = self._codecs.get(storage)
+        if codec is None:
+            codec = self._codecs[storage] = codec_from_config(record.codec)
+        return codec
 
     def pack_codec(self, pack: Pack) -> Codec:
         """The codec of all storages of a pack. Raises UnsupportedError."""
-        found = self._codecs.get(pack)
-        if found is None:
-            found = self._codecs[pack] = codec_from_config(pack.codec)
-        return found
+        codec = self._codecs.get(pack)
+        if codec is None:
+            codec = self._codecs[pack] = codec_from_config(pack.codec)
+        return codec
 
     def spec(self, storage: int) -> TensorSpec:
         """The specification of a whole storage."""
@@ -376,11 +376,11 @@ class ContainerReader(Closing):
         expected = codec.layout(spec)
         wanted = expected if only is None else [part for part in expected if part in only]
         places, where = self.places[storage], self.where(storage)
-        found = {
+        parts_read = {
             part: read_part(self._file, places.get(part), expected[part], chunk, where, reuse=reuse) for part in wanted
         }
-        packings = {part: packing for part, (_, packing) in found.items() if packing is not None}
-        return copied | {part: x for part, (x, _) in found.items()}, packings
+        packings = {part: packing for part, (_, packing) in parts_read.items() if packing is not None}
+        return copied | {part: x for part, (x, _) in parts_read.items()}, packings
 
     def _read_copy(self, runs: Iterable[Run], numel: int, dtype: DType) -> torch.Tensor:
         """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
@@ -422,8 +422,8 @@ class ContainerReader(Closing):
         if not pack.numel:
             return frames.host_bytes(0).view(spec.dtype.torch)
         where = f"{self.path}: {name}"
-        found, packing = frames.read_part(self._file, self.places[pack].get(part), spec, 0, where, reuse=True)
-        return unpack_parts({part: found}, {} if packing is None else {part: packing}, where, self.backend)[part]
+        stored, packing = frames.read_part(self._file, self.places[pack].get(part), spec, 0, where, reuse=True)
+        return unpack_parts({part: stored}, {} if packing is None else {part: packing}, where, self.backend)[part]
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
         """Fill ``out`` with the elements of a chunk. Raises InputError for damage."""
@@ -469,12 +469,12 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Companions:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        found = self.expanded(storage, chunk)
+        values = self.expanded(storage, chunk)
         place, lent = vars(self._local).pop("lent", (None, None))
         for name, other in self.codec(storage).companion_storages.items():
             elements = lent if place == (other, chunk) else self.read_chunk(other, chunk)
-            found[name] = elements.float()
-        return found
+            values[name] = elements.float()
+        return values
 
     def expanded(self, storage: int, chunk: int) -> Parts:
         """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
@@ -485,8 +485,10 @@ class ContainerReader(Closing):
 
         first, numel = chunk * FRAME, self.chunk_spec(storage, chunk).numel
         return {
-            name: expand(each, self.read_chunk(each.rows, 0), self.read_chunk(each.columns, 0), first, numel)
-            for name, each in factored.items()
+            name: expand(
+                statistics, self.read_chunk(statistics.rows, 0), self.read_chunk(statistics.columns, 0), first, numel
+            )
+            for name, statistics in factored.items()
         }
 
     def lend(self, storage: int, chunk: int, elements: torch.Tensor) -> None:

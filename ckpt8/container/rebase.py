@@ -99,7 +99,7 @@ def write_again(
 
     ``changed`` gives the parts of each of their chunks; their records get new tables. All else is copied as it is.
     """
-    slabs = sorted(_slabs(reader), key=lambda each: _offset(reader, each))
+    slabs = sorted(_slabs(reader), key=lambda slab: _offset(reader, slab))
     names = [name for slab in slabs for name in _names(reader, slab)]
     tables: dict[int, Tables] = {index: {} for index in changed}
     room = partial(_room, reader, changed)
@@ -198,5 +198,5 @@ def _write(
         for part, (stored, packing) in encoded.items():
             tables.setdefault(part, FrameTable()).add(stored, packing)
             entries[part] += [frame for frame, _ in stored]
-    for name, found in zip(_names(reader, slab), entries.values(), strict=True):
-        writer.append(name, found)
+    for name, content in zip(_names(reader, slab), entries.values(), strict=True):
+        writer.append(name, content)

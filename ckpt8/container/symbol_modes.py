@@ -48,7 +48,7 @@ class Mode(NamedTuple):
     def of(cls, value: Any) -> Mode:
         """The mode that a manifest states. Raises TypeError or ValueError for anything else."""
         raw, base, over, top, *rest = value
-        if any(type(each) is not int for each in value):
+        if any(type(number) is not int for number in value):
             raise TypeError
         if rest and (len(rest) > 1 or raw or not 0 < rest[0] <= MOST_BITS):
             raise ValueError

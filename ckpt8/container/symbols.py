@@ -65,25 +65,26 @@ def choose(counts: torch.Tensor, numel: int, tabulate: Tabulate | None = None) -
     The first one of equals. Bits are taken for noise.
     """
     tops = (len(counts) - 1, 0) if counts[0] else (NO_TOP,)
-    found, tables = list[Mode](), list[torch.Tensor]()
+    candidates, tables = list[Mode](), list[torch.Tensor]()
     for top in tops:
         stored = _with_top(counts, top)
         largest = _largest_counted(stored)
         for bits in range(MOST_BITS + 1 if largest >= _FEWEST_ABOVE else 1):
             modes = list(_candidates(largest >> bits, top, bits))
             if modes:
-                found += modes
+                candidates += modes
                 tables.append((tabulate or _tabulate)(_above_bits(stored, bits), modes))
-    planes = [mode.plane_lengths(numel)[: 1 + mode.over + mode.raw] for mode in found]
+    planes = [mode.plane_lengths(numel)[: 1 + mode.over + mode.raw] for mode in candidates]
     lengths = [length for plane in planes for length in plane]
     digits = [
-        each for mode, own in zip(found, planes, strict=True) for each in (DIGITS[mode.base], *[1] * len(own[1:]))
+        size for mode, own in zip(candidates, planes, strict=True) for size in (DIGITS[mode.base], *[1] * len(own[1:]))
     ]
     sizes = iter(_stored(torch.cat(tables), _numbers(lengths), _numbers(digits)).tolist())
     totals = [
-        sum(islice(sizes, len(own)), mode.bits * -(-numel // LANES)) for mode, own in zip(found, planes, strict=True)
+        sum(islice(sizes, len(own)), mode.bits * -(-numel // LANES))
+        for mode, own in zip(candidates, planes, strict=True)
     ]
-    return found[totals.index(min(totals))]
+    return candidates[totals.index(min(totals))]
 
 
 def _above_bits(counts: torch.Tensor, bits: int) -> torch.Tensor:
@@ -159,8 +160,8 @@ def _above(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_counted(counts: torch.Tensor) -> int:
-    found = counts.nonzero()
-    return int(found[-1]) if len(found) else 0
+    used = counts.nonzero()
+    return int(used[-1]) if len(used) else 0
 
 
 def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
@@ -196,11 +197,11 @@ def pack_parts(
 
     With ``reuse`` the rows are in buffers of this thread, until it packs again. The symbols are then on the CPU.
     """
-    found, packings = dict(parts), dict[str, Packing]()
+    packed, packings = dict(parts), dict[str, Packing]()
     for name, part in parts.items():
         if part.dtype is torch.int32:
-            found[name], packings[name] = pack(part, backend, f"row {name}" if reuse else None)
-    return found, packings
+            packed[name], packings[name] = pack(part, backend, f"row {name}" if reuse else None)
+    return packed, packings
 
 
 def unpack_parts(
@@ -319,7 +320,7 @@ def _write_bits(low: torch.Tensor, bits: int, plane: torch.Tensor) -> None:
 
 def _join_bits(plane: torch.Tensor, bits: int) -> torch.Tensor:
     """The low bits of symbols in a bits plane, those behind the last symbol too."""
-    joint = sum(each.to(torch.int64) << 8 * k for k, each in enumerate(plane.view(bits, -1)))
+    joint = sum(row.to(torch.int64) << 8 * k for k, row in enumerate(plane.view(bits, -1)))
     return torch.cat([(joint >> bits * k) & (1 << bits) - 1 for k in range(LANES)]).to(torch.int32)
 
 
@@ -345,10 +346,10 @@ def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool
 
 def _number(planes: Sequence[torch.Tensor]) -> torch.Tensor:
     """What bytes stand for, the most significant first."""
-    found = planes[0].to(torch.int32)
+    total = planes[0].to(torch.int32)
     for plane in planes[1:]:
-        found = (found << 8) | plane
-    return found
+        total = (total << 8) | plane
+    return total
 
 
 def difference(parts: Parts, base: Parts, backend: backends.Backend | None = None) -> Parts:
@@ -371,10 +372,10 @@ def _difference(part: torch.Tensor, base: torch.Tensor, backend: backends.Backen
     if part.dtype is not torch.int32:
         return part.view(torch.uint8).bitwise_xor(base.view(torch.uint8)).view(part.dtype)
     fast = _numba(part, backend)
-    found, largest = fast.subtract(part, base) if fast else _subtract(part, base)
+    result, largest = fast.subtract(part, base) if fast else _subtract(part, base)
     if largest >= SYMBOL_LIMIT - 1:
         raise RefusedError("is too far from its base")
-    return found
+    return result
 
 
 def _total(part: torch.Tensor, base: torch.Tensor, where: str, backend: backends.Backend | None) -> torch.Tensor:
@@ -382,31 +383,31 @@ def _total(part: torch.Tensor, base: torch.Tensor, where: str, backend: backends
         part.view(torch.uint8).bitwise_xor_(base.view(torch.uint8))
         return part
     fast = _numba(part, backend)
-    found, least, largest = fast.add(part, base) if fast else _add(part, base)
+    result, least, largest = fast.add(part, base) if fast else _add(part, base)
     if least < RESERVED or largest >= SYMBOL_LIMIT:
         raise InputError(f"{where}: its symbols are not differences to those of its base; the file is damaged")
-    return found
+    return result
 
 
 def _subtract(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The differences, and the largest of them, at least 0."""
-    found = _combined(symbols, base, from_zigzag(symbols).sub_(from_zigzag(base)), 1)
-    return found, max(int(found.max()), 0) if found.numel() else 0
+    result = _combined(symbols, base, from_zigzag(symbols).sub_(from_zigzag(base)), 1)
+    return result, max(int(result.max()), 0) if result.numel() else 0
 
 
 def _add(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """The sums, the smallest, at most 0, and the largest, at least 0."""
-    found = _combined(symbols, base, from_zigzag(symbols).add_(from_zigzag(base)), -1)
-    least, largest = (int(each) for each in found.aminmax()) if found.numel() else (0, 0)
-    return found, min(least, 0), max(largest, 0)
+    result = _combined(symbols, base, from_zigzag(symbols).add_(from_zigzag(base)), -1)
+    least, largest = (int(bound) for bound in result.aminmax()) if result.numel() else (0, 0)
+    return result, min(least, 0), max(largest, 0)
 
 
 def _combined(symbols: torch.Tensor, base: torch.Tensor, q: torch.Tensor, shift: int) -> torch.Tensor:
     """The symbols of ``q``, but where one is reserved: ``symbols`` moved by ``shift`` where that is the base's."""
-    found = zigzag(q)
+    combined = zigzag(q)
     # Most chunks have none, and to find that out is one pass of memory for each.
-    if found.numel() and int(symbols.min()) < 0:
-        found.masked_fill_(symbols < 0, RESERVED)
-    if found.numel() and int(base.min()) < 0:
-        found = found.where(base >= 0, symbols + shift)
-    return found
+    if combined.numel() and int(symbols.min()) < 0:
+        combined.masked_fill_(symbols < 0, RESERVED)
+    if combined.numel() and int(base.min()) < 0:
+        combined = combined.where(base >= 0, symbols + shift)
+    return combined

@@ -101,7 +101,7 @@ def _are_paths(value: object) -> bool:
 def _is_module(value: object) -> bool:
     """Whether this is a module of torch, which need not be imported to find that out."""
     return any(
-        (each.__module__, each.__name__) == ("torch.nn.modules.module", "Module") for each in type(value).__mro__
+        (base.__module__, base.__name__) == ("torch.nn.modules.module", "Module") for base in type(value).__mro__
     )
 
 

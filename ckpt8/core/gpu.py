@@ -46,8 +46,8 @@ class CudaTransfer:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
             copies = copy_to_row(parts, row, wait=False)
-        for each in parts:
-            for part in each.values():
+        for chunk in parts:
+            for part in chunk.values():
                 part.record_stream(self._down)
         return copies, self._mark(self._down)
 
@@ -91,7 +91,7 @@ def padded(nbytes: int) -> int:
 
 def row_bytes(parts: Sequence[Parts]) -> int:
     """Bytes of the row that holds ``parts``."""
-    return sum(padded(part.numel() * part.element_size()) for each in parts for part in each.values())
+    return sum(padded(part.numel() * part.element_size()) for chunk in parts for part in chunk.values())
 
 
 def cut_row(row: torch.Tensor, specs: Iterable[tuple[torch.dtype, int]]) -> Iterator[torch.Tensor]:
@@ -105,15 +105,15 @@ def cut_row(row: torch.Tensor, specs: Iterable[tuple[torch.dtype, int]]) -> Iter
 
 def row_views(parts: Sequence[Parts], row: torch.Tensor) -> list[Parts]:
     """Views of ``row`` with the element types and lengths of ``parts``."""
-    views = cut_row(row, ((part.dtype, part.numel()) for each in parts for part in each.values()))
+    views = cut_row(row, ((part.dtype, part.numel()) for chunk in parts for part in chunk.values()))
     return [{name: next(views) for name in part} for part in parts]
 
 
 def copy_to_row(parts: Sequence[Parts], row: torch.Tensor, *, wait: bool = True) -> list[Parts]:
     """Copy ``parts`` from any device into ``row`` and return the copies; without ``wait``, only queue them."""
     copies = row_views(parts, row)
-    for each, there in zip(parts, copies, strict=True):
-        for name, part in each.items():
+    for chunk, there in zip(parts, copies, strict=True):
+        for name, part in chunk.items():
             # As bytes: not every device copies every element type.
             there[name].view(torch.uint8).copy_(part.view(torch.uint8), non_blocking=not wait)
     return copies

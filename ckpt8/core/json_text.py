@@ -40,8 +40,8 @@ def cost(text: bytes) -> int:
 
 def check_json(text: bytes, where: str, allowed: int) -> None:
     """Raise InputError for a text in UTF-8 that costs more than is ``allowed``, or is nested too deeply."""
-    found, brackets = _measured(text)
-    if found > allowed:
+    size, brackets = _measured(text)
+    if size > allowed:
         raise InputError(f"{where}: has more values than a checkpoint of its size can have")
     for _ in range(MAX_DEPTH):
         inner = brackets.replace(b"[]", b"")
@@ -58,8 +58,8 @@ def _measured(text: bytes) -> tuple[int, bytes]:
     quotes = marks.count(b'"')
     marks = _STRING.sub(b"", marks.replace(b'""', b""))
     opening = marks.count(b"[") + marks.count(b"{")
-    found = _BYTE * len(text) + _BRACKET * opening + _COMMA * marks.count(b",") + _COLON * marks.count(b":")
-    return found + _QUOTE * quotes, marks.translate(_SQUARE, _NO_BRACKETS)
+    size = _BYTE * len(text) + _BRACKET * opening + _COMMA * marks.count(b",") + _COLON * marks.count(b":")
+    return size + _QUOTE * quotes, marks.translate(_SQUARE, _NO_BRACKETS)
 
 
 def parse_json(text: bytes, where: str, allowed: int | None = None) -> Any:
@@ -88,10 +88,10 @@ def parse_any_json(text: bytes | bytearray, where: str) -> Any:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return unique
 
 
 def _no_constants(text: str) -> Any:

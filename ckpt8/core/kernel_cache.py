@@ -179,15 +179,15 @@ def make_private(folder: Path) -> None:
 
 def _check_way(path: Path, links: int) -> None:
     """Check every folder and link on the way to ``path``, and make missing folders. Raises OSError."""
-    for each in (*reversed(path.parents), path):
-        status = _status_of_made(each)
-        check_private(each, status, on_the_way=True)
+    for folder in (*reversed(path.parents), path):
+        status = _status_of_made(folder)
+        check_private(folder, status, on_the_way=True)
         if stat.S_ISLNK(status.st_mode):
             if links == _MOST_LINKS:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(each))
-            _check_way(each.parent / each.readlink(), links + 1)
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+            _check_way(folder.parent / folder.readlink(), links + 1)
         elif not stat.S_ISDIR(status.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(each))
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
 
 def check_private(path: Path, status: os.stat_result, *, on_the_way: bool = False) -> None:

@@ -50,7 +50,7 @@ def register(card: Card) -> None:
     if not card.cls:
         return
     TENSORS.update(card.tensors)
-    SIDE_STATE.update(*({*each.state, *each.optional} for each in card.published))
+    SIDE_STATE.update(*({*published.state, *published.optional} for published in card.published))
     moments = {key: tensor for key, tensor in card.tensors.items() if tensor.is_moment and tensor.packable}
     MOMENT_SLOTS.update({key: moment.slot for key, moment in moments.items()})
     STATE_ROLES.update({key: moment.role for key, moment in moments.items()})
@@ -63,17 +63,19 @@ def trained_cards() -> list[Card]:
 
 def card_of(rule_id: str) -> Card:
     """The card of an optimizer of ``ckpt8.optim``. Raises UsageError for an unknown rule."""
-    found = next((card for card in trained_cards() if card.rule_id == rule_id), None)
-    if found is None:
+    card = next((card for card in trained_cards() if card.rule_id == rule_id), None)
+    if card is None:
         known = ", ".join(card.rule_id for card in trained_cards())
         raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {known}")
-    return found
+    return card
 
 
 def find_published(package: str, name: str) -> tuple[Card, Published] | None:
     """The card and the entry of the class ``name`` of a top-level package; None for an unknown class."""
-    every = ((card, each) for card in trained_cards() for each in card.published)
-    return next(((card, each) for card, each in every if (each.package, each.name) == (package, name)), None)
+    every = ((card, published) for card in trained_cards() for published in card.published)
+    return next(
+        ((card, published) for card, published in every if (published.package, published.name) == (package, name)), None
+    )
 
 
 def first_moments() -> list[str]:
@@ -117,8 +119,8 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
             continue
         if card.agrees is not None and not card.agrees(group):
             continue
-        if (found := _form_of(card, tensors)) is not None:
-            return found
+        if (known := _form_of(card, tensors)) is not None:
+            return known
     return None
 
 
@@ -148,13 +150,13 @@ def state_objects() -> frozenset[str]:
 def state_roles(tensors: Collection[str]) -> dict[str, Role]:
     """Roles of the tensors of a state by all their keys together, where a key alone says too little; else empty."""
     forms = (form for card in CARDS.values() if not card.cls for form in card.forms)
-    found = next((form for form in forms if form.tensors and _fits(form, tensors)), None)
-    return {} if found is None else {tensor.key: tensor.role for tensor in found.tensors}
+    matching = next((form for form in forms if form.tensors and _fits(form, tensors)), None)
+    return {} if matching is None else {tensor.key: tensor.role for tensor in matching.tensors}
 
 
 def _fits(form: Form, tensors: Collection[str]) -> bool:
     """Whether a state with these tensors has the form."""
-    required = {each.key for each in form.present({})}
+    required = {tensor.key for tensor in form.present({})}
     return bool(tensors) and required <= set(tensors) <= {tensor.key for tensor in form.tensors}
 
 

@@ -112,8 +112,8 @@ def matched_state(optimizer: PackedState, state_dict: Mapping[str, Any]) -> tupl
     state: State = defaultdict(dict)
     for group, given in zip(groups, saved, strict=True):
         for param, identifier in zip(group["params"], given["params"], strict=True):
-            if found := state_dict["state"].get(identifier):
-                state[param] = _matched_tensors(optimizer, group, param, found, f"state of parameter {identifier}")
+            if own := state_dict["state"].get(identifier):
+                state[param] = _matched_tensors(optimizer, group, param, own, f"state of parameter {identifier}")
     return groups, state
 
 
@@ -132,31 +132,31 @@ def _matched_group(current: Mapping[str, Any], given: Mapping[str, Any], rule_id
 def _matched_tensors(
     optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
 ) -> dict[str, torch.Tensor]:
-    found: Found = {
+    content: Found = {
         name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
         for name, value in given.items()
     }
-    problem = layout_problem(optimizer, group, param, found)
+    problem = layout_problem(optimizer, group, param, content)
     if problem is not None:
         raise UsageError(f"{what}: {problem}")
-    state = optimizer.initial_state(group, param, exact_names(found))
+    state = optimizer.initial_state(group, param, exact_names(content))
     for name, tensor in state.items():
         tensor.copy_(given[name])
     return state
 
 
-def exact_names(found: Found) -> set[str]:
+def exact_names(content: Found) -> set[str]:
     """The exact tensors of a state: moments under their own name, and a residual of 16 bits."""
-    return {name for name, what in found.items() if name != "residual" or (what and what[0] == torch.int16)}
+    return {name for name, what in content.items() if name != "residual" or (what and what[0] == torch.int16)}
 
 
-def layout_problem(optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, found: Found) -> str | None:
+def layout_problem(optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, content: Found) -> str | None:
     """Why ``param`` cannot have a state of these element types and shapes, or None."""
-    layout = optimizer.state_layout(group, param, exact_names(found))
-    if found.keys() != layout.keys():
-        return f"has {', '.join(sorted(found))}, expected {', '.join(sorted(layout))}"
+    layout = optimizer.state_layout(group, param, exact_names(content))
+    if content.keys() != layout.keys():
+        return f"has {', '.join(sorted(content))}, expected {', '.join(sorted(layout))}"
     for name, (dtype, shape) in layout.items():
-        what = found[name]
+        what = content[name]
         if what != (dtype, shape):
             return f"{name} is {'no tensor' if what is None else f'{what[0]} {what[1]}'}, expected {dtype} {shape}"
     return None
@@ -315,7 +315,7 @@ class PackedOptimizer(PackedState):
             completed = [bool({"residual", "master"} & self.state.get(p, {}).keys()) for p in group["params"]]
             if any(completed):
                 pairs = zip(group["params"], completed, strict=True)
-                saved_group[CHECKS] = [weight_check(param) if found else None for param, found in pairs]
+                saved_group[CHECKS] = [weight_check(param) if own else None for param, own in pairs]
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ class PackedState(torch.optim.Optimizer):
 
     def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
         """Names of the moments of a parameter of this shape, each with its kind: ``moment1`` or ``moment2``."""
-        return {each.key: each.slot for each in self.card.form(len(shape)).present(group) if each.is_moment}
+        return {tensor.key: tensor.slot for tensor in self.card.form(len(shape)).present(group) if tensor.is_moment}
 
     def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the row and column averages of a parameter of this shape."""
@@ -98,5 +98,5 @@ class PackedState(torch.optim.Optimizer):
 
     def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
         """Every parameter with its index over all groups, which selects its random bits, and its group."""
-        found = [(group, param) for group in self.param_groups for param in group["params"]]
-        return [(index, group, param) for index, (group, param) in enumerate(found)]
+        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        return [(index, group, param) for index, (group, param) in enumerate(pairs)]

@@ -228,8 +228,8 @@ def weight_check(param: torch.Tensor, first: int = 0) -> int:
 
 def exact_residual(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """``("residual",)`` for a state with a residual of 16 bits, which is exact; else nothing."""
-    found = state.get("residual")
-    return ("residual",) if found is not None and found.dtype == torch.int16 else ()
+    residual = state.get("residual")
+    return ("residual",) if residual is not None and residual.dtype == torch.int16 else ()
 
 
 def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) -> torch.Tensor:
@@ -379,11 +379,11 @@ def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block
     """
     height, width = shape[-2:]
     batches, size = math.prod(shape[:-2]), height * width
-    found = []
+    blocks = []
 
     def add(start: int, view: tuple[int, int, int], batch: slice, rows: slice) -> None:
         stop = start + math.prod(view)
-        found.append((start, stop, Block(lambda *names: load(start, stop, view, names), batch, rows)))
+        blocks.append((start, stop, Block(lambda *names: load(start, stop, view, names), batch, rows)))
 
     if batches == 1 or (size > _ROW_BLOCK and size % GROUP == 0):
         step = _multiple(width)
@@ -395,7 +395,7 @@ def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block
         for batch in range(0, batches, step):
             count = min(step, batches - batch)
             add(batch * size, (count, height, width), slice(batch, batch + count), slice(None))
-    return found
+    return blocks
 
 
 def _multiple(size: int) -> int:

@@ -81,11 +81,11 @@ def step_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> int:
 def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str]) -> str | None:
     """Why a group of a published class does not fit ``rule``, or None."""
     try:
-        found = packed_group(given, rule, arguments)
+        settings = packed_group(given, rule, arguments)
     except UsageError as exc:
         return str(exc)
     card = CARDS[rule]
-    missing = {*arguments} - found.keys() - {"clip_threshold"}
+    missing = {*arguments} - settings.keys() - {"clip_threshold"}
     # A group without it may belong to another optimizer with two moments.
     missing |= {"amsgrad"} - given.keys() if card.matrix.update == "adam" else set()
     if missing:
@@ -104,7 +104,7 @@ def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str])
 def state_problem(keys: Collection[str], expected: Collection[str], rule: str, group: Mapping[Any, Any]) -> str | None:
     """Why a published state with these ``keys`` does not fit ``rule``, which needs ``expected``; or None."""
     card = CARDS[rule]
-    published = next((each for each in card.published if each.splits_betas == ("beta1" in group)), None)
+    published = next((candidate for candidate in card.published if candidate.splits_betas == ("beta1" in group)), None)
     if card.published[0].step is not None and "step" not in keys and group.get("step") is None:
         return "its step is missing"
     needed = {*expected} | ({published.sign} if published is not None and published.sign else set())
@@ -128,9 +128,9 @@ def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence
     if (update == "adam" and "beta1" in given) or (update == "stable_adamw" and "amsgrad" in given):
         raise UsageError(f"the moments have another convention than {rule}; see adamw_to_stable_adamw and its inverse")
     spelled = {name: tuple(given[part] for part in parts) for name, parts in SPELLINGS.items() if parts[0] in given}
-    found = {**given, **spelled}
+    settings = {**given, **spelled}
     kept = {*arguments, "maximize", "initial_lr", "param_names"}
-    return {key: value for key, value in found.items() if key in kept}
+    return {key: value for key, value in settings.items() if key in kept}
 
 
 StateDict = dict[str, Any]
@@ -163,16 +163,16 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
 
     ``state`` is the state of the parameter, ``group`` its saved group.
     """
-    found = {}
+    moments = {}
     for name, entry in CARDS[group["rule"]].tensors.items():
         if name in state:
-            found[name] = state[name].clone()
+            moments[name] = state[name].clone()
         elif f"{name}_codes" in state:
             codes = state[f"{name}_codes"]
             # A group keeps the codec of each kind of moment under the name of the kind, such as moment2.
             moment = Moment.of(name, codec_from_config(group[entry.slot]), state)
-            found[name] = moment.read(0, codes.numel()).view(codes.shape)
-    return found
+            moments[name] = moment.read(0, codes.numel()).view(codes.shape)
+    return moments
 
 
 def unpack(

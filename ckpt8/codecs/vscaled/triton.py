@@ -141,10 +141,10 @@ def encode(
 ) -> None:
     """Fill ``out`` with the codes of first moments, to the bit those of ``reference``. Raises RefusedError."""
     flags = torch.zeros(1, dtype=torch.int32, device=x.device)
-    given = (raw(x.contiguous()), *(each.float().contiguous() for each in (second, original_second)))
+    given = (raw(x.contiguous()), *(squares.float().contiguous() for squares in (second, original_second)))
     [bound] = _fp32(u_max)
     # Products with numbers of a few bits, which are exact here.
-    share, reach, most = _fp32(*(bound * each for each in (STEP_SHARE, REACH, LARGEST_UPDATE)))
+    share, reach, most = _fp32(*(bound * part for part in (STEP_SHARE, REACH, LARGEST_UPDATE)))
     numbers = (*_fp32(k, bias1, root_bias2, eps), modulo(first), salt, share, reach, most)
     launch(encode_kernel, x.numel(), x.device, *given, out["codes"], flags, *numbers, block=SYMBOL_BLOCK)
     if flags.item():

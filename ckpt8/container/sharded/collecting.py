@@ -84,7 +84,7 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
             rows[count].append((tensors[chosen], np.full(len(chosen), number), boxes))
     pickled = _pickled(files)
     names = list(numbers)
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for count, parts in rows.items():
         tensors, owners, boxes = (np.concatenate(column) for column in zip(*parts, strict=True))
         volumes = boxes[:, count:].prod(axis=1)
@@ -94,21 +94,21 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
         for first, stop in pairwise(edges):
             name = names[int(tensors[first])]
             own = owners[first:stop], boxes[first:stop, :count], boxes[first:stop, count:]
-            found[name] = layout_of(own, shapes[name], pickled.get(name, {}))
-    return found
+            layouts[name] = layout_of(own, shapes[name], pickled.get(name, {}))
+    return layouts
 
 
 def _pickled(files: Iterable[RankFile]) -> dict[str, dict[tuple[int, Shape], tuple[int, int]]]:
-    found: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
+    places: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
     for number, file in enumerate(files):
         for (name, offsets), place in file.pickled.items():
-            found[name][number, offsets] = place
-    return found
+            places[name][number, offsets] = place
+    return places
 
 
-def layout_of(found: _Found, shape: Shape, pickled: _Pickled) -> Layout:
+def layout_of(arrays: _Found, shape: Shape, pickled: _Pickled) -> Layout:
     """The layout of a tensor: a grid where its boxes are one. Of boxes with the same offsets it has the first."""
-    owners, offsets, sizes = found
+    owners, offsets, sizes = arrays
     if len(owners) > 1:
         new = np.append(True, (np.diff(offsets, axis=0) != 0).any(axis=1))
         owners, offsets, sizes = owners[new], offsets[new], sizes[new]
@@ -149,7 +149,7 @@ def _runs(values: Any) -> list[list[int]]:
 
 def _steps(numbers: Sequence[int]) -> list[int | list[int]]:
     """The numbers, three and more in even steps as [first, count, step]."""
-    found: list[int | list[int]] = []
+    steps: list[int | list[int]] = []
     at = 0
     while at < len(numbers):
         step = numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 0
@@ -157,12 +157,12 @@ def _steps(numbers: Sequence[int]) -> list[int | list[int]]:
         while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
             stop += 1
         if stop - at > 2:
-            found.append([numbers[at], stop - at, step])
+            steps.append([numbers[at], stop - at, step])
             at = stop
         else:
-            found.append(numbers[at])
+            steps.append(numbers[at])
             at += 1
-    return found
+    return steps
 
 
 _SHOWN = 5
@@ -176,11 +176,11 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
     world = _check(directory, parts)
     # Of equal boxes, of whole tensors, and of objects of one name, the first counts.
     order = sorted(parts.values(), key=lambda part: part.part is not None and part.part.rank != rank)
-    files = [_rank_file(directory, each) for each in order]
+    files = [_rank_file(directory, file) for file in order]
     shapes: dict[str, Shape] = {}
     dtypes: dict[str, DType] = {}
-    for each in order:
-        for name, tensor in each.tensors.items():
+    for file in order:
+        for name, tensor in file.tensors.items():
             known = shapes.setdefault(name, tensor.shape), dtypes.setdefault(name, tensor.dtype)
             if known != (tensor.shape, tensor.dtype):
                 raise InputError(f"{directory}: {name}: ranks have saved tensors of this name that are not alike")
@@ -190,9 +190,9 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
             layouts[name] = _of_one_rank(name, order) or layout
     objects: dict[str, Place] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    for each in reversed(order):
-        objects |= each.objects
-        paths |= each.paths or {}
+    for file in reversed(order):
+        objects |= file.objects
+        paths |= file.paths or {}
     if shapes.keys() & objects.keys():
         name = min(shapes.keys() & objects.keys())
         raise InputError(f"{directory}: {name}: is a tensor to some ranks and none to others")
@@ -200,9 +200,9 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
         {file.file: file.seal for file in files if file.file},
         {name: GlobalTensor(dtypes[name], shapes[name], layouts.get(name, Listed([])), names) for name in shapes},
         objects,
-        None if any(each.paths is None for each in order) else paths,
+        None if any(file.paths is None for file in order) else paths,
         order[0].dcp,
-        next(each.part.save for each in order if each.part is not None),
+        next(file.part.save for file in order if file.part is not None),
         joined=world,
     )
 
@@ -210,10 +210,10 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
 def _check(directory: Path, parts: Mapping[str, ShardedIndex]) -> int:
     """The number of ranks. Raises InputError unless the parts are those of one save, and all of them."""
     known = {}
-    for name, each in parts.items():
-        if each.part is None or each.part.name != name:
+    for name, rank_file in parts.items():
+        if rank_file.part is None or rank_file.part.name != name:
             raise InputError(f"{directory / name}: is not the part of the index that its name says")
-        known[each.part.rank] = each.part
+        known[rank_file.part.rank] = rank_file.part
     first = min(known)
     others = [part.rank for part in known.values() if part[1:] != known[first][1:]]
     if others:

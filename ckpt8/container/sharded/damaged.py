@@ -127,9 +127,9 @@ class DamagedDirectory(Closing):
         reader = self.readers[place.file]
         record = objects_of(reader.manifest)
         assert record is not None  # noqa: S101 - it would be lost
-        found = b"".join(bytes_of(reader.read_chunk(record.storage, chunk)) for chunk in _chunks(place))
+        content = b"".join(bytes_of(reader.read_chunk(record.storage, chunk)) for chunk in _chunks(place))
         start = place.start % FRAME
-        return found[start : start + place.length]
+        return content[start : start + place.length]
 
 
 def _chunks(place: Place) -> range:
@@ -206,16 +206,16 @@ class CheckpointDirectory(Closing):
         own = [tensor_facts(joined.manifest, record) for record in records]
         if not own:
             return _facts_of_nothing(tensor)
-        found = {**own[0], "slices": len(own)}
+        total = {**own[0], "slices": len(own)}
         for key in ("codec", "reason"):
-            found[key] = ", ".join(dict.fromkeys(each[key] for each in own if each[key] is not None)) or None
+            total[key] = ", ".join(dict.fromkeys(record[key] for record in own if record[key] is not None)) or None
         for key in ("elements", "bytes", "stored_bytes"):
-            found[key] = sum(each[key] for each in own)
-        parts = dict.fromkeys(part for each in own for part in each["parts"])
-        found["parts"] = {part: sum(each["parts"].get(part, 0) for each in own) for part in parts}
-        found["masters"] = list(dict.fromkeys(master for each in own for master in each["masters"]))
-        found["error"] = _error(joined.manifest, records)
-        return found
+            total[key] = sum(record[key] for record in own)
+        parts = dict.fromkeys(part for record in own for part in record["parts"])
+        total["parts"] = {part: sum(record["parts"].get(part, 0) for record in own) for part in parts}
+        total["masters"] = list(dict.fromkeys(master for record in own for master in record["masters"]))
+        total["error"] = _error(joined.manifest, records)
+        return total
 
 
 def _is_pickled(tensor: GlobalTensor) -> bool:

@@ -156,34 +156,34 @@ class Grid:
 
 @dataclass(frozen=True)
 class Listed:
-    """A tensor whose boxes are no grid, or do not cover it. ``found`` are file number, offsets and sizes of each.
+    """A tensor whose boxes are no grid, or do not cover it. ``listed`` are file number, offsets and sizes of each.
 
     ``pickled`` gives start and length in bytes, by offsets, where a value is in the bytes of the objects of its file.
     """
 
-    found: Sequence[tuple[int, Shape, Shape]]
+    listed: Sequence[tuple[int, Shape, Shape]]
     pickled: Mapping[Shape, tuple[int, int]] = field(default_factory=dict)
 
     is_whole = False
 
     def __len__(self) -> int:
         """The number of boxes."""
-        return len(self.found)
+        return len(self.listed)
 
     def boxes(self) -> Iterator[tuple[int, Shape, Shape]]:
         """File number, offsets and sizes of every box."""
-        return iter(self.found)
+        return iter(self.listed)
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Shape, Shape]]:
         """As ``boxes``, those that share elements with a box."""
-        if not self.found or not all(sizes):
+        if not self.listed or not all(sizes):
             return iter(())
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-        return (self.found[number] for number in sorted(self._tree.overlapping(offsets, ends)))
+        return (self.listed[number] for number in sorted(self._tree.overlapping(offsets, ends)))
 
     @cached_property
     def _tree(self) -> _BoxTree:
-        return _BoxTree(self.found, range(len(self.found)))
+        return _BoxTree(self.listed, range(len(self.listed)))
 
 
 class _BoxTree:
@@ -194,9 +194,9 @@ class _BoxTree:
 
     _LEAF = 8
 
-    def __init__(self, found: Sequence[tuple[int, Shape, Shape]], numbers: Sequence[int]) -> None:
-        offsets = [found[number][1] for number in numbers]
-        ends = [tuple(map(add, found[number][1], found[number][2])) for number in numbers]
+    def __init__(self, boxes: Sequence[tuple[int, Shape, Shape]], numbers: Sequence[int]) -> None:
+        offsets = [boxes[number][1] for number in numbers]
+        ends = [tuple(map(add, boxes[number][1], boxes[number][2])) for number in numbers]
         self._low = tuple(map(min, zip(*offsets, strict=True)))
         self._high = tuple(map(max, zip(*ends, strict=True)))
         self._boxes: Sequence[tuple[int, Shape, Shape]] = ()
@@ -206,9 +206,9 @@ class _BoxTree:
             self._boxes = list(zip(numbers, offsets, ends, strict=True))
         else:
             dim = counts.index(max(counts))
-            ordered = sorted(numbers, key=lambda number: found[number][1][dim])
+            ordered = sorted(numbers, key=lambda number: boxes[number][1][dim])
             middle = len(ordered) // 2
-            self._halves = _BoxTree(found, ordered[:middle]), _BoxTree(found, ordered[middle:])
+            self._halves = _BoxTree(boxes, ordered[:middle]), _BoxTree(boxes, ordered[middle:])
 
     def overlapping(self, offsets: Sequence[int], ends: Sequence[int]) -> Iterator[int]:
         """The numbers of the boxes that share elements with the box from ``offsets`` to ``ends``."""
@@ -317,8 +317,8 @@ class GlobalTensor:
 
     def pickled(self, box: Slice) -> Place | None:
         """Where a part is that is kept as an object is; None for those that are tensors of their file."""
-        found = self.layout.pickled.get(box.offsets) if isinstance(self.layout, Listed) else None
-        return None if found is None else Place(box.file, *found)
+        place = self.layout.pickled.get(box.offsets) if isinstance(self.layout, Listed) else None
+        return None if place is None else Place(box.file, *place)
 
     def to_json(self) -> dict[str, Any]:
         """The values of JSON."""

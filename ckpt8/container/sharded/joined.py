@@ -114,16 +114,16 @@ class _Joining:
 
     def _codec(self, config: dict[str, Any]) -> dict[str, Any]:
         """A stored configuration with the numbers of storages in the joined manifest."""
-        first, found = self._first, dict(config)
+        first, shifted = self._first, dict(config)
         for name in codec_class(config["id"]).companions:
             value = config.get(name)
             if isinstance(value, int):
-                found[name] = value + first
+                shifted[name] = value + first
             elif isinstance(value, (list, tuple)):  # row and column statistics, and the size of matrices
-                found[name] = [value[0] + first, value[1] + first, *value[2:]]
+                shifted[name] = [value[0] + first, value[1] + first, *value[2:]]
         if "runs" in config:
-            found["runs"] = [[None if run[0] is None else run[0] + first, *run[1:]] for run in config["runs"]]
-        return found
+            shifted["runs"] = [[None if run[0] is None else run[0] + first, *run[1:]] for run in config["runs"]]
+        return shifted
 
     def _parameter(self, record: ParameterRecord) -> ParameterRecord:
         storage = min(record.moments.values(), default=-1)
@@ -179,7 +179,7 @@ class JoinedReader(Closing):
     def _check(self) -> None:
         stated = {name: set(slices) for name, slices in self.slices.items()}
         # A few numbers of the index say very many: no list of them is made that the files do not bear out.
-        named, held = (sum(map(len, each)) for each in (self._layouts(), stated.values()))
+        named, held = (sum(map(len, layouts)) for layouts in (self._layouts(), stated.values()))
         if named > _MANY + 2 * held:
             raise InputError(f"{self.path / INDEX}: names {named} slices, and its files hold {held}")
         for name, tensor in self.index.tensors.items():
@@ -246,10 +246,10 @@ class JoinedReader(Closing):
 
     @cached_property
     def _firsts(self) -> list[int]:
-        found = [0]
+        firsts = [0]
         for reader in self.readers:
-            found.append(found[-1] + len(reader.manifest.storages))
-        return found
+            firsts.append(firsts[-1] + len(reader.manifest.storages))
+        return firsts
 
     @cached_property
     def _first_of(self) -> dict[str, int]:
@@ -282,7 +282,7 @@ class JoinedReader(Closing):
         return (name for name in self._names() if name not in self.by_name and not _is_index(name))
 
     def _names(self) -> list[str]:
-        return sorted(each.name for each in self.path.iterdir())
+        return sorted(path.name for path in self.path.iterdir())
 
 
 def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: GlobalTensor, box: Slice) -> str | None:
@@ -297,9 +297,9 @@ def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: Globa
 
 def objects_of(manifest: Manifest) -> TensorRecord | None:
     """The bytes of the values of a container that are no tensors; None where it has none."""
-    found = next((tensor for tensor in manifest.tensors if tensor.name == OBJECTS), None)
-    fits = found is not None and found.dtype is DType.UINT8 and not found.offset and not found.flags
-    return found if fits else None
+    objects = next((tensor for tensor in manifest.tensors if tensor.name == OBJECTS), None)
+    fits = objects is not None and objects.dtype is DType.UINT8 and not objects.offset and not objects.flags
+    return objects if fits else None
 
 
 def _is_index(name: str) -> bool:

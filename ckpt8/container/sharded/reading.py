@@ -59,7 +59,7 @@ def find_sharded(path: Path) -> Path | None:
 
     None where there is neither.
     """
-    return next((each for each in (path, path / FOLDER) if is_sharded(each)), None)
+    return next((folder for folder in (path, path / FOLDER) if is_sharded(folder)), None)
 
 
 def has_other_parts(directory: Path, part: Part) -> bool:
@@ -76,8 +76,8 @@ def has_other_parts(directory: Path, part: Part) -> bool:
     first = directory / part._replace(rank=0).name
     if not first.exists():
         return False
-    found = _read(first).part
-    return found is None or found[1:] != part[1:]
+    stated = _read(first).part
+    return stated is None or stated[1:] != part[1:]
 
 
 def _parts(directory: Path) -> list[str]:
@@ -164,25 +164,25 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
 
 
 def _read_part(fields: Fields) -> Part | None:
-    found = fields.optional("part", dict)
-    if found is None:
+    stored = fields.optional("part", dict)
+    if stored is None:
         return None
-    part = fields.nested(found)
+    part = fields.nested(stored)
     world = part.count("world")
     return Part(part.count("rank", world), world, part.get("save", str))
 
 
 def _read_files(fields: Fields, where: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for each in fields.get("files", list):
-        match each:
-            case [str(name), str(seal)] if _SEAL.fullmatch(seal) and name not in found:
+    seals: dict[str, str] = {}
+    for pair in fields.get("files", list):
+        match pair:
+            case [str(name), str(seal)] if _SEAL.fullmatch(seal) and name not in seals:
                 if (problem := name_problem(name)) is not None:
                     raise InputError(f"{where}: names the file {shown(name)}, which {problem}")
-                found[name] = seal
+                seals[name] = seal
             case _:
                 raise fields.fail("files")
-    return found
+    return seals
 
 
 def _read_place(fields: Fields, key: str, value: Any, names: Sequence[str]) -> Place:
@@ -221,35 +221,35 @@ def _read_grid(fields: Fields, shape: Shape, files: int) -> Layout:
 def _is_owner(value: Any, files: int) -> bool:
     """Whether this is the number of a file, or [first, count, step] of such numbers."""
     match value:
-        case [int(first), int(count), int(step)] if not any(isinstance(each, bool) for each in value):
+        case [int(first), int(count), int(step)] if not any(isinstance(number, bool) for number in value):
             last = first + (count - 1) * step
             return 0 < count < LARGEST and 0 <= first < files and 0 <= last < files
     return type(value) is int and 0 <= value < files
 
 
 def _read_boxes(fields: Fields, shape: Shape, files: int) -> Layout:
-    boxes, dims = fields.get("boxes", list), len(shape)
-    found: list[tuple[int, Shape, Shape]] = []
-    for box in boxes:
+    dims = len(shape)
+    boxes: list[tuple[int, Shape, Shape]] = []
+    for box in fields.get("boxes", list):
         match box:
             case [int(file), offsets, sizes] if _counts(offsets, dims) and _counts(sizes, dims) and all(sizes):
                 inside = all(at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
                 if inside and _is_owner(file, files):
-                    found.append((file, tuple(offsets), tuple(sizes)))
+                    boxes.append((file, tuple(offsets), tuple(sizes)))
                     continue
         raise fields.fail("boxes")
-    if len({offsets for _, offsets, _ in found}) != len(found):
+    if len({offsets for _, offsets, _ in boxes}) != len(boxes):
         raise fields.fail("boxes")
     pickled = fields.optional("pickled", list)
     if pickled is None:
-        return Listed(found)
-    if len(pickled) != len(found) or not all(each is None or _counts(each, 2) for each in pickled):
+        return Listed(boxes)
+    if len(pickled) != len(boxes) or not all(place is None or _counts(place, 2) for place in pickled):
         raise fields.fail("pickled")
     return Listed(
-        found,
+        boxes,
         {
             offsets: (place[0], place[1])
-            for (_, offsets, _), place in zip(found, pickled, strict=True)
+            for (_, offsets, _), place in zip(boxes, pickled, strict=True)
             if place is not None
         },
     )

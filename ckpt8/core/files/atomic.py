@@ -184,7 +184,7 @@ def _remove_if_abandoned(path: Path, *, ours: bool) -> None:
                 return
             except OSError:
                 ours = False
-            last_change = max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+            last_change = max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
             if ours or time.time() - last_change > IDLE_SECONDS:
                 remove(path)
         finally:
@@ -233,10 +233,10 @@ def as_private_as(*sources: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def noting_replaced() -> Iterator[list[str]]:
     """Descriptions of what the outputs of the block replaced, in their order."""
-    found: list[str] = []
-    token = _noted.set(found)
+    replaced: list[str] = []
+    token = _noted.set(replaced)
     try:
-        yield found
+        yield replaced
     finally:
         _noted.reset(token)
 
@@ -258,8 +258,8 @@ def mode_of_output(*, directory: bool, group: int | None = None, replaced: os.st
 
 def _umask() -> int:
     with contextlib.suppress(OSError):
-        if found := _UMASK.search(_STATUS.read_bytes()):
-            return int(found[1], 8)
+        if match := _UMASK.search(_STATUS.read_bytes()):
+            return int(match[1], 8)
     # The system tells it only to those who change it, for all threads.
     with _changing_umask:
         mask = os.umask(0o077)
@@ -515,10 +515,10 @@ class AtomicDirectory(AtomicOutput):
             self._make(Path(path))
 
     def _make(self, path: Path) -> None:
-        for each in (*reversed(path.parents), path):
-            if each not in self._made:
-                (self.path / each).mkdir()
-                self._made.add(each)
+        for folder in (*reversed(path.parents), path):
+            if folder not in self._made:
+                (self.path / folder).mkdir()
+                self._made.add(folder)
 
     def add_link(self, path: str, target: str) -> None:
         """Make a symbolic link on ``publish``."""

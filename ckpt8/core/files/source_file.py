@@ -33,10 +33,10 @@ _TOOLS = {
 
 def refuse_url(path: Path) -> None:
     """Raise UsageError for a URL, unless there is a folder of its first name."""
-    found = _URL.fullmatch(os.fspath(path))
-    if found is None or os.path.lexists(path.parts[0]):
+    match = _URL.fullmatch(os.fspath(path))
+    if match is None or os.path.lexists(path.parts[0]):
         return
-    scheme, rest = found.groups()
+    scheme, rest = match.groups()
     tool = _TOOLS.get(scheme.lower())
     if scheme.lower() == "file":
         rest = f"/{rest}"

@@ -92,16 +92,16 @@ class Fused:
             known = self._look_up(index, group, param, param.grad)
             key = id(group), known.layout, param.device, index if alone else None
             launches.setdefault(key, (group, []))[1].append((known.row, param.grad.data_ptr()))
-        for key, (group, found) in launches.items():
-            plan = self._plan(key, found)
+        for key, (group, entries) in launches.items():
+            plan = self._plan(key, entries)
             module = import_module(f"ckpt8.optim.triton.{card_of(group['rule']).kernels}")
             scaler = [t if t is None else t.to(plan.device, non_blocking=True) for t in (grad_scale, found_inf)]
             module.step(plan, group, scaler)
 
-    def _plan(self, key: tuple[Any, ...], found: list[tuple[Row, int]]) -> LaunchPlan:
+    def _plan(self, key: tuple[Any, ...], entries: list[tuple[Row, int]]) -> LaunchPlan:
         from ckpt8.optim.triton.launches import LaunchPlan
 
-        rows, gradients = [row for row, _ in found], [gradient for _, gradient in found]
+        rows, gradients = [row for row, _ in entries], [gradient for _, gradient in entries]
         layout, device = key[1:3]
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         plan = self._plans.get(key)

@@ -448,13 +448,13 @@ def average_kernel(table, scalars, lines, matrices, sums, factors, beta, pair: t
         tl.load(matrix + COLUMN_SUMS) + batch * down * width,
         tl.load(matrix + ROW_SUMS) + batch * height * across,
     )
-    each, next_part = tl.where(of_columns == 1, 1, across), tl.where(of_columns == 1, width, 1)
+    between, next_part = tl.where(of_columns == 1, 1, across), tl.where(of_columns == 1, width, 1)
     at = block.to(tl.int64) * line + tl.arange(0, line)
     inside = at < length
     gathered = tl.zeros([line], tl.float64)
     part = 0
     while part < parts:
-        gathered += tl.load(sums + base + at * each + part * next_part, inside, 0.0)
+        gathered += tl.load(sums + base + at * between + part * next_part, inside, 0.0)
         part += 1
     mean = (gathered / divisor.to(tl.float64)).to(tl.float32)
     averages = tl.load(matrix + AVERAGES + 2 * pair + of_columns).to(tl.pointer_type(tl.float32)) + batch * length
@@ -476,15 +476,15 @@ def factor_kernel(table, scalars, lines, matrices, sums, factors, pair: tl.const
     if tl.load(tensor + NOW) == 0:
         return
     height, blocks = tl.load(matrix + HEIGHT), tl.load(matrix + LINES_DOWN)
-    each = tl.arange(0, line)
+    lane = tl.arange(0, line)
     gathered = tl.zeros([line], tl.float64)
     begin = 0
     while begin < blocks:
         offset = tl.load(matrix + SUMS) + batch * blocks + begin
-        gathered += tl.load(sums + offset + each, begin + each < blocks, 0.0)
+        gathered += tl.load(sums + offset + lane, begin + lane < blocks, 0.0)
         begin += line
     mean = (tl.sum(gathered) / height.to(tl.float64)).to(tl.float32)
-    at = block.to(tl.int64) * line + each
+    at = block.to(tl.int64) * line + lane
     averages = tl.load(matrix + AVERAGES + 2 * pair).to(tl.pointer_type(tl.float32)) + batch * height
     average = tl.load(averages + at, at < height, 1.0)
     factor = inverse_root(tl.div_rn(average, tl.broadcast_to(mean, average.shape)))
