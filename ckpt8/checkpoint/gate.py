@@ -149,11 +149,11 @@ def _check(source: SourceFile, reader: _TorchReader, calls: TorchCalls | None = 
 
 def _load(file: IO[bytes], where: str, map_location: Any) -> Any:
     file.seek(0)
-    found = _translated(lambda: torch.load(file, map_location=map_location, weights_only=True), where, file)
+    loaded = _translated(lambda: torch.load(file, map_location=map_location, weights_only=True), where, file)
     # torch does not always pass on the error of a read.
     if isinstance(file, MemberFile) and file.error is not None:
         raise file.error
-    return found
+    return loaded
 
 
 def _translated(load: Callable[[], Any], where: str, file: object = None) -> Any:

@@ -151,7 +151,9 @@ class _Contents:
     def __init__(self, root: Path, written: frozenset[str]) -> None:
         self.files = self.nbytes = 0
         self._written = written
-        self._folders = {path[:end] for path in written for end, each in enumerate(path) if each == "/"} | {""}
+        self._folders = {path[:end] for path in written for end, character in enumerate(path) if character == "/"} | {
+            ""
+        }
         self._holds_checkpoint = False
         self.problem = next(self._problems(root), None)
 
@@ -161,11 +163,13 @@ class _Contents:
         while waiting:
             folder = waiting.pop()
             with os.scandir(root / folder) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-            steps = [each.name for each in found if each.name.startswith(_STEP) and each.is_dir(follow_symlinks=False)]
+                by_name = sorted(entries, key=lambda entry: entry.name)
+            steps = [
+                entry.name for entry in by_name if entry.name.startswith(_STEP) and entry.is_dir(follow_symlinks=False)
+            ]
             if len(steps) > 1 and not self._folders.issuperset(f"{folder}/{step}".strip("/") for step in steps):
                 yield f"holds several checkpoints ({steps[0]!r}, {steps[1]!r})"
-            for entry in found:
+            for entry in by_name:
                 path = f"{folder}/{entry.name}" if folder else entry.name
                 if not entry.is_dir(follow_symlinks=False):
                     yield from self._look_at(entry, path, folder)
@@ -294,8 +298,8 @@ def epoch_in_name(name: str) -> int | None:
 
 def _last_number(text: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
     for pattern in patterns:
-        if found := list(pattern.finditer(text)):
-            return int(next(filter(None, found[-1].groups())))
+        if numbers := list(pattern.finditer(text)):
+            return int(next(filter(None, numbers[-1].groups())))
     return None
 
 
@@ -310,9 +314,9 @@ def written_once(paths: Iterable[Path]) -> list[Path]:
 
     Where no name has one, those without a word such as ``last``.
     """
-    found = list(paths)
-    numbered = [path for path in found if is_numbered(path.name)]
-    return numbered or [path for path in found if not _has_word(path)]
+    files = list(paths)
+    numbered = [path for path in files if is_numbered(path.name)]
+    return numbered or [path for path in files if not _has_word(path)]
 
 
 def _has_word(path: Path) -> bool:
@@ -377,12 +381,12 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
     """
     try:
         with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        names = [each.name for each in found if each.is_file()]
+            by_name = sorted(entries, key=lambda entry: entry.name)
+        names = [entry.name for entry in by_name if entry.is_file()]
         if is_one_checkpoint(names):
             return []
         parts = set(parts_in(folder, filter(_is_visible, names)))
-        return [run_entry for each in found if (run_entry := _run_entry(each, parts)) is not None]
+        return [run_entry for entry in by_name if (run_entry := _run_entry(entry, parts)) is not None]
     except NotADirectoryError as exc:
         raise InputError(f"{folder}: is no folder; give that of a run, or ckpt8 compress a checkpoint") from exc
     except OSError as exc:
@@ -395,8 +399,8 @@ def run_in(folder: Path) -> list[str]:
     It is one where they are of several steps or epochs, or where there are containers among them.
     """
     raw = [path.path.name for path in checkpoints_in(folder) if not path.is_doubtful and path.skipped is None]
-    found = (path for path in folder.iterdir() if _is_visible(path.name) and is_container(path))
-    packed = [path.name for path in found if re.fullmatch(sharded.RANK_FILE, path.name) is None]
+    containers = (path for path in folder.iterdir() if _is_visible(path.name) and is_container(path))
+    packed = [path.name for path in containers if re.fullmatch(sharded.RANK_FILE, path.name) is None]
     names = sorted((*raw, *packed))
     steps = {(step_in_name(name), epoch_in_name(name)) for name in names} - {(None, None)}
     return names if raw and (packed or len(steps) > 1) else []
@@ -405,7 +409,7 @@ def run_in(folder: Path) -> list[str]:
 def packed_in(folder: Path) -> list[str]:
     """The names of the directories in a folder that ranks have packed, as a whole or with other files around that."""
     try:
-        return sorted(each.name for each in folder.iterdir() if _is_visible(each.name) and _is_packed(each))
+        return sorted(path.name for path in folder.iterdir() if _is_visible(path.name) and _is_packed(path))
     except OSError:
         return []
 

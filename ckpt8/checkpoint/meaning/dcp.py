@@ -80,7 +80,7 @@ class _Home:
 
     def is_beside(self, other: _Home) -> bool:
         """Whether it has no optimizer and lies in a folder beside that of ``other``."""
-        above = {each.folder.rpartition("/")[0] for each in (self, other)}
+        above = {one.folder.rpartition("/")[0] for one in (self, other)}
         return self is not other and len(above) == 1 and not self.checkpoint.roles.states
 
 
@@ -89,7 +89,7 @@ def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[S
     homes = _homes(members, key_of)
     for home in homes:
         if home.checkpoint.roles.states:
-            yield from _pairs_of(home, [each for each in homes if each.is_beside(home)])
+            yield from _pairs_of(home, [other for other in homes if other.is_beside(home)])
 
 
 def slice_twins(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[tuple[str, str]]:
@@ -150,8 +150,8 @@ def _slice_of_weight(
     whole = saved.master or saved.weight
     if whole is None:
         return None, saved.unpaired
-    found = slices.get(id(whole), own).get((whole.key, place))
-    return found, None if found is not None else _CUT_ELSEWHERE
+    ref = slices.get(id(whole), own).get((whole.key, place))
+    return ref, None if ref is not None else _CUT_ELSEWHERE
 
 
 def _add_weights(tree: dict[str, Any], home: _Home) -> list[TensorRef]:
@@ -207,9 +207,14 @@ def _add_states(tree: dict[str, Any], home: _Home, *, ordered: bool) -> None:
         node = _node(tree, path.split(".") if path else [])
         if node is not None:
             numbers = home.checkpoint.roles.numbers(path, home.checkpoint.value) if ordered else []
-            if {str(each) for group in numbers for each in group} >= states.keys():
+            if {str(identifier) for group in numbers for identifier in group} >= states.keys():
                 node.update(
-                    state={each: states[str(each)] for group in numbers for each in group if str(each) in states},
+                    state={
+                        identifier: states[str(identifier)]
+                        for group in numbers
+                        for identifier in group
+                        if str(identifier) in states
+                    },
                     param_groups=[{"params": group} for group in numbers],
                 )
             else:
@@ -262,10 +267,10 @@ def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
     home, key = owned[0].home, owned[0].key
     places: dict[Place | None, dict[str, StateSlice]] = defaultdict(dict)
     shared: dict[str, Any] = {}
-    for each in owned:
-        is_whole = home.metadata.is_whole(each.piece)
-        places[None if is_whole else each.piece.place][each.key.key] = each
-        shared[each.key.key] = each.ref if is_whole and each.ref.numel == 1 else UNKNOWN
+    for state_slice in owned:
+        is_whole = home.metadata.is_whole(state_slice.piece)
+        places[None if is_whole else state_slice.piece.place][state_slice.key.key] = state_slice
+        shared[state_slice.key.key] = state_slice.ref if is_whole and state_slice.ref.numel == 1 else UNKNOWN
     shared |= home.state_values(key)
     group = home.roles.group(key, home.value)
     for place, slices in places.items():

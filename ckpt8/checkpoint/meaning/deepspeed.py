@@ -78,8 +78,8 @@ class Universal:
 
     def _parameter(self, folder: str) -> ParameterState:
         root, _, name = folder.rpartition("/")
-        found = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
-        state: dict[str, Any] = {key: ref for key, ref in found.items() if ref is not None}
+        moments = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
+        state: dict[str, Any] = {key: ref for key, ref in moments.items() if ref is not None}
         step = self._step(folder, root)
         groups, names = groups_of(self._tree(f"{root}/{_REST}")), sorted(setting_names())
         # The files do not say which group has the parameter. That does not matter if all have one rule.
@@ -89,8 +89,8 @@ class Universal:
 
     def _tensor(self, path: str) -> TensorRef | None:
         """The one tensor of a member; None where there is none."""
-        found = param_of(self._tree(path))
-        return replace(found, key=f"{self._members[path][0]}/{found.key}") if isinstance(found, TensorRef) else None
+        tensor = param_of(self._tree(path))
+        return replace(tensor, key=f"{self._members[path][0]}/{tensor.key}") if isinstance(tensor, TensorRef) else None
 
     def _tree(self, path: str) -> Any:
         return self._members[path][1].tree if path in self._members else None
@@ -154,18 +154,18 @@ def find_partitions(members: Iterable[tuple[str, Any]]) -> Partitions:
             models[folder, match[1]] = module
         elif (match := _SHARE_FILE.fullmatch(path)) and isinstance(state, dict):
             shares[folder, match[2]].append((int(match[1]), state))
-    found: dict[TensorRef, list[Piece]] = {}
+    partitions: dict[TensorRef, list[Piece]] = {}
     for place, module in models.items():
         pieces: dict[str, list[Piece]] = defaultdict(list)
         for _, state in sorted(shares[place], key=lambda share: share[0]):
             for name, piece in _pieces(state):
                 pieces[name].append(piece)
-        found.update(
+        partitions.update(
             (ref, pieces[name])
             for name, ref in module.items()
             if isinstance(ref, TensorRef) and sum(count for _, _, count in pieces.get(name, [])) == ref.numel
         )
-    return found
+    return partitions
 
 
 def _pieces(state: Mapping[Any, Any]) -> Iterator[tuple[str, Piece]]:

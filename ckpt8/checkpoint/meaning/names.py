@@ -203,8 +203,8 @@ def of_config(text: bytes) -> ModelOrder | None:
     if not isinstance(config, dict) or config.get("auto_map"):
         return None
     kind, stated = config.get("model_type"), config.get("transformers_version")
-    found = _VERSION.match(stated) if isinstance(stated, str) else None
-    version = (int(found[1]), int(found[2])) if found else None
+    number = _VERSION.match(stated) if isinstance(stated, str) else None
+    version = (int(number[1]), int(number[2])) if number else None
     if not isinstance(kind, str) or version is None or not OLDEST <= version <= NEWEST:
         return None
     sequence = SEQUENCES.get(kind)
@@ -236,22 +236,22 @@ def rank_file(path: str, tree: Any) -> RankFile | None:
 def named_rank(path: str) -> RankFile | None:
     """The same by the name of the file alone; None if it has no number."""
     folder, slash, name = path.rpartition("/")
-    found = _RANK.match(name)
-    if found is None or len(found[1]) > _MOST_DIGITS:
+    number = _RANK.match(name)
+    if number is None or len(number[1]) > _MOST_DIGITS:
         return None
-    return RankFile(int(found[1]), f"{folder}{slash}{name[: found.start(1)]}*{name[found.end(1) :]}")
+    return RankFile(int(number[1]), f"{folder}{slash}{name[: number.start(1)]}*{name[number.end(1) :]}")
 
 
 def home_of(path: str, tree: Any) -> tuple[str, int | None]:
     """What a file shares with those whose tensors belong to its own: the folder, and the rank of a file of one rank."""
-    found = rank_file(path, tree)
-    return path.rpartition("/")[0], None if found is None else found.rank
+    file = rank_file(path, tree)
+    return path.rpartition("/")[0], None if file is None else file.rank
 
 
 def stated_world(path: str) -> int:
     """The number of ranks in the name of a file; 0 if it does not say."""
-    found = _WORLD.search(path.rpartition("/")[2])
-    return int(found[1]) if found is not None and len(found[1]) <= _MOST_DIGITS else 0
+    number = _WORLD.search(path.rpartition("/")[2])
+    return int(number[1]) if number is not None and len(number[1]) <= _MOST_DIGITS else 0
 
 
 Shape = tuple[int, ...]
@@ -331,12 +331,12 @@ class NamesFromWeights:
         home = self._homes[path]
         if home not in self._models:
             above = f"{home[0]}/" if home[0] else ""
-            files = {each: self._members[each] for each, its_home in self._homes.items() if its_home == home}
-            found = models_of_files(files)
+            files = {file: self._members[file] for file, its_home in self._homes.items() if its_home == home}
+            models = models_of_files(files)
             order = _order(files.get(f"{above}{_CONFIG}"))
-            for weights in found:
+            for weights in models:
                 weights.order, weights.trainer = order, f"{above}{_TRAINER}" in files
-            self._models[home] = found or models_of_files(self._further(above))
+            self._models[home] = models or models_of_files(self._further(above))
         return self._models[home]
 
     def _further(self, above: str) -> dict[str, Checkpoint]:
@@ -392,20 +392,22 @@ def parameter_names(tree: object, folder: Callable[[], Sequence[Weights]] = tupl
 
     ``folder`` returns the models that serve where ``tree`` itself has none.
     """
-    found = list(_names(tree, folder))
-    several = len(found) > 1
+    names_of = list(_names(tree, folder))
+    several = len(names_of) > 1
     return {
-        place(optimizer, each): f"{key}.{name}" if key else name
-        for optimizer, owner, names in found
+        place(optimizer, identifier): f"{key}.{name}" if key else name
+        for optimizer, owner, names in names_of
         for key in (owner.model.before_names if several and owner.model else "",)
-        for each, name in names.items()
+        for identifier, name in names.items()
     }
 
 
 def bare_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
     """As ``parameter_names``, without the keys of models."""
     return {
-        place(optimizer, each): name for optimizer, _, names in _names(tree, folder) for each, name in names.items()
+        place(optimizer, identifier): name
+        for optimizer, _, names in _names(tree, folder)
+        for identifier, name in names.items()
     }
 
 
@@ -424,13 +426,13 @@ def _names(
         if owner.model is not None and is_unnamed:
             together[id(owner.model)].append(optimizer)
     for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
-        found = []
+        proposals = []
         if is_unnamed and len(owner.models) <= _MOST_ALIKE:
             for model in (model for model in owner.models if not model.numbered):
                 weights = beside.get(id(model.node)) or _of_candidate(model)
-                same = [each for each in together.get(id(owner.model), ()) if each is not optimizer]
-                found.append(_names_in([optimizer, *same], weights))
-        yield optimizer, owner, _agreed(found, owner)
+                same = [other for other in together.get(id(owner.model), ()) if other is not optimizer]
+                proposals.append(_names_in([optimizer, *same], weights))
+        yield optimizer, owner, _agreed(proposals, owner)
 
 
 def _of_candidate(model: Candidate) -> Weights:
@@ -439,15 +441,15 @@ def _of_candidate(model: Candidate) -> Weights:
     return weights
 
 
-def _agreed(found: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[int | str, str]:
+def _agreed(proposals: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[int | str, str]:
     """The names from the model that is certain, or those that all models which fit alike give."""
-    if owner.certain or not found:
-        return found[0] if found else {}
+    if owner.certain or not proposals:
+        return proposals[0] if proposals else {}
     given: dict[int | str, set[str]] = defaultdict(set)
-    for names in found:
-        for each, name in names.items():
-            given[each].add(name)
-    return {each: names.pop() for each, names in given.items() if len(names) == 1}
+    for names in proposals:
+        for identifier, name in names.items():
+            given[identifier].add(name)
+    return {identifier: names.pop() for identifier, names in given.items() if len(names) == 1}
 
 
 def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int | str, str]:
@@ -457,20 +459,20 @@ def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int 
     groups, shapes = described[0]
     if len(order) < len(weights.shapes):
         return _by_shape(groups, shapes, weights, order)
-    found = _by_trainer(groups, shapes, weights, order)
-    if not found:
+    names = _by_trainer(groups, shapes, weights, order)
+    if not names:
         if len(order) != sum(len(group["params"]) for own, _ in described for group in own):
             order = [name for name in order if weights.node[name].dtype.is_floating]  # others are buffers
         places = places_in_order(described, [weights.shapes[name] for name in order])[0]
-        found = {each: order[at] for each, at in places.items() if isinstance(at, int)}
-    return found
+        names = {identifier: order[at] for identifier, at in places.items() if isinstance(at, int)}
+    return names
 
 
 def _by_trainer(
     groups: Sequence[Mapping[Any, Any]], shapes: Mapping[int | str, Shape], weights: Weights, order: list[str]
 ) -> Mapping[int | str, str]:
     """All names, if exactly one way to make the two groups of the Trainer fits; else none."""
-    found: list[dict[int | str, str]] = []
+    candidates: list[dict[int | str, str]] = []
     for grouping in _groupings(order, groups) if weights.trainer else ():
         if [len(group["params"]) for group in groups] != [len(names) for names in grouping]:
             continue
@@ -479,10 +481,12 @@ def _by_trainer(
             for group, names in zip(groups, grouping, strict=True)
             for pair in zip(group["params"], names, strict=True)
         ]
-        known = [shape == weights.shapes[name] for each, name in pairs if (shape := shapes.get(each)) is not None]
-        if known and all(known) and dict(pairs) not in found:
-            found.append(dict(pairs))
-    return found[0] if len(found) == 1 else {}
+        known = [
+            shape == weights.shapes[name] for identifier, name in pairs if (shape := shapes.get(identifier)) is not None
+        ]
+        if known and all(known) and dict(pairs) not in candidates:
+            candidates.append(dict(pairs))
+    return candidates[0] if len(candidates) == 1 else {}
 
 
 def _groupings(order: list[str], groups: Sequence[Mapping[Any, Any]]) -> Iterator[list[list[str]]]:
@@ -509,7 +513,7 @@ def _by_shape(
     rank = {name: place for place, name in enumerate(order)}
     names = [name for of_shape in alike.values() for name in _in_order(of_shape, rank)]
     places = places_of_shapes(groups, shapes, [weights.shapes[name] for name in names])
-    return {each: names[at] for each, at in places.items() if isinstance(at, int)}
+    return {identifier: names[at] for identifier, at in places.items() if isinstance(at, int)}
 
 
 def _numbers(name: str) -> list[tuple[int, str]]:

@@ -48,7 +48,7 @@ class FlatKey(NamedTuple):
 def flat_states(tensors: Mapping[str, TensorRef]) -> dict[str, FlatKey]:
     """The tensors that are state of a parameter, by name; empty where none is."""
     keys = {*STATE_ROLES, _STEP}
-    found: dict[str, FlatKey] = {}
+    states: dict[str, FlatKey] = {}
     shown: set[str] = set()
     shapes: dict[str, Counter[Shape]] = defaultdict(Counter)
     for name, ref in tensors.items():
@@ -59,18 +59,18 @@ def flat_states(tensors: Mapping[str, TensorRef]) -> dict[str, FlatKey]:
         if len(places) != 1:
             continue
         (k,) = places
-        found[name] = key = FlatKey(".".join(parts[:k] + parts[k + 1 :]), parts[k])
+        states[name] = key = FlatKey(".".join(parts[:k] + parts[k + 1 :]), parts[k])
         if key.key in MOMENT_SLOTS:
             shapes[key.owner][ref.shape] += 1
             if name.endswith(f".{key.key}"):
                 shown.add(key.owner)
     if not shapes:
         return {}
-    weights = _Named((name, ref) for name, ref in tensors.items() if name not in found)
+    weights = _Named((name, ref) for name, ref in tensors.items() if name not in states)
     for owner, counts in shapes.items():
         if max(counts.values()) > 1 or any(map(partial(weights.has, owner), counts)):
             shown.add(owner)
-    return {name: key for name, key in found.items() if key.owner in shown}
+    return {name: key for name, key in states.items() if key.owner in shown}
 
 
 def flat_weights(tensors: Mapping[str, TensorRef], states: Mapping[str, FlatKey]) -> set[str]:
@@ -162,12 +162,12 @@ def parameter_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:
     A wrapper such as TRAC keeps such state, and takes other steps than the optimizer in it.
     """
     groups = dict_groups(optimizer)
-    if not any(isinstance(each, int) for each in optimizer["state"]):
+    if not any(isinstance(key, int) for key in optimizer["state"]):
         return groups
     listed = {
         identifier for group in groups for identifier, _ in listed_parameters(group) if isinstance(identifier, str)
     }
-    own = dict.fromkeys(each for each in optimizer["state"] if isinstance(each, str) and each not in listed)
+    own = dict.fromkeys(key for key in optimizer["state"] if isinstance(key, str) and key not in listed)
     return [{**group, **own} for group in groups] if own else groups
 
 
@@ -218,7 +218,7 @@ class LiveObjects:
 
 def find_live_objects(tree: object) -> LiveObjects:
     """The pickled modules and optimizers in ``tree``."""
-    found = LiveObjects()
+    live = LiveObjects()
     names: dict[Any, str] = {}
     optimizers: list[tuple[Inert, Mapping[str, Any]]] = []
     module = Inside()
@@ -228,21 +228,21 @@ def find_live_objects(tree: object) -> LiveObjects:
         attributes = _attributes(node)
         if _is_module(attributes):
             module.enter(path)
-            tensors = _module(node, found)
+            tensors = _module(node, live)
             for name, ref in tensors.items():
                 names.setdefault(_place(ref), name)
-            found.modules.add(id(tensors))
-            _add(found, node, tensors)
+            live.modules.add(id(tensors))
+            _add(live, node, tensors)
         elif isinstance(attributes.get("state"), dict) and isinstance(attributes.get("param_groups"), list):
             optimizers.append((node, attributes))
     for optimizer, state in optimizers:
-        _add(found, optimizer, _optimizer(state, names, found))
-    return found
+        _add(live, optimizer, _optimizer(state, names, live))
+    return live
 
 
-def _add(found: LiveObjects, node: Inert, state_dict: dict[Any, Any]) -> None:
-    found.instead[id(node)] = state_dict
-    found.origins[id(state_dict)] = node
+def _add(live: LiveObjects, node: Inert, state_dict: dict[Any, Any]) -> None:
+    live.instead[id(node)] = state_dict
+    live.origins[id(state_dict)] = node
 
 
 def _attributes(node: Inert) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _place(ref: TensorRef) -> tuple[object, ...]:
     return ref.key, ref.offset, ref.shape, ref.stride
 
 
-def _module(module: Inert, found: LiveObjects) -> dict[str, TensorRef]:
+def _module(module: Inert, live: LiveObjects) -> dict[str, TensorRef]:
     """The state dict of a module. A module that it holds several times has the first of its names."""
     tensors: dict[str, TensorRef] = {}
     seen = set()
@@ -269,10 +269,10 @@ def _module(module: Inert, found: LiveObjects) -> dict[str, TensorRef]:
         attributes = _attributes(node)
         if id(node) in seen or len(prefix) > _LONGEST_NAME or not _is_module(attributes):
             continue
-        if not found.may_use(node):
+        if not live.may_use(node):
             continue
         seen.add(id(node))
-        for key, ids in (("_parameters", found.weights), ("_buffers", found.buffers)):
+        for key, ids in (("_parameters", live.weights), ("_buffers", live.buffers)):
             own = attributes.get(key)
             for name, ref in own.items() if isinstance(own, dict) else ():
                 if isinstance(ref, TensorRef) and isinstance(name, str):
@@ -283,7 +283,7 @@ def _module(module: Inert, found: LiveObjects) -> dict[str, TensorRef]:
     return tensors
 
 
-def _optimizer(attributes: Mapping[str, Any], names: Mapping[Any, str], found: LiveObjects) -> dict[str, Any]:
+def _optimizer(attributes: Mapping[str, Any], names: Mapping[Any, str], live: LiveObjects) -> dict[str, Any]:
     """The state dict of an optimizer, with ``param_names`` in each group whose parameters all have one."""
     numbers: dict[Any, int] = {}
     groups = []
@@ -291,17 +291,17 @@ def _optimizer(attributes: Mapping[str, Any], names: Mapping[Any, str], found: L
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             groups.append(group)
             continue
-        if not found.may_use(group["params"]):
+        if not live.may_use(group["params"]):
             continue
         refs = [ref for ref in group["params"] if isinstance(ref, TensorRef)]
-        found.weights.update(map(id, refs))
+        live.weights.update(map(id, refs))
         known = [names.get(_place(ref)) for ref in refs]
         own = {**group, "params": [numbers.setdefault(_place(ref), len(numbers)) for ref in refs]}
         if "param_names" not in group and known and None not in known:
             own["param_names"] = known
         groups.append(own)
     states = {
-        numbers.get(_place(each), each) if isinstance(each, TensorRef) else each: state
-        for each, state in (attributes["state"].items() if found.may_use(attributes["state"]) else ())
+        numbers.get(_place(key), key) if isinstance(key, TensorRef) else key: state
+        for key, state in (attributes["state"].items() if live.may_use(attributes["state"]) else ())
     }
     return {"state": states, "param_groups": groups}

@@ -113,16 +113,16 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_o
     inner = [parts_of(model) for model in models]
     parts = [
         _Weights(part)
-        for each in inner
-        if len(optimizers) > 1 or len({is_average(part.path) for part in each}) > 1
-        for part in each
+        for choice in inner
+        if len(optimizers) > 1 or len({is_average(part.path) for part in choice}) > 1
+        for part in choice
     ]
     fits = [_best(_Parameters(optimizer), described, parts) for optimizer in optimizers[:MOST_OPTIMIZERS]]
     fits += [list(models)] * (len(optimizers) - len(fits))
     every = [*models, *(part.model for part in parts)]
     keyed = _by_keys(optimizers, fits, every)
-    alike = [set(map(id, each)) for each in keyed]
-    chosen = [_keep(fit, lambda each, ids=ids: id(each) in ids) for fit, ids in zip(fits, alike, strict=True)]  # type: ignore[misc]
+    alike = [set(map(id, choice)) for choice in keyed]
+    chosen = [_keep(fit, lambda choice, ids=ids: id(choice) in ids) for fit, ids in zip(fits, alike, strict=True)]  # type: ignore[misc]
     for narrow in (_without_averages, _distinct, _beside, _told_by_name, *([_in_order] if by_order else [])):
         chosen = narrow(optimizers, chosen)
     return [
@@ -136,7 +136,7 @@ class _Parameters:
 
     def __init__(self, optimizer: Candidate) -> None:
         names, shapes = given_names(optimizer.node), shapes_of(optimizer.node)
-        self.names = {name: shapes.get(each) for each, name in names.items() if name is not None}
+        self.names = {name: shapes.get(identifier) for identifier, name in names.items() if name is not None}
         self.shapes = Counter(shapes.values())
         self.order = [shapes.get(name) for name in names]
         self.count = len(names)
@@ -154,8 +154,8 @@ class _Weights:
     def fit(self, parameters: _Parameters) -> int:
         """How well they are the weights of the parameters, 0 for not at all."""
         if parameters.names:
-            found = match(self.refs, parameters.names)
-            agree = sum(parameters.names[name] in (None, self.refs[saved].shape) for name, saved in found.items())
+            matched = match(self.refs, parameters.names)
+            agree = sum(parameters.names[name] in (None, self.refs[saved].shape) for name, saved in matched.items())
             if agree == len(parameters.names):
                 return _ALL if agree == len(self.order) else _SOME
             return _PARTLY if 2 * agree >= len(parameters.names) else 0
@@ -191,29 +191,29 @@ def _together(parameters: _Parameters, models: Sequence[_Weights]) -> Candidate 
     usable = [model for model in models if model.order and not is_average(model.model.path)]
     if parameters.names or None in parameters.order or not 1 < len(usable) <= _MOST_TOGETHER:
         return None
-    found: dict[tuple[tuple[Shape, ...], ...], tuple[_Weights, ...]] = {}
+    ways: dict[tuple[tuple[Shape, ...], ...], tuple[_Weights, ...]] = {}
     waiting: list[tuple[int, tuple[_Weights, ...]]] = [(0, ())]
     while waiting:
         at, taken = waiting.pop()
         if at == parameters.count:
-            found.setdefault(tuple(tuple(each.order) for each in taken), taken)
-        fitting = [each for each in usable if parameters.order[at : at + len(each.order)] == each.order]
-        waiting += [(at + len(each.order), (*taken, each)) for each in reversed(fitting) if each not in taken]
-    if len(found) != 1:
+            ways.setdefault(tuple(tuple(part.order) for part in taken), taken)
+        fitting = [part for part in usable if parameters.order[at : at + len(part.order)] == part.order]
+        waiting += [(at + len(part.order), (*taken, part)) for part in reversed(fitting) if part not in taken]
+    if len(ways) != 1:
         return None
-    (taken,) = found.values()
-    return Candidate("", {f"{each.model.path}.{name}": ref for each in taken for name, ref in each.refs.items()})
+    (taken,) = ways.values()
+    return Candidate("", {f"{part.model.path}.{name}": ref for part in taken for name, ref in part.refs.items()})
 
 
 def parts_of(model: Candidate) -> list[Candidate]:
     """The parts of a model, by the first component in which their names differ, if there are several."""
     names = {name: str(name).split(".") for name in model.node}
     depth = next((k for k, level in enumerate(zip(*names.values(), strict=False)) if len(set(level)) > 1), 0)
-    found: dict[str, dict[Any, Any]] = defaultdict(dict)
+    by_key: dict[str, dict[Any, Any]] = defaultdict(dict)
     for name, parts in names.items():
         if len(parts) > depth + 1:
-            found[parts[depth]][name] = model.node[name]
-    inner = [replace(model, path=f"{model.path}.{key}", node=node, whole=model.path) for key, node in found.items()]
+            by_key[parts[depth]][name] = model.node[name]
+    inner = [replace(model, path=f"{model.path}.{key}", node=node, whole=model.path) for key, node in by_key.items()]
     return inner if len(inner) > 1 else []
 
 
@@ -222,24 +222,24 @@ Chosen = list[list[Candidate]]
 
 def _keep(fit: list[Candidate], wanted: Callable[[Candidate], bool]) -> list[Candidate]:
     """The wanted ones, or all where none is."""
-    return [each for each in fit if wanted(each)] or fit
+    return [model for model in fit if wanted(model)] or fit
 
 
 def _by_keys(optimizers: Sequence[Candidate], fits: Chosen, models: Sequence[Candidate]) -> Chosen:
     """For every optimizer the ``models`` whose keys have as much in common with its key as those that fit."""
     places = dict(zip(map(id, models), _places(models), strict=True))
     told = {id(model): _telling_words(model.path) for model in models}
-    found = []
+    chosen = []
     for optimizer, own, fit in zip(optimizers, _places(optimizers), fits, strict=True):
         mine = _telling_words(optimizer.path)
         shared = {
-            id(each): sum(_is_shared(word, mine) for word in told.get(id(each), ()))
-            + len(own & places.get(id(each), set()))
-            for each in (*models, *fit)
+            id(choice): sum(_is_shared(word, mine) for word in told.get(id(choice), ()))
+            + len(own & places.get(id(choice), set()))
+            for choice in (*models, *fit)
         }
-        most = max((shared[id(each)] for each in fit), default=0)
-        found.append([model for model in models if shared[id(model)] >= most] if most else [])
-    return found
+        most = max((shared[id(choice)] for choice in fit), default=0)
+        chosen.append([model for model in models if shared[id(model)] >= most] if most else [])
+    return chosen
 
 
 def _places(candidates: Sequence[Candidate]) -> list[set[tuple[int, str, int]]]:
@@ -271,36 +271,36 @@ def _is_shared(word: str, others: set[str]) -> bool:
 
 
 def _without_averages(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
-    found = [_keep(fit, lambda each: _CURRENT in words(each.path)) for fit in chosen]
-    return [_keep(fit, lambda each: not is_average(each.path)) for fit in found]
+    current = [_keep(fit, lambda model: _CURRENT in words(model.path)) for fit in chosen]
+    return [_keep(fit, lambda model: not is_average(model.path)) for fit in current]
 
 
 def _distinct(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
     taken = {id(fit[0]) for fit in chosen if len(fit) == 1}
-    return [_keep(fit, lambda each: id(each) not in taken) if len(fit) > 1 else fit for fit in chosen]
+    return [_keep(fit, lambda model: id(model) not in taken) if len(fit) > 1 else fit for fit in chosen]
 
 
 def _beside(optimizers: Sequence[Candidate], chosen: Chosen) -> Chosen:
     return [
-        _keep(fit, lambda each, at=optimizer.home: each.home == at)  # type: ignore[misc]
+        _keep(fit, lambda model, at=optimizer.home: model.home == at)  # type: ignore[misc]
         for optimizer, fit in zip(optimizers, chosen, strict=False)
     ]
 
 
 def _told_by_name(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
-    return [_keep(fit, lambda each: each.path.rpartition(".")[2] in MODEL_KEYS) for fit in chosen]
+    return [_keep(fit, lambda model: model.path.rpartition(".")[2] in MODEL_KEYS) for fit in chosen]
 
 
 def _in_order(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, fit in enumerate(chosen):
         alike[tuple(map(id, fit))].append(number)
-    found = list(chosen)
+    ordered = list(chosen)
     for models, numbers in alike.items():
         if len(models) == len(numbers) > 1:
             for place, number in enumerate(numbers):
-                found[number] = [chosen[number][place]]
-    return found
+                ordered[number] = [chosen[number][place]]
+    return ordered
 
 
 Identifier = int | str
@@ -308,12 +308,12 @@ Identifier = int | str
 
 def lists_of_masters(tree: object) -> dict[int, list[Any]]:
     """The list of masters beside each optimizer that has one, by the ``id`` of the optimizer."""
-    found: dict[int, list[Any]] = {}
+    lists_of: dict[int, list[Any]] = {}
     for _, node in iter_nodes(tree):
         lists = [node[key] for key in MASTER_LISTS & node.keys()] if isinstance(node, dict) else []
         if len(lists) == 1 and isinstance(lists[0], list):
-            found.update((id(value), lists[0]) for value in node.values() if is_optimizer(value))
-    return found
+            lists_of.update((id(value), lists[0]) for value in node.values() if is_optimizer(value))
+    return lists_of
 
 
 def find_masters(
@@ -327,21 +327,24 @@ def find_masters(
     The parameters of a group have masters from a list if these are as many, and of their shapes. Flat ones may end
     before the padding of the moments.
     """
-    found: dict[Identifier, TensorRef] = {}
+    masters: dict[Identifier, TensorRef] = {}
     listed: list[list[Identifier]] = [group["params"] for group in groups]
-    by_group = [each if isinstance(each, list) else [each] for each in beside]
-    if len(by_group) != len(listed) or not all(isinstance(each, list) for each in beside):
-        listed, by_group = [[each for group in listed for each in group]], [[ref for refs in by_group for ref in refs]]
-    for identifiers, masters in zip(listed, by_group, strict=True):
-        pairs = list(zip(identifiers, masters, strict=False)) if len(identifiers) == len(masters) else []
-        if all(isinstance(ref, TensorRef) and _may_be(ref, shapes.get(each)) for each, ref in pairs):
-            found.update(pairs)
-    for each, state in states.items():
+    by_group = [refs if isinstance(refs, list) else [refs] for refs in beside]
+    if len(by_group) != len(listed) or not all(isinstance(refs, list) for refs in beside):
+        listed, by_group = (
+            [[identifier for group in listed for identifier in group]],
+            [[ref for refs in by_group for ref in refs]],
+        )
+    for identifiers, refs in zip(listed, by_group, strict=True):
+        pairs = list(zip(identifiers, refs, strict=False)) if len(identifiers) == len(refs) else []
+        if all(isinstance(ref, TensorRef) and _may_be(ref, shapes.get(identifier)) for identifier, ref in pairs):
+            masters.update(pairs)
+    for identifier, state in states.items():
         own = (state.get(key) for key in MASTER_KEYS)
-        ref = next((ref for ref in own if isinstance(ref, TensorRef) and ref.shape == shapes.get(each)), None)
+        ref = next((ref for ref in own if isinstance(ref, TensorRef) and ref.shape == shapes.get(identifier)), None)
         if ref is not None:
-            found[each] = ref
-    return found
+            masters[identifier] = ref
+    return masters
 
 
 def _may_be(ref: TensorRef, shape: tuple[int, ...] | None) -> bool:
@@ -426,11 +429,11 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     """
     models, optimizers = models_and_optimizers(tree)
     beside = Beside() if models or beside is None else beside
-    found = owners(optimizers, models or beside.models)
+    owned = owners(optimizers, models or beside.models)
     lists = lists_of_masters(tree) if optimizers else {}
     described = [
         _described(number, optimizer, owner, lists.get(id(optimizer.node), ()), as_torch)
-        for number, (optimizer, owner) in enumerate(zip(optimizers, found, strict=True))
+        for number, (optimizer, owner) in enumerate(zip(optimizers, owned, strict=True))
     ]
     ordered = _by_order(described) if models else {}
     names = None if models else beside.names
@@ -450,12 +453,21 @@ def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate
 
 def _described(number: int, optimizer: Candidate, owner: Owner, masters: Sequence[Any], as_torch: bool) -> _Optimizer:
     groups = parameter_groups(optimizer.node)
-    states = {each: state for each, state in optimizer.node["state"].items() if isinstance(state, dict) and state}
+    states = {
+        identifier: state for identifier, state in optimizer.node["state"].items() if isinstance(state, dict) and state
+    }
     if as_torch:
-        holders = {each: group for group in groups for each, _ in listed_parameters(group) if type(each) in (int, str)}
-        moments = {each: bitsandbytes_moments(state, holders.get(each, {})) for each, state in states.items()}
-        states = {each: dict(with_moments(state, moments[each])) for each, state in states.items()}
-    shapes = {each: shape for each, state in states.items() if (shape := moment_shape(state)) is not None}
+        holders = {
+            identifier: group
+            for group in groups
+            for identifier, _ in listed_parameters(group)
+            if type(identifier) in (int, str)
+        }
+        moments = {
+            identifier: bitsandbytes_moments(state, holders.get(identifier, {})) for identifier, state in states.items()
+        }
+        states = {identifier: dict(with_moments(state, moments[identifier])) for identifier, state in states.items()}
+    shapes = {identifier: shape for identifier, state in states.items() if (shape := moment_shape(state)) is not None}
     return _Optimizer(number, optimizer, owner, masters, groups, states, saved_names(groups), shapes)
 
 
@@ -469,27 +481,35 @@ def _parameters(
     if isinstance(names, str):
         return [
             SavedParameter(
-                place(optimizer.candidate, each), each, state, {}, shapes.get(each), None, names, number, None
+                place(optimizer.candidate, identifier),
+                identifier,
+                state,
+                {},
+                shapes.get(identifier),
+                None,
+                names,
+                number,
+                None,
             )
-            for each, state in optimizer.states.items()
+            for identifier, state in optimizer.states.items()
         ]
-    found: Mapping[Identifier, TensorRef | str]
+    weights: Mapping[Identifier, TensorRef | str]
     if owner.model is None:
-        found = dict.fromkeys(shapes, _unknown_model(owner, models))
+        weights = dict.fromkeys(shapes, _unknown_model(owner, models))
     elif names:
-        found = _by_name(names, shapes, owner.model)
+        weights = _by_name(names, shapes, owner.model)
     elif names_beside is None:
-        found = ordered[number]
+        weights = ordered[number]
     else:
         given = ((shape, names_beside.get(place(optimizer.candidate, shape))) for shape in shapes)
-        known = {each: name for each, name in given if name is not None}
-        found = dict.fromkeys(shapes, _UNORDERED) | _by_name(known, shapes, owner.model)
+        known = {identifier: name for identifier, name in given if name is not None}
+        weights = dict.fromkeys(shapes, _UNORDERED) | _by_name(known, shapes, owner.model)
     masters = find_masters(optimizer.states, optimizer.groups, shapes, optimizer.masters)
     result = []
     for group in optimizer.groups:
         for identifier in group["params"]:
             if identifier in optimizer.states:
-                weight = found.get(identifier, _NO_SHAPE)
+                weight = weights.get(identifier, _NO_SHAPE)
                 ref, reason = (None, weight) if isinstance(weight, str) else (weight, None)
                 name = names.get(identifier, place(optimizer.candidate, identifier))
                 own = (optimizer.states[identifier], group, shapes.get(identifier))
@@ -514,7 +534,11 @@ def _by_name(
 ) -> dict[Identifier, TensorRef | str]:
     """The weight of every named parameter of a known shape, or why it is unknown."""
     saved = match(weights.node, names.values())
-    return {each: _named(weights.node, saved.get(name), shapes[each]) for each, name in names.items() if each in shapes}
+    return {
+        identifier: _named(weights.node, saved.get(name), shapes[identifier])
+        for identifier, name in names.items()
+        if identifier in shapes
+    }
 
 
 def _named(weights: Mapping[Any, Any], name: str | None, shape: tuple[int, ...]) -> TensorRef | str:
@@ -529,7 +553,7 @@ def _by_order(optimizers: Sequence[_Optimizer]) -> dict[int, dict[Identifier, Te
 
     Only optimizers without names count. Those of one model are paired together.
     """
-    found: dict[int, dict[Identifier, TensorRef | str]] = {}
+    weights: dict[int, dict[Identifier, TensorRef | str]] = {}
     by_model: dict[int, list[_Optimizer]] = defaultdict(list)
     for optimizer in optimizers:
         if optimizer.names == {} and optimizer.owner.model is not None:
@@ -537,14 +561,16 @@ def _by_order(optimizers: Sequence[_Optimizer]) -> dict[int, dict[Identifier, Te
     for together in by_model.values():
         model = cast("Candidate", together[0].owner.model)
         refs = list(untied(weights_of(model.node)).values())
-        if len(refs) != sum(len(group["params"]) for each in together for group in each.groups):
+        if len(refs) != sum(len(group["params"]) for optimizer in together for group in optimizer.groups):
             refs = [ref for ref in refs if ref.dtype.is_floating]  # others are buffers
-        places = places_in_order([(each.groups, each.shapes) for each in together], [ref.shape for ref in refs])
-        for each, its in zip(together, places, strict=True):
-            found[each.number] = {
-                own: refs[at] if isinstance(at, int) else at for own, at in its.items() if own in each.shapes
+        places = places_in_order(
+            [(optimizer.groups, optimizer.shapes) for optimizer in together], [ref.shape for ref in refs]
+        )
+        for optimizer, its in zip(together, places, strict=True):
+            weights[optimizer.number] = {
+                own: refs[at] if isinstance(at, int) else at for own, at in its.items() if own in optimizer.shapes
             }
-    return found
+    return weights
 
 
 def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) -> list[dict[Identifier, int | str]]:
@@ -554,7 +580,7 @@ def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) 
     ways in which order and shapes fit, where the groups of the optimizer, or of all, list as many parameters as there
     are weights.
     """
-    found = [dict(places_of_shapes(groups, shapes, weights)) for groups, shapes in optimizers]
+    places_ = [dict(places_of_shapes(groups, shapes, weights)) for groups, shapes in optimizers]
     numbers = tuple(range(len(optimizers)))
     for together in dict.fromkeys([*((number,) for number in numbers), numbers]):
         lists = [
@@ -562,12 +588,12 @@ def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) 
             for number in together
             for group in optimizers[number][0]
         ]
-        if any(not isinstance(found[number].get(each), int) for keys in lists for number, each in keys):
-            shapes = [[optimizers[number][1].get(each) for number, each in keys] for keys in lists]
+        if any(not isinstance(places_[number].get(identifier), int) for keys in lists for number, identifier in keys):
+            shapes = [[optimizers[number][1].get(identifier) for number, identifier in keys] for keys in lists]
             for (at, place), weight in _covering(shapes, weights).items():
-                number, each = lists[at][place]
-                found[number][each] = weight
-    return found
+                number, identifier = lists[at][place]
+                places_[number][identifier] = weight
+    return places_
 
 
 def places_of_shapes(
@@ -588,15 +614,15 @@ def places_of_shapes(
                 alike[shapes[identifier]].append(identifier)
         for shape, identifiers in alike.items():
             listed[shape].append(identifiers)
-    found: dict[Identifier, int | str] = {}
+    known: dict[Identifier, int | str] = {}
     for shape, of_shape in listed.items():
         places = by_shape.get(shape, [])
         if len(of_shape) == 1 and len(of_shape[0]) == len(places):
-            found.update(zip(of_shape[0], places, strict=True))
+            known.update(zip(of_shape[0], places, strict=True))
         else:
             reason = _NONE_ALIKE if not places else _SCATTERED if len(of_shape) > 1 else _UNEQUAL
-            found.update((identifier, reason) for identifiers in of_shape for identifier in identifiers)
-    return found
+            known.update((identifier, reason) for identifiers in of_shape for identifier in identifiers)
+    return known
 
 
 def _covering(groups: Sequence[Sequence[Shape | None]], weights: Sequence[Shape]) -> dict[tuple[int, int], int]:
@@ -649,7 +675,7 @@ def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[Identifier, str] | 
         if len({*seen, *identifiers}) != len(seen) + len(identifiers):
             return "its parameter groups list a parameter twice"
         seen.update(identifiers)
-        names.update((each, name) for each, name in listed_parameters(group) if name is not None)
+        names.update((identifier, name) for identifier, name in listed_parameters(group) if name is not None)
     if len(set(names.values())) != len(names):
         return "it has two parameters of one name"
     return names if len(names) == len(seen) else {}

@@ -79,8 +79,8 @@ def display_names(parameters: Iterable[tuple[str, Sequence[str]]], *, directory:
             by_member[member][name] = bare
     plain: dict[str, str] = {}
     for member, names in by_member.items():
-        found = plain_names(names.values())
-        plain.update((name, f"{member}:{found[bare]}" if member else found[bare]) for name, bare in names.items())
+        plain_of = plain_names(names.values())
+        plain.update((name, f"{member}:{plain_of[bare]}" if member else plain_of[bare]) for name, bare in names.items())
     return [{"name": plain.get(name, name), "named": _is_named(name, moments)} for name, _, _, moments in given]
 
 

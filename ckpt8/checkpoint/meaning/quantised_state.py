@@ -70,9 +70,9 @@ def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
     if isinstance(rows, TensorRef) and isinstance(columns, TensorRef) and len(rows.shape) == len(columns.shape):
         return tuple(map(max, rows.shape, columns.shape))
     nested = state.get(_NESTED)
-    for each in (state, nested if isinstance(nested, dict) else {}):
+    for holder in (state, nested if isinstance(nested, dict) else {}):
         for key in ("exp_avg", "exp_avg_sq", "exp_avg::quantized", "momentum_buffer::quantized", "state2", "state1"):
-            value = each.get(key)
+            value = holder.get(key)
             if isinstance(value, TensorRef):
                 return value.shape
             if isinstance(value, Inert) and value.name == _SUBCLASS and len(value.args) == 4:
@@ -102,9 +102,9 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
         for program, pattern in _PROGRAMS.items() if part.role is Role.OTHER else ():
-            found = pattern.fullmatch(part.name)
-            if found is not None:
-                owners[program, found["owner"]][found["part"]].append(part)
+            match = pattern.fullmatch(part.name)
+            if match is not None:
+                owners[program, match["owner"]][match["part"]].append(part)
                 break
     rows: dict[tuple[str, str, int | None], dict[str, Any]] = {}
     for (program, _), owned in owners.items():
@@ -112,7 +112,7 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
         if described is not None:
             row = rows.setdefault((program, *described), {"parameters": 0, "bytes": 0})
             row["parameters"] += 1
-            row["bytes"] += sum(part.numel * part.dtype.itemsize for each in owned.values() for part in each)
+            row["bytes"] += sum(part.numel * part.dtype.itemsize for same in owned.values() for part in same)
     return [
         {
             "program": program,
@@ -121,7 +121,7 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
             **row,
             "reason": "what its moments are cannot be told" if bits == "32-bit" else None,
         }
-        for (program, bits, block), row in sorted(rows.items(), key=lambda each: (*each[0][:2], each[0][2] or 0))
+        for (program, bits, block), row in sorted(rows.items(), key=lambda same: (*same[0][:2], same[0][2] or 0))
     ]
 
 

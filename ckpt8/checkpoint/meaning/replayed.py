@@ -82,8 +82,8 @@ class Replayed:
         rms(m) sqrt(1-a^2)/b.
         """
         if self.card.gradient_rms is not None:
-            found: Tensor = self.card.gradient_rms(state, self.arguments, self.step)
-            return found
+            scale: Tensor = self.card.gradient_rms(state, self.arguments, self.step)
+            return scale
         if "exp_avg_sq_row" in state:
             rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
             square: Tensor = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * columns.unsqueeze(-2)
@@ -199,7 +199,7 @@ class Order:
     def of(cls, form: Form, first: TensorRef) -> Order:
         """The order of the first tensor of a form, and with it of its seeds."""
         plain = tuple(range(len(first.shape)))
-        dimensions = tuple(sorted(plain, key=lambda each: -first.stride[each]))
+        dimensions = tuple(sorted(plain, key=lambda dim: -first.stride[dim]))
         is_plain = dimensions == plain or not is_dense(first) or not all(tensor.is_moment for tensor in form.tensors)
         return cls(first.shape, None if is_plain else dimensions)
 
@@ -251,10 +251,10 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
 
     Numbers in tensors must have been read, see ``tree.read_settings``.
     """
-    found = identify_state(state, group)
-    if found is None or found[1].update is None:
+    card_and_form = identify_state(state, group)
+    if card_and_form is None or card_and_form[1].update is None:
         return _why_unknown(state, group)
-    card, form = found
+    card, form = card_and_form
     if card.step_key != "step":
         step = group.get(card.step_key)
     taken = _steps_taken(card, state, group, step)
@@ -282,7 +282,7 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
 def _why_impossible(rule: Replayed, state: Mapping[Any, Any]) -> str | None:
     """Why the rule takes no step from a state, or None."""
     tensors = tuple(tensor.key for tensor in rule.form.tensors if isinstance(state.get(tensor.key), TensorRef))
-    if not {each.key for each in rule.form.present(rule.arguments)} <= set(tensors):
+    if not {tensor.key for tensor in rule.form.present(rule.arguments)} <= set(tensors):
         return "its state lacks a tensor that its hyperparameters ask for"
     shape = state[tensors[0]].shape
     given = tuple(sorted(rule.arguments.items()))
@@ -309,9 +309,9 @@ def _takes_a_step(
     shape = (*[1] * (dimensions - 2), *[2] * min(dimensions, 2))
     try:
         state = {}
-        for each in (tensor for tensor in rule.form.tensors if tensor.key in tensors):
-            values = torch.full(each.shape(shape), 0.5)
-            state[each.key] = values.reshape(-1) if each.is_moment else values
+        for needed in (tensor for tensor in rule.form.tensors if tensor.key in tensors):
+            values = torch.full(needed.shape(shape), 0.5)
+            state[needed.key] = values.reshape(-1) if needed.is_moment else values
         grad = rule.gradient_scale(state)
         rule.advance(state, torch.ones(grad.shape), grad, shape, rule.step + 1)
     except (ArithmeticError, ValueError, TypeError, RuntimeError):
@@ -321,7 +321,7 @@ def _takes_a_step(
 
 def _why_unknown(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> str:
     """Why no rule fits a state: what can be seen of it, and nothing about how it is stored."""
-    tensors = {key: each for key, each in state.items() if isinstance(each, TensorRef) and each.shape}
+    tensors = {key: ref for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape}
     if is_low_bit(state):
         return "its state is in low precision already, which is not replayed"
     if reason := why_unknown(tensors, state, group):

@@ -128,10 +128,10 @@ def classify(
     _add_hidden(structure, tree, live, names)
     if role is None:
         known = dict.fromkeys(live.buffers, Role.OTHER) | dict.fromkeys(live.weights, Role.WEIGHT)
-        _set_roles(structure, lambda each: known.get(id(each.ref), each.role))
+        _set_roles(structure, lambda tensor: known.get(id(tensor.ref), tensor.role))
         if any(map(_may_be_weight, structure.tensors)):
             weights = evident_weights(tree) | beside()
-            _set_roles(structure, lambda each: Role.WEIGHT if id(each.ref) in weights else each.role)
+            _set_roles(structure, lambda tensor: Role.WEIGHT if id(tensor.ref) in weights else tensor.role)
     return structure
 
 
@@ -182,8 +182,8 @@ def _classify_labelled(tree: Labelled, names: Names) -> Structure:
 def _classify_flat(tree: Any, names: Names) -> Structure:
     """The tensors of a flat file: state of an optimizer, and weights that it fits."""
     structure = Structure()
-    found = flat_states(tree)
-    weights = flat_weights(tree, found)
+    keys = flat_states(tree)
+    weights = flat_weights(tree, keys)
     states: dict[str, dict[str, Any]] = {}
     for path, node in iter_nodes(tree):
         if isinstance(node, StorageRef):
@@ -191,8 +191,8 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
         elif isinstance(node, TensorRef):
             name = unique_name(names.prefix + format_path(path), names.tensors)
             role = Role.WEIGHT if path[-1] in weights else Role.OTHER
-            if path[-1] in found:
-                owner, key = found[path[-1]]
+            if path[-1] in keys:
+                owner, key = keys[path[-1]]
                 states.setdefault(owner, {})[key] = node
                 role = STATE_ROLES.get(key, Role.OTHER)
             structure.tensors.append(NamedTensor(name, role, node))
@@ -201,9 +201,9 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
         for owner, state in states.items()
         if MOMENT_SLOTS.keys() & state
     ]
-    beside = {each: ref for each, ref in tree.items() if each not in found and isinstance(ref, TensorRef)}
+    beside = {name: ref for name, ref in tree.items() if name not in keys and isinstance(ref, TensorRef)}
     alike = weights_of_states(beside, states.values())
-    _set_roles(structure, lambda each: Role.WEIGHT if id(each.ref) in alike else each.role)
+    _set_roles(structure, lambda tensor: Role.WEIGHT if id(tensor.ref) in alike else tensor.role)
     return structure
 
 

@@ -83,12 +83,12 @@ class _Parameters:
         """Whether agreement with them says anything."""
         return numel(self.shapes) >= SMALL_NUMEL
 
-    def fit(self, each: _Set) -> bool:
+    def fit(self, candidate: _Set) -> bool:
         """Whether the set has a tensor for every parameter, and not by chance."""
-        if not self.shapes <= each.shapes:
+        if not self.shapes <= candidate.shapes:
             return False
         many = self.shapes.total() >= _MANY_PARAMETERS and len(self.shapes) >= _MANY_SHAPES
-        return many or 2 * numel(self.shapes) >= numel(each.shapes)
+        return many or 2 * numel(self.shapes) >= numel(candidate.shapes)
 
 
 def weights_of(state_dict: Mapping[Any, Any]) -> dict[str, TensorRef]:
@@ -119,31 +119,35 @@ def evident_weights(*trees: object) -> set[int]:
     Those under keys that name a model, and those of a file that is a state dict, are not listed.
     """
     sets, optimizers = _collect(trees)
-    unknown = [each for each in sets if not each.keyed]
-    found: dict[int, Iterable[TensorRef]] = {}
+    unknown = [candidate for candidate in sets if not candidate.keyed]
+    evident: dict[int, Iterable[TensorRef]] = {}
     for parameters in optimizers:
-        for each in unknown:
-            if id(each) not in found and (refs := _by_name(each, parameters) or _by_shape(each, parameters)):
-                found[id(each)] = refs
-        for each in _together([each for each in unknown if id(each) not in found], parameters):
-            found[id(each)] = each.tensors.values()
-    known = [each for each in sets if each.keyed or (each.only_tensors and id(each) in found)]
-    signatures = {each.signature for each in known}
-    in_order = {tuple(ref.shape for ref in each.weights.values()) for each in known}
-    for each in unknown:
-        if id(each) not in found and each.only_tensors and numel(each.shapes) >= SMALL_NUMEL:
-            shapes = tuple(ref.shape for ref in each.weights.values())
-            is_list = len(shapes) > 1 and not isinstance(next(iter(each.tensors)), str)
-            if each.signature in signatures or (is_list and shapes in in_order):
-                found[id(each)] = each.tensors.values()
-    return {id(ref) for refs in found.values() for ref in refs}
+        for candidate in unknown:
+            if id(candidate) not in evident and (
+                refs := _by_name(candidate, parameters) or _by_shape(candidate, parameters)
+            ):
+                evident[id(candidate)] = refs
+        for candidate in _together([candidate for candidate in unknown if id(candidate) not in evident], parameters):
+            evident[id(candidate)] = candidate.tensors.values()
+    known = [
+        candidate for candidate in sets if candidate.keyed or (candidate.only_tensors and id(candidate) in evident)
+    ]
+    signatures = {candidate.signature for candidate in known}
+    in_order = {tuple(ref.shape for ref in candidate.weights.values()) for candidate in known}
+    for candidate in unknown:
+        if id(candidate) not in evident and candidate.only_tensors and numel(candidate.shapes) >= SMALL_NUMEL:
+            shapes = tuple(ref.shape for ref in candidate.weights.values())
+            is_list = len(shapes) > 1 and not isinstance(next(iter(candidate.tensors)), str)
+            if candidate.signature in signatures or (is_list and shapes in in_order):
+                evident[id(candidate)] = candidate.tensors.values()
+    return {id(ref) for refs in evident.values() for ref in refs}
 
 
 def weights_of_states(tensors: Mapping[str, TensorRef], states: Iterable[Mapping[str, Any]]) -> set[int]:
     """The ``id`` of the tensors that are weights by their shapes, beside the states of all parameters."""
     parameters = _Parameters({}, Counter(shape for state in states if (shape := _shape(state)) is not None))
-    found = _by_shape(_Set(tensors, True, False), parameters) if parameters.is_enough() else []
-    return set(map(id, found))
+    weights = _by_shape(_Set(tensors, True, False), parameters) if parameters.is_enough() else []
+    return set(map(id, weights))
 
 
 def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
@@ -187,18 +191,23 @@ def _flat_parameters(tree: Mapping[str, TensorRef]) -> _Parameters:
 def given_names(optimizer: Mapping[str, Any]) -> dict[int | str, str | None]:
     """Every parameter that the groups of an optimizer list, in their order, with the name that they state, or None."""
     groups = dict_groups(optimizer)
-    return {each: name for group in groups for each, name in listed_parameters(group) if isinstance(each, (int, str))}
+    return {
+        identifier: name
+        for group in groups
+        for identifier, name in listed_parameters(group)
+        if isinstance(identifier, (int, str))
+    }
 
 
 def shapes_of(optimizer: Mapping[str, Any]) -> dict[int | str, Shape]:
     """The shapes of the parameters of an optimizer that has a state for them, as far as the state shows them."""
-    states = ((each, state) for each, state in optimizer["state"].items() if isinstance(state, dict))
-    return {each: shape for each, state in states if (shape := _shape(state)) is not None}
+    states = ((identifier, state) for identifier, state in optimizer["state"].items() if isinstance(state, dict))
+    return {identifier: shape for identifier, state in states if (shape := _shape(state)) is not None}
 
 
 def _parameters(optimizer: Mapping[str, Any]) -> _Parameters:
     names, shapes = given_names(optimizer), shapes_of(optimizer)
-    named = {name: shape for each, shape in shapes.items() if (name := names.get(each)) is not None}
+    named = {name: shape for identifier, shape in shapes.items() if (name := names.get(identifier)) is not None}
     plain = plain_names(named)
     return _Parameters({plain[name]: shape for name, shape in named.items()}, Counter(shapes.values()))
 
@@ -220,30 +229,30 @@ def moment_shape(state: Mapping[Any, Any]) -> Shape | None:
     return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
 
 
-def _by_name(each: _Set, parameters: _Parameters) -> list[TensorRef]:
+def _by_name(candidate: _Set, parameters: _Parameters) -> list[TensorRef]:
     named = parameters.named
-    found = [ref for name, ref in each.weights.items() if named.get(name) == ref.shape]
-    if not found or 2 * len(found) < len(named):
+    fitting = [ref for name, ref in candidate.weights.items() if named.get(name) == ref.shape]
+    if not fitting or 2 * len(fitting) < len(named):
         return []
-    return list(each.tensors.values()) if each.only_tensors else found
+    return list(candidate.tensors.values()) if candidate.only_tensors else fitting
 
 
-def _by_shape(each: _Set, parameters: _Parameters) -> list[TensorRef]:
-    if not parameters.fit(each):
+def _by_shape(candidate: _Set, parameters: _Parameters) -> list[TensorRef]:
+    if not parameters.fit(candidate):
         return []
-    if each.only_tensors:
-        return list(each.tensors.values())
-    wanted = {shape for shape, count in parameters.shapes.items() if each.shapes[shape] == count}
-    return [ref for ref in each.weights.values() if ref.shape in wanted]
+    if candidate.only_tensors:
+        return list(candidate.tensors.values())
+    wanted = {shape for shape, count in parameters.shapes.items() if candidate.shapes[shape] == count}
+    return [ref for ref in candidate.weights.values() if ref.shape in wanted]
 
 
 def _together(sets: Iterable[_Set], parameters: _Parameters) -> Iterator[_Set]:
     """The sets that have all parameters of an optimizer together, each parameter once; nothing where none do."""
     missing, taken = parameters.shapes.copy(), []
-    for each in sets:
-        if each.only_tensors and each.shapes and each.shapes <= missing:
-            missing -= each.shapes
-            taken.append(each)
+    for candidate in sets:
+        if candidate.only_tensors and candidate.shapes and candidate.shapes <= missing:
+            missing -= candidate.shapes
+            taken.append(candidate)
     return iter(taken if not missing else [])
 
 
@@ -294,15 +303,13 @@ def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate]
 
 def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
     """As ``find``: the models, their copies under keys that name no model, and the optimizers."""
-    found, others, optimizers = _find_every(tree)
+    models, others, optimizers = _find_every(tree)
     weights = evident_weights(tree) | evident if others else set()
-    unknown = {
-        each for each, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))
-    }
-    forms = {_form(each) for each in found if id(each) not in others} if others else set()
+    unknown = {key for key, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))}
+    forms = {_form(model) for model in models if id(model) not in others} if others else set()
     copies = [other for other in others.values() if id(other) not in unknown and _form(other) in forms]
     unknown.update(map(id, copies))
-    return [each for each in found if id(each) not in unknown], copies, optimizers
+    return [model for model in models if id(model) not in unknown], copies, optimizers
 
 
 def find_trees(tree: object) -> list[Candidate]:
@@ -312,7 +319,7 @@ def find_trees(tree: object) -> list[Candidate]:
 
 def _find_every(tree: object) -> tuple[list[Candidate], dict[int, Candidate], list[Candidate]]:
     """Trees of tensors, those of them under a key that names no model by ``id``, and optimizers."""
-    found: list[Candidate] = []
+    models: list[Candidate] = []
     others: dict[int, Candidate] = {}
     optimizers: list[Candidate] = []
     entry, inert = Inside(), Inside()
@@ -327,10 +334,10 @@ def _find_every(tree: object) -> tuple[list[Candidate], dict[int, Candidate], li
             inert.enter(path)  # the content of a pickled object has no names of its own
         elif is_bare_state_dict(node):
             entry.enter(path)
-            found.append(Candidate(format_path(path) or TOP_LEVEL, node, live.origins.get(id(node))))
+            models.append(Candidate(format_path(path) or TOP_LEVEL, node, live.origins.get(id(node))))
             if path and path[-1] not in MODEL_KEYS and id(node) not in live.modules:
-                others[id(found[-1])] = found[-1]
-    return found, others, optimizers
+                others[id(models[-1])] = models[-1]
+    return models, others, optimizers
 
 
 def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
@@ -338,18 +345,18 @@ def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
 
     ``taken`` are the models and optimizers of the tree.
     """
-    known = {id(value) for each in taken for value in each.node.values()}
+    known = {id(value) for model in taken for value in model.node.values()}
     weights = evident_weights(tree) - known
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    by_key: dict[str, dict[str, Any]] = defaultdict(dict)
     named: set[str] = set()
     for path, leaf in iter_leaves(tree):
         if id(leaf) in weights:
             key, *rest = path if len(path) > 1 else ("", *path)
             numbered = all(map(str.isdecimal, rest))
-            found[key].setdefault(".".join(path if numbered else rest), leaf)
+            by_key[key].setdefault(".".join(path if numbered else rest), leaf)
             if not path[-1].isdecimal():
                 named.add(key)
-    return [Candidate(key or TOP_LEVEL, node, numbered=key not in named) for key, node in found.items()]
+    return [Candidate(key or TOP_LEVEL, node, numbered=key not in named) for key, node in by_key.items()]
 
 
 def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:

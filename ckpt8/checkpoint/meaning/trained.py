@@ -53,8 +53,8 @@ class Pairs:
     def of_member(self, path: str) -> tuple[list[SavedParameter], Mapping[int, str]]:
         """The parameters of a member, and the path of each weight in another one, by its ``id``. Raises InputError."""
         beside = None if self._names is None else self._names.beside(path)
-        found = saved_parameters(self._members[path].tree, beside, as_torch=True)
-        return found, {} if beside is None else beside.files
+        parameters = saved_parameters(self._members[path].tree, beside, as_torch=True)
+        return parameters, {} if beside is None else beside.files
 
 
 def trained_states(
@@ -65,7 +65,7 @@ def trained_states(
     ``key_of`` gives the key in the source of a storage in the member of a number.
     """
     contents = [(member.path, member.checkpoint) for member in members]
-    pairs, found = Pairs(contents, directory=directory), dict[str, Trained]()
+    pairs, states = Pairs(contents, directory=directory), dict[str, Trained]()
     numbers = {path: number for number, (path, _) in enumerate(contents)}
     optimizers: dict[object, int] = {}
 
@@ -86,14 +86,14 @@ def trained_states(
                 home = numbers[files[id(weight)]] if id(weight) in files else number
             weight = weight and replace(weight, key=key_of(weight.key, home))
             optimizer = number_of((_RANK.sub("rank", path), saved.optimizer))
-            each = Trained(optimizer, groups[id(saved.group)], weight, None if weight else saved.unpaired)
-            found.update((key_of(ref.key, number), each) for ref in _tensors(saved.state))
+            trained = Trained(optimizer, groups[id(saved.group)], weight, None if weight else saved.unpaired)
+            states.update((key_of(ref.key, number), trained) for ref in _tensors(saved.state))
     for pair in slice_pairs(members, key_of):
-        found[pair.key] = Trained(number_of(pair.optimizer), pair.group, pair.weight, pair.unpaired)
+        states[pair.key] = Trained(number_of(pair.optimizer), pair.group, pair.weight, pair.unpaired)
     for root, weight, state in Universal(contents).weights():
-        each = Trained(number_of(root), state.group, weight, None if weight else "it has no fp32.pt")
-        found.update((ref.key, each) for ref in _tensors(state.state))
-    return found
+        trained = Trained(number_of(root), state.group, weight, None if weight else "it has no fp32.pt")
+        states.update((ref.key, trained) for ref in _tensors(state.state))
+    return states
 
 
 def _tensors(state: Mapping[Any, Any]) -> Iterator[TensorRef]:

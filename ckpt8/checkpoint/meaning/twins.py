@@ -56,7 +56,7 @@ def twins(trees: Sequence[object]) -> Iterator[tuple[TensorRef, TensorRef]]:
 def _models(trees: Sequence[object]) -> Iterator[_Model]:
     """All models, then the parts of those that hold an average."""
     evident = evident_weights(*trees)
-    models = [model for tree in trees for found in find_all(tree, evident)[:2] for model in found]
+    models = [model for tree in trees for kind in find_all(tree, evident)[:2] for model in kind]
     for model in models:
         yield _Model(_without_prefix(weights_of(model.node)), False, is_average(model.path))
     for model in models:

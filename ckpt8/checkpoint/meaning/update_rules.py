@@ -115,12 +115,12 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
 
 
 def rule_of(
-    found: tuple[Card, Form] | None, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None
+    card_and_form: tuple[Card, Form] | None, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None
 ) -> UpdateRule | str:
     """As ``recognise``, where ``identify_state`` has ``found`` the optimizer."""
-    if found is None or found[1].update is None:
+    if card_and_form is None or card_and_form[1].update is None:
         return why_unknown(_tensors(state), state, group) or UNKNOWN
-    kind = found[1].update
+    kind = card_and_form[1].update
     if kind == "momentum" and group.get("nesterov"):
         kind = "replayed"
     return _adam(kind, state, group, step) if kind in ("adam", "stable_adamw") else UpdateRule(kind)

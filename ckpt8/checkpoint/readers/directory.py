@@ -79,7 +79,7 @@ def open_distributed(
 
     Raises InputError for a damaged or hostile checkpoint.
     """
-    found: dict[str, DirectoryMember] = {}
+    members: dict[str, DirectoryMember] = {}
     by_path = {entry.path: entry for entry in entries}
     for folder, file in _metadata_files(entries, open_file):
         where = str(file.source)
@@ -89,21 +89,21 @@ def open_distributed(
             entry = by_path.get(folder + path)
             if entry is None or entry.format not in (FILE, SYMLINK):
                 raise InputError(f"{where}: names {shown(path)}, which is not there; the checkpoint is not complete")
-            if entry.path in found:
+            if entry.path in members:
                 raise InputError(f"{where}: names {shown(path)}, which belongs to another .metadata")
             if entry.format != FILE:
                 continue
             shard = open_file(entry.path)
             try:
-                found[entry.path] = checkpoint.open(path, shard, entry.path, decode=decode, only=only)
+                members[entry.path] = checkpoint.open(path, shard, entry.path, decode=decode, only=only)
             except UnsupportedError as exc:
                 plain, reason = OpenCheckpoint(FILE, shard), kept(exc, shard.source)
-                found[entry.path] = DirectoryMember(entry.path, plain, reason, holds_tensors=True)
+                members[entry.path] = DirectoryMember(entry.path, plain, reason, holds_tensors=True)
         if checkpoint.moved:
             held = Held(rewritten(checkpoint.metadata, checkpoint.moved, where), FILE, file)
-            found[folder + METADATA] = DirectoryMember(folder + METADATA, held, _METADATA_REWRITTEN)
+            members[folder + METADATA] = DirectoryMember(folder + METADATA, held, _METADATA_REWRITTEN)
         checkpoint.metadata.tree = None  # by far the largest part of it in memory
-    return found
+    return members
 
 
 def _metadata_files(

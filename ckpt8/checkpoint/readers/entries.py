@@ -70,7 +70,7 @@ def directory_name(path: Path) -> str:
 
 def walk(root: Path) -> list[Entry]:
     """All entries below ``root``, sorted by path. Raises InputError for an entry that a container cannot hold."""
-    found: list[Entry] = []
+    below: list[Entry] = []
     waiting = [""]
     while waiting:
         above = waiting.pop()
@@ -82,15 +82,15 @@ def walk(root: Path) -> list[Entry]:
         if above.count("/") >= MAX_COMPONENTS - 1:
             raise InputError(f"{root}: its directories are nested deeper than {MAX_COMPONENTS}")
         if above and not names:
-            found.append(Entry(above, DIRECTORY))
+            below.append(Entry(above, DIRECTORY))
         for name in names:
             path = f"{above}/{name}" if above else name
             entry = _entry(root, path)
             if entry is None:
                 waiting.append(path)
             else:
-                found.append(entry)
-    return sorted(found, key=lambda entry: entry.path.split("/"))
+                below.append(entry)
+    return sorted(below, key=lambda entry: entry.path.split("/"))
 
 
 def _entry(root: Path, path: str) -> Entry | None:
@@ -203,7 +203,9 @@ def check_shares(tree: Any, names: Collection[str], where: str) -> None:
         if type(node) is TensorRef:
             keys.add(node.key)
             rests += [node.share.rest] if node.share is not None else []
-        elif type(node) is Inert and any(type(each) is Global and is_distributed(each.name) for each in node.args):
+        elif type(node) is Inert and any(
+            type(argument) is Global and is_distributed(argument.name) for argument in node.args
+        ):
             raise UnsupportedError(
                 f"{where}: a file of one rank: the place of {shown(format_path(path))} in the whole tensor is not known"
             )

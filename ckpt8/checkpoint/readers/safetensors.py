@@ -63,10 +63,12 @@ def read(file: SourceFile) -> OpenCheckpoint:
     metadata, header = parse_safetensors(file.read(LENGTH_BYTES, length), f"{where}: safetensors header")
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise InputError(f"{where}: damaged safetensors file: {METADATA} does not map names to texts")
-    found = {name: _tensor(name, entry, start, where) for name, entry in header.items()}
-    storages = sorted((storage for _, storage in found.values()), key=lambda each: (each.offset, each.nbytes))
+    tensors = {name: _tensor(name, entry, start, where) for name, entry in header.items()}
+    storages = sorted(
+        (storage for _, storage in tensors.values()), key=lambda storage: (storage.offset, storage.nbytes)
+    )
     _check_layout(storages, start, size, where)
-    return OpenCheckpoint("safetensors", file, storages, {name: ref for name, (ref, _) in found.items()})
+    return OpenCheckpoint("safetensors", file, storages, {name: ref for name, (ref, _) in tensors.items()})
 
 
 def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef, StorageInfo]:

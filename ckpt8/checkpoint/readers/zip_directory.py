@@ -224,8 +224,8 @@ def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
     """The folder, with its ``/``, of the one ``data.pkl``. Raises InputError unless there is exactly one."""
     names = [entry.name for entry in entries if entry.name.endswith("/data.pkl")]
     if len(names) != 1:
-        found = "no data.pkl" if not names else f"{len(names)} records named data.pkl"
-        raise InputError(f"{file.source}: a zip file with {found}; expected a file written by torch.save")
+        content = "no data.pkl" if not names else f"{len(names)} records named data.pkl"
+        raise InputError(f"{file.source}: a zip file with {content}; expected a file written by torch.save")
     return names[0].removesuffix("data.pkl")
 
 

@@ -137,10 +137,10 @@ class Bundle:
         """The members with their places in the bundle."""
         members: list[Member] = []
         first = base = 0
-        for number, found in enumerate(self.found):
-            whole = WithSkeleton(found.checkpoint, found.reason)
-            states = state_slices(found, number) if isinstance(found, DcpMember) else ()
-            members.append(Member(found.path, whole, first, base, states))
+        for number, member in enumerate(self.found):
+            whole = WithSkeleton(member.checkpoint, member.reason)
+            states = state_slices(member, number) if isinstance(member, DcpMember) else ()
+            members.append(Member(member.path, whole, first, base, states))
             first += len(whole.storages)
             base += whole.size + whole.skeleton.nbytes
         return members

@@ -240,14 +240,14 @@ class Composite:
             content = host_bytes((stop - start) * ref.dtype.itemsize)
             place = self._places[ref.key].offset + (ref.offset + start) * ref.dtype.itemsize
             self.read_into(place, bytes_of(content))
-            found = content.view(ref.dtype.torch)
+            values = content.view(ref.dtype.torch)
         else:
             # A tensor without memory shows the offsets, shapes and strides of the rows.
             shape = torch.empty(ref.offset + ref.span, dtype=torch.uint8, device="meta")
             parts = rows(shape.as_strided(ref.shape, ref.stride, ref.offset), start, stop)
-            found = torch.cat([self._copied(ref, part) for part in parts])
-        found = found.conj_physical() if ref.conj else found
-        return found.neg() if ref.neg else found
+            values = torch.cat([self._copied(ref, part) for part in parts])
+        values = values.conj_physical() if ref.conj else values
+        return values.neg() if ref.neg else values
 
     def _copied(self, ref: TensorRef, part: torch.Tensor) -> torch.Tensor:
         """The elements of a ``part`` of a tensor, flat."""
@@ -293,9 +293,9 @@ def add_prefix(node: Any, prefix: str) -> Any:
         if isinstance(node, (TensorRef, StorageRef)):
             return replace(node, key=prefix + node.key)
         if id(node) not in made and isinstance(node, dict):
-            found: dict[Any, Any] = {}
-            made[id(node)] = found
-            found.update((key, copy(value)) for key, value in node.items())
+            copied: dict[Any, Any] = {}
+            made[id(node)] = copied
+            copied.update((key, copy(value)) for key, value in node.items())
         elif id(node) not in made and isinstance(node, list):
             several: list[Any] = []
             made[id(node)] = several

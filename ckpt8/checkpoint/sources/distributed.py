@@ -121,8 +121,8 @@ def _copy_part(data: Composite, part: Part, box: Box, target: torch.Tensor) -> N
         target = target.narrow(dim, start - theirs, stop - start)
         first += (start - mine) * ref.stride[dim]
         sizes.append(stop - start)
-    found = data.elements(replace(ref, offset=first, shape=tuple(sizes)), 0, prod(sizes))
-    target.copy_(found.view(target.dtype).view(sizes))
+    values = data.elements(replace(ref, offset=first, shape=tuple(sizes)), 0, prod(sizes))
+    target.copy_(values.view(target.dtype).view(sizes))
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
@@ -205,33 +205,35 @@ class _Places:
 
 def _rebuild(optimizer: Any, data: Composite) -> None:
     """Give an optimizer a list of groups that list their parameters by number, and key its states by these numbers."""
-    states, found = optimizer.get(STATE, {}), optimizer.get(GROUPS, {})
-    if type(states) is not dict or type(found) is not dict or not all(type(group) is dict for group in found.values()):
+    states, given = optimizer.get(STATE, {}), optimizer.get(GROUPS, {})
+    if type(states) is not dict or type(given) is not dict or not all(type(group) is dict for group in given.values()):
         return
-    groups = [*_groups(found, list(states), data)]
+    groups = [*_groups(given, list(states), data)]
     numbers: dict[Any, int] = {}
     for group in groups:
         listed = group[PARAMETERS]
-        if listed and all(isinstance(each, str) for each in listed):
+        if listed and all(isinstance(parameter, str) for parameter in listed):
             group.setdefault(_NAMES, list(listed))
             group[PARAMETERS] = [numbers.setdefault(name, len(numbers)) for name in listed]
-        elif all(type(each) is int for each in listed):
-            numbers.update((str(each), each) for each in listed)
+        elif all(type(parameter) is int for parameter in listed):
+            numbers.update((str(parameter), parameter) for parameter in listed)
     optimizer[STATE] = {numbers.get(parameter, parameter): state for parameter, state in states.items()}
     optimizer[GROUPS] = groups
 
 
-def _groups(found: Mapping[str, Mapping[str, Any]], parameters: list[str], data: Composite) -> Iterator[dict[str, Any]]:
+def _groups(
+    groups: Mapping[str, Mapping[str, Any]], parameters: list[str], data: Composite
+) -> Iterator[dict[str, Any]]:
     """The groups of an optimizer: numbered groups as they are; groups of one parameter, merged where settings agree."""
-    numbered = {owner: group for owner, group in found.items() if isinstance(group.get(PARAMETERS), list)}
+    numbered = {owner: group for owner, group in groups.items() if isinstance(group.get(PARAMETERS), list)}
     for owner in sorted(numbered, key=lambda owner: (len(str(owner)), str(owner))):
         yield {**numbered[owner], PARAMETERS: list(numbered[owner][PARAMETERS])}
     alike: dict[str, list[str]] = defaultdict(list)
-    for owner in (each for each in found if each not in numbered):
-        alike[repr({key: _plain(value, data) for key, value in found[owner].items()})].append(owner)
+    for owner in (owner for owner in groups if owner not in numbered):
+        alike[repr({key: _plain(value, data) for key, value in groups[owner].items()})].append(owner)
     for owners in alike.values():
-        yield {**found[owners[0]], PARAMETERS: owners}
-    if not found and parameters:
+        yield {**groups[owners[0]], PARAMETERS: owners}
+    if not groups and parameters:
         yield {PARAMETERS: parameters}
 
 

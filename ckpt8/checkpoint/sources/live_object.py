@@ -154,7 +154,7 @@ def torch_writes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        if not any(each in str(exc) for each in _WRITER_SAYS):
+        if not any(words in str(exc) for words in _WRITER_SAYS):
             raise
         raise OSError(errno.EIO, "torch cannot write the file; is the disk full?") from exc
 

@@ -62,8 +62,8 @@ def open_source(
             if walk(path) != entries:
                 raise InputError(f"{path}: changed while it was read; nothing was written")
 
-        with open_directory(path, entries, decode=decode, choice=choice) as found:
-            yield Bundle(path, found, directory_name(path), check)
+        with open_directory(path, entries, decode=decode, choice=choice) as members:
+            yield Bundle(path, members, directory_name(path), check)
     else:
         with open_checkpoint(path) as checkpoint:
             yield Bundle(path, [DirectoryMember(path.name, checkpoint)])

@@ -71,8 +71,8 @@ def member_index(reader: ContainerReader, member: str | None) -> int:
     checkpoints = [record.path for record in reader.manifest.members if record.format not in kept]
     choices = f"give member= one of {listed(checkpoints, _SHOWN_MEMBERS)}"
     if member is None or member not in names:
-        found = f"no member {member!r}" if member is not None else f"{len(names)} members"
-        raise UsageError(f"{reader.path}: has {found}; {choices}")
+        what = f"no member {member!r}" if member is not None else f"{len(names)} members"
+        raise UsageError(f"{reader.path}: has {what}; {choices}")
     if member not in checkpoints:
         raise UsageError(f"{reader.path}: {member!r} is no checkpoint, it was kept as it is; {choices}, or restore it")
     return names[member]

@@ -92,10 +92,10 @@ class DcpCheckpoint:
             offset, length = places.get(piece, (piece.offset, piece.length))
             window = Window(file, offset, length, f"slice {shown(piece.name)}")
             is_read = piece.place is not None and (only is None or piece in only)
-            found = self._open_slice(piece, window) if is_read else None
+            opened = self._open_slice(piece, window) if is_read else None
             if decoded is not None:
-                decoded.keep(number, () if found is None else found.storages)
-            if found is None:
+                decoded.keep(number, () if opened is None else opened.storages)
+            if opened is None:
                 if piece.place is None:
                     self._values[piece.name] = window
                 continue
@@ -106,13 +106,13 @@ class DcpCheckpoint:
                     offset=offset + storage.offset,
                     crc_fields=tuple(offset + place for place in storage.crc_fields),
                 )
-                for storage in found.storages
+                for storage in opened.storages
             ]
-            if piece.place is not None and not isinstance(found.tree, TensorRef):
+            if piece.place is not None and not isinstance(opened.tree, TensorRef):
                 self._parts[piece.name, piece.place] = window
-                opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(found.tree)}
+                opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(opened.tree)}
                 continue
-            ref = replace(found.tree, key=_key(number, found.tree.key))
+            ref = replace(opened.tree, key=_key(number, opened.tree.key))
             tensors.append(self.named(piece, ref))
             parts.append((piece, ref))
         self.moved |= places
@@ -133,12 +133,12 @@ class DcpCheckpoint:
 
     def _open_slice(self, piece: Slice, window: Window) -> OpenCheckpoint:
         """One slice as a checkpoint. Raises InputError where the metadata says otherwise."""
-        found = torch_zip.read(window)
-        tree = found.tree
+        checkpoint = torch_zip.read(window)
+        tree = checkpoint.tree
         expected = self.metadata.tensors[piece.name].dtype, piece.place[1] if piece.place else ()
         if isinstance(tree, StorageRef) or (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected):
             raise InputError(f"{window.source}: has another shape or element type than .metadata says")
-        return found
+        return checkpoint
 
     def add_values(self, values: Mapping[str, Window]) -> None:
         """Add values that are no tensors, and are in files that others opened."""

@@ -141,9 +141,9 @@ def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadat
 class _Parser:
     """Fills ``found`` with the values of its tree. Raises InputError for damage."""
 
-    def __init__(self, where: str, found: Metadata) -> None:
+    def __init__(self, where: str, metadata: Metadata) -> None:
         self._where = where
-        self._found = found
+        self._found = metadata
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._seen: set[tuple[str, tuple[int, ...] | None]] = set()
 
@@ -193,8 +193,8 @@ class _Parser:
         self._found.tensors[name] = StoredTensor(self._dtype(fields.get("properties"), name), shape)
         places = self._chunks[name] = {}
         for chunk in chunks:
-            each = self._fields(chunk, f"{_MODULE}.ChunkStorageMetadata")
-            start, sizes = (self._counts(each.get(key), shown(name)) for key in ("offsets", "sizes"))
+            box = self._fields(chunk, f"{_MODULE}.ChunkStorageMetadata")
+            start, sizes = (self._counts(box.get(key), shown(name)) for key in ("offsets", "sizes"))
             if not len(start) == len(sizes) == len(shape) or any(
                 at + size > whole for at, size, whole in zip(start, sizes, shape, strict=True)
             ):

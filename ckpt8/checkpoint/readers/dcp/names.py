@@ -80,17 +80,17 @@ class DcpRoles:
 
     def _find_optimizers(self) -> None:
         """Split the name of every value inside an optimizer before ``state`` or ``param_groups``."""
-        found: set[Components] = set()
+        prefixes: set[Components] = set()
         for parts in self._names.values():
             if GROUPS in parts:
-                found.add(parts[: parts.index(GROUPS)])
+                prefixes.add(parts[: parts.index(GROUPS)])
             elif STATE in parts:
                 at = parts.index(STATE)
                 if parts[-1] in STATE_ROLES or set(parts[at + 1 : at + 2]) & _KEY_ROLES.keys():
-                    found.add(parts[:at])
+                    prefixes.add(parts[:at])
         for name, parts in self._names.items():
             for at, part in enumerate(parts[:-1]):
-                if part in (STATE, GROUPS) and parts[:at] in found:
+                if part in (STATE, GROUPS) and parts[:at] in prefixes:
                     self._inside[name] = parts[:at], parts[at:]
                     break
 
@@ -132,7 +132,7 @@ class DcpRoles:
         """The role of a value in the state of an optimizer without a card."""
         stored = self._metadata.tensors
         values = self.values[key.optimizer, key.parameter].items()
-        tensors = [each for each, name in values if name in stored and stored[name].shape]
+        tensors = [value for value, name in values if name in stored and stored[name].shape]
         return state_roles(tensors).get(key.key, Role.OTHER)
 
     def group(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, Any]:
@@ -154,8 +154,12 @@ class DcpRoles:
         """The parameters of every group of an optimizer that numbers them; empty for one that names them."""
         own = (name for name, key in self.options.items() if (key.optimizer, key.key) == (optimizer, PARAMETERS))
         listed = [value(name) for name in own]
-        is_valid = all(isinstance(group, list) and all(type(each) is int for each in group) for group in listed)
-        return listed if is_valid and len({each for group in listed for each in group}) == sum(map(len, listed)) else []
+        is_valid = all(isinstance(group, list) and all(type(number) is int for number in group) for group in listed)
+        return (
+            listed
+            if is_valid and len({number for group in listed for number in group}) == sum(map(len, listed))
+            else []
+        )
 
     def _read_groups(self, value: Callable[[str], Any]) -> dict[tuple[str, str], Mapping[str, str]]:
         """The names of the options of its group, by optimizer and parameter."""

@@ -51,7 +51,7 @@ def load_pickle(
     machine = _Machine(stream, end, label, persistent_load, end if stored is None else stored, calls)
     value = machine.run()
     if names is not None:
-        names.update(found.name for found in machine.globals.values())
+        names.update(known.name for known in machine.globals.values())
     return value
 
 
@@ -185,15 +185,15 @@ class _Machine(StackMachine):
     def _named(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name is not text")
-        found = self.globals.get((module, name))
-        if found is None:
+        known = self.globals.get((module, name))
+        if known is None:
             if max(len(module), len(name)) > MAX_NAME_CHARACTERS or len(self.globals) >= MAX_GLOBALS:
                 raise ValueError("names are too long or too many")
-            found = Global(f"{_MODULES.get(module, module)}.{name}")
-            self.globals[module, name] = found
+            known = Global(f"{_MODULES.get(module, module)}.{name}")
+            self.globals[module, name] = known
             if self.calls is not None:
-                self.calls.name(found.name)
-        return found
+                self.calls.name(known.name)
+        return known
 
     def _global_text(self) -> Global:
         module = self._line().decode("utf-8")
@@ -249,10 +249,10 @@ class _Machine(StackMachine):
     def _persistent(self, pid: Any) -> Any:
         if self.persistent_load is None:
             raise ValueError("it refers to data outside the pickle")
-        found = self.persistent_load(pid)
+        stored = self.persistent_load(pid)
         if self.calls is not None:
-            self.calls.storage(pid, found)
-        return found
+            self.calls.storage(pid, stored)
+        return stored
 
     def _persistent_stack(self) -> None:
         self.stack[-1] = self._persistent(self.stack[-1])

@@ -56,10 +56,10 @@ def local_tensor(kind: Global, arguments: tuple[Any, ...], state: Any, spend: Ca
     if read is None or len(arguments) != _REBUILD_ARGUMENTS or type(arguments[1]) is not Global:
         return None
     whole = arguments[2]
-    found = read(tuple(whole), state, spend) if _is_counts(whole) else None
-    if type(found) is TensorRef and (found.conj or found.neg or arguments[1].name != f"torch.{found.dtype.label}"):
+    tensor = read(tuple(whole), state, spend) if _is_counts(whole) else None
+    if type(tensor) is TensorRef and (tensor.conj or tensor.neg or arguments[1].name != f"torch.{tensor.dtype.label}"):
         return None
-    return found
+    return tensor
 
 
 def _dtensor(whole: tuple[int, ...], state: Any, spend: Callable[[int], None]) -> TensorRef | None:
@@ -135,12 +135,12 @@ def _runs(
         spend(factor + len(runs[dim]))
         own = []
         for start, stop in _chunks(sum(end - begin for begin, end in runs[dim]), factor):
-            each = -(-(stop - start) // size)
-            first = min(start + at * each, stop)
-            own.append((first, min(first + each, stop)))
+            length = -(-(stop - start) // size)
+            first = min(start + at * length, stop)
+            own.append((first, min(first + length, stop)))
         runs[dim] = _cut(runs[dim], own)
-    joined = [_joined(each) or [(size, size)] for each, size in zip(runs, whole, strict=True)]
-    return [each[0] for each in joined] if all(len(each) == 1 for each in joined) else None
+    joined = [_joined(runs_of) or [(size, size)] for runs_of, size in zip(runs, whole, strict=True)]
+    return [runs_of[0] for runs_of in joined] if all(len(runs_of) == 1 for runs_of in joined) else None
 
 
 def _kind(placement: Any) -> str | None:
@@ -149,35 +149,35 @@ def _kind(placement: Any) -> str | None:
 
 def _chunks(size: int, count: int) -> list[Run]:
     """``size`` elements in so many chunks, or fewer: all but the last are of one size."""
-    each = max(-(-size // count), 1)
-    return [(start, min(start + each, size)) for start in range(0, size, each)]
+    length = max(-(-size // count), 1)
+    return [(start, min(start + length, size)) for start in range(0, size, length)]
 
 
 def _cut(runs: Sequence[Run], own: Sequence[Run]) -> list[Run]:
     """The parts ``own`` of elements that lie in ``runs``; both are in order."""
-    found: list[Run] = []
+    parts: list[Run] = []
     waiting, before = list(reversed(own)), 0
     for start, stop in runs:
         after = before + stop - start
         while waiting and waiting[-1][0] < after:
             first, last = waiting[-1]
-            found.append((start + max(first, before) - before, start + min(last, after) - before))
+            parts.append((start + max(first, before) - before, start + min(last, after) - before))
             if last > after:
                 break
             waiting.pop()
         before = after
-    return found
+    return parts
 
 
 def _joined(runs: Sequence[Run]) -> list[Run]:
     """The runs that are not empty, in order; those that touch are one."""
-    found: list[Run] = []
+    joined: list[Run] = []
     for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
         elif start < stop:
-            found.append((start, stop))
-    return found
+            joined.append((start, stop))
+    return joined
 
 
 def _sharded_tensor(whole: tuple[int, ...], state: Any, _spend: Callable[[int], None]) -> TensorRef | Inert | None:
@@ -214,7 +214,7 @@ def _fields(state: Any) -> dict[str, Any]:
 
 def _is_counts(value: Any) -> TypeGuard[Sequence[int]]:
     is_few = type(value) in (tuple, list) and len(value) <= _MOST_DIMS
-    return is_few and all(type(each) is int and 0 <= each <= _LARGEST for each in value)
+    return is_few and all(type(number) is int and 0 <= number <= _LARGEST for number in value)
 
 
 MAX_DIMS = 64

@@ -136,8 +136,8 @@ def _quantized(call: Call) -> None:
         call.require(all(map(_is_number, how[1:])))
     else:
         call.require(type(how[3]) is int and 0 <= how[3] < len(size))
-        for each in how[1:3]:
-            _per_channel(call, each, size[how[3]])
+        for tensor in how[1:3]:
+            _per_channel(call, tensor, size[how[3]])
 
 
 def _per_channel(call: Call, value: Any, count: int) -> None:
@@ -320,10 +320,10 @@ class TorchCalls:
         if not self.foreign:
             raise ValueError(f"items are added to a {target.name}")
 
-    def storage(self, pid: Any, found: Any) -> None:
+    def storage(self, pid: Any, storage: Any) -> None:
         """Judge a reference to a storage. torch makes one of the device ``meta`` anew for every reference."""
-        if type(found) is StorageRef and pid[3] == _META:
-            self.spend_data(found.numel * found.dtype.itemsize)
+        if type(storage) is StorageRef and pid[3] == _META:
+            self.spend_data(storage.numel * storage.dtype.itemsize)
 
     def spend_data(self, nbytes: int) -> None:
         """Count bytes of tensors that are computed or copied. Raises ValueError when they are too many."""
