@@ -132,7 +132,7 @@ def _member_record(member: Member, results: Results) -> MemberRecord:
     """
     checkpoint, first = member.checkpoint, member.first
     segments, fields = [], []
-    for index, storage in sorted(enumerate(checkpoint.source_storages, first), key=lambda each: each[1].offset):
+    for index, storage in sorted(enumerate(checkpoint.source_storages, first), key=lambda pair: pair[1].offset):
         segments.append([storage.offset, index])
         if storage.crc32 is None or index in results.lossy:
             fields += [[place, index] for place in storage.crc_fields]

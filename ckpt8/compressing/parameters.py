@@ -172,7 +172,7 @@ def _parameter(
             [(streams[ref.key].storage, ref) for ref in (saved.state[f"{name}_row"], saved.state[f"{name}_col"])]
             for name in ("exp_avg_res", "exp_avg_sq")
         )
-        if not all(_factors_fit(shape, refs["exp_avg"], *(ref for _, ref in each)) for each in (confidence, squares)):
+        if not all(_factors_fit(shape, refs["exp_avg"], *(ref for _, ref in pair)) for pair in (confidence, squares)):
             rule = "CAME's row and column statistics are not fp32 of the parameter's shape"
         elif _is_cut(shape, saved.whole, -2) and _is_cut(shape, saved.whole, -1):
             rule = "CAME's update of a slice with neither all rows nor all columns depends on other ranks"

@@ -178,7 +178,7 @@ class Factored:
         if not (parameter.squares and parameter.confidence):
             return None
         squares, confidence = (
-            Confidence(*(read_tensor(source, *each) for each in pair), has_some_rows=parameter.has_some_rows)
+            Confidence(*(read_tensor(source, *statistic) for statistic in pair), has_some_rows=parameter.has_some_rows)
             for pair in (parameter.squares, parameter.confidence)
         )
         averages = (squares.rows if parameter.has_some_rows else squares.columns).flatten().tolist()
