@@ -234,7 +234,7 @@ def rank_file(path: str, tree: Any) -> RankFile | None:
 
 
 def named_rank(path: str) -> RankFile | None:
-    """The same by the name of the file alone; None if it has no number."""
+    """What the name of a file says that it is of several; None if it has no number."""
     folder, slash, name = path.rpartition("/")
     number = _RANK.match(name)
     if number is None or len(number[1]) > _MOST_DIGITS:
@@ -403,7 +403,7 @@ def parameter_names(tree: object, folder: Callable[[], Sequence[Weights]] = tupl
 
 
 def bare_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
-    """As ``parameter_names``, without the keys of models."""
+    """The known names of parameters by the place of their state, without the keys of models."""
     return {
         place(optimizer, identifier): name
         for optimizer, _, names in _names(tree, folder)

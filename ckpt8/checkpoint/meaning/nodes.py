@@ -208,11 +208,11 @@ class LiveObjects:
         return self._uses[id(part)] <= _MOST_USES
 
     def walk(self, tree: object) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """As ``iter_nodes``, with the state dicts instead of the objects."""
+        """Every node of ``tree`` with its path, and the state dicts instead of the objects."""
         return iter_nodes(tree, instead=self.instead)
 
     def containers(self, tree: object) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """As ``walk``, without tensors and storages."""
+        """Every node of ``tree`` that is no tensor or storage, and the state dicts instead of the objects."""
         return iter_nodes(tree, instead=self.instead, leaves=frozenset())
 
 

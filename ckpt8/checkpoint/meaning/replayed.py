@@ -216,7 +216,7 @@ class Order:
 
 
 class Gradients:
-    """The same gradients for both sides, step by step; see the module."""
+    """The gradients that both sides take, step by step; see the module."""
 
     def __init__(self, rule: Replayed, state: Values) -> None:
         self._scale = rule.gradient_scale(state)

@@ -302,7 +302,7 @@ def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate]
 
 
 def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
-    """As ``find``: the models, their copies under keys that name no model, and the optimizers."""
+    """The models, their copies under keys that name no model, and the optimizers, in the order of the document."""
     models, others, optimizers = _find_every(tree)
     weights = evident_weights(tree) | evident if others else set()
     unknown = {key for key, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))}

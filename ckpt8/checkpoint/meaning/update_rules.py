@@ -117,7 +117,7 @@ def recognise(state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | 
 def rule_of(
     card_and_form: tuple[Card, Form] | None, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None
 ) -> UpdateRule | str:
-    """As ``recognise``, where ``identify_state`` has ``found`` the optimizer."""
+    """The rule of the optimizer that ``identify_state`` recognised, or why its update is unknown."""
     if card_and_form is None or card_and_form[1].update is None:
         return why_unknown(_tensors(state), state, group) or UNKNOWN
     kind = card_and_form[1].update

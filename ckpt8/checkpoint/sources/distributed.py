@@ -380,7 +380,7 @@ class ShardedFiles:
         return self._window(name, place).read(0, place.length)
 
     def open_value(self, name: str, place: Place) -> OpenCheckpoint:
-        """As ``value``, as a checkpoint of its own."""
+        """The value as a checkpoint of its own. Raises InputError where it is damaged."""
         return torch_zip.read(self._window(name, place))
 
     def _offset(self, file: str, record: TensorRecord) -> int:

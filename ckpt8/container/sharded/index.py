@@ -65,7 +65,7 @@ class Layout(Protocol):
         """File number, offsets and sizes of every box."""
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Shape, Shape]]:
-        """As ``boxes``, those that share elements with a box."""
+        """File number, offsets and sizes of every box that shares elements with the given one."""
 
 
 class Cuts:
@@ -134,7 +134,7 @@ class Grid:
         return self._within([range(len(cuts)) for cuts in self.cuts])
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Shape, Shape]]:
-        """As ``boxes``, those cells that share elements with a box."""
+        """File number, offsets and sizes of every cell that shares elements with the given box."""
         if not all(sizes):
             return iter(())
         ranges = [
@@ -175,7 +175,7 @@ class Listed:
         return iter(self.listed)
 
     def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Shape, Shape]]:
-        """As ``boxes``, those that share elements with a box."""
+        """File number, offsets and sizes of every box that shares elements with the given one."""
         if not self.listed or not all(sizes):
             return iter(())
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]

@@ -212,7 +212,7 @@ class JoinedReader(Closing):
             raise InputError(f"{self.path / place.file}: ends before {shown(name)}, which {INDEX} names")
 
     def objects(self, file: str) -> TensorRecord | None:
-        """As ``objects_of`` the file."""
+        """The bytes of the values of a file that are no tensors; None where it has none."""
         return self._objects[file]
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
@@ -273,7 +273,7 @@ class JoinedReader(Closing):
         return TensorSpec(record.name, record.role, record.dtype, (record.numel,))
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
-        """As that of the container that holds the storage."""
+        """Decode one chunk into ``out``, by the container that holds the storage. Returns its parts."""
         reader, own = self._own(storage)
         return reader.decode_chunk(own, chunk, out)
 

@@ -187,7 +187,7 @@ def local_tensors(value: Any) -> list[torch.Tensor]:
 
 
 class Ckpt8SavePlanner(DefaultSavePlanner):
-    """As torch's DefaultSavePlanner, but one rank writes weight and state of a slice that several ranks hold.
+    """torch's DefaultSavePlanner; of a slice that several ranks hold, one rank writes weight and state.
 
     torch's planner spreads the tensors of a parameter over the ranks. No rank then has what it takes to measure the
     error of an update, to keep it within a budget, or to store a 16-bit weight as a rounding of its master copy. This

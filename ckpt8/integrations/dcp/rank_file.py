@@ -81,7 +81,7 @@ class Sources:
         return self._in_place(tensor)
 
     def _in_place(self, value: torch.Tensor) -> torch.Tensor:
-        """The same values in the same memory, in a storage that holds nothing else; values in one place share it."""
+        """The tensor over its own memory, in a storage that holds nothing else; tensors in one place share it."""
         whole = value.untyped_storage()
         nbytes = value.numel() * value.element_size()
         if nbytes == whole.nbytes():

@@ -82,7 +82,7 @@ class SliceReader:
         target: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """As ``copy``, of a tensor of ``dtype`` in a storage of bytes."""
+        """Fill ``target`` with a box of a tensor of ``dtype`` that lies in a storage of bytes."""
         size = dtype.itemsize
         plain = target.is_contiguous() and not _is_flagged(target)
         direct = plain and target.device.type == "cpu" and target.dtype == dtype
@@ -122,7 +122,7 @@ class SliceReader:
         lengths: Sequence[int],
         target: torch.Tensor,
     ) -> None:
-        """As ``copy``, some rows at a time. ``base`` is the position of the tensor in its storage."""
+        """Fill ``target`` with a box, some rows at a time. ``base`` is the position of the tensor in its storage."""
         row = prod(shape[1:])
         start = base + offsets[0] * row
         if len(shape) > 1 and row > _BLOCK:
