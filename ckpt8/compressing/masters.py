@@ -70,7 +70,7 @@ def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
 def _twins(bundle: Bundle, index_of: Mapping[str, int]) -> Iterator[tuple[int, int]]:
     """The streams of all weights that several models in a folder have, in pairs; those of one rank, where ranks are."""
     folders: dict[Hashable, list[tuple[int, object]]] = defaultdict(list)
-    for number, member in enumerate(bundle.found):
+    for number, member in enumerate(bundle.opened):
         tree = member.checkpoint.tree
         if not isinstance(tree, Labelled):
             folders[home_of(member.path, tree)].append((number, tree))
@@ -80,7 +80,7 @@ def _twins(bundle: Bundle, index_of: Mapping[str, int]) -> Iterator[tuple[int, i
             if all(id(ref) in homes for ref in pair):
                 one, other = (index_of[bundle.key(ref.key, homes[id(ref)])] for ref in pair)
                 yield one, other
-    for one_key, other_key in slice_twins(bundle.found, bundle.key):
+    for one_key, other_key in slice_twins(bundle.opened, bundle.key):
         yield index_of[one_key], index_of[other_key]
 
 

@@ -55,7 +55,7 @@ class _Steps:
         self._chosen = plan.chosen
         self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
         self.stepless: dict[int, str] = {}
-        self._states = trained_states(bundle.found, bundle.key, directory=bundle.directory is not None)
+        self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)
 
     def with_step(self, parameter: Parameter) -> Parameter:
         """The parameter with its step, or without one and with the reason."""

@@ -59,7 +59,7 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
         members = opened.enter_context(open_source(path, threads=threads))
         chosen = members if member is None else members.only(member)
         if not is_stored(path):
-            for file in chosen.found:
+            for file in chosen.opened:
                 label = str(path) if members.directory is None else f"{path}: {file.path}"
                 check_storages(file.checkpoint, label)
         content = content_of(chosen)

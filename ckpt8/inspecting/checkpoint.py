@@ -68,7 +68,7 @@ def inspect_checkpoint(
             **predict(source, skeleton_roles(manifest), plans),
         }
         facts["flags"][:0] = foreign_flags(
-            names_of_member for member in source.found for names_of_member in names_of(member)
+            names_of_member for member in source.opened for names_of_member in names_of(member)
         )
         if tensors:
             facts["tensors"] = _tensors(manifest, plan)

@@ -96,7 +96,7 @@ def make_sides(a: Bundle, b: Bundle) -> tuple[Side, Side]:
 
 
 def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
-    present = [member for member in members.found if member.checkpoint.format not in (SYMLINK, DIRECTORY)]
+    present = [member for member in members.opened if member.checkpoint.format not in (SYMLINK, DIRECTORY)]
     formats = [member.checkpoint.format for member in present]
     name = (layout or _OF_SEVERAL) if members.directory is not None or not formats else formats[0]
     side = Side(members.path, name, is_stored(members.path), size_of(members.path))

@@ -203,7 +203,7 @@ def _values(source: Bundle, home: DcpCheckpoint, names: Iterable[str]) -> Iterat
     """Those of the values that are numbers, plain or in a tensor of one element; whole ones as int."""
     wanted = dict.fromkeys(names)
     tensors: dict[str, Any] = {}
-    for member in source.found:
+    for member in source.opened:
         if isinstance(member, DcpMember) and member.home is home:
             parts = [(piece.name, ref) for piece, ref in member.parts if piece.name in wanted]
             places = {storage.key: storage for storage in member.checkpoint.storages} if parts else {}

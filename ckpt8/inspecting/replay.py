@@ -184,13 +184,13 @@ class ReplaySource:
 
     def __init__(self, source: Bundle) -> None:
         self._source = source
-        self._members = {member.path: member.checkpoint for member in source.found}
+        self._members = {member.path: member.checkpoint for member in source.opened}
         self._pairs = Pairs(list(self._members.items()), directory=source.directory is not None)
 
     def of_member(self, path: str) -> Replayable:
         """What to replay of a member; of a single file, whatever its name. Raises InputError where it is missing."""
         if self._source.directory is None:
-            path = self._source.found[0].path
+            path = self._source.opened[0].path
         elif path not in self._members:
             raise InputError(f"{self._source.path / path}: no such file")
         parameters, files = self._pairs.of_member(path)

@@ -314,7 +314,7 @@ def _shown(value: object) -> object:
 def _checksum_problems(stated: Manifest, bundle: Bundle) -> Iterator[str]:
     """Checksum fields that are none, and those of storages with other values that the manifest does not list."""
     records = {member.path: member for member in stated.members}
-    for member in bundle.found:
+    for member in bundle.opened:
         record, checkpoint = records[member.path], member.checkpoint
         storages = {(storage.offset, storage.nbytes): storage for storage in checkpoint.storages}
         for offset, index in record.segments:

@@ -268,7 +268,7 @@ class Originals:
         self.data = Composite(str(source.path))
         parts = adopt_parts(self.data, members)
         self.bundles = [self._bundle(reader, joined.slices[reader.path.name], parts) for reader in joined.readers]
-        self.together = Bundle(source.path, [bundle.found[0] for bundle in self.bundles], source.directory)
+        self.together = Bundle(source.path, [bundle.opened[0] for bundle in self.bundles], source.directory)
 
     def _check_same(self, joined: JoinedReader) -> None:
         """Raise CheckFailedError unless both hold the same values, of the same types and shapes."""

@@ -294,7 +294,7 @@ class _Salvaging:
             return
         # What cannot be opened as a checkpoint, as its structure is lost, has no checksums that anybody compares.
         with suppress(Ckpt8Error), open_source(path, containers=False, decode=False) as bundle:
-            for member in bundle.found:
+            for member in bundle.opened:
                 name = member.path if self._manifest.directory else ""
                 for storage in member.checkpoint.storages:
                     if (name, storage.offset) in lost and storage.crc_fields:

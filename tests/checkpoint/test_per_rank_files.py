@@ -54,8 +54,8 @@ def assert_same(found, expected):
 
 def test_every_part_begins_where_torch_says(written):
     with open_source(written / "placed") as source:
-        assert len(source.found) == WORLD
-        for member in source.found:
+        assert len(source.opened) == WORLD
+        for member in source.opened:
             assert member.reason is None
             rank = member.path.removeprefix("shard-").removesuffix(".pt")
             places = json.loads((written / f"placed-{rank}.json").read_text())

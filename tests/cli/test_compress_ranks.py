@@ -86,7 +86,7 @@ def test_without_ranks_a_plain_directory_becomes_one_file(plain, tmp_path):
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 40])
 def test_shares_are_whole_balanced_and_keep_a_slice_together(plain, world):
     with open_source(plain, containers=False) as source:
-        home = next(member.home for member in source.found if isinstance(member, DcpMember))
+        home = next(member.home for member in source.opened if isinstance(member, DcpMember))
         shares = [share_of(home, rank, world) for rank in range(world)]
         pieces = [piece for share in shares for piece in share.items]
         assert sorted(map(id, pieces)) == sorted(map(id, home.metadata.slices))

@@ -103,7 +103,7 @@ def test_the_time_to_find_every_box_of_a_list_grows_with_their_number():
     def find_all(bricks):
         rows = [(0, (0, 4 * k), (1, 4)) for k in range(bricks)]
         wall = Listed([*rows, (0, (1, 0), (1, 2)), *((0, (1, 4 * k + 2), (1, 4)) for k in range(bricks - 1))])
-        assert sum(len(list(wall.overlapping(*box[1:]))) for box in wall.found) == len(wall.found)
+        assert sum(len(list(wall.overlapping(*box[1:]))) for box in wall.listed) == len(wall.listed)
 
     assert growth(find_all, 500) < 8
 

@@ -83,7 +83,7 @@ class Member:
 
 
 class Bundle:
-    """An open source: a Checkpoint of all its members. ``found`` are the members as they were opened.
+    """An open source: a Checkpoint of all its members. ``opened`` are the members as readers gave them.
 
     ``label`` names the source in messages; ``directory`` is its name if it is a directory, or a container of one.
     ``check`` looks for changes that ``check_unchanged`` of a member cannot see. Keys of storages begin with the number
@@ -93,13 +93,13 @@ class Bundle:
     def __init__(
         self,
         path: Path,
-        found: Sequence[DirectoryMember],
+        opened: Sequence[DirectoryMember],
         directory: str | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
         self.label = path.name
-        self.found = found
+        self.opened = opened
         self.directory = directory
         self._check = check
 
@@ -111,19 +111,19 @@ class Bundle:
     @property
     def checkpoints(self) -> list[DirectoryMember]:
         """The members that a reader knows."""
-        return [member for member in self.found if member.checkpoint.format in READERS]
+        return [member for member in self.opened if member.checkpoint.format in READERS]
 
     @property
     def distributed(self) -> list[DcpMember]:
         """The files of distributed checkpoints."""
-        return [member for member in self.found if isinstance(member, DcpMember)]
+        return [member for member in self.opened if isinstance(member, DcpMember)]
 
     def only(self, path: str) -> Bundle:
         """One member, or the folder of a distributed checkpoint, as a source. Raises UsageError with the choices."""
-        distributed = (m for m in self.found if isinstance(m, DcpMember) or rank_file(m.path, m.checkpoint.tree))
+        distributed = (m for m in self.opened if isinstance(m, DcpMember) or rank_file(m.path, m.checkpoint.tree))
         folders = {member.path.rpartition("/")[0] for member in distributed} - {""}
         if path.rstrip("/") in folders:
-            inside = [member for member in self.found if member.path.startswith(f"{path.rstrip('/')}/")]
+            inside = [member for member in self.opened if member.path.startswith(f"{path.rstrip('/')}/")]
             return Bundle(self.path, inside, path)
         chosen = [member for member in self.checkpoints if member.path == path]
         if not chosen:
@@ -137,7 +137,7 @@ class Bundle:
         """The members with their places in the bundle."""
         members: list[Member] = []
         first = base = 0
-        for number, member in enumerate(self.found):
+        for number, member in enumerate(self.opened):
             whole = WithSkeleton(member.checkpoint, member.reason)
             states = state_slices(member, number) if isinstance(member, DcpMember) else ()
             members.append(Member(member.path, whole, first, base, states))
@@ -166,17 +166,17 @@ class Bundle:
     @property
     def format(self) -> str:
         """The format of the one file, or ``directory``."""
-        return self.found[0].checkpoint.format if self.directory is None else "directory"
+        return self.opened[0].checkpoint.format if self.directory is None else "directory"
 
     @property
     def size(self) -> int:
         """Bytes of all members."""
-        return sum(member.checkpoint.size for member in self.found)
+        return sum(member.checkpoint.size for member in self.opened)
 
     @property
     def tree(self) -> Any:
         """The tree of the one file; None for a directory."""
-        return self.found[0].checkpoint.tree if self.directory is None else None
+        return self.opened[0].checkpoint.tree if self.directory is None else None
 
     def key(self, key: str, number: int) -> str:
         """The key that a storage of member ``number`` has among those of all members."""
@@ -187,7 +187,7 @@ class Bundle:
         """Whether any member has a storage with bytes, or is kept as it is with tensors in it."""
         return any(
             member.holds_tensors or any(storage.nbytes for storage in member.checkpoint.storages)
-            for member in self.found
+            for member in self.opened
         )
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -197,6 +197,6 @@ class Bundle:
 
     def check_unchanged(self) -> None:
         """Raise InputError when a member, or the list of files in the directory, changed since it was opened."""
-        for member in self.found:
+        for member in self.opened:
             member.checkpoint.check_unchanged()
         self._check()

@@ -185,5 +185,5 @@ def _check_all(readers: Iterable[ContainerReader], workers: Workers) -> None:
 
 def _check_members(bundle: Bundle) -> None:
     """Compare the checksums of all files of a directory. Raises InputError."""
-    for member in bundle.found:
+    for member in bundle.opened:
         check_storages(member.checkpoint, f"{bundle.path}/{member.path}")

@@ -21,7 +21,7 @@ from ckpt8.core.text import listed, shown
 
 def matches(members: Bundle) -> bool:
     """Whether there is a ``.metadata`` with its files."""
-    return bool(members.distributed) or any(member.holds_tensors for member in members.found)
+    return bool(members.distributed) or any(member.holds_tensors for member in members.opened)
 
 
 def assemble(members: Bundle) -> Content:
@@ -32,7 +32,7 @@ def assemble(members: Bundle) -> Content:
     data = Composite(str(members.path))
     by_home: dict[int, list[DcpMember]] = defaultdict(list)
     others = []
-    for member in members.found:
+    for member in members.opened:
         if isinstance(member, DcpMember):
             by_home[id(member.home)].append(member)
         elif member.holds_tensors:

@@ -22,4 +22,4 @@ def assemble(members: Bundle) -> NoReturn:
 
 
 def _count_ranks(members: Bundle) -> int:
-    return sum(member.path.endswith("_optim_states.pt") for member in members.found)
+    return sum(member.path.endswith("_optim_states.pt") for member in members.opened)

@@ -59,9 +59,9 @@ def assemble(members: Bundle) -> Content:
     optimizer = {"state": states, "param_groups": _param_groups(optimizer_file, groups, list(weights))}
     data.tree = {"model": _model(data, model_file, weights), "optimizer": optimizer}
     used = {id(member) for state in files.values() for member in state.values()} | {id(optimizer_file), id(model_file)}
-    unused = [member.path for member in members.found if id(member) not in used]
+    unused = [member.path for member in members.opened if id(member) not in used]
     notes = [f"not used: {listed(unused)}"] if unused else []
-    if any(_SECOND_RANK.fullmatch(member.path) for member in members.found):
+    if any(_SECOND_RANK.fullmatch(member.path) for member in members.opened):
         notes.append("buffers and frozen weights are those of the first tensor-parallel rank")
     return Content(data, notes=notes)
 

@@ -34,7 +34,7 @@ _LISTED = 20
 
 def matches(members: Bundle) -> bool:
     """Whether there is a file of weights, or an index of some, at the top."""
-    names = {member.path for member in members.found}
+    names = {member.path for member in members.opened}
     return any(name in names for name in _MODEL_FILES) or any(_is_index(name) for name in names)
 
 
@@ -44,10 +44,10 @@ def assemble(members: Bundle) -> Content:
     Raises InputError, and UsageError for several optimizers.
     """
     data = Composite(str(members.path))
-    top = {member.path: member for member in members.found if "/" not in member.path}
+    top = {member.path: member for member in members.opened if "/" not in member.path}
     shards = _shards(top, data.label)
     data.tree = {"model": _merged(shards, data)}
-    names = NamesFromWeights([(member.path, member.checkpoint) for member in members.found])
+    names = NamesFromWeights([(member.path, member.checkpoint) for member in members.opened])
     optimizers = [member for member in top.values() if _is_optimizer(member.checkpoint)]
     spread = [member for member in optimizers if rank_file(member.path, member.checkpoint.tree)]
     optimizers = [member for member in optimizers if member not in spread]
@@ -59,7 +59,7 @@ def assemble(members: Bundle) -> Content:
         check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
         data.tree["optimizer"] = _named(member.checkpoint.tree, names.of_member(member.path))
     used = {member.path for member in (*shards, *optimizers)}
-    unused = [member for member in members.found if member.path not in used and not _is_index(member.path)]
+    unused = [member for member in members.opened if member.path not in used and not _is_index(member.path)]
     others = [member for member in unused if member.path not in _MODEL_FILES]
     notes = [f"{member.path}: the same weights again, not used" for member in unused if member not in others]
     notes += [f"left out: {member.path}: the file of one rank, with its parts of the tensors" for member in spread]

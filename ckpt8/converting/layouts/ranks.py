@@ -173,7 +173,7 @@ def assemble(members: Bundle) -> Content:
     data = Composite(str(members.path))
     by_pattern = _files_of_ranks(members)
     used = {member.path for files in by_pattern.values() for member in files.values()}
-    content = Content(data, others=[member for member in members.found if member.path not in used])
+    content = Content(data, others=[member for member in members.opened if member.path not in used])
     content.notes += _left_out(content.others)
     kinds = {pattern: _kind(next(iter(files.values())).checkpoint.tree) for pattern, files in by_pattern.items()}
     alike = Counter((_folder(pattern), kind) for pattern, kind in kinds.items())
@@ -209,7 +209,7 @@ def _files_of_ranks(members: Bundle) -> dict[str, Files]:
     for member in members.checkpoints:
         if file := rank_file(member.path, member.checkpoint.tree):
             by_pattern[file.pattern][file.rank] = member
-    for member in members.found:
+    for member in members.opened:
         file = named_rank(member.path)
         if file is None or file.pattern not in by_pattern:
             continue

@@ -134,7 +134,7 @@ class PlainDirectory:
         self.path, self.check_unchanged = source.path, source.check_unchanged
         members = source.distributed
         homes = {id(member.home): member.home for member in members}
-        unread = next((member for member in source.found if member.holds_tensors), None)
+        unread = next((member for member in source.opened if member.holds_tensors), None)
         if unread is not None:
             raise InputError(f"{self.path}: {unread.path}: {unread.reason}; it cannot be shared among ranks")
         if not homes:
@@ -145,7 +145,7 @@ class PlainDirectory:
         self.home: DcpCheckpoint = next(iter(homes.values()))
         folder = members[0].path.removesuffix(next(iter(self.home.files)))
         known = {*(member.path for member in members), f"{folder}{METADATA}"}
-        self.left_out = [member.path for member in source.found if member.path not in known]
+        self.left_out = [member.path for member in source.opened if member.path not in known]
         self._slices: dict[Slice, _Stored] = {}
         for member in members:
             storages = {storage.key: storage for storage in member.checkpoint.storages}
