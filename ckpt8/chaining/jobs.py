@@ -282,7 +282,7 @@ class Settings:
             if not most <= bound:
                 return f"has a max |Δu| of {most:.3g}, above {bound:g}"
         lossy = [storage for storage in manifest.storages if codec_from_config(storage.codec).measured_as is not None]
-        if lossy and all(error.error is None for error in lossy):
+        if lossy and all(storage.error is None for storage in lossy):
             return "carries no statistics, by which it could be checked"
         return None
 

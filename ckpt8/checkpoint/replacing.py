@@ -151,9 +151,7 @@ class _Contents:
     def __init__(self, root: Path, written: frozenset[str]) -> None:
         self.files = self.nbytes = 0
         self._written = written
-        self._folders = {path[:end] for path in written for end, character in enumerate(path) if character == "/"} | {
-            ""
-        }
+        self._folders = {path[:end] for path in written for end, c in enumerate(path) if c == "/"} | {""}
         self._holds_checkpoint = False
         self.problem = next(self._problems(root), None)
 

@@ -32,10 +32,8 @@ def expand(factors: Factors, rows: torch.Tensor, columns: torch.Tensor, first: i
 
 def _sums(averages: torch.Tensor) -> torch.Tensor:
     """The sum of every row, rounded once. Most sums of few numbers in fp32 need no rounding in float64."""
-    sums, rounded = (
-        torch.zeros(len(averages), dtype=torch.float64, device="cpu"),
-        torch.ones(len(averages), device="cpu") > 0,
-    )
+    sums = torch.zeros(len(averages), dtype=torch.float64, device="cpu")
+    rounded = torch.ones(len(averages), dtype=torch.bool, device="cpu")
     if len(averages) > averages.shape[1]:
         rounded = ~rounded
         for x in averages.unbind(1):

@@ -448,16 +448,16 @@ class Compressor:
             manifest.base = self.base
         manifest.key_reason = self._key_reason
         for index, tensor in enumerate(manifest.tensors):
-            if (slice_ := self._slices.get(tensor.name)) is not None:
-                manifest.slices.append(SliceRecord(slice_[0], index, list(slice_[1])))
+            if (key := self._slices.get(tensor.name)) is not None:
+                manifest.slices.append(SliceRecord(key[0], index, list(key[1])))
         self.seal = writer.finish(manifest, partial(check_base, manifest.base))
         return manifest
 
     def _check_budget(self, policy: Policy, errors: Sequence[tuple[Unit, StepError | None]]) -> None:
         """Raise OverBudgetError where the error exceeds the budget, unless the plan knows what was measured."""
         if policy.budget is not None and not self._plan.is_measured:
-            share, measured = excess(self._plan.shares, errors, policy.budget.steps)
-            if 1 < share < math.inf:
+            times, measured = excess(self._plan.shares, errors, policy.budget.steps)
+            if 1 < times < math.inf:
                 raise OverBudgetError(measured)
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:

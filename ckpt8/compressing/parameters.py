@@ -177,8 +177,8 @@ def _parameter(
         elif _is_cut(shape, saved.whole, -2) and _is_cut(shape, saved.whole, -1):
             rule = "CAME's update of a slice with neither all rows nor all columns depends on other ranks"
     if isinstance(rule, UpdateRule) and rule.kind == "replayed":
-        result = _replay(streams, saved, refs, step)
-        rule, replay = (result, None) if isinstance(result, str) else (rule, result)
+        replayed = _replay(streams, saved, refs, step)
+        rule, replay = (replayed, None) if isinstance(replayed, str) else (rule, replayed)
     if isinstance(rule, UpdateRule):
         return Parameter(
             saved.name,

@@ -116,10 +116,10 @@ class Policy:
             preset = "flash" if budget is None else "archive"
         if preset not in PRESETS:
             raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
-        known = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)
-        if known is not None and max_update_error:
-            known = known.bounded(max_update_error)
-        return cls(preset, tuple(Rule.parse(text) for text in rules), known)
+        steps = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)
+        if steps is not None and max_update_error:
+            steps = steps.bounded(max_update_error)
+        return cls(preset, tuple(Rule.parse(text) for text in rules), steps)
 
     @property
     def keeps_compressed(self) -> bool:

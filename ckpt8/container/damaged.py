@@ -77,14 +77,14 @@ class DamagedContainer(ContainerReader):
         return list(zip(starts, stops, strict=True))
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
-        """Decode one chunk into ``out``; NaN, or 0 for integers, where it is lost, which gives no parts."""
+        """Decode a chunk into ``out``. A lost one becomes NaN, or 0 in integers and 8-bit floats; it has no parts."""
         if chunk not in self.lost.get(storage, ()):
             return super().decode_chunk(storage, chunk, out)
         out.fill_(float("nan")) if self.manifest.storages[storage].dtype.is_plane_float else out.zero_()
         return {}
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
-        """Fill ``out`` with the elements of a chunk; NaN, or 0 for integers, where it is lost."""
+        """Fill ``out`` with the elements of a chunk. A lost one becomes NaN, or 0 in integers and 8-bit floats."""
         is_lost = chunk in self.lost.get(storage, ())
         self.decode_chunk(storage, chunk, out) if is_lost else super().fill_chunk(storage, chunk, out)
 

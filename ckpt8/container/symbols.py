@@ -346,10 +346,10 @@ def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool
 
 def _number(planes: Sequence[torch.Tensor]) -> torch.Tensor:
     """What bytes stand for, the most significant first."""
-    total = planes[0].to(torch.int32)
+    number = planes[0].to(torch.int32)
     for plane in planes[1:]:
-        total = (total << 8) | plane
-    return total
+        number = (number << 8) | plane
+    return number
 
 
 def difference(parts: Parts, base: Parts, backend: backends.Backend | None = None) -> Parts:

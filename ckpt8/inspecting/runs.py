@@ -403,8 +403,8 @@ def _order(record: RunRecord) -> tuple[object, ...]:
 
 def _base_of(row: Row, listed: Mapping[str, RunRecord], root: Path) -> str | None:
     """The name of the base, that of a listed checkpoint if one is the same file; None without one."""
-    bases = [_found(path, base, listed.get(base.seal), root) for path, base in row.bases]
-    return MISSING if MISSING in bases else next(iter(bases), None)
+    names = [_found(path, base, listed.get(base.seal), root) for path, base in row.bases]
+    return MISSING if MISSING in names else next(iter(names), None)
 
 
 def _found(container: Path, base: BaseRecord, record: RunRecord | None, root: Path) -> str:

@@ -99,7 +99,7 @@ def resume(path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("group", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(1, 6))])
+@pytest.mark.parametrize("group", range(6))
 def test_no_value_ends_in_an_error_of_python(group, run_command, tmp_path):
     """0, or 1 where a replay does not hold, 2 or 3 with one line: never a defect, and never an exception."""
     for name in list(CASES)[group::6]:

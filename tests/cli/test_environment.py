@@ -115,7 +115,7 @@ def test_any_encoding_shows_every_name(encoding, run_command, files, tmp_path, m
     [
         {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii:strict", "TERM": "dumb"},
-        pytest.param({"PYTHONIOENCODING": "latin-1", "NO_COLOR": "1", "COLUMNS": "2"}, marks=pytest.mark.slow),
+        {"PYTHONIOENCODING": "latin-1", "NO_COLOR": "1", "COLUMNS": "2"},
     ],
     ids=["C", "ascii", "latin-1"],
 )

@@ -380,7 +380,7 @@ def _start(code, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["raise ValueError('later')", pytest.param("del pending", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ending", ["raise ValueError('later')", "del pending"])
 def test_leaving_right_after_the_call_completes_the_file(ending, tmp_path):
     target = tmp_path / "a.ckpt8"
     process = _start(SLOW + ending, target, 0.1)

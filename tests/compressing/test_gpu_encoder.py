@@ -193,9 +193,7 @@ def moved(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "preset", [pytest.param(each, marks=[pytest.mark.slow] * (each != "archive")) for each in PRESETS]
-)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_delta_packed_on_a_device_is_that_of_the_cpu(preset, tmp_path, stand_in, monkeypatch):
     base, source, target = tmp_path / "base.ckpt8", tmp_path / "a.pt", tmp_path / "a.ckpt8"
     with monkeypatch.context() as patch:
@@ -261,9 +259,7 @@ def test_a_pool_gives_the_smallest_buffer_that_fits():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", ["save", *(pytest.param(way, marks=pytest.mark.slow) for way in ("compress", "background"))]
-)
+@pytest.mark.parametrize("way", ["save", "compress", "background"])
 def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, stand_in, monkeypatch):
     target = tmp_path / "a.ckpt8"
     torch.save(checkpoint(), tmp_path / "a.pt")

@@ -122,7 +122,6 @@ def assert_nothing_runs(run, home, forged_home, why, **environment):
     assert {path: path.read_bytes() for path in kept(home)} == before
 
 
-@pytest.mark.by_default("by everybody", "behind a link")
 @pytest.mark.parametrize("way", OPENED)
 def test_a_folder_that_others_can_write_is_not_used(run, way, home, forged_home):
     OPENED[way](home)
@@ -136,7 +135,6 @@ def test_a_folder_of_another_user_is_not_used(run, way, home, forged_home):
     assert_nothing_runs(run, home, forged_home, f"it belongs to another user, {STRANGER}")
 
 
-@pytest.mark.by_default("XDG_CACHE_HOME")
 @as_root
 @pytest.mark.parametrize("name", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_a_folder_that_is_named_is_under_the_same_rule(name, run_program, home, forged_home, tmp_path):
@@ -220,7 +218,6 @@ DAMAGE = {
 }
 
 
-@pytest.mark.by_default("cut", "a bit", "symbolic link", "pipe")
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_mended(run, damage, good):
     (file,) = kept(good)

@@ -85,7 +85,7 @@ def test_two_runs_are_equal_and_the_seed_matters(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("threads", [1, 2])
 def test_tile_size_does_not_matter(name, threads):
     torch.set_num_threads(threads)
     results = []

@@ -113,16 +113,16 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_o
     inner = [parts_of(model) for model in models]
     parts = [
         _Weights(part)
-        for choice in inner
-        if len(optimizers) > 1 or len({is_average(part.path) for part in choice}) > 1
-        for part in choice
+        for of_model in inner
+        if len(optimizers) > 1 or len({is_average(part.path) for part in of_model}) > 1
+        for part in of_model
     ]
     fits = [_best(_Parameters(optimizer), described, parts) for optimizer in optimizers[:MOST_OPTIMIZERS]]
     fits += [list(models)] * (len(optimizers) - len(fits))
     every = [*models, *(part.model for part in parts)]
     keyed = _by_keys(optimizers, fits, every)
-    alike = [set(map(id, choice)) for choice in keyed]
-    chosen = [_keep(fit, lambda choice, ids=ids: id(choice) in ids) for fit, ids in zip(fits, alike, strict=True)]  # type: ignore[misc]
+    alike = [set(map(id, candidates)) for candidates in keyed]
+    chosen = [_keep(fit, lambda model, ids=ids: id(model) in ids) for fit, ids in zip(fits, alike, strict=True)]  # type: ignore[misc]
     for narrow in (_without_averages, _distinct, _beside, _told_by_name, *([_in_order] if by_order else [])):
         chosen = narrow(optimizers, chosen)
     return [
@@ -580,7 +580,7 @@ def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) 
     ways in which order and shapes fit, where the groups of the optimizer, or of all, list as many parameters as there
     are weights.
     """
-    places_ = [dict(places_of_shapes(groups, shapes, weights)) for groups, shapes in optimizers]
+    pairs = [dict(places_of_shapes(groups, shapes, weights)) for groups, shapes in optimizers]
     numbers = tuple(range(len(optimizers)))
     for together in dict.fromkeys([*((number,) for number in numbers), numbers]):
         lists = [
@@ -588,12 +588,12 @@ def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) 
             for number in together
             for group in optimizers[number][0]
         ]
-        if any(not isinstance(places_[number].get(identifier), int) for keys in lists for number, identifier in keys):
+        if any(not isinstance(pairs[number].get(identifier), int) for keys in lists for number, identifier in keys):
             shapes = [[optimizers[number][1].get(identifier) for number, identifier in keys] for keys in lists]
             for (at, place), weight in _covering(shapes, weights).items():
                 number, identifier = lists[at][place]
-                places_[number][identifier] = weight
-    return places_
+                pairs[number][identifier] = weight
+    return pairs
 
 
 def places_of_shapes(

@@ -112,7 +112,7 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
         if described is not None:
             row = rows.setdefault((program, *described), {"parameters": 0, "bytes": 0})
             row["parameters"] += 1
-            row["bytes"] += sum(part.numel * part.dtype.itemsize for same in owned.values() for part in same)
+            row["bytes"] += sum(part.numel * part.dtype.itemsize for parts in owned.values() for part in parts)
     return [
         {
             "program": program,
@@ -121,7 +121,7 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
             **row,
             "reason": "what its moments are cannot be told" if bits == "32-bit" else None,
         }
-        for (program, bits, block), row in sorted(rows.items(), key=lambda same: (*same[0][:2], same[0][2] or 0))
+        for (program, bits, block), row in sorted(rows.items(), key=lambda item: (*item[0][:2], item[0][2] or 0))
     ]
 
 

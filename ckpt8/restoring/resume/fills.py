@@ -294,23 +294,23 @@ class ValueBuilder(RestBuilder):
 
     def unmade(self, node: Any) -> str | None:
         """The class or function of the first object in ``node`` that would stay ``Inert`` or ``Global``, or None."""
-        pending = [node]
+        pending: list[Any] = [node]
         seen: set[int] = set()
         while pending:
-            node = pending.pop()
-            if id(node) in seen:
+            part = pending.pop()
+            if id(part) in seen:
                 continue
-            seen.add(id(node))
-            if isinstance(node, Global) and dtype_of(node) is node:
-                return node.name
-            if isinstance(node, Inert):
-                if (parts := self._parts(node)) is None:
-                    return _class_name(node)
+            seen.add(id(part))
+            if isinstance(part, Global) and dtype_of(part) is part:
+                return part.name
+            if isinstance(part, Inert):
+                if (parts := self._parts(part)) is None:
+                    return _class_name(part)
                 pending += parts
-            elif isinstance(node, dict):
-                pending += [*node.keys(), *node.values()]
-            elif isinstance(node, (list, tuple)):
-                pending += node
+            elif isinstance(part, dict):
+                pending += [*part.keys(), *part.values()]
+            elif isinstance(part, (list, tuple)):
+                pending += part
         return None
 
     @staticmethod

@@ -173,9 +173,7 @@ def check_rows(result, nbytes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "repeat"), [("legacy.pt", 1), pytest.param("trainer-adamw", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "repeat"), [("legacy.pt", 1), ("trainer-adamw", 2)])
 def test_a_checkpoint_of_either_kind(name, repeat, inputs, tmp_path, scratch):
     source = inputs / name
     said = []
@@ -386,7 +384,7 @@ def test_a_process_is_watched_while_it_works(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        pytest.param(signal.SIGINT, "ckpt8-bench-*", marks=pytest.mark.slow, id="SIGINT at the start"),
+        pytest.param(signal.SIGINT, "ckpt8-bench-*", id="SIGINT at the start"),
         pytest.param(signal.SIGTERM, "ckpt8-bench-*/container.ckpt8", id="SIGTERM later"),
     ],
 )

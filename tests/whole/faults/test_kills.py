@@ -74,13 +74,7 @@ def test_a_command_on_a_run_is_killed(command, server, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment",
-    [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in chain_faults_kit.MOMENTS[:-1]),
-        chain_faults_kit.MOMENTS[-1],
-    ],
-)
+@pytest.mark.parametrize("moment", chain_faults_kit.MOMENTS)
 def test_a_kill_as_a_directory_goes(moment, run, server):
     outcome = Outcome()
     run.reset()

@@ -270,7 +270,7 @@ def test_two_runs_write_one_file(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("force", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("force", [True, False])
 def test_two_runs_write_one_directory(force, tmp_path):
     make_run(tmp_path / "run")
     ckpt8.compress(tmp_path / "run", tmp_path / "a.ckpt8", preset="lossless")

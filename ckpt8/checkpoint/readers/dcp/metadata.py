@@ -143,7 +143,7 @@ class _Parser:
 
     def __init__(self, where: str, metadata: Metadata) -> None:
         self._where = where
-        self._found = metadata
+        self._metadata = metadata
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._seen: set[tuple[str, tuple[int, ...] | None]] = set()
 
@@ -152,15 +152,15 @@ class _Parser:
 
     def parse(self) -> Metadata:
         """The metadata with all its values."""
-        top = self._fields(self._found.tree, f"{_MODULE}.Metadata")
+        top = self._fields(self._metadata.tree, f"{_MODULE}.Metadata")
         tensors, slices = top.get("state_dict_metadata"), top.get("storage_data")
         if type(tensors) is not dict or type(slices) is not dict:
             raise self._fail("it has no table of values and slices")
         for name, value in tensors.items():
             self._value(name, value)
-        self._found.slices = [self._slice(index, info) for index, info in slices.items()]
-        self._found.paths = self._paths(top.get("planner_data"))
-        return self._found
+        self._metadata.slices = [self._slice(index, info) for index, info in slices.items()]
+        self._metadata.paths = self._paths(top.get("planner_data"))
+        return self._metadata
 
     def _fields(self, node: Any, kind: str) -> Mapping[Any, Any]:
         if type(node) is not Inert or node.name != kind or type(node.state) is not dict:
@@ -190,7 +190,7 @@ class _Parser:
         chunks = fields.get("chunks")
         if type(chunks) is not list:
             raise self._fail(f"{shown(name)}: it has no chunks")
-        self._found.tensors[name] = StoredTensor(self._dtype(fields.get("properties"), name), shape)
+        self._metadata.tensors[name] = StoredTensor(self._dtype(fields.get("properties"), name), shape)
         places = self._chunks[name] = {}
         for chunk in chunks:
             box = self._fields(chunk, f"{_MODULE}.ChunkStorageMetadata")
@@ -223,7 +223,7 @@ class _Parser:
             if start not in self._chunks.get(name, {}):
                 raise self._fail(f"{shown(name)}: a slice at {start}, where it has no chunk")
             place = start, self._chunks[name][start]
-        elif name in self._found.tensors:
+        elif name in self._metadata.tensors:
             raise self._fail(f"{shown(name)}: a slice of a tensor that has no place in it")
         if (name, start) in self._seen:
             raise self._fail(f"{shown(name)}: a slice that is listed twice")

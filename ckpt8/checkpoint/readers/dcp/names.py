@@ -154,12 +154,10 @@ class DcpRoles:
         """The parameters of every group of an optimizer that numbers them; empty for one that names them."""
         own = (name for name, key in self.options.items() if (key.optimizer, key.key) == (optimizer, PARAMETERS))
         listed = [value(name) for name in own]
-        is_valid = all(isinstance(group, list) and all(type(number) is int for number in group) for group in listed)
-        return (
-            listed
-            if is_valid and len({number for group in listed for number in group}) == sum(map(len, listed))
-            else []
-        )
+        if not all(isinstance(group, list) and all(type(number) is int for number in group) for group in listed):
+            return []
+        numbers = [number for group in listed for number in group]
+        return listed if len(set(numbers)) == len(numbers) else []
 
     def _read_groups(self, value: Callable[[str], Any]) -> dict[tuple[str, str], Mapping[str, str]]:
         """The names of the options of its group, by optimizer and parameter."""
