@@ -2,23 +2,29 @@
 
 ``placed`` decides which container a checkpoint gets, and whether it is there already. ``collected`` makes the jobs for
 several sources that a user names: each gets a container beside itself, or in one folder.
+
+The order of a run goes by the step that ``step_of`` finds, then by epoch, then by time. A checkpoint is at rest when
+its files have stayed as they are for some seconds, and are complete.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt8.chaining.jobs import Job, Outcome, Settings, finishing
-from ckpt8.chaining.order import Look, Rest, RunOrder, last_change, look_at
-from ckpt8.checkpoint.replacing import packed_in
+from ckpt8.chaining.jobs import Job, Look, Outcome, Settings, finishing, last_change, look_at
+from ckpt8.checkpoint.readers.entries import walk
+from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
 from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.compressing.deltas import AUTO
 from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
+from ckpt8.container.manifest import FILE
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.container.target_names import CONTAINER, SUFFIXES, original_name
@@ -27,6 +33,8 @@ from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
+from ckpt8.inspecting.run_files import Facts, step_of
+from ckpt8.inspecting.runs import read_file, read_folder
 
 
 def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -> Job:
@@ -74,6 +82,131 @@ def _is_older(target: Path, source: Path) -> bool:
         return True
 
 
+class Rest:
+    """Remembers how checkpoints looked. One is at rest once it has looked the same for ``seconds``.
+
+    Unless all are ``watched``, one that nobody has touched for so long, by its times, is at rest when it is first seen.
+    """
+
+    def __init__(self, seconds: float, *, watched: bool) -> None:
+        self.seconds = seconds
+        self._watched = watched
+        self._first: dict[Path, float] = {}
+        self._seen: dict[Path, tuple[Look, float]] = {}
+
+    def problem(self, path: Path) -> str | None:
+        """Why a checkpoint may still be being written; None if it is at rest and complete."""
+        now = time.monotonic()
+        self._first.setdefault(path, now)
+        try:
+            look = look_at(path)
+        except OSError:
+            self._seen.pop(path, None)
+            return "its files change"
+        known, since = self._seen.get(path, (None, now))
+        if look != known:
+            since = now
+            self._seen[path] = look, since
+        # A time that is yet to come says nothing.
+        untouched = not self._watched and time.time() - last_change(look) / 1e9 >= self.seconds
+        if now - since < self.seconds and not untouched:
+            return f"it changed within the last {self.seconds:g} s"
+        return incomplete(path)
+
+    def look(self, path: Path) -> Look | None:
+        """How a checkpoint looked last."""
+        return self._seen[path][0] if path in self._seen else None
+
+    def is_patient(self, path: Path) -> bool:
+        """Whether a checkpoint was given as much time as one at rest needs."""
+        return time.monotonic() - self._first[path] >= self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The ``progress`` of the checkpoints in a folder, oldest first: step and epoch, infinite where nothing says it.
+
+    ``skipped`` says of other files that look like checkpoints why they are left alone.
+    """
+
+    progress: dict[Path, tuple[float, float]]
+    skipped: dict[Path, str]
+
+    def newest(self, count: int, among: list[Path]) -> set[Path]:
+        """The ``count`` newest ``among`` some checkpoints, which are oldest first.
+
+        Those of the same step and epoch count once. What is written again and again, such as ``last.pt``, does not
+        count where it is a copy of a checkpoint with a number, by its step, or has no step: it stays with the newest.
+        """
+        if not count:
+            return set()
+        once = set(written_once(among))
+        steps = {self.progress[path][0] for path in once} | {math.inf}
+        counted = [path for path in among if path in once or self.progress[path][0] not in steps] or among
+        slots = dict.fromkeys(map(self._slot, counted))
+        kept = set(list(slots)[-count:])
+        kept_steps = {self.progress[path][0] for path in counted if self._slot(path) in kept} | {math.inf}
+        return {
+            path
+            for path in among
+            if (self._slot(path) in kept if path in counted else self.progress[path][0] in kept_steps)
+        }
+
+    def _slot(self, path: Path) -> tuple[float, float] | Path:
+        """What checkpoints of the same state share."""
+        return self.progress[path] if self.progress[path][0] < math.inf else path
+
+
+class RunOrder:
+    """Lists the checkpoints in a folder. What it has read in a file it does not read again while the file stays."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._known: dict[Path, tuple[Look, Facts | None]] = {}
+
+    def listing(self) -> Listing:
+        """What is in the folder. Those that have no step come last, by epoch and time. Raises InputError."""
+        rows = []
+        skipped = {}
+        for entry in checkpoints_in(self.folder):
+            try:
+                look = look_at(entry.path)
+                changed = entry.path.stat().st_mtime_ns
+            except OSError:
+                continue
+            facts = None if entry.skipped else self._facts(entry.path, look)
+            step, epoch = (None, None) if facts is None else (facts.progress.step, facts.progress.epoch)
+            problem = entry.skipped
+            if entry.is_doubtful and step is None and not (facts and facts.trains):
+                problem = "no step and no optimizer found"
+            if problem is not None:
+                skipped[entry.path] = problem
+                continue
+            name = entry.path.name
+            step, _ = step_of(name, step, None if facts is None else facts.counted)
+            epoch = epoch_in_name(name) if epoch is None else epoch
+            order = (math.inf if step is None else step, math.inf if epoch is None else epoch)
+            rows.append((order, changed, name, entry.path))
+        return Listing({path: order for order, _, _, path in sorted(rows)}, skipped)
+
+    def _facts(self, path: Path, look: Look) -> Facts | None:
+        """What a checkpoint says; None for a file that is none."""
+        known = self._known.get(path)
+        if known is None or known[0] != look:
+            known = self._known[path] = look, _read(path)
+        return known[1]
+
+
+def _read(path: Path) -> Facts | None:
+    """Read what a checkpoint says; None for a file that is none. A damaged one counts: its error says so later."""
+    try:
+        if not path.is_dir():
+            return read_file(path)
+        return read_folder(path, [entry.path for entry in walk(path) if entry.format == FILE], needs_tensors=False)
+    except (InputError, OSError):
+        return Facts("damaged", 0, trains=True)
+
+
 REST = 10.0
 """Seconds that a checkpoint must not change before it is compressed."""
 
@@ -85,7 +218,7 @@ _IDLE = 10
 class ChainRun:
     """The checkpoints of a run in a folder, as jobs. The ``keep_raw`` newest stay as they are.
 
-    A checkpoint gets a job once it is at rest, see ``order``. With ``watch`` the jobs never end.
+    A checkpoint gets a job once it is at rest. With ``watch`` the jobs never end.
     """
 
     def __init__(

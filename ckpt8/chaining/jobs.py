@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt8.chaining.order import Look, look_at
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
@@ -39,6 +38,36 @@ from ckpt8.core.workers import Progress
 from ckpt8.inspecting.facts import asked_words, step_facts
 from ckpt8.inspecting.prediction import predicted_bytes
 from ckpt8.inspecting.verify import verify
+
+Look = tuple[tuple[str, int, int, int, int], ...]
+"""Path, mode, size, time and inode of every file, link and folder; of a folder no time, and no size."""
+
+
+def look_at(path: Path) -> Look:
+    """What a file, or a directory with everything in it, looks like without following links. Raises OSError."""
+    entries = [_entry("", path.lstat())]
+    if stat.S_ISDIR(entries[0][1]):
+        for folder, folders, names in os.walk(path, onerror=_raise):
+            for name in (*folders, *names):
+                inside = Path(folder, name)
+                entries.append(_entry(str(inside.relative_to(path)), inside.lstat()))
+    return tuple(sorted(entries))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _entry(path: str, status: os.stat_result) -> tuple[str, int, int, int, int]:
+    if stat.S_ISDIR(status.st_mode):
+        return path, status.st_mode, 0, 0, status.st_ino
+    return path, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def last_change(look: Look) -> int:
+    """The latest time of a file, in nanoseconds."""
+    return max(changed for _, _, _, changed, _ in look)
+
 
 _WHOLE, _PARTIAL = ".ckpt8-removed", ".ckpt8-removing"
 _NAME_KEPT, _SEAL_KEPT = 222, 16

@@ -24,7 +24,7 @@ from ckpt8.container.sharded.reading import is_sharded
 from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.integrations import local_path, missing
-from ckpt8.integrations.sharded_state import load_model, load_optimizers, save_packed, state_to_pack
+from ckpt8.integrations.sharded import load_model, load_optimizers, save_packed, state_to_pack
 
 try:
     from accelerate.utils import is_peft_model

@@ -38,12 +38,10 @@ from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing, removing
 
 if TYPE_CHECKING:
-    from ckpt8.integrations.sharded_strategy import Ckpt8StrategyMixin
+    from ckpt8.integrations.sharded import Ckpt8StrategyMixin
 
 __all__ = ["Ckpt8CheckpointIO", "Ckpt8StrategyMixin", "opened"]
-__getattr__ = lazy_names(
-    __name__, lambda: {"Ckpt8StrategyMixin": "ckpt8.integrations.sharded_strategy:Ckpt8StrategyMixin"}
-)
+__getattr__ = lazy_names(__name__, lambda: {"Ckpt8StrategyMixin": "ckpt8.integrations.sharded:Ckpt8StrategyMixin"})
 """What needs torch.distributed, which not every torch has."""
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")

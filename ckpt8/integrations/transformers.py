@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ckpt8.checkpoint.replacing import TRAINER_STATE
 from ckpt8.compressing.compress import checked_options, compress
 from ckpt8.compressing.deltas import only_auto
+from ckpt8.container.kept_bases import remove_container
+from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.arguments import checked
-from ckpt8.core.errors import CheckFailedError, InputError, OutputError
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError
 from ckpt8.core.lazy import lazy_names
 from ckpt8.inspecting.verify import verify
-from ckpt8.integrations import missing, run_folder
+from ckpt8.integrations import missing, removing
 from ckpt8.restoring.restore import restore
 
 try:
@@ -39,13 +44,83 @@ except ModuleNotFoundError as exc:
 
 
 if TYPE_CHECKING:
-    from ckpt8.integrations.sharded_trainer import Ckpt8TrainerMixin
+    from ckpt8.integrations.sharded import Ckpt8TrainerMixin
 
 __all__ = ["Ckpt8Callback", "Ckpt8TrainerMixin", "restored_checkpoint", "temporary_checkpoint"]
-__getattr__ = lazy_names(
-    __name__, lambda: {"Ckpt8TrainerMixin": "ckpt8.integrations.sharded_trainer:Ckpt8TrainerMixin"}
-)
+__getattr__ = lazy_names(__name__, lambda: {"Ckpt8TrainerMixin": "ckpt8.integrations.sharded:Ckpt8TrainerMixin"})
 """What needs torch.distributed, which not every torch has."""
+
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_DISCARDED = re.compile(r"\.(checkpoint-\d+)\.ckpt8-discarded")
+
+
+def container_of(source: Path) -> Path:
+    """Where the container of a directory lies."""
+    return source.with_name(source.name + CONTAINER)
+
+
+def directories_in(folder: Path) -> dict[int, Path]:
+    """The complete directories of checkpoints in a folder, by step."""
+    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in _entries(folder))
+    return {int(match[1]): path for match, path in matches if match is not None and (path / TRAINER_STATE).is_file()}
+
+
+def containers_in(folder: Path) -> dict[int, Path]:
+    """The containers of checkpoints in a folder, by step, oldest first."""
+    matches = ((_CHECKPOINT.fullmatch(path.stem), path) for path in _entries(folder) if path.suffix == CONTAINER)
+    return dict(sorted((int(match[1]), path) for match, path in matches if match is not None and path.is_file()))
+
+
+def rotate(written: Path, limit: int | None, best: Path | None) -> None:
+    """Remove the oldest containers above ``limit`` beside the one that was just written.
+
+    As Trainer does with directories this keeps the newest and the best, and also what was ``written``: a run that
+    begins again has lower steps than what is left of the one before. Raises OutputError.
+    """
+    if limit is None or limit <= 0:
+        return
+    present = list(containers_in(written.parent).values())
+    kept = {present[-1], written, *(path for path in present if best is not None and path.stem == best.name)}
+    surplus = len(present) - max(limit, len(kept))
+    for path in [path for path in present if path not in kept][: max(surplus, 0)]:
+        with removing(path):
+            remove_container(path)
+
+
+def discard(source: Path) -> None:
+    """Remove a directory, and first rename it: it never looks like a checkpoint with files missing.
+
+    The framework may have removed it already. Raises OutputError.
+    """
+    aside = source.with_name(f".{source.name}.ckpt8-discarded")
+    shutil.rmtree(aside, ignore_errors=True)
+    with removing(source):
+        source.rename(aside)
+        shutil.rmtree(aside)
+
+
+def remove_discarded(folder: Path, threads: int | None) -> None:
+    """Remove the directories that a killed run did not finish removing, once their containers hold.
+
+    Raises CheckFailedError where one does not.
+    """
+    for path in _entries(folder):
+        if match := _DISCARDED.fullmatch(path.name):
+            _check(folder / match[1], f"{path}: is kept, what is left of {match[1]} is in it", threads)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _check(source: Path, kept: str, threads: int | None) -> None:
+    """Raise CheckFailedError, which begins with ``kept``, where the container of a directory does not hold."""
+    try:
+        verify(container_of(source), threads=threads)
+    except Ckpt8Error as exc:
+        raise CheckFailedError(f"{kept}: {exc}") from exc
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 class Ckpt8Callback(TrainerCallback):
@@ -94,10 +169,10 @@ class Ckpt8Callback(TrainerCallback):
             return
         folder = Path(args.output_dir)
         if not self._keep:
-            self._remove(run_folder.remove_discarded, folder, self._options["threads"])
-        containers = run_folder.containers(folder)
+            self._remove(remove_discarded, folder, self._options["threads"])
+        containers = containers_in(folder)
         newest = max(containers, default=0)
-        if newest > state.global_step and newest not in run_folder.directories(folder):
+        if newest > state.global_step and newest not in directories_in(folder):
             warnings.warn(
                 f"{containers[newest]}: is of step {newest}, and training begins at step {state.global_step}, since "
                 "Trainer finds directories alone; to go on from the container call "
@@ -147,7 +222,7 @@ class Ckpt8Callback(TrainerCallback):
         self._harvest(state)
 
     def _compress(self, source: Path) -> None:
-        target = run_folder.container_of(source)
+        target = container_of(source)
         compress(source, target, force=True, **self._options)
         if not self._keep:
             failures = verify(target, source, threads=self._options["threads"]).failures
@@ -169,12 +244,12 @@ class Ckpt8Callback(TrainerCallback):
             self._remove(self._discard, source, source == compressed)
         # After that: a limit may remove the container of what was the best until now.
         if error is None:
-            self._remove(run_folder.rotate, run_folder.container_of(compressed), limit, best)
+            self._remove(rotate, container_of(compressed), limit, best)
 
     def _discard(self, source: Path, is_new: bool) -> None:
         if not is_new and source.exists():
-            run_folder.check(source, f"{source}: is kept, its container does not hold", self._options["threads"])
-        run_folder.discard(source)
+            _check(source, f"{source}: is kept, its container does not hold", self._options["threads"])
+        discard(source)
 
     def _remove(self, remove: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -236,14 +311,14 @@ def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | N
     finally:
         for path in made:
             with contextlib.suppress(FileNotFoundError):
-                run_folder.discard(path)
+                discard(path)
 
 
 def _restore_newest(
     folder: Path, target: str | os.PathLike[str] | None, threads: int | None
 ) -> tuple[str | None, bool]:
     """The path of the newest checkpoint, and whether this restored it."""
-    directories, containers = run_folder.directories(folder), run_folder.containers(folder)
+    directories, containers = directories_in(folder), containers_in(folder)
     newest = max([*directories, *containers], default=None)
     if newest is None:
         return None, False
@@ -252,7 +327,7 @@ def _restore_newest(
     place = folder / f"checkpoint-{newest}" if target is None else Path(target)
     if target is None and place.exists():
         raise OutputError(
-            f"{place}: is not complete (no {run_folder.STATE}), and in the way of {containers[newest]}; remove it"
+            f"{place}: is not complete (no {TRAINER_STATE}), and in the way of {containers[newest]}; remove it"
         )
     return str(restore(containers[newest], place, threads=threads)), True
 

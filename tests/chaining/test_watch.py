@@ -13,7 +13,7 @@ from chain_command_kit import command, make_run, until
 from faults_kit import digest
 
 import ckpt8
-from ckpt8.chaining.order import Rest
+from ckpt8.chaining.chain import Rest
 from ckpt8.cli.app import EXIT_CODES
 
 REST = 1.5

@@ -17,7 +17,8 @@ from ckpt8.container.sharded.collecting import RankFile, collect
 from ckpt8.container.sharded.index import GlobalTensor
 from ckpt8.core.tensors import DType, Role
 from ckpt8.integrations.dcp import Ckpt8SavePlanner
-from ckpt8.integrations.dcp.planner import Copy, count_parted, without_copies
+from ckpt8.integrations.dcp.planner import count_parted
+from ckpt8.integrations.dcp.rank_file import Copy, without_copies
 
 SHAPES = llama(layers=2)
 

@@ -11,8 +11,8 @@ import ckpt8
 from ckpt8.container.frames import FRAME
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.workers import Workers
+from ckpt8.integrations.dcp.rank_file import Naming, Slot, build, tensor_names
 from ckpt8.integrations.dcp.reader import SliceReader
-from ckpt8.integrations.dcp.tree import Naming, Slot, build, tensor_names
 
 SHAPES = {
     "vector": (2 * FRAME + 5,),

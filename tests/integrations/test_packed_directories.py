@@ -23,7 +23,7 @@ from ckpt8 import CheckFailedError, InputError, OutputError, ResumeError, UsageE
 from ckpt8.cli.app import app
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
-from ckpt8.integrations.sharded_state import load_model, save_packed, state_to_pack
+from ckpt8.integrations.sharded import load_model, save_packed, state_to_pack
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

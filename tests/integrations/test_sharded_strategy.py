@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt8.integrations import sharded_strategy
-from ckpt8.integrations.sharded_strategy import Ckpt8StrategyMixin
+from ckpt8.integrations import sharded
+from ckpt8.integrations.sharded import Ckpt8StrategyMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -40,7 +40,7 @@ def test_a_save_that_fails_leaves_the_rest_of_the_checkpoint_before(tmp_path, mo
     def fails(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(sharded_strategy, "save_packed", fails)
+    monkeypatch.setattr(sharded, "save_packed", fails)
     with pytest.raises(OSError, match="the disk is gone"):
         Packed().save_checkpoint(checkpoint(2), path)
     assert torch.load(path / "meta.pt")["epoch"] == 1
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_another_kind_goes_when_the_new_one_is_written(names, tm
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sharded_strategy, "save_packed", fails)
+        patch.setattr(sharded, "save_packed", fails)
         with pytest.raises(OSError, match="the disk is gone"):
             Packed().save_checkpoint(checkpoint(2), path)
     assert sorted(str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if each.is_file()) == sorted(names)

@@ -19,7 +19,7 @@ from ranks import run_ranks  # noqa: E402
 from trainer_kit import LAST, losses, names_in, trainer  # noqa: E402
 
 from ckpt8.core.errors import InputError, OutputError, UsageError  # noqa: E402
-from ckpt8.integrations import run_folder  # noqa: E402
+from ckpt8.integrations import transformers as integration  # noqa: E402
 from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint, temporary_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
@@ -192,7 +192,7 @@ def test_an_old_container_that_cannot_be_removed_is_named(tmp_path, monkeypatch)
     def denied(_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(run_folder, "remove_container", denied)
+    monkeypatch.setattr(integration, "remove_container", denied)
     run = trainer(tmp_path, [Ckpt8Callback(keep_original=False)], max_steps=8, save_total_limit=1)
     with pytest.warns(RuntimeWarning, match=r"^\S*checkpoint-4\.ckpt8: cannot be removed: Permission denied$"):
         run.train()
@@ -235,13 +235,13 @@ def test_a_container_that_differs_keeps_the_directory(tmp_path, monkeypatch):
 def test_a_crash_before_and_in_the_removal(tmp_path, monkeypatch):
     """Killed between writing and removing, both are there; killed while removing, what is left is no checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "discard", _killed)
+        patch.setattr(integration, "discard", _killed)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
     assert names_in(tmp_path) == ["checkpoint-4", "checkpoint-4.ckpt8"]
     assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder.shutil, "rmtree", _half_removed)
+        patch.setattr(integration.shutil, "rmtree", _half_removed)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
     assert names_in(tmp_path) == [".checkpoint-4.ckpt8-discarded", "checkpoint-4.ckpt8"]

@@ -10,7 +10,7 @@ write copies beside their slices. No index names a copy.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt8.container.sharded.index import GlobalTensor, Grid, Layout
 from ckpt8.core.tensors import Role
-from ckpt8.integrations.dcp.tree import Box, Naming, average_of, slot_of
+from ckpt8.integrations.dcp.rank_file import Box, Copy, Naming, average_of, slot_of
 from ckpt8.optim.known_optimizers import STATE_ROLES
 
 
@@ -126,11 +126,6 @@ _LEAST = 16
 """The fewest elements of a slice for each one of a copy: with fewer it saves little more than the copy takes."""
 
 
-@dataclass(frozen=True)
-class Copy(WriteItem):
-    """An average that another rank writes as well."""
-
-
 def with_copies(plans: Sequence[SavePlan], held: Sequence[SavePlan], names: Iterable[str]) -> list[SavePlan]:
     """``plans`` in which a rank that writes the first moment of a slice writes the averages of that slice, too.
 
@@ -162,11 +157,6 @@ def _missing(plan: SavePlan, held: SavePlan, families: Families) -> list[Copy]:
             ):
                 copies[at] = Copy(here[at].index, here[at].type, tensor_data=here[at].tensor_data)
     return list(copies.values())
-
-
-def without_copies(plan: SavePlan) -> SavePlan:
-    """The plan as it is of use where nothing depends on averages."""
-    return replace(plan, items=[item for item in plan.items if not isinstance(item, Copy)])
 
 
 def _place(item: WriteItem) -> tuple[str, tuple[int, ...]]:

@@ -52,9 +52,8 @@ from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import threads_of_rank
 from ckpt8.integrations import is_local, local_path
-from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner, count_parted, without_copies
-from ckpt8.integrations.dcp.rank_file import RankPlan
-from ckpt8.integrations.dcp.tree import Naming
+from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner, count_parted
+from ckpt8.integrations.dcp.rank_file import Naming, RankPlan, without_copies
 
 _KEY = "ckpt8/job"
 

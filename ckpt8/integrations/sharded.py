@@ -1,0 +1,296 @@
+"""Models and optimizers that ranks share, as one packed directory: every rank packs its own slices.
+
+``Ckpt8TrainerMixin`` is the part of ``integrations.transformers`` for FSDP, ``Ckpt8StrategyMixin`` that of
+``integrations.lightning`` for FSDP and tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ckpt8.checkpoint.meaning.parameter_names import plain_names
+from ckpt8.container.header import is_container
+from ckpt8.container.kept_bases import remove_container
+from ckpt8.container.sharded import FOLDER
+from ckpt8.container.sharded.reading import is_sharded, read_index
+from ckpt8.core.arguments import checked
+from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
+from ckpt8.core.files.atomic import AtomicFile, remove
+from ckpt8.integrations import removing
+from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.restoring.restore import restore
+
+
+class PacksSlices:
+    """Takes the options of Ckpt8StorageWriter and gives the class behind it the other arguments."""
+
+    @checked
+    def __init__(
+        self,
+        *args: Any,
+        preset: str | None = None,
+        budget: float | None = None,
+        rules: Sequence[str] = (),
+        threads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._packing: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
+        Ckpt8StorageWriter(".", **self._packing)  # raises UsageError now, not at the first save
+        super().__init__(*args, **kwargs)
+
+
+def save_packed(folder: Path, state: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Pack ``state`` into ``folder``, a weight and its moments into the file of one rank.
+
+    ``options`` are those of Ckpt8StorageWriter.
+    """
+    state_dict_saver.save(state, storage_writer=Ckpt8StorageWriter(folder, **options), planner=Ckpt8SavePlanner())
+
+
+def state_to_pack(model: Any, optimizers: Any, *, adapter_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights of a model and the state of its optimizers.
+
+    With ``adapter_only`` the model is one of peft, and its base is left out.
+    """
+    weights, moments = get_state_dict(model, optimizers)
+    if adapter_only:
+        groups: Any = moments["param_groups"]
+        stepped = {name for group in groups for name in group["params"]}
+        kept = stepped - _parameters(model, trained=False) | _adapters(model, weights)
+        weights = {name: weight for name, weight in weights.items() if name in kept}
+    return weights, moments
+
+
+def load_model(
+    folder: Path, key: str, model: Any, *, strict: bool = True, has_adapters: bool = False, threads: int | None = None
+) -> None:
+    """Load the weights under ``key`` into a model that is sharded in any way.
+
+    ``has_adapters``: the model is one of peft, and keeps what ``folder`` does not have of its base.
+    """
+    state = get_model_state_dict(model)
+    if has_adapters:
+        stored, needed = read_index(folder).tensors, _adapters(model, state)
+        state = {name: value for name, value in state.items() if name in needed or f"{key}.{name}" in stored}
+    weights = _read(folder, key, state, strict, threads)
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=strict and not has_adapters))
+
+
+def _adapters(model: Any, weights: dict[str, Any]) -> set[str]:
+    """The names of those weights of a model of peft that its base does not have: what is trained, and what peft saves.
+
+    Adapters may have frozen parts, which began at random. Buffers count too.
+    """
+    from peft import get_peft_model_state_dict
+
+    saved: set[int] = set()
+    for name, config in model.peft_config.items():
+        if not config.is_prompt_learning:
+            saved |= {id(tensor) for tensor in get_peft_model_state_dict(model, weights, adapter_name=name).values()}
+    buffers = set(plain_names(name for name, _ in model.named_buffers()).values())
+    frozen_parts = {name for name, weight in weights.items() if id(weight) in saved}
+    return weights.keys() & (_parameters(model, trained=True) | buffers | frozen_parts)
+
+
+def _parameters(model: Any, *, trained: bool) -> set[str]:
+    """All names of the parameters that are trained, or of those that are frozen."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return set(plain_names(name for name, parameter in parameters if parameter.requires_grad is trained).values())
+
+
+def load_optimizers(folder: Path, key: str, model: Any, optimizers: Any, *, threads: int | None = None) -> None:
+    """Load the state under ``key`` into the optimizers of a model."""
+    moments = _read(folder, key, get_optimizer_state_dict(model, optimizers), True, threads)
+    set_optimizer_state_dict(model, optimizers, moments)
+
+
+def _read(folder: Path, key: str, state: Any, strict: bool, threads: int | None) -> Any:
+    """``state``, with the values that ``folder`` has under ``key``."""
+    wanted = {key: state}
+    planner = DefaultLoadPlanner(allow_partial_load=not strict)
+    state_dict_loader.load(wanted, storage_reader=Ckpt8StorageReader(folder, threads=threads), planner=planner)
+    return wanted[key]
+
+
+def _is_of_peft(model: Any) -> bool:
+    """Whether a model has adapters of peft."""
+    from accelerate.utils import is_peft_model
+
+    return bool(is_peft_model(model))
+
+
+_KEYS = "model", "optimizer"
+_SCHEDULER = "scheduler.pt"
+"""The file of Trainer for it."""
+
+
+class Ckpt8TrainerMixin(PacksSlices):
+    """Before a Trainer of any kind: where it runs FSDP, every rank packs its slices instead of saving plain ones.
+
+    ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.save``; Trainer gets the other arguments.
+    Model and optimizer go into the folder ``ckpt8`` of ``checkpoint-N``, Trainer writes the rest as always, and
+    ``train(resume_from_checkpoint=True)`` goes on from there at any world size. Plain checkpoints of FSDP load too.
+    Of a model of peft it packs the adapters, not the base, as Trainer does.
+    Without FSDP it changes nothing. It takes the place of ``Ckpt8Callback``.
+
+    >>> from transformers import Trainer
+    >>> from ckpt8.integrations.transformers import Ckpt8TrainerMixin
+    >>> class ShardedTrainer(Ckpt8TrainerMixin, Trainer): ...
+    >>> trainer = ShardedTrainer(model, args, preset="archive")  # doctest: +SKIP
+    """
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        state = state_to_pack(self.model, self.optimizer, adapter_only=_is_of_peft(self.model))
+        save_packed(Path(output_dir) / FOLDER, dict(zip(_KEYS, state, strict=True)), self._packing)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        if (place := self._packed(resume_from_checkpoint)) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            self._load_packed(place, self.model if model is None else model)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if (place := self._packed(checkpoint)) is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        load_optimizers(place, _KEYS[1], self.model, self.optimizer.optimizer, threads=self._packing["threads"])
+        self.lr_scheduler.load_state_dict(torch.load(place.with_name(_SCHEDULER), weights_only=True))
+
+    def _load_best_model(self: Any) -> None:
+        if (place := self._packed(self.state.best_model_checkpoint)) is None:
+            super()._load_best_model()  # type: ignore[misc]
+        else:
+            self._load_packed(place, self.model)
+
+    def _load_packed(self, place: Path, model: Any) -> None:
+        load_model(place, _KEYS[0], model, has_adapters=_is_of_peft(model), threads=self._packing["threads"])
+
+    def _packed(self: Any, checkpoint: str | None) -> Path | None:
+        """What is packed of a checkpoint, for a Trainer that runs FSDP, or None."""
+        place = None if checkpoint is None else Path(checkpoint) / FOLDER
+        return place if place is not None and self.is_fsdp_enabled and is_sharded(place) else None
+
+
+_REST = "meta.pt"
+"""The file of Lightning with what is neither weights nor optimizer; it makes a directory a sharded checkpoint."""
+
+
+class Ckpt8StrategyMixin(PacksSlices):
+    """Before Lightning's FSDPStrategy or ModelParallelStrategy: every rank packs its slices instead of plain ones.
+
+    ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.save``; the others are the strategy's own.
+    ``fit(ckpt_path=...)`` goes on from such a directory at any world size. Plain checkpoints load too, and so do files
+    of ``Ckpt8CheckpointIO``, which still writes those that are no slices (``state_dict_type="full"``).
+
+    >>> from lightning.pytorch.strategies import FSDPStrategy
+    >>> from ckpt8.integrations.lightning import Ckpt8StrategyMixin
+    >>> class PackedFSDP(Ckpt8StrategyMixin, FSDPStrategy): ...
+    >>> strategy = PackedFSDP(preset="archive", state_dict_type="sharded")  # Trainer(..., strategy=strategy)
+    """
+
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Pack a sharded checkpoint; the strategy saves one that is whole. Raises OutputError."""
+        by_slices = getattr(self, "_state_dict_type", None) == "sharded"
+        if not by_slices and not getattr(self, "_save_distributed_checkpoint", False):
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        if storage_options is not None:
+            raise UsageError("Ckpt8StrategyMixin has no storage_options; leave them out")
+        path = Path(self.broadcast(filepath))
+        states = {"state_dict": checkpoint.pop("state_dict")}
+        states |= {_optimizer(number): state for number, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        with contextlib.ExitStack() as stack:
+            rest = None
+            if self.global_rank == 0:
+                stack.enter_context(_in_place_of(path))
+            self.barrier()
+            if self.global_rank == 0:
+                path.mkdir(parents=True, exist_ok=True)
+                rest = stack.enter_context(AtomicFile(path / _REST, force=True))
+                with rest.guard():
+                    torch.save(checkpoint, rest.file)
+            save_packed(path, states, self._packing)
+            if rest is not None:
+                rest.publish()
+
+    def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and, to fit, optimizers; the rest is returned. Raises InputError."""
+        path = Path(self.broadcast(checkpoint_path))
+        if is_container(path):
+            with self._restored(path) as plain:
+                return super().load_checkpoint(plain, weights_only)  # type: ignore[misc,no-any-return]
+        if not is_sharded(path):
+            return super().load_checkpoint(path, weights_only)  # type: ignore[misc,no-any-return]
+        module, threads = self.lightning_module, self._packing["threads"]
+        load_model(path, "state_dict", self.model, strict=module.strict_loading, threads=threads)
+        if module.trainer.state.fn == "fit":
+            for number, optimizer in enumerate(self.optimizers):
+                load_optimizers(path, _optimizer(number), self.model, optimizer, threads=threads)
+        return torch.load(path / _REST, weights_only=weights_only)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _restored(self: Any, path: Path) -> Iterator[Path]:
+        """A container as the file that torch would have saved, beside it, for all ranks."""
+        plain, problem = path.with_name(f".{path.name}.ckpt8-restored"), None
+        try:
+            if self.global_rank == 0:
+                try:
+                    restore(path, plain, force=True, threads=self._packing["threads"])
+                except Ckpt8Error as exc:
+                    problem = str(exc)
+            if (problem := self.broadcast(problem)) is not None:
+                raise InputError(problem)
+            yield plain
+            self.barrier()  # every rank has read it
+        finally:
+            if self.global_rank == 0:
+                plain.unlink(missing_ok=True)
+
+
+def _optimizer(number: int) -> str:
+    return f"optimizer_{number}"
+
+
+@contextlib.contextmanager
+def _in_place_of(path: Path) -> Iterator[None]:
+    """Set a checkpoint of another kind aside, which Lightning removes, until the block has written ``path``.
+
+    Where the block fails it comes back. What a kill left aside goes with it. Raises OutputError.
+    """
+    is_other = not is_sharded(path) and (path.is_file() or (path / _REST).is_file())
+    aside = path.with_name(f".{path.name}.ckpt8-discarded")
+    if is_other:
+        remove(aside)
+        with removing(path):
+            path.rename(aside)
+    try:
+        yield
+    except BaseException:
+        if is_other:
+            remove(path)
+            aside.rename(path)
+        raise
+    with removing(aside):
+        if aside.is_file():
+            remove_container(aside)
+    remove(aside)
