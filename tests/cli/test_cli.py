@@ -669,7 +669,7 @@ def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch
 
 def test_the_help_of_convert_names_every_format_that_is_written(run):
     shown = run("convert", "--help")[1].partition("--dtype")[0]
-    assert set(WRITERS) <= set(shown.replace("│", " ").replace(",", " ").split())
+    assert set(WRITERS) <= set(shown.replace("│", " ").replace(",", " ").replace(".", " ").split())
 
 
 def test_a_rule_that_matches_nothing_is_a_usage_error(run, small, tmp_path):
