@@ -11,7 +11,7 @@ from ckpt8.checkpoint.meaning.roles import ParameterState
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise, rule_of
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
 from ckpt8.core.tensors import DType, TensorSpec
-from ckpt8.optim.card import Card, Form
+from ckpt8.optim.cards import Card, Form
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE
 
 

@@ -6,10 +6,10 @@ To add an optimizer, write
 
 1. its rule, a function over blocks of fp32 values (see ``packed_tensor``), and its class, which names the ``rule_id``
    and the arguments of the constructor, in ``optimizers``;
-2. kernels, if it is to have any: one module in ``triton``;
-3. its card in ``known_optimizers``: state, settings, the signs of its saved state, the published classes.
+2. kernels, if it is to have any: a rule in ``triton.rules``;
+3. its card in ``cards``: state, settings, the signs of its saved state, the published classes.
 
-Optimizers that ckpt8 recognises and does not train with have a rule and a card in ``recognised``.
+Optimizers that ckpt8 recognises and does not train with have a card, and a rule in ``recognised_rules``.
 
 Every other package reads the card: roles, policy, error in update space, replay, resume, conversion. An entry in
 ``optim_cases`` and one in ``test_oracles`` run the conformance tests; ``tests/optim/test_own_optimizer.py`` shows all

@@ -1,19 +1,16 @@
-"""What ckpt8 knows of each optimizer: one card each, from which every other package reads. Imports no torch.
+"""Finds the card of an optimizer, by its name or by the state that it saved; every other package asks here.
 
-A card names the tensors of a parameter's state, the settings of a group, the signs by which saved state is recognised,
-the rule and its kernels, and the published classes with the same state: see ``card``. The facts about published classes
-are those of torch 2.13, torch-optimi 0.3.3, came-pytorch 0.1.3, pytorch-optimizer 4.1.0 and lion-pytorch 0.2.5.
+Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role
-from ckpt8.optim.card import Card, Form, Published, Shape, StateTensor
-from ckpt8.optim.recognised.cards import RECOGNISED, VARIANTS
+from ckpt8.optim.cards import RECOGNISED, TRAINED, VARIANTS, Card, Form, Published, StateTensor
 
 SPELLINGS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
 """Settings with several numbers, and the names under which some packages store each number."""
@@ -29,6 +26,9 @@ MOMENT_SLOTS: dict[str, str] = {}
 
 MASTER_KEYS = ("master_param", "master_params", "master_weight")
 """Keys of a state under which programs keep the fp32 master of a weight in 16 bits."""
+
+EMPTY_KEYS = frozenset({"kahan_comp", "momentum_buffer"})
+"""Keys of state that packages keep as None until they need it."""
 
 MEGATRON_MASTER = "fp32_param"
 """The key of the fp32 master in a distributed checkpoint of Megatron."""
@@ -167,165 +167,5 @@ def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == count and all(isinstance(n, (int, float)) for n in value)
 
 
-# --- the cards ----------------------------------------------------------------------------------------------------
-
-_M = StateTensor("exp_avg", "moment1")
-_V = StateTensor("exp_avg_sq", "moment2")
-_ADAM = Form(
-    "ckpt8.optim.optimizers:adam", (_M, _V, StateTensor("max_exp_avg_sq", "max_moment2", when="amsgrad")), "adam"
-)
-_ADAM_SETTINGS = {"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1}
-_ADAM_SIGNS = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_alpha", "use_muon"})
-
-_TORCH: dict[str, Any] = {"foreach": None, "differentiable": False, "fused": None}
-_TORCH_ADAM: dict[str, Any] = {**_TORCH, "amsgrad": False, "capturable": False}
-_OPTIMI: dict[str, Any] = {
-    "decouple_lr": False,
-    "max_lr": None,
-    "kahan_sum": False,
-    "foreach": False,
-    "triton": False,
-    "gradient_release": False,
-    "setup": True,
-}
-_KAHAN: dict[str, Any] = {"kahan_comp": None}
-_OPTIMI_KEYS = frozenset({"mean_square", "group", "step"})
-EMPTY_KEYS = frozenset({"kahan_comp", "momentum_buffer"})
-"""Keys of state that packages keep as None until they need it."""
-
-
-def _optimi(name: str, *, step: Literal["group"] | None = "group") -> Published:
-    return Published("optimi", name, step=step, state=_KAHAN, optional=_OPTIMI_KEYS, group=_OPTIMI)
-
-
-def _rows_and_columns(*names: str, kept: bool = False) -> tuple[StateTensor, ...]:
-    """Averages over rows and columns, in turn; ``kept``: the averaged dimension stays, with size 1."""
-    one = (1,) if kept else ()
-    shapes: tuple[Callable[[Shape], Shape], ...] = (
-        lambda shape: (*shape[:-1], *one),
-        lambda shape: (*shape[:-2], *one, shape[-1]),
-    )
-    return tuple(StateTensor(name, "statistic", shapes[at % 2]) for at, name in enumerate(names))
-
-
-for _card in (
-    Card(
-        rule_id="came",
-        name="CAME",
-        cls="ckpt8.optim.optimizers:CAME",
-        settings={"lr": 1, "betas": 3, "eps": 2, "clip_threshold": 1, "weight_decay": 1},
-        matrix=Form(
-            "ckpt8.optim.optimizers:came",
-            (_M, *_rows_and_columns("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col")),
-            "came",
-            "tensor",
-        ),
-        vector=Form("ckpt8.optim.optimizers:came_vector", (_M, _V), "momentum", "tensor"),
-        signs=frozenset({"RMS"}),
-        kernels="came",
-        published=(
-            Published("came_pytorch", "CAME", step="int", state={"RMS": 0.0}, widened=True),
-            Published("pytorch_optimizer", "CAME", step="group", state={"RMS": 0.0}, widened=True),
-        ),
-    ),
-    Card(
-        rule_id="stable_adamw",
-        name="StableAdamW",
-        cls="ckpt8.optim.optimizers:StableAdamW",
-        settings=_ADAM_SETTINGS,
-        matrix=Form("ckpt8.optim.optimizers:stable_adamw", (_M, _V), "stable_adamw", "tensor"),
-        fixed={"clip_threshold": 1.0},
-        signs=frozenset({"beta1", "kahan_comp", "eps_sq"}),  # optimi's AdamW and Adam keep these averages too
-        counts=True,
-        kernels="stable_adamw",
-        published=(
-            Published(
-                "optimi",
-                "StableAdamW",
-                step="group",
-                state={"eps_sq": lambda group: group["eps"] ** 2, **_KAHAN},
-                optional=_OPTIMI_KEYS,
-                sign="eps_sq",
-                group=_OPTIMI,
-            ),
-            Published("pytorch_optimizer", "StableAdamW", step="group", state=_KAHAN, sign="kahan_comp", widened=True),
-        ),
-    ),
-    Card(
-        rule_id="adamw",
-        name="AdamW",
-        cls="ckpt8.optim.optimizers:AdamW",
-        settings=_ADAM_SETTINGS,
-        matrix=_ADAM,
-        fixed={"decoupled": True},
-        signs=_ADAM_SIGNS,
-        counts=True,
-        kernels="adamw",
-        flashoptim=True,
-        published=(
-            Published("torch", "AdamW", step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": True}),
-            _optimi("AdamW"),
-        ),
-    ),
-    Card(
-        rule_id="adam",
-        name="Adam",
-        cls="ckpt8.optim.optimizers:Adam",
-        settings=_ADAM_SETTINGS,
-        matrix=_ADAM,
-        fixed={"decoupled": False},
-        signs=_ADAM_SIGNS,
-        counts=True,
-        kernels="adamw",
-        flashoptim=True,
-        published=(
-            Published("torch", "Adam", step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": False}),
-            _optimi("Adam"),
-        ),
-    ),
-    Card(
-        rule_id="sgd",
-        name="SGD",
-        cls="ckpt8.optim.optimizers:SGD",
-        settings={"lr": 1, "momentum": 1, "dampening": 1, "weight_decay": 1, "nesterov": 1},
-        matrix=Form(
-            "ckpt8.optim.optimizers:sgd", (StateTensor("momentum_buffer", "moment1", when="momentum"),), "momentum"
-        ),
-        needs=("momentum", "dampening", "nesterov"),  # Muon has no dampening
-        lacks=frozenset({"eps"}),  # LARS has all keys of SGD, and an eps
-        coupled=True,
-        average=lambda given: (given["momentum"], 1 - given["dampening"]),
-        kernels="sgd",
-        flashoptim=True,
-        published=(Published("torch", "SGD", group=_TORCH),),
-    ),
-    Card(
-        rule_id="lion",
-        name="Lion",
-        cls="ckpt8.optim.optimizers:Lion",
-        settings={"lr": 1, "betas": 2, "weight_decay": 1},
-        matrix=Form("ckpt8.optim.optimizers:lion", (_M,), "replayed"),
-        needs=("betas",),
-        average=lambda given: (given["betas"][1], 1 - given["betas"][1]),
-        kernels="lion",
-        flashoptim=True,
-        published=(
-            Published("lion_pytorch", "Lion"),
-            _optimi("Lion", step=None),
-            Published("pytorch_optimizer", "Lion", step="group"),
-        ),
-    ),
-    Card(
-        rule_id="adafactor",
-        name="Adafactor",
-        cls="ckpt8.optim.optimizers:Adafactor",
-        settings={"lr": 1, "beta2_decay": 1, "eps": 2, "d": 1, "weight_decay": 1},
-        matrix=Form("ckpt8.optim.optimizers:adafactor", _rows_and_columns("row_var", "col_var", kept=True)),
-        vector=Form("ckpt8.optim.optimizers:adafactor", (StateTensor("variance", "moment2", packable=False),)),
-        nullable=frozenset({"eps"}),
-        counts=True,
-        published=(Published("torch", "Adafactor", step="tensor", group={"foreach": None}),),
-    ),
-    *RECOGNISED,
-):
+for _card in (*TRAINED, *RECOGNISED):
     register(_card)

@@ -1,13 +1,18 @@
 """``PackedOptimizer``, the base class of all optimizers here: it takes steps on packed state, saves and loads it.
 
 An optimizer is a rule over blocks of fp32 values (see ``packed_tensor``). A block is a tile of 2^18 elements, so a step
-needs a few megabytes more than the packed state (see ``packed_state``). Operations on state are elementwise and rounded
+needs a few megabytes more than the packed state. Operations on state are elementwise and rounded
 once, sums run over fixed pieces, and random bits depend on (seed, index of the parameter, step, element) alone. So a
 run is reproducible, resumes bit for bit, and does not depend on tile size or threads.
 
 On a CUDA device Triton kernels take the step, with the same results (see ``triton``): a few launches for all of a
 group, and the host reads nothing, so a CUDA graph can capture steps. There ``step`` lies on the device. A parameter
 that the kernels cannot update is updated as on a CPU, and a warning says why.
+
+Per parameter: ``step`` (int64), ``residual`` or ``master`` (see ``packed_tensor``), and for each moment ``NAME_codes``
+of the parameter's shape and ``NAME_scales`` (see ``packed_tensor``), or ``NAME`` in fp32 where the parameter is small.
+Row and column averages are fp32. The parameter group holds the configuration of the codecs under ``master``,
+``moment1`` and ``moment2``.
 
 A packed state dict is checked against the optimizer before anything changes, and copied.
 
@@ -19,26 +24,33 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import cached_property, partial
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
 from ckpt8.codecs.base import TILE, StateKey
+from ckpt8.codecs.lossless import Lossless
+from ckpt8.codecs.split32 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.lazy import resolve
+from ckpt8.core.tensors import is_small
+from ckpt8.optim.cards import Card
 from ckpt8.optim.known_optimizers import card_of
-from ckpt8.optim.packed_state import PackedState
 from ckpt8.optim.packed_tensor import (
     CHECKS,
     Block,
+    Moment,
     PackedTensor,
+    StateLayout,
+    exact_residual,
     flat_blocks,
     master_part,
+    moment_layout,
     row_blocks,
     stream_key,
     weight_check,
@@ -99,7 +111,7 @@ Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
 State = defaultdict[torch.Tensor, dict[str, Any]]
 
 
-def matched_state(optimizer: PackedState, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
+def matched_state(optimizer: PackedOptimizer, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], State]:
     """New parameter groups and state for ``optimizer``, copied from a state dict. Raises UsageError."""
     saved = state_dict["param_groups"]
     sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
@@ -130,7 +142,7 @@ def _matched_group(current: Mapping[str, Any], given: Mapping[str, Any], rule_id
 
 
 def _matched_tensors(
-    optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
+    optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
 ) -> dict[str, torch.Tensor]:
     content: Found = {
         name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
@@ -150,7 +162,9 @@ def exact_names(content: Found) -> set[str]:
     return {name for name, what in content.items() if name != "residual" or (what and what[0] == torch.int16)}
 
 
-def layout_problem(optimizer: PackedState, group: dict[str, Any], param: torch.Tensor, content: Found) -> str | None:
+def layout_problem(
+    optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, content: Found
+) -> str | None:
     """Why ``param`` cannot have a state of these element types and shapes, or None."""
     layout = optimizer.state_layout(group, param, exact_names(content))
     if content.keys() != layout.keys():
@@ -174,7 +188,7 @@ class GradientRelease(ExitStack):
     """Take the hooks away: ``step`` has gradients again."""
 
 
-class PackedOptimizer(PackedState):
+class PackedOptimizer(torch.optim.Optimizer):
     """Base class. It takes these arguments besides those of the rule; a parameter group may override them.
 
     ``master``: what completes bf16 parameters: ``split24`` (int8 residual) or ``split32`` (int16, exact).
@@ -185,6 +199,7 @@ class PackedOptimizer(PackedState):
     Raises UsageError for arguments, parameters and gradients that it does not take: complex, integer, float64, sparse.
     """
 
+    rule_id: ClassVar[str]
     tile: int = TILE
     _step_supports_amp_scaling = True
 
@@ -203,6 +218,79 @@ class PackedOptimizer(PackedState):
         self.fused = fused
         packing = {"master": master, "moment1": moment1, "moment2": moment2, "maximize": maximize, "seed": seed}
         super().__init__(params, {**defaults, **packing, "rule": self.card.rule_id})
+
+    @property
+    def card(self) -> Card:
+        """The optimizer's card."""
+        return card_of(self.rule_id)
+
+    @property
+    def rule_arguments(self) -> tuple[str, ...]:
+        """The settings of a group that the rule takes."""
+        return tuple(self.card.settings)
+
+    def moments(self, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, str]:
+        """Names of the moments of a parameter of this shape, each with its kind: ``moment1`` or ``moment2``."""
+        return {tensor.key: tensor.slot for tensor in self.card.form(len(shape)).present(group) if tensor.is_moment}
+
+    def factored(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the row and column averages of a parameter of this shape."""
+        return {
+            tensor.key: tensor.shape(shape) for tensor in self.card.form(len(shape)).tensors if not tensor.is_moment
+        }
+
+    def codec(self, group: dict[str, Any], key: str, param: torch.Tensor, exact: Collection[str] = ()) -> Codec:
+        """The codec of ``master``, ``moment1`` or ``moment2`` for a parameter; an exact one for a small tensor.
+
+        The codec of the master is exact, too, if ``exact`` contains ``residual``.
+        """
+        if is_small(tuple(param.shape)) or (key == "master" and "residual" in exact):
+            return Split32() if key == "master" else Lossless()
+        return codec_from_config(group[key])
+
+    def state_layout(self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()) -> StateLayout:
+        """Element types and shapes of the whole state of a parameter.
+
+        ``exact`` names the moments that stay in fp32 whatever the group says, and ``residual`` if it has 16 bits.
+        """
+        shape = tuple(param.shape)
+        layout: StateLayout = {"step": (torch.int64, ())}
+        part = master_part(param.dtype, self.codec(group, "master", param, exact))
+        if part is not None:
+            layout[part[0]] = (part[1], shape)
+        for name, kind in self.moments(group, shape).items():
+            codec = Lossless() if name in exact else self.codec(group, kind, param)
+            layout |= moment_layout(name, codec, shape, param.numel())
+        return layout | {name: (torch.float32, size) for name, size in self.factored(shape).items()}
+
+    def initial_state(
+        self, group: dict[str, Any], param: torch.Tensor, exact: Collection[str] = ()
+    ) -> dict[str, torch.Tensor]:
+        """New tensors, the state before the first step. ``exact``: see ``state_layout``."""
+        # Kernels read the step counter on the device, the torch path in the memory of the host.
+        on_device = self.fused is not False and param.device.type == "cuda"
+        state = {
+            name: torch.zeros(shape, dtype=dtype, device="cpu" if name == "step" and not on_device else param.device)
+            for name, (dtype, shape) in self.state_layout(group, param, exact).items()
+        }
+        if "master" in state:
+            state["master"].copy_(param.detach())
+        return state
+
+    def views(
+        self, group: dict[str, Any], param: torch.Tensor, state: dict[str, torch.Tensor]
+    ) -> tuple[Codec, torch.Tensor | None, dict[str, Moment]]:
+        """Flat views of a parameter's state: codec of the master weights, residual or fp32 master, moments by name."""
+        codec = self.codec(group, "master", param, exact_residual(state))
+        part = master_part(param.dtype, codec)
+        kinds = self.moments(group, tuple(param.shape)).items()
+        moments = {name: Moment.of(name, self.codec(group, kind, param), state) for name, kind in kinds}
+        return codec, None if part is None else state[part[0]].view(-1), moments
+
+    def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
+        """Every parameter with its index over all groups, which selects its random bits, and its group."""
+        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
+        return [(index, group, param) for index, (group, param) in enumerate(pairs)]
 
     def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
         """The blocks of a tensor: rows where it has row averages. ``load(start, stop, shape, names)`` reads one."""

@@ -10,7 +10,7 @@ and steps in their layout.
 
 StableAdamW stores bias-corrected moments: Adam's, divided by 1 - beta^t at step t (Wortsman et al., appendix).
 
-The packages of the published classes are not needed: the cards in ``known_optimizers`` say what each class keeps and
+The packages of the published classes are not needed: the cards say what each class keeps and
 where.
 """
 

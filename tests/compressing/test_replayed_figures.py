@@ -23,6 +23,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.distributions import checkpoint_distributions, container_distributions
 from ckpt8.optim import known_optimizers as known
+from ckpt8.optim.cards import Card, Form, StateTensor
 
 SHAPE = (300, 260)
 """More than a block of seeds, and no multiple of one."""
@@ -59,28 +60,28 @@ def clipped(blocks, whole, *, step, lr, momentum, weight_decay):
 
 
 CARDS = {
-    "whole matrix": known.Card(
+    "whole matrix": Card(
         rule_id="whole",
         name="Whole",
         cls="test_replayed_figures:Whole",
         settings={"lr": 1, "momentum": 1, "weight_decay": 1},
-        matrix=known.Form(
-            "test_replayed_figures:whole_matrix", (known.StateTensor("whole_buffer", "moment1"),), "replayed", "matrix"
+        matrix=Form(
+            "test_replayed_figures:whole_matrix", (StateTensor("whole_buffer", "moment1"),), "replayed", "matrix"
         ),
         needs=("momentum",),
         average=lambda given: (given["momentum"], 1.0),
     ),
-    "several moments": known.Card(
+    "several moments": Card(
         rule_id="clipped",
         name="Clipped",
         cls="test_replayed_figures:Clipped",
         settings={"lr": 1, "momentum": 1, "weight_decay": 1},
-        matrix=known.Form(
+        matrix=Form(
             "test_replayed_figures:clipped",
             (
-                known.StateTensor("early", "moment1"),
-                known.StateTensor("late", "moment1_2"),
-                known.StateTensor("z", "weight", packable=False),
+                StateTensor("early", "moment1"),
+                StateTensor("late", "moment1_2"),
+                StateTensor("z", "weight", packable=False),
             ),
             "replayed",
             "tensor",
@@ -104,7 +105,7 @@ SETTINGS = {
 """Plausible settings for a card, by name."""
 
 
-def settings_of(card: known.Card) -> dict[str, object]:
+def settings_of(card: Card) -> dict[str, object]:
     """A group for a card: settings and the keys that it is recognised by, and no penalty that needs the weight."""
     betas = (0.9, 0.99, 0.999, 0.9999)
     group: dict[str, object] = {}
@@ -116,7 +117,7 @@ def settings_of(card: known.Card) -> dict[str, object]:
     return {**extra, **group, **({"weight_decay": 0.0} if coupled else {})}
 
 
-def replayed_forms() -> list[tuple[known.Card, known.Form]]:
+def replayed_forms() -> list[tuple[Card, Form]]:
     cards = [*known.trained_cards(), *CARDS.values()]  # test_recognised has the others, with real runs
     return [(card, form) for card in cards for form in card.forms if form.update == "replayed"]
 

@@ -6,7 +6,6 @@ and packed moments by default; the other layouts are slow tests.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections import Counter
@@ -23,7 +22,7 @@ from test_compile import Compiled, floating, resource_usage  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ckpt8.optim.triton import kernels, prologue  # noqa: E402
+from ckpt8.optim.triton import kernels, launches, rules  # noqa: E402
 
 PACKED = {"first": 127, "second": 255, "fourth_root": True, "aligned": True}
 PLAIN = {"first": 0, "second": 0, "fourth_root": False, "aligned": True}
@@ -54,10 +53,7 @@ KERNELS = {
     ("came_vector", "sum_kernel"): {"summand": "squared_direction", **VECTORS},
     ("came_vector", "step_kernel"): {"rule": "came", **VECTORS},
 }
-"""Every kernel over blocks, and its constants; a rule or summand is a function of the module."""
-
-MODULES = {"adam": "adamw", "came_vector": "came"}
-"""Modules whose functions serve more than their own optimizer."""
+"""Every kernel over blocks, and its constants; a rule or summand is a function of ``rules``."""
 
 BYTES = {"bf16": (2, 2, 1), "fp32": (4, 4, 0), "fp16": (2, 2, 4), "linear": (2, 2, 2), "small": (2, 2, 2)}
 """Of a gradient, a parameter and what completes it."""
@@ -87,10 +83,9 @@ class Fused(Compiled):
 
 
 def block_kernel(module, name, layout, masked, capability, folder) -> Fused:
-    found = importlib.import_module(f"ckpt8.optim.triton.{MODULES.get(module, module)}")
-    kernel = getattr(kernels if name in ("step_kernel", "sum_kernel") else found, name)
+    kernel = getattr(kernels if name in ("step_kernel", "sum_kernel") else rules, name)
     constants = {**LAYOUTS[layout], **KERNELS[module, name], "masked": masked, "block": kernels.BLOCK}
-    constants |= {key: getattr(found, constants[key]) for key in ("rule", "summand") if key in constants}
+    constants |= {key: getattr(rules, constants[key]) for key in ("rule", "summand") if key in constants}
     return Fused(kernel, {k: v for k, v in constants.items() if k in kernel.arg_names}, capability, folder)
 
 
@@ -181,19 +176,17 @@ def test_other_layouts(tmp_path, module, name, layout, masked):
         assert_wide(kernel, module, layout)
 
 
+PROLOGUES = [name for name in vars(rules) if name.endswith(("_prologue", "_clip"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "scaled"),
-    [*((module, True) for module in ("adamw", "stable_adamw", "sgd", "lion", "came")), ("adamw", False)],
-)
-def test_prologues(tmp_path, module, scaled):
+@pytest.mark.parametrize(("name", "scaled"), [*((name, True) for name in PROLOGUES), ("adamw_prologue", False)])
+def test_prologues(tmp_path, name, scaled):
     """What is done once per tensor, in float64, of which nothing is fused either."""
-    found = vars(importlib.import_module(f"ckpt8.optim.triton.{module}"))
-    kernels = [found[name] for name in found if name.endswith("_kernel") and (module, name) not in KERNELS]
-    for kernel in kernels:
-        constants = {"lr_tensor": None, "maximize": False, "decoupled": True, "nesterov": True}
-        constants |= {} if scaled else {"grad_scale": None, "found_inf": None}
-        given = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        compiled = Fused(kernel, given, 90, tmp_path, prologue.OPTIONS)
-        assert_nothing_is_spilled(compiled)
-        assert_rounded_once(compiled)
+    kernel = getattr(rules, name)
+    constants = {"lr_tensor": None, "maximize": False, "decoupled": True, "nesterov": True}
+    constants |= {} if scaled else {"grad_scale": None, "found_inf": None}
+    given = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    compiled = Fused(kernel, given, 90, tmp_path, launches.PROLOGUE_OPTIONS)
+    assert_nothing_is_spilled(compiled)
+    assert_rounded_once(compiled)

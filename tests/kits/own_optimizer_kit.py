@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ckpt8.optim import known_optimizers as known
+from ckpt8.optim.cards import Card, Form, Published, StateTensor
 from ckpt8.optim.packed import PackedOptimizer
 
 
@@ -47,20 +48,20 @@ class PlainEma(torch.optim.Optimizer):
                 p.sub_(group["lr"] * (group["weight_decay"] * p + velocity))
 
 
-CARD = known.Card(
+CARD = Card(
     rule_id="ema",
     name="Ema",
     cls="own_optimizer_kit:Ema",
     settings={"lr": 1, "beta": 1, "weight_decay": 1},
-    matrix=known.Form("own_optimizer_kit:ema", (known.StateTensor("velocity", "moment1"),), "momentum"),
+    matrix=Form("own_optimizer_kit:ema", (StateTensor("velocity", "moment1"),), "momentum"),
     needs=("beta",),
     average=lambda given: (given["beta"], 1 - given["beta"]),
-    published=(known.Published("own_optimizer_kit", "PlainEma"),),
+    published=(Published("own_optimizer_kit", "PlainEma"),),
 )
 
 
 @contextmanager
-def registered(*cards: known.Card) -> Iterator[None]:
+def registered(*cards: Card) -> Iterator[None]:
     """With ``cards``, or the one of this file, among those that ckpt8 knows; without them again afterwards."""
     tables = known.CARDS, known.TENSORS, known.MOMENT_SLOTS, known.STATE_ROLES
     before = [dict(table) for table in tables]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.optim.card import Card, Form, Update
+from ckpt8.optim.cards import Card, Form, Update
 from ckpt8.optim.known_optimizers import SIDE_STATE, identify, setting, why_unknown
 
 if TYPE_CHECKING:

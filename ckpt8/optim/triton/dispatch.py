@@ -1,15 +1,16 @@
-"""Which parameters the kernels update, why they do not update the others, and the plans of their launches.
+"""Which parameters the kernels update, what they need to know of each, and the plans of their launches.
 
 The kernels update a parameter that lies on a CUDA device (or on a CPU with ``TRITON_INTERPRET=1``, for tests), where it
 and its gradient are contiguous, and its rule has kernels. Plans stay from step to step: a step compares addresses, and
 rewrites those of gradients on the device where they are new.
+
+Imports no Triton at its top, since optimizers are imported on machines without it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from importlib import import_module
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,12 +19,11 @@ import torch
 from ckpt8.core import backend
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.known_optimizers import card_of
-from ckpt8.optim.packed_state import PackedState
-from ckpt8.optim.triton.rows import KernelLayout, Row, describe
+from ckpt8.optim.packed_tensor import signed, stream_key
 
 if TYPE_CHECKING:
+    from ckpt8.optim.packed import PackedOptimizer
     from ckpt8.optim.triton.launches import LaunchPlan
-
 
 Work = tuple[int, dict[str, Any], torch.Tensor]
 """Index of a parameter, its group, itself."""
@@ -31,7 +31,7 @@ Work = tuple[int, dict[str, Any], torch.Tensor]
 
 def obstacle(rule_id: str, param: torch.Tensor) -> str | None:
     """Why the kernels cannot update a parameter; None if they can."""
-    if card_of(rule_id).kernels is None:
+    if not card_of(rule_id).kernels:
         return f"the rule {rule_id!r} has no kernels"
     if (fault := backend.obstacle(param.device)) is not None:
         return fault
@@ -40,6 +40,73 @@ def obstacle(rule_id: str, param: torch.Tensor) -> str | None:
     if param.grad is not None and not param.grad.is_contiguous():
         return "its gradient is not contiguous"
     return None
+
+
+_WEIGHTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class KernelLayout(NamedTuple):
+    """What kernels are compiled for: see ``kernels``. ``grad`` is torch's name of the element type.
+
+    ``matrix``: whether the state has row and column averages; ``even``: whether rows are then multiples of 16.
+    """
+
+    weight: str
+    levels: int
+    grad: str
+    first: int | None
+    second: int | None
+    fourth_root: bool
+    aligned: bool
+    matrix: bool
+    even: bool
+
+
+class Row(NamedTuple):
+    """The table row of one tensor, made of addresses and sizes.
+
+    ``values``: parameter, its residual or master, codes and scales of both moments; 0 where it has none. ``step``: the
+    step counter. ``stream``: the bits of ``stream_key(seed, index)``. ``factored``: row and column averages; ``shape``
+    is the shape of a tensor that has them.
+    """
+
+    values: tuple[int, ...]
+    step: int
+    numel: int
+    stream: int
+    factored: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def describe(
+    optimizer: PackedOptimizer, index: int, group: dict[str, Any], param: torch.Tensor
+) -> tuple[KernelLayout, Row]:
+    """Layout and table row of a parameter and its gradient."""
+    state, grad, shape = optimizer.state[param], param.grad, tuple(param.shape)
+    assert grad is not None  # noqa: S101
+    codec, part, moments = optimizer.views(group, param, state)
+    by_kind = {kind: moments[name] for name, kind in optimizer.moments(group, shape).items()}
+    first, second = by_kind.get("moment1"), by_kind.get("moment2")
+    tensors = [param, part]
+    for moment in (first, second):
+        parts = {} if moment is None else moment.parts
+        tensors += parts.get("codes", parts.get("values")), parts.get("scales")
+    addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    factored = tuple(state[name].data_ptr() for name in optimizer.factored(shape))
+    layout = KernelLayout(
+        weight=_WEIGHTS[param.dtype],
+        levels=0 if codec.codes is None else codec.codes.highest,
+        grad=str(grad.dtype),
+        first=None if first is None else first.levels,
+        second=None if second is None else second.levels,
+        fourth_root=second is not None and second.codec is not None and second.codec.p != 1,
+        aligned=not any(address % 16 for address in (*addresses, grad.data_ptr())),
+        matrix=bool(factored),
+        even=bool(factored) and shape[-1] % 16 == 0,
+    )
+    stream = signed(stream_key(group["seed"], index), 64)
+    row = Row(addresses, state["step"].data_ptr(), param.numel(), stream, factored, shape if factored else ())
+    return layout, row
 
 
 class _Known(NamedTuple):
@@ -55,7 +122,7 @@ class _Known(NamedTuple):
 class Fused:
     """The plans of one optimizer."""
 
-    def __init__(self, optimizer: PackedState) -> None:
+    def __init__(self, optimizer: PackedOptimizer) -> None:
         self._optimizer = optimizer
         self._plans: dict[tuple[Any, ...], LaunchPlan] = {}
         self._known: dict[int, _Known] = {}
@@ -92,11 +159,14 @@ class Fused:
             known = self._look_up(index, group, param, param.grad)
             key = id(group), known.layout, param.device, index if alone else None
             launches.setdefault(key, (group, []))[1].append((known.row, param.grad.data_ptr()))
+        if not launches:
+            return
+        from ckpt8.optim.triton.rules import step
+
         for key, (group, entries) in launches.items():
             plan = self._plan(key, entries)
-            module = import_module(f"ckpt8.optim.triton.{card_of(group['rule']).kernels}")
             scaler = [t if t is None else t.to(plan.device, non_blocking=True) for t in (grad_scale, found_inf)]
-            module.step(plan, group, scaler)
+            step(plan, group, scaler)
 
     def _plan(self, key: tuple[Any, ...], entries: list[tuple[Row, int]]) -> LaunchPlan:
         from ckpt8.optim.triton.launches import LaunchPlan

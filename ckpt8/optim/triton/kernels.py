@@ -29,7 +29,7 @@ its two pairs of averages, ``sq`` (pair 0) and ``res`` (pair 1):
     lines     256 rows again, after all sums of R: (R / mean(R))^-1/2
 
 ``matrices`` is a table of int64 with a row for each tensor, like ``table``. Two buffers hold float64 sums and fp32
-factors, at the offsets in that row. ``Matrices`` makes them.
+factors, at the offsets in that row. ``launches.Matrices`` makes them.
 
 The kernels over blocks that every rule shares: a step, and a sum over the blocks of each tensor.
 
@@ -46,11 +46,6 @@ constants of a layout, since Triton takes no structures.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from itertools import accumulate
-
-import torch
 import triton
 import triton.language as tl
 
@@ -58,7 +53,6 @@ from ckpt8.codecs.companded8.triton import SMALLEST_ROOT2, compand_signed, expan
 from ckpt8.codecs.split24.triton import residual_steps, upper_half
 from ckpt8.codecs.triton_blocks import MAGNITUDE, QUIET_NAN, bits_of, magnitude_bits, widen
 from ckpt8.optim import packed_tensor
-from ckpt8.optim.triton.rows import Row
 
 _GOLDEN64 = tl.constexpr(packed_tensor.GOLDEN64)
 _GOLDEN32 = tl.constexpr(packed_tensor.GOLDEN32)
@@ -490,38 +484,6 @@ def factor_kernel(table, scalars, lines, matrices, sums, factors, pair: tl.const
     factor = inverse_root(tl.div_rn(average, tl.broadcast_to(mean, average.shape)))
     offset = tl.load(matrix + FACTORS + 2 * pair) + batch * height
     tl.store(factors + offset + at, factor, at < height)
-
-
-class Matrices:
-    """The tables of the matrices in the ``rows`` of a plan: ``table``, two buffers, and the programs of the kernels."""
-
-    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
-        numbers, factors, sums = [], 0, 0
-        tiles, row_lines, column_lines = [], [], []
-        for index, row in enumerate(rows):
-            height, width = row.shape[-2:]
-            batches = math.prod(row.shape[:-2])
-            across, down, blocks = -(-width // TILE), -(-height // TILE), -(-height // LINE)
-            sizes = (batches * size for size in (height, width, height, width))
-            *offsets, factors = accumulate(sizes, initial=factors)
-            sizes = (batches * size for size in (height * across, down * width, blocks))
-            *partials, sums = accumulate(sizes, initial=sums)
-            numbers.append([*row.factored, *offsets, height, width, across, down, blocks, *partials])
-            tiles.append(_pieces(index, batches, down, across))
-            row_lines.append(_pieces(index, batches, blocks, 1))
-            column_lines.append(_pieces(index, batches, -(-width // LINE), 1, axis=1))
-        self.table = torch.tensor(numbers, dtype=torch.int64).to(device)
-        self.factors = torch.zeros(factors, dtype=torch.float32, device=device)
-        self.sums = torch.zeros(sums, dtype=torch.float64, device=device)
-        self.tiles = torch.cat(tiles).to(device)
-        self.rows = torch.cat(row_lines).to(device)
-        self.lines = torch.cat([*row_lines, *column_lines]).to(device)
-
-
-def _pieces(index: int, batches: int, down: int, across: int, axis: int = 0) -> torch.Tensor:
-    """(row of the table, batch, block down, block across or ``axis``) of every program, int32."""
-    grid = torch.cartesian_prod(*(torch.arange(size, dtype=torch.int32) for size in (batches, down, across)))
-    return torch.cat((torch.full((len(grid), 1), index, dtype=torch.int32), grid[:, :2], grid[:, 2:] + axis), 1)
 
 
 @triton.jit

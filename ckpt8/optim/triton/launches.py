@@ -1,18 +1,155 @@
-"""``LaunchPlan``: tensors that one launch updates together, their table, and the blocks of its programs."""
+"""``LaunchPlan``: tensors that one launch updates together, their table, the blocks of its programs; and prologues.
+
+A prologue computes the numbers of a rule once per tensor and step, on the device, so that the host need not wait:
+
+    step += 1, unless there is no gradient, or one overflowed (``found_inf`` of a GradScaler)
+    key   = stream_key(seed, index, step)
+    the numbers of the rule, in float64 as Python computes them, and rounded to fp32
+
+One program for each tensor. Python floats come as integers, the bits of float64: see ``bits_of_float``. Every prologue
+lists the same first parameters, since Triton takes no structures.
+"""
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 import triton.language as tl
 
 from ckpt8.codecs.triton_blocks import on_device
-from ckpt8.optim.triton.kernels import ABSENT, BLOCK, COLUMNS, OPTIONS, SCALARS, Matrices, step_kernel, sum_kernel
-from ckpt8.optim.triton.prologue import OPTIONS as PROLOGUE
-from ckpt8.optim.triton.prologue import bits_of_float, write_addresses
-from ckpt8.optim.triton.rows import KernelLayout, Row
+from ckpt8.optim.triton.kernels import (
+    ABSENT,
+    BLOCK,
+    COLUMNS,
+    GRAD,
+    GRADIENT_FACTOR,
+    KEY,
+    LINE,
+    NOW,
+    OPTIONS,
+    SCALARS,
+    STEP,
+    STREAM,
+    TILE,
+    double,
+    extended_key,
+    step_kernel,
+    sum_kernel,
+)
+
+if TYPE_CHECKING:
+    from ckpt8.optim.triton.dispatch import KernelLayout, Row
+
+ADDRESSES = 64
+"""How many addresses one launch writes."""
+
+PROLOGUE_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+"""How prologues are compiled."""
+
+
+def bits_of_float(value: float) -> int:
+    """The bits of a float64 as a signed integer, which a kernel reads with ``double``."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+@triton.jit
+def own_numbers(scalars):
+    """The scalars of this program's tensor."""
+    return scalars + tl.program_id(0) * SCALARS
+
+
+@triton.jit
+def put(numbers, which: tl.constexpr, value):
+    """Store a float64 number, rounded to fp32."""
+    tl.store(numbers + which, value.to(tl.float32))
+
+
+@triton.jit
+def advance(table, scalars, grad_scale, found_inf, maximize: tl.constexpr):
+    """Count the step of this program's tensor; store its random key and the factor of its gradient.
+
+    Returns the scalars of the tensor, and the number of the step, also where it is skipped.
+    """
+    tensor, numbers = table + tl.program_id(0) * COLUMNS, own_numbers(scalars)
+    counter = tl.load(tensor + STEP).to(tl.pointer_type(tl.int64))
+    given = tl.load(tensor + GRAD) != ABSENT
+    step = tl.load(counter, given, 0) + 1
+    now = tl.where(given, step, 0)
+    if found_inf is not None:
+        now = tl.where(tl.load(found_inf) != 0, 0, now)
+    tl.store(counter, step, now != 0)
+    key = extended_key(tl.load(tensor + STREAM).to(tl.uint64, bitcast=True), step.to(tl.uint64, bitcast=True))
+    tl.store(tensor + KEY, key.to(tl.int64, bitcast=True))
+    tl.store(tensor + NOW, now)
+    # 1/scale of a GradScaler, negated to maximise.
+    factor = tl.full([], -1.0 if maximize else 1.0, tl.float64)
+    if grad_scale is not None:
+        factor = factor / tl.load(grad_scale).to(tl.float64)
+    put(numbers, GRADIENT_FACTOR, factor)
+    return numbers, step
+
+
+@triton.jit
+def rate(lr, lr_tensor):
+    """The learning rate in float64, from a tensor on the device where there is one, else from its bits."""
+    return double(lr) if lr_tensor is None else tl.load(lr_tensor).to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["first"])
+def addresses_kernel(table, first, odd):
+    """Write addresses of gradients.
+
+    ``odd`` holds each address doubled, plus one: the compiler makes other kernels for 1 and for multiples of 16.
+    """
+    for i in tl.static_range(len(odd)):
+        tl.store(table + (first + i) * COLUMNS + GRAD, odd[i] >> 1)
+
+
+def write_addresses(table: torch.Tensor, addresses: list[int]) -> None:
+    """Set the addresses of gradients by kernel arguments: no copy from the host, and a CUDA graph keeps them."""
+    for first in range(0, len(addresses), ADDRESSES):
+        some = [(2 * address) | 1 for address in addresses[first : first + ADDRESSES]]
+        addresses_kernel[(1,)](table, first, tuple(some), **PROLOGUE_OPTIONS)
+
+
+class Matrices:
+    """The tables of the matrices in the ``rows`` of a plan: ``table``, two buffers, and the programs of the kernels."""
+
+    def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
+        numbers, factors, sums = [], 0, 0
+        tiles, row_lines, column_lines = [], [], []
+        for index, row in enumerate(rows):
+            height, width = row.shape[-2:]
+            batches = math.prod(row.shape[:-2])
+            across, down, blocks = -(-width // TILE), -(-height // TILE), -(-height // LINE)
+            sizes = (batches * size for size in (height, width, height, width))
+            *offsets, factors = accumulate(sizes, initial=factors)
+            sizes = (batches * size for size in (height * across, down * width, blocks))
+            *partials, sums = accumulate(sizes, initial=sums)
+            numbers.append([*row.factored, *offsets, height, width, across, down, blocks, *partials])
+            tiles.append(_pieces(index, batches, down, across))
+            row_lines.append(_pieces(index, batches, blocks, 1))
+            column_lines.append(_pieces(index, batches, -(-width // LINE), 1, axis=1))
+        self.table = torch.tensor(numbers, dtype=torch.int64).to(device)
+        self.factors = torch.zeros(factors, dtype=torch.float32, device=device)
+        self.sums = torch.zeros(sums, dtype=torch.float64, device=device)
+        self.tiles = torch.cat(tiles).to(device)
+        self.rows = torch.cat(row_lines).to(device)
+        self.lines = torch.cat([*row_lines, *column_lines]).to(device)
+
+
+def _pieces(index: int, batches: int, down: int, across: int, axis: int = 0) -> torch.Tensor:
+    """(row of the table, batch, block down, block across or ``axis``) of every program, int32."""
+    grid = torch.cartesian_prod(*(torch.arange(size, dtype=torch.int32) for size in (batches, down, across)))
+    return torch.cat((torch.full((len(grid), 1), index, dtype=torch.int32), grid[:, :2], grid[:, 2:] + axis), 1)
+
 
 _KINDS = {"torch.float32": tl.float32, "torch.float16": tl.float16, "torch.bfloat16": tl.int16}
 
@@ -74,7 +211,7 @@ class LaunchPlan:
         rate = (0, lr) if on_gpu else (bits_of_float(float(lr)), None)
         with on_device(self.device):
             kernel[(len(self.rows),)](
-                self.table, self.scalars, *rate, *given, *map(bits_of_float, numbers), **constants, **PROLOGUE
+                self.table, self.scalars, *rate, *given, *map(bits_of_float, numbers), **constants, **PROLOGUE_OPTIONS
             )
 
     def step(self, rule: Any) -> None:

@@ -32,7 +32,7 @@ from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
-from ckpt8.optim.card import Card, Published, Shape
+from ckpt8.optim.cards import Card, Published, Shape
 from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published, is_projected
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume.fills import Copy, NewState, OptimizerPlan, ValueBuilder, is_plain

@@ -1,4 +1,7 @@
-"""The rules of optimizers that are recognised and replayed, but not trained with.
+"""The rules of optimizers that ckpt8 recognises and replays, but does not train with.
+
+They are functions like those of ``optimizers`` (see ``packed_tensor``), and serve to measure errors in update space and
+to replay steps.
 
 Three divide the gradient by the root of the squares so far:
 
