@@ -17,8 +17,8 @@ import torch
 from torch import _weights_only_unpickler as unpickler
 
 from ckpt8.checkpoint.readers import torch_legacy, torch_zip
-from ckpt8.checkpoint.readers.pickle.torch_rules import TorchCalls
-from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE
+from ckpt8.checkpoint.readers.torch_rules import TorchCalls
+from ckpt8.checkpoint.readers.torch_zip import LOCAL_SIGNATURE
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.container.member_file import MemberFile
 from ckpt8.core.closing import without_collection

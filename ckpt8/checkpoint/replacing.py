@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.readers import match_reader
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.readers.entries import is_named_shard
 from ckpt8.checkpoint.tree import iter_nodes
 from ckpt8.checkpoint.vocabulary import words

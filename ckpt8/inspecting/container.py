@@ -14,7 +14,7 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers import READERS, get_reader
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.readers.pickle.torch_rules import foreign_names
+from ckpt8.checkpoint.readers.torch_rules import foreign_names
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error

@@ -30,8 +30,8 @@ from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
 from ckpt8.checkpoint.meaning.roles import classify, unique_name
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, evident_weights, find
 from ckpt8.checkpoint.readers import READERS
-from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.dcp import DcpMember
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.readers.entries import DirectoryMember, size_of
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite

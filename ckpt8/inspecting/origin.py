@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from ckpt8.checkpoint.meaning.names import RankFile, rank_file
 from ckpt8.checkpoint.meaning.nodes import dict_groups, is_optimizer
 from ckpt8.checkpoint.meaning.parameter_names import SLICE, in_model_order, layer_of, plain_path, whole_tensor
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.checkpoint.tree import Checkpoint, format_path, iter_nodes, read_scalar
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS

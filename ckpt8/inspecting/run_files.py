@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckpt8.checkpoint.meaning.nodes import is_optimizer
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
-from ckpt8.checkpoint.readers.entries import tree_of_head
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA
+from ckpt8.checkpoint.readers.torch_zip import tree_of_head
 from ckpt8.checkpoint.replacing import TRAINER_STATE, is_one_checkpoint, may_be_checkpoint, parts_in, step_in_path
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes, number_of
 from ckpt8.codecs.error_stats import StepError, read_step_error

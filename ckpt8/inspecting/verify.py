@@ -28,7 +28,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.meaning.update_rules import UpdateRule
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
+from ckpt8.checkpoint.readers.dcp import DcpCheckpoint
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, cut, put

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt8.checkpoint.gate import load_allowed
-from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA, nest
+from ckpt8.checkpoint.readers.dcp import DcpMember
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA, nest
 from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.distributed import ShardedFiles

@@ -15,7 +15,7 @@ from disk_kit import flip_bit
 from typer.testing import CliRunner
 
 import ckpt8
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.app import app
 from ckpt8.core.errors import InputError, OutputError, UsageError

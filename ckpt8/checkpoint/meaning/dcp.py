@@ -21,9 +21,8 @@ from typing import Any, cast
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
 from ckpt8.checkpoint.meaning.twins import twins
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import Place, Slice
-from ckpt8.checkpoint.readers.dcp.names import StateKey
+from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp_metadata import Place, Slice, StateKey
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.tree import TensorRef, read_scalar
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS

@@ -14,8 +14,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import match_reader
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint
-from ckpt8.checkpoint.readers.dcp.metadata import MAX_METADATA_BYTES, METADATA, Slice, read_metadata, rewritten
+from ckpt8.checkpoint.readers.dcp import DcpCheckpoint
+from ckpt8.checkpoint.readers.dcp_metadata import MAX_METADATA_BYTES, METADATA, Slice, read_metadata, rewritten
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_named_shard, kept, lone_shard
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK

@@ -1,26 +1,18 @@
 """The entries of a directory by path: files, links and empty directories, closed or as open members.
 
-``tree_of_head`` reads the tree of a torch file from its bytes outside of the tensors, and looks for no storage.
-
-It is for reports over many files: a reader checks more, and takes three times as long.
-
 ``check_shares`` and ``refuse_share`` refuse the files of one rank that mean nothing without those of the other ranks.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import stat
-import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.pickle.rebuild import EMPTY, is_distributed
-from ckpt8.checkpoint.readers.zip_directory import LOCAL_SIGNATURE, StorageTable
+from ckpt8.checkpoint.readers.rebuild import EMPTY, is_distributed
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, TensorRef, format_path, iter_leaves, iter_nodes
 from ckpt8.container.checks import MAX_COMPONENTS, link_stays_inside, path_problem
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
@@ -132,42 +124,6 @@ def size_of(path: Path) -> int:
 def kept(why: Exception | str, source: ByteRange) -> str:
     """The text of a member's ``reason``, from the error that ``source`` raised."""
     return f"kept as it is: {str(why).removeprefix(f'{source}: ')}"
-
-
-_NAME = b"/data.pkl"
-_LENGTHS = struct.Struct("<26x2H")
-"""Of the name and the extra field, in a local header of a zip file."""
-
-_PICKLES_BEFORE = 3
-"""Magic number, version and system stand in front of the tree in a file of torch before 1.6."""
-
-
-def tree_of_head(format_id: str, head: bytes, where: str) -> Any:
-    """The tree of a file of the format, which begins with the bytes ``head``; None for formats without values.
-
-    Raises InputError, also where the head ends within the pickle.
-    """
-    stream = io.BytesIO(head)
-    if format_id == "torch-zip":
-        stream.seek(_start_of_pickle(head, where))
-    elif format_id == "torch-legacy":
-        for _ in range(_PICKLES_BEFORE):
-            load_pickle(stream, len(head), where)
-    else:
-        return None
-    return load_pickle(stream, len(head), where, StorageTable(where).load)
-
-
-def _start_of_pickle(head: bytes, where: str) -> int:
-    name = head.find(_NAME)
-    at = head.rfind(LOCAL_SIGNATURE, 0, max(name, 0))
-    if at >= 0 and at + _LENGTHS.size <= name:
-        name_length: int
-        extra_length: int
-        name_length, extra_length = _LENGTHS.unpack_from(head, at)
-        if at + _LENGTHS.size + name_length == name + len(_NAME):
-            return name + len(_NAME) + extra_length
-    raise InputError(f"{where}: has no data.pkl at its start")
 
 
 _SHARD_SUFFIX = ".distcp"

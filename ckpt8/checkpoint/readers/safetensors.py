@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from ckpt8.checkpoint.readers.pickle.rebuild import MAX_DIMS, is_count
+from ckpt8.checkpoint.readers.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, METADATA, begins_container, parse_safetensors
 from ckpt8.core.errors import InputError, UnsupportedError

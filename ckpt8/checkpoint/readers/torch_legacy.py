@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt8.checkpoint.readers.entries import check_shares
-from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.pickle.torch_rules import TorchCalls
-from ckpt8.checkpoint.readers.zip_directory import StorageTable, longest_pickle
+from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle, longest_pickle
+from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, check_depth
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import SourceFile

@@ -17,7 +17,7 @@ from typing import Any
 from ckpt8.checkpoint.meaning.dcp import StateSlice, state_slices
 from ckpt8.checkpoint.meaning.names import rank_file
 from ckpt8.checkpoint.readers import READERS
-from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
+from ckpt8.checkpoint.readers.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember, refuse_share
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, cut_by_runs, gaps
 from ckpt8.container.manifest import SKELETON

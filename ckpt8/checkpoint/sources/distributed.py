@@ -28,11 +28,19 @@ from typing import Any, cast
 import torch
 
 from ckpt8.checkpoint.readers import torch_zip
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import KeyPath, Metadata, Slice, StoredTensor, nest
-from ckpt8.checkpoint.readers.dcp.names import GROUPS, PARAMETERS, STATE
+from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp_metadata import (
+    GROUPS,
+    PARAMETERS,
+    STATE,
+    KeyPath,
+    Metadata,
+    Slice,
+    StoredTensor,
+    nest,
+)
 from ckpt8.checkpoint.readers.entries import directory_name
-from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
+from ckpt8.checkpoint.readers.rebuild import make_tensor
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, add_prefix, computed
 from ckpt8.checkpoint.sources.stored_member import MemberSource

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.readers.zip_directory import read_directory
+from ckpt8.checkpoint.readers.torch_zip import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.atomic import Partial

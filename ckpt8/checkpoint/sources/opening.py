@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_distributed
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, refuse_share, walk
 from ckpt8.checkpoint.sources.bundle import Bundle

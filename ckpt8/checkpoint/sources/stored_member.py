@@ -11,7 +11,7 @@ import torch
 
 from ckpt8.checkpoint.gate import TORCH_FORMATS, load_member
 from ckpt8.checkpoint.readers import READERS, get_reader
-from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
+from ckpt8.checkpoint.readers.rebuild import make_tensor
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.container import header

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from ckpt8.checkpoint.readers.dcp.dcp import DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.dcp import DcpMember
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.distributed import tree_of

@@ -29,7 +29,7 @@ from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.sources.composite import Composite, computed
 from ckpt8.checkpoint.sources.live_object import with_crc_fields
 from ckpt8.checkpoint.tree import Components, StorageInfo, TensorRef, format_path, gaps, iter_leaves, iter_nodes

@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt8.checkpoint.gate import refusal_of_bytes
 from ckpt8.checkpoint.meaning.roles import classify
-from ckpt8.checkpoint.readers.dcp.names import GROUPS, PARAMETERS, STATE
+from ckpt8.checkpoint.readers.dcp_metadata import GROUPS, PARAMETERS, STATE
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, is_setting

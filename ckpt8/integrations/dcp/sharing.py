@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckpt8.checkpoint.gate import load_allowed
-from ckpt8.checkpoint.readers.dcp.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.readers.dcp.metadata import METADATA, Place, Slice
-from ckpt8.checkpoint.readers.dcp.names import DcpRoles
+from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA, DcpRoles, Place, Slice
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef

@@ -10,9 +10,8 @@ import tracemalloc
 
 import pytest
 
-from ckpt8.checkpoint.readers.pickle import inert_pickle, pickle_stack, rebuild
-from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.zip_directory import StorageTable
+from ckpt8.checkpoint.readers import inert_pickle, rebuild
+from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle
 from ckpt8.checkpoint.tree import StorageRef, check_depth
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
@@ -152,7 +151,7 @@ def test_copies_are_budgeted(repeat):
 
 
 def test_caps_are_enforced(monkeypatch):
-    monkeypatch.setattr(pickle_stack, "FREE_UNITS", 100)
+    monkeypatch.setattr(inert_pickle, "FREE_UNITS", 100)
     with pytest.raises(InputError, match="builds more objects than"):
         load(b"(" + b"}" * 400 + b"t.")
     monkeypatch.setattr(inert_pickle, "MAX_GLOBALS", 2)

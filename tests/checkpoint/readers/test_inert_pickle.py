@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.inert_pickle import load_pickle
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef, iter_leaves
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType

@@ -17,8 +17,7 @@ from members_kit import tree as bytes_of_files
 import ckpt8
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import check_shares, refuse_share, walk
-from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
-from ckpt8.checkpoint.readers.zip_directory import StorageTable
+from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
 
 RANKS = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt8.checkpoint.readers.pickle.rebuild import make_tensor
-from ckpt8.checkpoint.readers.zip_directory import StorageTable
+from ckpt8.checkpoint.readers.inert_pickle import StorageTable
+from ckpt8.checkpoint.readers.rebuild import make_tensor
 from ckpt8.checkpoint.tree import Global, StorageRef
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType

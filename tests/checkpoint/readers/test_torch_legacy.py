@@ -12,7 +12,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from ckpt8.checkpoint.readers import open_checkpoint, zip_directory
+from ckpt8.checkpoint.readers import inert_pickle, open_checkpoint
 from ckpt8.checkpoint.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, sniff
 from ckpt8.checkpoint.tree import format_path, iter_leaves
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -199,7 +199,7 @@ def test_the_pickles_are_capped(tmp_path, monkeypatch):
     path.write_bytes(by_hand(["x" * 1000], {}))
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.tree == ["x" * 1000]
-    monkeypatch.setattr(zip_directory, "MAX_PICKLE_BYTES", 1000)
+    monkeypatch.setattr(inert_pickle, "MAX_PICKLE_BYTES", 1000)
     with pytest.raises(InputError, match="bytes are announced"), open_checkpoint(path):
         pass
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ckpt8.checkpoint.readers.pickle.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.inert_pickle import load_pickle
 from ckpt8.checkpoint.tree import (
     MAX_DEPTH,
     Inert,

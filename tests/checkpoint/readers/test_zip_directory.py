@@ -10,7 +10,7 @@ import zlib
 import pytest
 import torch
 
-from ckpt8.checkpoint.readers.zip_directory import read_directory, read_end_records
+from ckpt8.checkpoint.readers.torch_zip import read_directory, read_end_records
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 

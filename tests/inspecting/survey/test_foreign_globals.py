@@ -11,7 +11,7 @@ import torch
 from torch import _weights_only_unpickler as unpickler
 
 import ckpt8
-from ckpt8.checkpoint.readers.pickle.torch_rules import ALLOWED
+from ckpt8.checkpoint.readers.torch_rules import ALLOWED
 
 pytestmark = pytest.mark.usefixtures("without_predictions")
 

@@ -15,10 +15,10 @@ from members_kit import tree
 from torch.distributed.checkpoint._extension import ZStandard
 
 import ckpt8
-from ckpt8.checkpoint.readers.dcp import zstd as dcp_zstd
-from ckpt8.checkpoint.readers.dcp.metadata import read_metadata as parse
-from ckpt8.checkpoint.readers.dcp.metadata import rewritten
-from ckpt8.checkpoint.readers.dcp.zstd import DecodedFile
+from ckpt8.checkpoint.readers import dcp as dcp_zstd
+from ckpt8.checkpoint.readers.dcp import DecodedFile
+from ckpt8.checkpoint.readers.dcp_metadata import read_metadata as parse
+from ckpt8.checkpoint.readers.dcp_metadata import rewritten
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.inspecting.checkpoint import inspect_checkpoint

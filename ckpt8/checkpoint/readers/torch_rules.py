@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ckpt8.checkpoint.readers.pickle.pickle_stack import StackMachine
-from ckpt8.checkpoint.readers.pickle.rebuild import (
+from ckpt8.checkpoint.readers.rebuild import (
     CONSTRUCTORS,
     MAX_DIMS,
     NOT_INTERPRETED,
@@ -27,6 +26,9 @@ from ckpt8.checkpoint.readers.pickle.rebuild import (
 )
 from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.tensors import DType
+
+if TYPE_CHECKING:
+    from ckpt8.checkpoint.readers.inert_pickle import Machine
 
 TENSOR_UNITS = 8
 """A tensor takes as much memory as that many containers."""
@@ -40,28 +42,12 @@ _PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "
 """Attributes of a tensor that do something when they are set."""
 
 
-class Calls(Protocol):
-    """The judge of all calls of one file."""
-
-    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
-        """Judge a call. Raises ValueError."""
-
-    def spend_data(self, nbytes: int) -> None:
-        """Count bytes of tensors that are computed or copied. Raises ValueError when they are too many."""
-
-    def is_tensor(self, value: Any) -> bool:
-        """Whether torch has a tensor for ``value``."""
-
-    def is_trusted(self, value: Any) -> bool:
-        """Whether ``value`` is a class that the user allowed."""
-
-
 class Call:
     """One call, for a rule to judge. The methods are checks: they raise ValueError."""
 
     __slots__ = ("args", "budget", "calls", "made", "name")
 
-    def __init__(self, calls: Calls, name: str, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
+    def __init__(self, calls: TorchCalls, name: str, args: tuple[Any, ...], made: Any, budget: Machine) -> None:
         self.calls = calls
         self.name = name
         self.args = args
@@ -290,7 +276,7 @@ class TorchCalls:
         if name not in self._allowed and name not in self._trusted:
             self.foreign[name] = None
 
-    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: StackMachine) -> None:
+    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Machine) -> None:
         """Judge a call. ``made`` is the value that the inert machine makes of it, or NOT_INTERPRETED."""
         if self.foreign:
             return
@@ -304,7 +290,7 @@ class TorchCalls:
             why = "it asks for memory of a stated size" if asks else "it calls what torch.save never calls"
             raise ValueError(f"{why} ({function.name})")
 
-    def build(self, target: Any, state: Any, budget: StackMachine) -> None:
+    def build(self, target: Any, state: Any, budget: Machine) -> None:
         """Judge a state for an object."""
         if self.foreign or (type(target) is Inert and target.name in self._trusted):
             return

@@ -1,1 +1,0 @@
-"""Reads pickles without running them. Imports the tree and core only."""
