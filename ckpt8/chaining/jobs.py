@@ -24,7 +24,7 @@ from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.compress import compress, default_target, target_of
 from ckpt8.compressing.deltas import wanted
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem
 from ckpt8.container.facts import total_errors
 from ckpt8.container.header import stated_seal

@@ -27,7 +27,7 @@ from ckpt8.core.lazy import resolve
 CODECS: tuple[tuple[str, str], ...] = (
     ("lossless/1", "ckpt8.codecs.lossless:Lossless"),
     ("split24/1", "ckpt8.codecs.split24:Split24"),
-    ("split32/1", "ckpt8.codecs.split32:Split32"),
+    ("split32/1", "ckpt8.codecs.split24:Split32"),
     ("companded8/1", "ckpt8.codecs.companded8:Companded8"),
 )
 """(id, "module:Class") of every codec that a rule may name."""

@@ -99,7 +99,7 @@ NO_COMPANIONS: Mapping[str, Any] = MappingProxyType({})
 class Factors(NamedTuple):
     """The storages of row and column statistics that give a companion, and the size of the matrices in its storage.
 
-    They are kept exactly. See ``factored``.
+    They are kept exactly. See ``vscaled.reference``.
     """
 
     rows: int

@@ -118,7 +118,7 @@ class LatticeError(NoiseError):
 
 @dataclass(slots=True)
 class StepError(ErrorStats):
-    """Error of a parameter in the measure of a budget, see ``compressing.budget``; all are energies of weights.
+    """Error of a parameter in the measure of a budget, see ``compressing.policy``; all are energies of weights.
 
     ``step`` is what one step of the optimizer moves, ``weight``, ``moment1`` and ``moment2`` what the errors of the
     three move. The error in steps is sqrt((weight + moment1 + moment2) / step), each summed over an optimizer.

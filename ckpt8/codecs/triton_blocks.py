@@ -7,8 +7,6 @@ Arithmetic is on integers, or fp32 add, multiply, ``div_rn`` and ``sqrt_rn`` wit
 is read and written as its 16 bits, and rounded to nearest even by integer operations:
 
     bf16 = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16           NaN: 0x7fc0
-
-Symbols and their dither are device functions too, for the kernels of codecs that write symbols.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs import symbols
-
 BLOCK = 4096
 """Elements of a program: 16 for each of its 256 threads, a 16-byte store of codes."""
 
@@ -29,7 +25,9 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """How every kernel is compiled: a fused multiply-add would change bits."""
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+
 INFINITY = tl.constexpr(0x7F800000)
+
 QUIET_NAN = tl.constexpr(0x7FC00000)
 
 
@@ -115,40 +113,3 @@ def launch(kernel: Any, numel: int, device: torch.device, *args: Any, block: int
             kernel[(whole,)](*args, first=0, count=block, masked=False, block=block, **OPTIONS)
         if rest:
             kernel[(1,)](*args, first=whole, count=rest, masked=True, block=block, **OPTIONS)
-
-
-SYMBOL_BLOCK = 1024
-"""Elements of a program: 4 for each of its 256 threads, a 16-byte store of symbols. More would take its registers."""
-
-RESERVED = tl.constexpr(symbols.RESERVED)
-_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in symbols.MULTIPLIERS)
-
-
-@triton.jit
-def zigzag(q):
-    """Symbols of int32 integers."""
-    return (q << 1) ^ (q >> 31)
-
-
-@triton.jit
-def from_zigzag(symbol):
-    """The integers of int32 symbols."""
-    return (symbol >> 1) ^ -(symbol & 1)
-
-
-@triton.jit
-def floor(x):
-    """The fp32 floor. CUDA's own one takes a subnormal number for zero, and gives 0 for one below zero."""
-    below = tl.floor(x)
-    return tl.where(below > x, below - 1.0, below)
-
-
-@triton.jit
-def dither(origin, start, at, salt):
-    """The dither of the elements ``start + at``. ``origin`` is the index in the storage of element 0, modulo 2^32."""
-    index = origin.to(tl.uint32) + start.to(tl.uint32) + at.to(tl.uint32)
-    h = index * _FIRST + salt.to(tl.uint32)
-    h = (h ^ (h >> 15)) * _SECOND
-    h = (h ^ (h >> 12)) * _THIRD
-    h = h ^ (h >> 15)
-    return (h >> 8).to(tl.int32).to(tl.float32) * 2.0**-24

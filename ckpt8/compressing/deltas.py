@@ -37,7 +37,8 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec
 from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.lattice.reference import phases
-from ckpt8.compressing.plan import Plan, Policy, Stream, read_elements
+from ckpt8.compressing.plan import Plan, Stream, read_elements
+from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import balance, left_over
 from ckpt8.container import frames, header, symbols
 from ckpt8.container.bases import find_base

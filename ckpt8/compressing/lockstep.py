@@ -8,43 +8,18 @@ originals that have been measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Companions
-from ckpt8.codecs.factored import expand
-from ckpt8.compressing.plan import LOSSLESS, Plan, Stream, Unit, read_elements
+from ckpt8.codecs.vscaled.reference import expand
+from ckpt8.compressing.plan import Stream, read_elements
 from ckpt8.compressing.unit_errors import TiledErrors, tiles_of
 from ckpt8.core.backend import Backend, on_cpu
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Parts, TensorSpec
 from ckpt8.core.workers import scratch_elements
-
-
-def set_companions(plan: Plan) -> None:
-    """Set the companions of codecs that need other moments. Streams whose parameter lacks them become lossless."""
-    if not any(stream.codec.companions for stream in plan.streams):
-        return
-    plan.units = [
-        replace(unit, streams=tuple(_with_companions(stream, unit) for stream in unit.streams)) for unit in plan.units
-    ]
-
-
-def _with_companions(stream: Stream, unit: Unit) -> Stream:
-    usable = {stream.index for stream in unit.streams if not stream.codec.companions}
-    moments = unit.parameter.moments if unit.parameter else {}
-    companions: dict[str, int] = {}
-    for name, slots in stream.codec.companions.items():
-        if name in stream.codec.factored:
-            continue
-        indices = (moments[slot] for slot in slots if moments.get(slot) in usable)
-        index = next(indices, None)
-        if index is None:
-            return replace(stream, codec=LOSSLESS, reason=f"its codec needs {slots[0]} of the same parameter")
-        companions[name] = index
-    return replace(stream, codec=replace(stream.codec, **companions)) if companions else stream  # type: ignore[type-var]
 
 
 def encode(

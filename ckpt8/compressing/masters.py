@@ -32,13 +32,8 @@ from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run
 from ckpt8.codecs.rounded_copy import HalfReference, Reference
 from ckpt8.codecs.split24.reference import round_masters
-from ckpt8.compressing.plan import (
-    Plan,
-    Policy,
-    Stream,
-    read_elements,
-    views_of,
-)
+from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import ReferenceCheck
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.tensors import DType, Role

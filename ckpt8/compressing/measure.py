@@ -28,8 +28,7 @@ from ckpt8.codecs.error_measures import (
 )
 from ckpt8.codecs.error_stats import StepError, UpdateError
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.parameters import Parameter, Replay
-from ckpt8.compressing.plan import Unit, read_tensor
+from ckpt8.compressing.plan import Parameter, Replay, Unit, read_tensor
 from ckpt8.compressing.unit_errors import (
     BudgetedTiles,
     Moments,

@@ -1,121 +1,32 @@
-"""The parameters of a checkpoint whose moments compression reads together, and how each makes a step of its state."""
+"""The parameters of a checkpoint whose moments compression reads together, and how each makes a step of its state.
+
+A budget counts the steps of the optimizer that move each parameter. The weight of a parameter is a stream of its unit
+where the source says which it is, and where its elements lie as those of the moments do; where a flat one ends before
+the padding of its moments, zeros have to follow it in its storage. Nothing is guessed from values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
 from ckpt8.checkpoint.meaning.roles import ParameterState
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule, identify_state, recognise, rule_of
+from ckpt8.checkpoint.meaning.trained import Trained, trained_states
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule, finite, identify_state, recognise, rule_of
+from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
-from ckpt8.core.tensors import DType, TensorSpec
+from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, Unit, join, views_of
+from ckpt8.core.tensors import DType
 from ckpt8.optim.cards import Card, Form
-from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE
-
-
-class Place(Protocol):
-    """What is asked of a stream."""
-
-    @property
-    def index(self) -> int:
-        """Its number in the container."""
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Its element type and number of elements."""
-
-    @property
-    def storage(self) -> StorageInfo:
-        """Where it lies in the source."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether decoding gives other values than the source has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """How the first step of a parameter is replayed.
-
-    ``state`` are the streams of the unit by the key of the rule, ``statistics`` what else its state has, by key, each
-    with its storage; they come back as they are.
-    """
-
-    rule: Replayed
-    order: Order
-    state: Mapping[str, int]
-    statistics: Mapping[str, tuple[StorageInfo, TensorRef]]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the step takes all elements at once."""
-        return self.rule.form.reach != "element"
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """What a budget needs to know of the step that moves one parameter.
-
-    ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
-    least a tenth of the initial one where that is known, and above zero; ``stated_lr`` is what the group says.
-    ``decay`` is the weight decay, which ``is_coupled`` where it is part of the gradient. ``weight`` is the stream whose
-    elements are its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
-    """
-
-    optimizer: int
-    lr: float
-    beta1: float
-    beta2: float
-    weight: int | None
-    unpaired: str | None = None
-    stated_lr: float | None = None
-    decay: float = 0.0
-    is_coupled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
-
-    ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage; ``has_some_rows``
-    says whether they are those of a slice without all rows. ``replay`` is there
-    if the rule is ``replayed``. ``step`` is there under a budget, where rule and learning rate are known, else
-    ``stepless`` says why it is not; its weight is then a stream of the same unit. ``rule_beside_master`` is the rule of
-    a state without the master that makes ``rule`` unknown.
-    """
-
-    name: str
-    moments: Mapping[str, int]
-    rule: UpdateRule | None
-    reason: str | None
-    shape: tuple[int, ...]
-    confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
-    replay: Replay | None = None
-    step: OptimizerStep | None = None
-    stepless: str | None = None
-    squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
-    rule_beside_master: UpdateRule | None = None
-    has_some_rows: bool = False
-
-    @property
-    def streams(self) -> set[int]:
-        """The indices of all streams that are read together."""
-        storages = {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
-        return storages if self.step is None or self.step.weight is None else storages | {self.step.weight}
-
-    @property
-    def denominator(self) -> str | None:
-        """The slot whose square root the update is divided by, or None."""
-        return next((slot for slot in ("max_moment2", "moment2") if slot in self.moments), None)
+from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE, setting
 
 
 def find_parameters(
     source: Checkpoint,
     states: Iterable[ParameterState],
-    streams: Mapping[str, Place],
+    streams: Mapping[str, Stream],
     views: Mapping[int, list[NamedTensor]],
 ) -> list[Parameter]:
     """The parameters whose moments fill storages of their own. ``streams`` are by the key that ``states`` use."""
@@ -146,14 +57,14 @@ def _replayed_slots(card_and_form: tuple[Card, Form] | None) -> Mapping[str, str
     return {tensor.key: tensor.slot for tensor in card_and_form[1].tensors if tensor.is_moment}
 
 
-def _owns(ref: TensorRef, stream: Place, views: Mapping[int, list[NamedTensor]]) -> bool:
+def _owns(ref: TensorRef, stream: Stream, views: Mapping[int, list[NamedTensor]]) -> bool:
     """Whether a tensor of floats fills its storage and is the only one in it; other types are kept as bytes."""
     fills = is_dense(ref) and (ref.offset, ref.dtype, ref.numel) == (0, stream.spec.dtype, stream.spec.numel)
     return fills and len(views[stream.index]) == 1
 
 
 def _parameter(
-    streams: Mapping[str, Place],
+    streams: Mapping[str, Stream],
     saved: ParameterState,
     refs: Mapping[str, TensorRef],
     slots: Mapping[str, str],
@@ -204,7 +115,7 @@ def _rule_beside_master(saved: ParameterState, step: object) -> UpdateRule | Non
 
 
 def _replay(
-    streams: Mapping[str, Place], saved: ParameterState, refs: Mapping[str, TensorRef], step: object
+    streams: Mapping[str, Stream], saved: ParameterState, refs: Mapping[str, TensorRef], step: object
 ) -> Replay | str:
     """How the first step is replayed, or why it is not."""
     # The update is per unit of learning rate, so that any will do; a distributed checkpoint may not tell it.
@@ -257,4 +168,149 @@ def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, col
         and is_dense(rows)
         and is_dense(columns)
         and rows.dtype is columns.dtype is DType.FLOAT32
+    )
+
+
+_RULES = ("adam", "stable_adamw", "came")
+"""The kinds of rules whose steps a budget can be told in."""
+
+_DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
+"""Settings that are False where weight decay is part of the gradient."""
+
+_UNKNOWN = Trained(0, {}, None, "its optimizer is not known")
+
+_LEAST_SHARE = 0.1
+"""A learning rate counts as this part of the initial one at least: what a decay has left says little of the weights."""
+
+
+def attach_steps(plan: Plan, bundle: Bundle) -> None:
+    """Give every parameter of ``plan`` its step, or the reason why it has none, and join weights into their units."""
+    if any(unit.parameter is not None for unit in plan.units):
+        steps = _Steps(plan, bundle)
+        parameters = [steps.with_step(unit.parameter) for unit in plan.units if unit.parameter is not None]
+        plan.units, plan.stepless = join(plan.units, parameters), steps.stepless
+
+
+def copy_steps_from(plan: Plan, other: Plan) -> None:
+    """Give the parameters of ``plan`` the steps that ``other``, a plan of the same source, has, and the same copies."""
+    plan.units = join(plan.units, [unit.parameter for unit in other.units if unit.parameter is not None])
+    plan.copies, plan.stepless = other.copies, other.stepless
+
+
+class _Steps:
+    """Finds the steps of the parameters of one plan. A weight belongs to one parameter."""
+
+    def __init__(self, plan: Plan, bundle: Bundle) -> None:
+        self._streams = plan.streams
+        self._index = {stream.storage.key: stream.index for stream in self._streams}
+        self._views = views_of(plan.tensors)
+        self._masters = plan.masters
+        self._chosen = plan.chosen
+        self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
+        self.stepless: dict[int, str] = {}
+        self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)
+
+    def with_step(self, parameter: Parameter) -> Parameter:
+        """The parameter with its step, or without one and with the reason."""
+        if parameter.rule_beside_master is not None:
+            parameter = replace(parameter, rule=parameter.rule_beside_master, reason=None)
+        keys = (self._streams[index].storage.key for index in parameter.moments.values())
+        state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
+        step = _step(parameter, state)
+        if isinstance(step, str):
+            if state.weight is not None:
+                index = self._index[state.weight.key]
+                self.stepless[self._masters.get(index, index)] = step
+            return replace(parameter, stepless=step)
+        weight = self._weight(parameter, state)
+        if isinstance(weight, str):
+            return replace(parameter, step=replace(step, unpaired=weight))
+        self._taken.add(weight)
+        return replace(parameter, step=replace(step, weight=weight))
+
+    def _weight(self, parameter: Parameter, state: Trained) -> int | str:
+        """The stream of the weight, or why it is unknown. A copy stands for its master."""
+        ref = state.weight
+        if ref is None:
+            return state.unpaired or "its weight is not known"
+        (moment,) = (view.ref for view in self._views[next(iter(parameter.moments.values()))])
+        index = self._index[ref.key]
+        if index in self._masters:
+            index = self._masters[index]
+            ref = next(view.ref for view in self._views[index])
+        elif self._streams[index].codec.copied is not None:
+            return "its weight is a copy of masters that do not lie as its moments"
+        if index in self._taken:
+            return "its weight is in the step of another parameter"
+        return self._misfit(index, ref, moment) or index
+
+    def _misfit(self, index: int, ref: TensorRef, moment: TensorRef) -> str | None:
+        """Why the elements of a weight and those of its moments are not in the same places; None if they are."""
+        if ref.numel == moment.numel:
+            fits = _order(ref) == _order(moment) and _fills(ref, self._streams[index], self._views[index])
+            return None if fits else "the elements of its weight do not lie as those of its moments"
+        if self._ends_before_padding(index, moment):
+            return None
+        return f"its weight has {ref.numel} elements and its moments have {moment.numel}: one of them is padded"
+
+    def _ends_before_padding(self, index: int, moment: TensorRef) -> bool:
+        """Whether a storage has a flat weight, and nothing but zeros from there to where its flat moments end.
+
+        A policy chooses a codec only where the elements of no tensor are few, and zeros.
+        """
+        stream, views = self._streams[index], self._views[index]
+        refs = (moment, *(view.ref for view in views))
+        return (
+            index in self._chosen
+            and len(views) == 1
+            and views[0].ref.offset == 0
+            and stream.spec.numel == moment.numel
+            and all(len(ref.shape) == 1 and is_dense(ref) for ref in refs)
+        )
+
+
+def _step(parameter: Parameter, state: Trained) -> OptimizerStep | str:
+    """The step with no weight yet, or why it is not known."""
+    group = state.group
+    if parameter.rule is None or parameter.rule.kind not in _RULES:
+        return parameter.reason or "a budget cannot count the steps of its optimizer"
+    lr = _rate(group)
+    if isinstance(lr, str):
+        return lr
+    betas = setting(group, "betas")
+    numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
+    known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
+    if len(known) != 2:
+        return "betas are missing from the parameter group"
+    decay = finite(group.get("weight_decay")) or 0.0
+    is_coupled = any(group.get(key) is False for key in _DECOUPLED)
+    stated = finite(group.get("lr"))
+    beta1, beta2 = known
+    return OptimizerStep(state.optimizer, lr, beta1, beta2, None, None, stated, decay, is_coupled)
+
+
+def _rate(group: Mapping[Any, Any]) -> float | str:
+    """The learning rate of a group, or why there is none."""
+    lr, initial = finite(group.get("lr")), finite(group.get("initial_lr"))
+    if lr is None:
+        return "its learning rate is missing" if "lr" not in group else "its learning rate is not a finite number"
+    lr = max(lr, _LEAST_SHARE * (initial or 0.0))
+    return lr if lr > 0 else "its learning rate is zero"
+
+
+def _indices(unit: Unit) -> list[int]:
+    return [stream.index for stream in unit.streams]
+
+
+def _order(ref: TensorRef) -> list[tuple[int, int]]:
+    """The dimensions that order the elements of a tensor: size and stride of each."""
+    return [(size, stride) for size, stride in zip(ref.shape, ref.stride, strict=True) if size != 1]
+
+
+def _fills(ref: TensorRef, stream: Stream, views: Sequence[NamedTensor]) -> bool:
+    """Whether a weight fills its storage, in which other tensors have no other elements and no other type."""
+    whole = (0, stream.spec.dtype, stream.spec.numel)
+    refs = (ref, *(view.ref for view in views))
+    return stream.spec.dtype.is_plane_float and all(
+        is_dense(ref) and (ref.offset, ref.dtype, ref.numel) == whole for ref in refs
     )

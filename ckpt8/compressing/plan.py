@@ -1,174 +1,101 @@
-"""Plans a compression: turns an open checkpoint into units, in the order of the source.
+"""A plan: what becomes of every storage, in units that are read in lockstep.
 
-A unit is one storage, or the moments of one parameter. These are read in lockstep, to measure their error in update
-space on the way.
-
-Presets choose codecs by role, rules by name, and some tensors always stay lossless.
+A unit is one storage, or the moments of one parameter, whose error is measured in update space on the way.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, unique_name
-from ckpt8.checkpoint.sources.bundle import WithSkeleton
-from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
-from ckpt8.checkpoint.vocabulary import BUFFERS
-from ckpt8.codecs import Codec, parse_codec
-from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.lossless import Lossless
-from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.budget import PRESET_BUDGETS, Budget
-from ckpt8.compressing.parameters import Parameter, find_parameters
+from ckpt8.checkpoint.meaning.replayed import Order, Replayed
+from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef
+from ckpt8.codecs import Codec
+from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import header
-from ckpt8.container.manifest import SKELETON
-from ckpt8.core.arguments import described
-from ckpt8.core.errors import UsageError
-from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
-
-LOSSLESS = Lossless()
-
-_FLASH: Mapping[Role, Codec] = {
-    Role.WEIGHT: Split24(),
-    Role.MOMENT1: Companded8(),
-    Role.MOMENT2: Companded8(signed=False, Q=255),
-}
-
-PRESETS: Mapping[str, Mapping[Role, Codec]] = {"flash": _FLASH, "compact": _FLASH, "archive": _FLASH, "lossless": {}}
-"""The codec of each role. Under a budget these are the codecs of what a budget cannot be given to."""
-
-
-_COMPONENTS = re.compile(r"[.:]")
-"""Separates the components of a path; a colon follows the name of a member."""
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """``GLOB=CODEC``: tensors whose path matches get that codec. ``text`` is what the user wrote."""
+class Replay:
+    """How the first step of a parameter is replayed.
 
-    text: str
-    glob: str
-    codec: type[Any]
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def parse(cls, text: str) -> Rule:
-        """Read a rule. Raises UsageError."""
-        match = re.fullmatch(r"(.+?)=([a-z0-9]+\s*(?:\(.*\))?)", text.strip())
-        if match is None:
-            raise UsageError(f"rule {text!r}: expected GLOB=CODEC, as in '*.lm_head.weight=lossless'")
-        codec, fields = parse_codec(match[2])
-        rule = cls(text, match[1].strip(), codec, fields)
-        if rule.codec_for(Role.OTHER) is None and rule.codec_for(Role.MOMENT2) is None:
-            codec(**fields)
-        return rule
-
-    def matches(self, names: Sequence[str]) -> bool:
-        """Whether the glob matches one of ``names``."""
-        return any(fnmatchcase(name, self.glob) for name in names)
-
-    def codec_for(self, role: Role) -> Codec | None:
-        """The codec with the fields of the rule, or None where they do not suit the role.
-
-        Fields that the rule does not give have the defaults of the role: second moments are unsigned.
-        """
-        try:
-            codec: Codec = self.codec(**{**self.codec.defaults_for(role), **self.fields})
-        except UsageError:
-            return None
-        return codec
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A preset and rules; the first rule that matches wins over the preset.
-
-    ``budget`` is that of the preset, or the one that was asked for; None without one.
+    ``state`` are the streams of the unit by the key of the rule, ``statistics`` what else its state has, by key, each
+    with its storage; they come back as they are.
     """
 
-    preset: str = "flash"
-    rules: tuple[Rule, ...] = ()
-    budget: Budget | None = None
-
-    @classmethod
-    def of(
-        cls,
-        preset: str | None = None,
-        rules: Sequence[str] = (),
-        budget: float | None = None,
-        max_update_error: float | None = None,
-    ) -> Policy:
-        """Read a preset, flash by default, and rules. A ``budget`` in steps is a preset of its own.
-
-        Moments under a budget keep ``max_update_error``. Raises UsageError for an unknown preset, a preset beside a
-        budget, a budget out of range, and a malformed rule.
-        """
-        if budget is not None and preset is not None:
-            raise UsageError(f"preset {preset!r} and budget {described(budget)} exclude each other; give one of them")
-        if preset is None:
-            preset = "flash" if budget is None else "archive"
-        if preset not in PRESETS:
-            raise UsageError(f"preset {preset!r}: expected one of {', '.join(PRESETS)}")
-        steps = PRESET_BUDGETS.get(preset) if budget is None else Budget.of(budget)
-        if steps is not None and max_update_error:
-            steps = steps.bounded(max_update_error)
-        return cls(preset, tuple(Rule.parse(text) for text in rules), steps)
+    rule: Replayed
+    order: Order
+    state: Mapping[str, int]
+    statistics: Mapping[str, tuple[StorageInfo, TensorRef]]
 
     @property
-    def keeps_compressed(self) -> bool:
-        """Whether slices that a framework has compressed stay as they are, so that every file comes back exactly."""
-        return self.preset == "lossless"
-
-    def check_rules(self, names: Sequence[str]) -> None:
-        """Raise UsageError for a rule that matches no tensor: with a typo, it would protect nothing."""
-        for rule in self.rules:
-            if not rule.matches(names):
-                raise UsageError(f"rule {rule.text!r} matches no tensor; inspect --tensors lists them")
-
-    def has_rule(self, names: Sequence[str]) -> bool:
-        """Whether a rule matches any of these tensors."""
-        return any(rule.matches(names) for rule in self.rules)
-
-    def choose(
-        self, spec: TensorSpec, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Codec, str | None]:
-        """The codec of a storage, and the reason where it is lossless although its role or a rule says otherwise.
-
-        ``spec`` is that of the storage, flat; ``names`` and ``shapes`` are those of its tensors.
-        """
-        for rule in self.rules:
-            if rule.matches(names):
-                codec = rule.codec_for(spec.role)
-                if codec is not None and codec.accepts(spec):
-                    return codec, None
-                return LOSSLESS, f"rule {rule.text!r} does not fit {spec.dtype.label} {spec.role.value}"
-        wanted = PRESETS[self.preset].get(spec.role)
-        if wanted is None or not wanted.accepts(spec):
-            return LOSSLESS, None
-        kept = _why_kept(names, shapes)
-        return (wanted, None) if kept is None else (LOSSLESS, kept)
-
-    def is_free(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> bool:
-        """Whether a budget may choose the codec of a storage: no rule names it, and it is not kept as it is."""
-        return _why_kept(names, shapes) is None and not self.has_rule(names)
+    def is_whole(self) -> bool:
+        """Whether the step takes all elements at once."""
+        return self.rule.form.reach != "element"
 
 
-def _why_kept(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """Why a storage stays exact under every preset, or None."""
-    if any(_COMPONENTS.split(name)[-1] in BUFFERS for name in names):
-        return "buffer"
-    return "small" if any(is_small(shape) for shape in shapes) else None
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """What a budget needs to know of the step that moves one parameter.
+
+    ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
+    least a tenth of the initial one where that is known, and above zero; ``stated_lr`` is what the group says.
+    ``decay`` is the weight decay, which ``is_coupled`` where it is part of the gradient. ``weight`` is the stream whose
+    elements are its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
+    """
+
+    optimizer: int
+    lr: float
+    beta1: float
+    beta2: float
+    weight: int | None
+    unpaired: str | None = None
+    stated_lr: float | None = None
+    decay: float = 0.0
+    is_coupled: bool = False
 
 
-_MOST_PADDING = 4096
-"""The most elements in a gap between tensors that counts as alignment."""
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
+
+    ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
+    statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage; ``has_some_rows``
+    says whether they are those of a slice without all rows. ``replay`` is there
+    if the rule is ``replayed``. ``step`` is there under a budget, where rule and learning rate are known, else
+    ``stepless`` says why it is not; its weight is then a stream of the same unit. ``rule_beside_master`` is the rule of
+    a state without the master that makes ``rule`` unknown.
+    """
+
+    name: str
+    moments: Mapping[str, int]
+    rule: UpdateRule | None
+    reason: str | None
+    shape: tuple[int, ...]
+    confidence: Sequence[tuple[StorageInfo, TensorRef]] = ()
+    replay: Replay | None = None
+    step: OptimizerStep | None = None
+    stepless: str | None = None
+    squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
+    rule_beside_master: UpdateRule | None = None
+    has_some_rows: bool = False
+
+    @property
+    def streams(self) -> set[int]:
+        """The indices of all streams that are read together."""
+        storages = {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
+        return storages if self.step is None or self.step.weight is None else storages | {self.step.weight}
+
+    @property
+    def denominator(self) -> str | None:
+        """The slot whose square root the update is divided by, or None."""
+        return next((slot for slot in ("max_moment2", "moment2") if slot in self.moments), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,113 +248,12 @@ class Plan:
         return sorted((stream for unit in self.units for stream in unit.streams), key=lambda stream: stream.index)
 
 
-def make_plan(
-    checkpoint: Checkpoint | WithSkeleton,
-    policy: Policy,
-    names: Names | None = None,
-    role: Role | None = None,
-    bundle: Checkpoint | None = None,
-    first: int = 0,
-    beside: Callable[[], Set[int]] = frozenset,
-) -> Plan:
-    """Classify the tensors of a checkpoint, choose codecs, group moments into units; add the skeleton if it has one.
-
-    With a ``role`` all tensors get it: the checkpoint is one file of several, whose tree does not tell. With a
-    ``bundle`` the checkpoint is one of its members, and the plan is in terms of the bundle, in which the storages of
-    the checkpoint have the indices from ``first`` on. ``beside`` is that of ``classify``.
-    """
-    names, source = names or Names(), bundle or checkpoint
-    structure = classify(checkpoint.tree, names, role, beside)
-    storages = checkpoint.source_storages if isinstance(checkpoint, WithSkeleton) else checkpoint.storages
-    index_of = {storage.key: index for index, storage in enumerate(storages, first)}
-    tensors = [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors]
-    views = views_of(tensors)
-    chosen: set[int] = set()
-    streams = {}
-    for key, index in index_of.items():
-        streams[key], is_free = _stream(index, key, views[index], structure, names, source)
-        if is_free:
-            chosen.add(index)
-            streams[key] = choose(streams[key], views[index], policy)
-    units = join(
-        [Unit((stream,)) for stream in streams.values()], find_parameters(source, structure.parameters, streams, views)
-    )
-    if isinstance(checkpoint, WithSkeleton):
-        index = first + len(storages)
-        name = unique_name(names.prefix + SKELETON, names.storages)
-        spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
-        units.append(Unit((Stream(index, spec, source.storages[index], LOSSLESS, checkpoint.reason),)))
-    return Plan(units, tensors, chosen)
-
-
 def views_of(tensors: Iterable[tuple[NamedTensor, int]]) -> Mapping[int, list[NamedTensor]]:
     """The tensors of every storage, by its index."""
     views: dict[int, list[NamedTensor]] = defaultdict(list)
     for tensor, index in tensors:
         views[index].append(tensor)
     return views
-
-
-def _stream(
-    index: int,
-    key: str,
-    views: list[NamedTensor],
-    structure: Structure,
-    names: Names,
-    source: Checkpoint,
-) -> tuple[Stream, bool]:
-    """The stream of storage ``index`` of ``source``, lossless, and whether a policy may choose another codec.
-
-    ``structure`` knows the storage as ``key``.
-    """
-    storage = source.storages[index]
-    name = unique_name(views[0].name if views else f"{names.prefix}storage:{key}", names.storages)
-    dtypes = {view.ref.dtype for view in views} or {storage.dtype}
-    dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
-    plain_bytes = not dtypes and not dtype.is_plane_float
-    if not dtype.is_plane_float or storage.nbytes % dtype.itemsize:
-        dtype = DType.UINT8  # kept as bytes; torch here may not even know the type
-    roles = {view.role for view in views}
-    role = roles.pop() if len(roles) == 1 else Role.OTHER
-    spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
-    if plain_bytes:
-        return Stream(index, spec, storage, LOSSLESS), False
-    if key in structure.opaque:
-        return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor"), False
-    if roles:
-        return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles"), False
-    refs = [view.ref for view in views]
-    gaps = [] if len(refs) == 1 and refs[0].nbytes == storage.nbytes and is_dense(refs[0]) else _gaps(spec.numel, refs)
-    if not all(_is_padding(source, storage, dtype, gap) for gap in gaps):
-        return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors"), False
-    return Stream(index, spec, storage, LOSSLESS), True
-
-
-def choose(stream: Stream, views: Sequence[NamedTensor], policy: Policy) -> Stream:
-    """The stream with the codec that ``policy`` chooses; ``views`` are its tensors."""
-    paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
-    codec, reason = policy.choose(stream.spec, paths, shapes)
-    same = (codec, reason) == (stream.codec, stream.reason)
-    return stream if same else Stream(stream.index, stream.spec, stream.storage, codec, reason)
-
-
-def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:
-    """The elements of a storage of ``numel`` elements that no dense tensor covers."""
-    gaps = []
-    reached = 0
-    for ref in sorted(refs, key=lambda ref: ref.offset):
-        if is_dense(ref):
-            gaps.append(range(reached, ref.offset))
-            reached = max(reached, ref.offset + ref.numel)
-    gaps.append(range(reached, numel))
-    return [gap for gap in gaps if gap]
-
-
-def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
-    """Whether a gap holds few elements, all zero. Every codec keeps zeros exactly."""
-    if len(gap) > _MOST_PADDING:
-        return False
-    return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
 
 
 def read_elements(source: Checkpoint, storage: StorageInfo, dtype: DType, start: int, count: int) -> torch.Tensor:
@@ -455,9 +281,3 @@ def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
             joined.append(Unit(tuple(streams[index] for index in sorted(members)), parameter))
     joined += [unit for unit in units if unit.streams[0].index not in taken]
     return sorted(joined, key=lambda unit: unit.streams[0].storage.offset)
-
-
-def plan_joint(source: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
-    """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``source``."""
-    streams = {stream.storage.key: stream for stream in plan.streams}
-    plan.units = join(plan.units, find_parameters(source, states, streams, views_of(plan.tensors)))

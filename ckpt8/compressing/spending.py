@@ -39,9 +39,9 @@ from ckpt8.codecs.lattice import LOWEST_K, Lattice, step_of
 from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
 from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
-from ckpt8.compressing.budget import Budget
-from ckpt8.compressing.parameters import OptimizerStep, Parameter, is_plain
-from ckpt8.compressing.plan import LOSSLESS, Measured, Plan, Policy, Share, Stream, Unit, read_tensor, views_of
+from ckpt8.compressing.parameters import is_plain
+from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Plan, Share, Stream, Unit, read_tensor, views_of
+from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
 from ckpt8.container.facts import CAPPED, NO_BUDGET, NO_PARAMETER
 from ckpt8.container.frames import FRAME
 from ckpt8.core.errors import UsageError

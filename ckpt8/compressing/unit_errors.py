@@ -23,9 +23,8 @@ from ckpt8.codecs.error_stats import ErrorStats, LatticeError, MomentError, Step
 from ckpt8.codecs.lattice import Lattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.compressing.budget import carry
-from ckpt8.compressing.parameters import OptimizerStep, Parameter
-from ckpt8.compressing.plan import Measured, Refusal, Share, Stream, Unit
+from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Refusal, Share, Stream, Unit
+from ckpt8.compressing.policy import carry
 from ckpt8.core.tensors import DType, Parts
 
 

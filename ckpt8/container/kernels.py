@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ckpt8.codecs.symbols_numba import from_zigzag, zigzag
+from ckpt8.codecs.lattice.numba import from_zigzag, zigzag
 from ckpt8.container.symbol_modes import DIGITS, LANES, Mode
 from ckpt8.core.numba import i4, kernel
 

@@ -296,7 +296,7 @@ class MemberRecord:
 class Manifest:
     """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory.
 
-    ``budget`` holds the fields of ``compressing.budget.Budget``, None without one. ``base`` is that of a delta.
+    ``budget`` holds the fields of ``compressing.policy.Budget``, None without one. ``base`` is that of a delta.
     ``key_reason`` says why a new file is none although a base was looked for; it is not stored.
     """
 

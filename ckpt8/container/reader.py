@@ -481,7 +481,7 @@ class ContainerReader(Closing):
         factored = self.codec(storage).factored
         if not factored:
             return {}
-        from ckpt8.codecs.factored import expand
+        from ckpt8.codecs.vscaled.reference import expand
 
         first, numel = chunk * FRAME, self.chunk_spec(storage, chunk).numel
         return {

@@ -8,7 +8,8 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.opening import check_storages
-from ckpt8.compressing.plan import Plan, Policy
+from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.closing import without_collection

@@ -34,10 +34,10 @@ from ckpt8.codecs import Codec, config_of
 from ckpt8.codecs.error_measures import root
 from ckpt8.codecs.error_stats import ErrorStats, LatticeError, UpdateError, WeightError, read_error
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.parameters import Parameter
-from ckpt8.compressing.plan import LOSSLESS, Policy, Stream, Unit, join, read_elements
+from ckpt8.compressing.plan import Parameter, Stream, Unit, join, read_elements
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container.facts import NO_PARAMETER, NOT_MEASURED, codec_kind, error_facts, figure_of, unknown_updates
 from ckpt8.container.frames import FRAME

@@ -6,7 +6,7 @@ An error in steps of the optimizer is expected to cost a loss drift: the mean |l
 batches.
 
     noise    NOISE sqrt(S)        what a batch sees of an error in any direction; S is the energy of the error
-    rise     RISE S / sqrt(M1)    what curvature adds; M1 is the energy of one step, see ``compressing.budget``
+    rise     RISE S / sqrt(M1)    what curvature adds; M1 is the energy of one step, see ``compressing.policy``
 
 The constants are fitted to runs, see ``fixtures/bench/drift.json``. S weighs with v^, the square of gradients as the
 optimizer got them; the loss follows gradients before they are clipped. A checkpoint does not state their norm, so the
@@ -41,7 +41,7 @@ from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, read_error, read_step_error
-from ckpt8.compressing.budget import PRESET_BUDGETS
+from ckpt8.compressing.policy import PRESET_BUDGETS
 from ckpt8.container.facts import CAPPED, FILE_ROLE, NO_BUDGET, NOT_MEASURED, SKELETON_ROLE, codec_kind, skeleton_role
 from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 from ckpt8.container.sharded import RANK_FILE

@@ -24,14 +24,14 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing import lockstep
-from ckpt8.compressing.budget import Budget
-from ckpt8.compressing.bundle_plan import plan_policies
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
-from ckpt8.compressing.compressor import Group, GroupEncoder, share
-from ckpt8.compressing.manifest_records import Results, UnitResult, fill_manifest, steps_record
+from ckpt8.compressing.compressor import Results, UnitResult, fill_manifest, steps_record
+from ckpt8.compressing.groups import Group, GroupEncoder, share
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.optimizer_steps import copy_steps_from
-from ckpt8.compressing.plan import PRESETS, Plan, Policy, Refusal, Unit, read_elements
+from ckpt8.compressing.parameters import copy_steps_from
+from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
+from ckpt8.compressing.planning import plan_policies
+from ckpt8.compressing.policy import PRESETS, Budget, Policy
 from ckpt8.compressing.unit_errors import UnitErrors, exceeded_share
 from ckpt8.container import frames, header, symbols
 from ckpt8.container.facts import NO_BUDGET, NOT_MEASURED, SKELETON_ROLE

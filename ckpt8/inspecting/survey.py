@@ -45,8 +45,9 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Plan, Policy
+from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role

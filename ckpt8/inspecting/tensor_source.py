@@ -26,8 +26,8 @@ from ckpt8.checkpoint.meaning.parameter_names import SLICE, without_file
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, Stretch
 from ckpt8.checkpoint.tree import TensorRef, is_dense
-from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import DCP, Manifest
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting.facts import shown_names

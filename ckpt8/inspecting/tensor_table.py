@@ -20,8 +20,9 @@ from ckpt8.checkpoint.sources.live_object import with_crc_fields
 from ckpt8.checkpoint.sources.opening import stored_bundle
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.codecs import codec_from_config
-from ckpt8.compressing.bundle_plan import plan_members
-from ckpt8.compressing.plan import Policy, views_of
+from ckpt8.compressing.plan import views_of
+from ckpt8.compressing.planning import plan_members
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.manifest import (
     DIRECTORY,
     FILE,

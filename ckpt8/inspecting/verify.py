@@ -38,13 +38,13 @@ from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.checkpoint.sources.stored_member import MemberSource, read_member
 from ckpt8.checkpoint.tree import Checkpoint, Inert, StatefulDict, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error, read_step_error
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import check_source, read_chunk, read_master, rounded_masters
-from ckpt8.compressing.manifest_records import steps_record
+from ckpt8.compressing.compressor import steps_record
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.optimizer_steps import attach_steps
-from ckpt8.compressing.parameters import Parameter
-from ckpt8.compressing.plan import Policy, Stream, Unit
+from ckpt8.compressing.parameters import attach_steps
+from ckpt8.compressing.plan import Parameter, Stream, Unit
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header
 from ckpt8.container.decoding import check_frames, scratch_tensor

@@ -35,7 +35,7 @@ import torch
 from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
 from ckpt8.codecs.base import TILE, StateKey
 from ckpt8.codecs.lossless import Lossless
-from ckpt8.codecs.split32 import Split32
+from ckpt8.codecs.split24 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.lazy import resolve
 from ckpt8.core.tensors import is_small

@@ -19,7 +19,7 @@ from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed_group, weight_checks
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.split32 import Split32
+from ckpt8.codecs.split24 import Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.optim.packed_tensor import weight_check

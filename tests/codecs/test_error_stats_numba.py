@@ -13,9 +13,9 @@ from ckpt8.codecs import error_measures as stats
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import decode_scales
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_chunk
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.core import backend
 from ckpt8.core.tensors import DType, Role, TensorSpec
 

@@ -10,7 +10,7 @@ import torch
 from archive_kit import each_backend, each_dtype, half_units, integers, spec_of, there_and_back
 
 from ckpt8.codecs.lattice import HIGHEST_K, LOWEST_K, Lattice, step_of
-from ckpt8.codecs.symbols import dither
+from ckpt8.codecs.lattice.reference import dither
 from ckpt8.core.errors import RefusedError
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 
 import ckpt8
 from ckpt8.codecs.base import TILE
-from ckpt8.codecs.split32 import Split32
+from ckpt8.codecs.split24 import Split32
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from archive_kit import each_backend, each_dtype, half_units, integers, there_and_back
 
+from ckpt8.codecs.lattice.reference import dither
 from ckpt8.codecs.rclog import OCTAVE, RowColumnLog
-from ckpt8.codecs.symbols import dither
 from ckpt8.codecs.vscaled import VScaled
 from ckpt8.core.errors import RefusedError
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.masters import copies_of_weights
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 
 
 def make_net(seed=0):

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8.compressing import background
+from ckpt8.compressing import compress as background
 from ckpt8.compressing.chunk_encoder import store
 from ckpt8.container import writer as writers
 from ckpt8.container.manifest_json import manifest_json
@@ -153,7 +153,7 @@ def test_quantized_tensors_go_through_a_whole_file(tmp_path):
 def test_chunks_are_let_go_as_they_are_written(tmp_path, monkeypatch):
     tree = {"w": torch.randn(24 << 20).bfloat16()}
     left = []
-    begin = background.start
+    begin = background.start_saving
 
     def start(target, pack):
         return begin(target, lambda: watched.append(pack()) or watched[-1])

@@ -6,7 +6,7 @@ import pytest
 from memory_kit import run_measured, save_trained
 
 import ckpt8
-from ckpt8.compressing.plan import PRESETS
+from ckpt8.compressing.policy import PRESETS
 
 pytestmark = pytest.mark.slow
 

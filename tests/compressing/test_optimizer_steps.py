@@ -12,8 +12,8 @@ from torch import nn
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.bundle_plan import plan_bundle, plan_policies
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle, plan_policies
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import DType
 
 INPUTS = Path(__file__).parents[2] / "fixtures" / "inputs"

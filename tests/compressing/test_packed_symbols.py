@@ -9,9 +9,9 @@ from test_damage import unpack
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, store
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container import header, symbols
 from ckpt8.core import backend
 from ckpt8.core.workers import Workers

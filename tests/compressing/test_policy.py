@@ -8,8 +8,7 @@ from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.budget import Budget
-from ckpt8.compressing.plan import PRESETS, Policy, Rule
+from ckpt8.compressing.policy import PRESETS, Budget, Policy, Rule
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
 

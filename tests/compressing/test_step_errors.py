@@ -18,10 +18,9 @@ from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.vscaled import VScaled
 from ckpt8.compressing import lockstep, unit_errors
-from ckpt8.compressing.budget import carry
 from ckpt8.compressing.measure import ErrorMeter
-from ckpt8.compressing.parameters import OptimizerStep, Parameter
-from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.compressing.plan import OptimizerStep, Parameter, Stream, Unit
+from ckpt8.compressing.policy import carry
 from ckpt8.compressing.unit_errors import BudgetedTiles, StepScales, UnitErrors
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError

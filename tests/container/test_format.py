@@ -20,9 +20,9 @@ import ckpt8
 import ckpt8.container
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
-from ckpt8.compressing.bundle_plan import plan_bundle
 from ckpt8.compressing.compressor import Compressor, Options
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container import header as layout
 from ckpt8.core.tensors import DType
 

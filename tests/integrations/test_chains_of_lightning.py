@@ -16,7 +16,7 @@ L = pytest.importorskip("lightning", reason="lightning is not installed")
 from lattice_kit import check_weights, record  # noqa: E402
 from test_lightning_io import Net, batches, trainer  # noqa: E402
 
-from ckpt8.compressing.background import wait_for  # noqa: E402
+from ckpt8.compressing.compress import wait_for  # noqa: E402
 from ckpt8.container.bases import kept_name  # noqa: E402
 from ckpt8.container.kept_bases import dependents  # noqa: E402
 from ckpt8.container.reader import ContainerReader  # noqa: E402

@@ -15,7 +15,7 @@ import torch
 
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.plan import PRESETS
+from ckpt8.compressing.policy import PRESETS
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 

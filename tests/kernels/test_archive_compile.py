@@ -16,8 +16,9 @@ from test_compile import TARGETS, Compiled, assert_nothing_is_spilled, assert_ro
 from triton.runtime.jit import JITFunction
 
 from ckpt8.codecs.lattice import triton as lattice
+from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK
 from ckpt8.codecs.rclog import triton as rclog
-from ckpt8.codecs.triton_blocks import OPTIONS, SYMBOL_BLOCK
+from ckpt8.codecs.triton_blocks import OPTIONS
 from ckpt8.codecs.vscaled import triton as vscaled
 
 PER_THREAD = SYMBOL_BLOCK // (32 * OPTIONS["num_warps"])

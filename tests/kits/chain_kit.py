@@ -10,7 +10,7 @@ import torch
 from budget_kit import run_of
 
 import ckpt8
-from ckpt8.codecs.symbols import from_zigzag, zigzag
+from ckpt8.codecs.lattice.reference import from_zigzag, zigzag
 from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.rebase import write_again

@@ -34,7 +34,7 @@ import ckpt8.checkpoint.sources.live_object
 import ckpt8.cli.app
 import ckpt8.cli.jobs
 import ckpt8.cli.show.inspect
-import ckpt8.compressing.gpu_encoder
+import ckpt8.compressing.chunk_encoder
 import ckpt8.core.files.atomic
 import ckpt8.inspecting.container
 import ckpt8.inspecting.verify

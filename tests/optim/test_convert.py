@@ -7,8 +7,7 @@ import torch
 from optim_cases import ARGUMENTS, PLAIN, advance, build, make_params, set_grads
 from test_oracles import ORACLES
 
-from ckpt8.codecs.split24 import Split24
-from ckpt8.codecs.split32 import Split32
+from ckpt8.codecs.split24 import Split24, Split32
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim import state_conversion as convert

@@ -50,7 +50,7 @@ def weight_error(original, restored):
 
 
 def steps_apart(original, restored):
-    """The error in optimizer steps, as ``compressing.budget`` defines it, from the tensors of both."""
+    """The error in optimizer steps, as ``compressing.policy`` defines it, from the tensors of both."""
     names = [name for name, weight in original["model"].items() if name != "lm_head.weight"]
     order = [name for dims in (2, 1) for name in names if (original["model"][name].dim() >= 2) == (dims == 2)]
     spent = step = 0.0

@@ -14,7 +14,7 @@ from torch import nn
 
 import ckpt8
 from ckpt8.codecs.base import Factors
-from ckpt8.codecs.factored import expand
+from ckpt8.codecs.vscaled.reference import expand
 from ckpt8.compressing import compressor, spending
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error, InputError

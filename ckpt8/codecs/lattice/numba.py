@@ -1,4 +1,7 @@
-"""Weights on a dithered lattice in one pass on a CPU: the arithmetic of ``reference``, to the bit."""
+"""Weights on a dithered lattice in one pass on a CPU: the arithmetic of ``reference``, to the bit.
+
+Symbols and the dither of an element are functions for the kernels of all codecs that write symbols.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,38 @@ import numpy as np
 import torch
 
 from ckpt8.codecs.lattice import reference, step_of
-from ckpt8.codecs.symbols import RESERVED, modulo
-from ckpt8.codecs.symbols_numba import dither, from_zigzag, u4, zigzag
+from ckpt8.codecs.lattice.reference import MULTIPLIERS, RESERVED, modulo
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import f4, i4, kernel
 from ckpt8.core.tensors import Parts
+
+u4 = np.uint32
+
+_SPREAD, _SECOND, _THIRD = MULTIPLIERS
+
+_UNIT = 2.0**-24
+
+
+@kernel
+def zigzag(q):
+    """The symbol of an int32 integer."""
+    return i4(i4(q << i4(1)) ^ i4(q >> i4(31)))
+
+
+@kernel
+def from_zigzag(symbol):
+    """The integer of an int32 symbol."""
+    return i4(i4(symbol >> i4(1)) ^ i4(-i4(symbol & i4(1))))
+
+
+@kernel
+def dither(index, salt):
+    """The dither of the element with the uint32 ``index``."""
+    h = u4(u4(index * u4(_SPREAD)) + salt)
+    h = u4(u4(h ^ u4(h >> u4(15))) * u4(_SECOND))
+    h = u4(u4(h ^ u4(h >> u4(12))) * u4(_THIRD))
+    h = u4(h ^ u4(h >> u4(15)))
+    return f4(i4(h >> u4(8))) * f4(_UNIT)
 
 
 @kernel

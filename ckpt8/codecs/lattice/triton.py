@@ -1,10 +1,11 @@
 """Weights on a lattice as Triton kernels: the operations of ``reference``, each rounded once, to the bit.
 
-    q        = floor(w / step + t)                          t is the dither of an element, see ``triton_blocks``
+    q        = floor(w / step + t)                          t is the dither of an element, see ``dither``
     decode   : w' = (q + (1/2 - t)) * step                  the reserved symbol: +0
 
 Step, salt and the index of the first element are arguments of a compiled kernel: one serves all tensors. ``encode`` and
-``decode`` have the signatures of the reference.
+``decode`` have the signatures of the reference. Symbols and the dither are device functions, for the kernels of all
+codecs that write symbols.
 """
 
 from __future__ import annotations
@@ -14,22 +15,48 @@ import triton
 import triton.language as tl
 
 from ckpt8.codecs.lattice import reference, step_of
-from ckpt8.codecs.symbols import modulo
-from ckpt8.codecs.triton_blocks import (
-    RESERVED,
-    SYMBOL_BLOCK,
-    dither,
-    floor,
-    from_zigzag,
-    launch,
-    narrow,
-    raw,
-    refuse_any,
-    widen,
-    zigzag,
-)
+from ckpt8.codecs.lattice.reference import modulo
+from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
+
+SYMBOL_BLOCK = 1024
+"""Elements of a program: 4 for each of its 256 threads, a 16-byte store of symbols. More would take its registers."""
+
+RESERVED = tl.constexpr(reference.RESERVED)
+
+_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in reference.MULTIPLIERS)
+
+
+@triton.jit
+def zigzag(q):
+    """Symbols of int32 integers."""
+    return (q << 1) ^ (q >> 31)
+
+
+@triton.jit
+def from_zigzag(symbol):
+    """The integers of int32 symbols."""
+    return (symbol >> 1) ^ -(symbol & 1)
+
+
+@triton.jit
+def floor(x):
+    """The fp32 floor. CUDA's own one takes a subnormal number for zero, and gives 0 for one below zero."""
+    below = tl.floor(x)
+    return tl.where(below > x, below - 1.0, below)
+
+
+@triton.jit
+def dither(origin, start, at, salt):
+    """The dither of the elements ``start + at``. ``origin`` is the index in the storage of element 0, modulo 2^32."""
+    index = origin.to(tl.uint32) + start.to(tl.uint32) + at.to(tl.uint32)
+    h = index * _FIRST + salt.to(tl.uint32)
+    h = (h ^ (h >> 15)) * _SECOND
+    h = (h ^ (h >> 12)) * _THIRD
+    h = h ^ (h >> 15)
+    return (h >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
+
 
 _CODES = tl.constexpr(float(reference.CODES))
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpt8.codecs.lattice.numba import from_zigzag, zigzag
+from ckpt8.codecs.lattice.reference import RESERVED
 from ckpt8.codecs.rclog import reference
-from ckpt8.codecs.symbols import RESERVED
-from ckpt8.codecs.symbols_numba import from_zigzag, zigzag
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import f4, f8, i4, kernel
 from ckpt8.core.tensors import Parts

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from ckpt8.codecs.lattice.reference import RESERVED, from_zigzag, zigzag
 from ckpt8.codecs.rclog import RowColumnLog
-from ckpt8.codecs.symbols import RESERVED, from_zigzag, zigzag
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 

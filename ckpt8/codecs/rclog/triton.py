@@ -11,22 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ckpt8.codecs.lattice.triton import RESERVED, SYMBOL_BLOCK, floor, from_zigzag, zigzag
 from ckpt8.codecs.rclog import MOST_COLUMNS, reference
-from ckpt8.codecs.triton_blocks import (
-    OPTIONS,
-    RESERVED,
-    SYMBOL_BLOCK,
-    bits_of,
-    floor,
-    from_zigzag,
-    launch,
-    narrow,
-    on_device,
-    raw,
-    refuse_any,
-    widen,
-    zigzag,
-)
+from ckpt8.codecs.triton_blocks import OPTIONS, bits_of, launch, narrow, on_device, raw, refuse_any, widen
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 

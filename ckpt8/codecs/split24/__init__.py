@@ -4,6 +4,8 @@ On disk three byte planes: ``exponent`` (the bf16 exponent), ``mantissa`` (sign 
 ``rho``. With R = 127 the error is at most 129 fp32 steps, 1.54e-5 relative for |w| >= 2^-126; a value that is exactly
 bf16 comes back exactly. ``reference`` has the arithmetic, ``numba`` and ``triton`` the same for large tensors and CUDA
 devices.
+
+``split32/1`` has a 16-bit remainder in place of the residual, ``residual`` int16, and is exact bit for bit.
 """
 
 from __future__ import annotations
@@ -77,3 +79,15 @@ class Split24(SplitWeight):
         from ckpt8.codecs.split24.reference import joined_planes
 
         return joined_planes(parts).view(DType.BFLOAT16.torch)
+
+
+@dataclass(frozen=True, slots=True)
+class Split32(SplitWeight):
+    """Exact split master weights, without parameters."""
+
+    id = "split32/1"
+    residual = ("residual", DType.INT16)
+
+    def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
+        """``encode_exact`` or ``decode_exact`` of the reference; it refuses the same values as ``Split24``."""
+        return self._function(f"{direction}_exact", backend)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ckpt8.codecs.symbols import modulo
-from ckpt8.codecs.symbols_numba import dither, from_zigzag, u4, zigzag
+from ckpt8.codecs.lattice.numba import dither, from_zigzag, u4, zigzag
+from ckpt8.codecs.lattice.reference import modulo
 from ckpt8.codecs.vscaled import reference
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import f4, i4, kernel

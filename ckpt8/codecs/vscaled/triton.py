@@ -12,19 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.symbols import modulo
-from ckpt8.codecs.triton_blocks import (
-    SYMBOL_BLOCK,
-    dither,
-    floor,
-    from_zigzag,
-    launch,
-    narrow,
-    raw,
-    refuse_any,
-    widen,
-    zigzag,
-)
+from ckpt8.codecs.lattice.reference import modulo
+from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK, dither, floor, from_zigzag, zigzag
+from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
 from ckpt8.codecs.vscaled import reference
 from ckpt8.codecs.vscaled.reference import LARGEST_UPDATE, REACH, STEP_SHARE
 from ckpt8.core.errors import RefusedError

@@ -37,10 +37,11 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, is_setting
 from ckpt8.checkpoint.vocabulary import model_path
-from ckpt8.compressing.bundle_plan import plan_bundle
+from ckpt8.compressing.chunk_encoder import choose_encoder
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError
-from ckpt8.compressing.gpu_encoder import choose_encoder
-from ckpt8.compressing.plan import Measured, Policy
+from ckpt8.compressing.plan import Measured
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.facts import NO_BUDGET
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded.collecting import RankFile

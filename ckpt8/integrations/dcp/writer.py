@@ -38,7 +38,7 @@ from torch.futures import Future
 
 from ckpt8.checkpoint.tree import format_path
 from ckpt8.compressing.compressor import Options
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.columns import is_unicode
 from ckpt8.container.manifest import MOST_DIMS
 from ckpt8.container.sharded import INDEX, PART, RANK_FILE, is_part

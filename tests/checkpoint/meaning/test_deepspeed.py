@@ -21,8 +21,8 @@ from reference_kit import adamw
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.split24.reference import REFUSAL
-from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.decoding import decode_storage
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType, Role

@@ -39,7 +39,8 @@ spec.loader.exec_module(make_low_bit)
 
 def storages(path):
     """The bytes of every storage by the names of the tensors in it, with their roles; no package is needed."""
-    from ckpt8.compressing.plan import Policy, make_plan
+    from ckpt8.compressing.planning import make_plan
+    from ckpt8.compressing.policy import Policy
 
     found = {}
     with open_checkpoint(path) as checkpoint:

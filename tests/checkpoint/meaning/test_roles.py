@@ -18,7 +18,9 @@ from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.plan import Policy, Refusal, make_plan
+from ckpt8.compressing.plan import Refusal
+from ckpt8.compressing.planning import make_plan
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import DType, Role
 
 WEIGHT, MOMENT1, MOMENT2, OTHER = Role.WEIGHT, Role.MOMENT1, Role.MOMENT2, Role.OTHER

@@ -406,7 +406,8 @@ def test_other_steps_of_one_momentum_are_unknown(state, group):
 
 
 def planned(tmp_path, optimizer_state):
-    from ckpt8.compressing.plan import Policy, make_plan
+    from ckpt8.compressing.planning import make_plan
+    from ckpt8.compressing.policy import Policy
 
     path = tmp_path / "step.pt"
     torch.save({"optimizer": optimizer_state}, path)

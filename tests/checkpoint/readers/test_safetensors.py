@@ -15,7 +15,8 @@ import ckpt8
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers import open_checkpoint, safetensors
 from ckpt8.checkpoint.readers.safetensors import DTYPES
-from ckpt8.compressing.plan import Policy, make_plan
+from ckpt8.compressing.planning import make_plan
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Role

@@ -11,8 +11,7 @@ from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, train, trained
 import ckpt8
 import ckpt8.optim
 from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.split24 import Split24
-from ckpt8.codecs.split32 import Split32
+from ckpt8.codecs.split24 import Split24, Split32
 from ckpt8.optim import state_conversion as convert
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -226,7 +226,7 @@ def _can_exchange(folder):
 
 RACING = """
 import sys
-import torch, ckpt8, ckpt8.restoring.restore, ckpt8.checkpoint.sources.live_object, ckpt8.compressing.gpu_encoder
+import torch, ckpt8, ckpt8.restoring.restore, ckpt8.checkpoint.sources.live_object, ckpt8.compressing.chunk_encoder
 from ckpt8.core.errors import OutputError
 print("ready", flush=True)
 sys.stdin.readline()

@@ -26,8 +26,9 @@ from fuzz_zip import mutate_zip
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Plan, Policy
+from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from members_kit import tree
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.error_stats import UpdateError
-from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint

@@ -1,0 +1,245 @@
+"""Groups of small storages that share entries of the file.
+
+Small storages of one role and codec share entries where the header would be long otherwise: their parts lie one behind
+the other. Lossless ones form groups one by one. The lossy moments of a parameter stay together: the codec of all of
+them changes where one is refused. A unit of a group is encoded on its own unless its bytes are stored as they are. One
+that is refused falls back alone: its storages go, with the next codecs, to packs beside those of the others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.codecs import config_of
+from ckpt8.compressing.chunk_encoder import ChunkEncoder
+from ckpt8.compressing.plan import Refusal, Stream, Unit
+from ckpt8.compressing.policy import LOSSLESS
+from ckpt8.compressing.unit_errors import UnitErrors
+from ckpt8.container import frames, header
+from ckpt8.container.header import PACK, entry_names, pack_entry
+from ckpt8.container.manifest import FrameTable, Pack
+from ckpt8.container.symbol_modes import Packing
+from ckpt8.core.closing import without_collection
+from ckpt8.core.files.source_file import crc32
+from ckpt8.core.tensors import Parts
+
+_ROOM, _ROOM_SHARE, _BUDGET_ROOM_SHARE = 12 << 10, 256, 4096
+"""The header may take as many bytes, or this part of the source, before storages share entries. A container under a
+budget is so much smaller that its header counts for more."""
+
+_EMPTY_RECORD = 40
+"""What a storage without elements counts, which has no entries but a record in the manifest."""
+
+PACK_NAME = "ckpt8.shared"
+
+_WIDEST = f"{PACK_NAME}{10**8}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Small units whose streams, place by place, have one role, element type and codec. All are kept whole."""
+
+    units: Sequence[Unit]
+
+    def names(self) -> Iterator[str]:
+        """Names as long as those of its entries: a lossy group may need as many for the units that are refused."""
+        for stream in self.units[0].streams:
+            for codec in stream.codecs:
+                yield from (pack_entry(_WIDEST, part) for part in codec.layout(stream.spec))
+
+
+@without_collection()
+def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list[Group]]:
+    """The units with entries of their own, and groups of the others.
+
+    ``size`` are the bytes of the source; with 0 small units are grouped where the header would have 12 KiB.
+    """
+    is_under_budget = any(stream.fallback_codec is not None for unit in units for stream in unit.streams)
+    part = _BUDGET_ROOM_SHARE if is_under_budget else _ROOM_SHARE
+    if not _is_header_long(units, max(_ROOM, size // part), slab):
+        return list(units), []
+    own: list[Unit] = []
+    alike: dict[Hashable, list[Unit]] = defaultdict(list)
+    for unit in units:
+        for piece in _parts_of(unit):
+            if _is_small(piece):
+                kind = tuple((s.spec.role, s.spec.dtype, s.codec, s.fallback_codec) for s in piece.streams)
+                alike[kind].append(piece)
+            else:
+                own.append(piece)
+    groups = []
+    for similar in alike.values():
+        for run in _cut(similar):
+            if len(run) > 1:
+                groups.append(Group([_whole(unit) for unit in run]))
+            else:
+                own += run
+    return own, groups
+
+
+def _is_header_long(units: Iterable[Unit], room: int, slab: int) -> bool:
+    taken = 0
+    for stream in (stream for unit in units for stream in unit.streams):
+        entries = entry_names(stream.codec, stream.spec, slab)
+        taken += sum(map(header.reserved_entry, entries)) if entries else _EMPTY_RECORD
+        if taken > room:
+            return True
+    return False
+
+
+def _parts_of(unit: Unit) -> list[Unit]:
+    """The streams of a lossless unit one by one, if nothing is measured of them together."""
+    if len(unit.streams) == 1 or not unit.is_plain:
+        return [unit]
+    return [Unit((stream,)) for stream in unit.streams]
+
+
+def _is_small(unit: Unit) -> bool:
+    depends = any(stream.codec.companions or stream.codec.copied is not None for stream in unit.streams)
+    return unit.numel <= PACK and not depends
+
+
+def _whole(unit: Unit) -> Unit:
+    """The unit with all its streams kept whole."""
+    if all(stream.base is None for stream in unit.streams):
+        return unit
+    return replace(unit, streams=tuple(replace(stream, base=None) for stream in unit.streams))
+
+
+def _cut(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Runs of units that have at most PACK elements."""
+    run: list[Unit] = []
+    numel = 0
+    for unit in units:
+        if run and numel + unit.numel > PACK:
+            yield run
+            run, numel = [], 0
+        run.append(unit)
+        numel += unit.numel
+    yield run
+
+
+FindRefusal = Callable[[Unit, UnitErrors], "Refusal | None"]
+"""Why the codecs of a unit cannot keep it although they took it."""
+
+
+@dataclass(slots=True)
+class EncodedUnit:
+    """A unit with its final codecs, its errors, and the crc32 of the bytes of each stream as in ``Chunk``."""
+
+    unit: Unit
+    errors: UnitErrors
+    crcs: list[int]
+
+
+@dataclass(slots=True)
+class PackedGroup:
+    """The units of a group, and every pack that they need: its streams, its parts and how its symbols are packed."""
+
+    units: list[EncodedUnit] = field(default_factory=list)
+    packs: list[tuple[list[Stream], Parts, dict[str, Packing]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class EncodedGroup:
+    """A ``PackedGroup`` whose parts are compressed: by name, the (stored bytes, crc32) of every frame."""
+
+    units: list[EncodedUnit]
+    packs: list[tuple[list[Stream], dict[str, list[tuple[bytes | memoryview, int]]], dict[str, Packing]]]
+
+
+def store_group(group: PackedGroup) -> EncodedGroup:
+    """Compress a packed group."""
+    packs = [
+        (streams, {name: frames.encode_part(name, part, how.get(name)) for name, part in parts.items()}, how)
+        for streams, parts, how in group.packs
+    ]
+    return EncodedGroup(group.units, packs)
+
+
+def pack_record(name: str, streams: Sequence[Stream], tables: dict[str, FrameTable]) -> Pack:
+    """The record of a pack."""
+    spec = streams[0].spec
+    starts = list(accumulate((stream.spec.numel for stream in streams), initial=0))
+    indices = [stream.index for stream in streams]
+    return Pack(name, spec.dtype, spec.role, config_of(streams[0].codec), indices, starts, tables)
+
+
+class GroupEncoder:
+    """Packs groups of units of one checkpoint on the CPU. Thread-safe."""
+
+    def __init__(self, checkpoint: Checkpoint, encoder: ChunkEncoder, refusal_of: FindRefusal) -> None:
+        self._checkpoint = checkpoint
+        self._encoder = encoder
+        self._refusal_of = refusal_of
+
+    def pack(self, group: Group) -> PackedGroup:
+        """Read and pack a group. Raises InputError."""
+        packed, units = PackedGroup(), group.units
+        while units:
+            units = self._pack(units, packed)
+        return packed
+
+    def stored(self, group: Group) -> EncodedGroup:
+        """Read, pack and compress a group. Raises InputError."""
+        return store_group(self.pack(group))
+
+    def _pack(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
+        """Pack those units that their codecs take; return the others with the next codecs."""
+        if all(unit.is_plain for unit in units):
+            self._pack_at_once(units, packed)
+            return []
+        return self._pack_each(units, packed)
+
+    def _pack_each(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
+        """Encode and measure every unit on its own; pack those that their codecs take, return the others."""
+        refused: list[Unit] = []
+        kept: list[Unit] = []
+        encoded: list[list[Parts]] = []
+        for unit in units:
+            chunk = self._encoder.encode((unit, 0))
+            self._encoder.finish(unit, chunk.errors)
+            refusal = chunk.refused or self._refusal_of(unit, chunk.errors)
+            if refusal is not None:
+                refused.append(unit.fallback(refusal))
+                continue
+            kept.append(unit)
+            encoded.append(chunk.parts)
+            packed.units.append(EncodedUnit(unit, chunk.errors, chunk.crcs))
+        for place in range(len(units[0].streams) if kept else 0):
+            parts = [streams[place] for streams in encoded]
+            joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            packed.packs.append(([unit.streams[place] for unit in kept], *self._encoder.pack_symbols(joined)))
+        return refused
+
+    def _pack_at_once(self, units: Sequence[Unit], packed: PackedGroup) -> None:
+        """Pack units that are stored as they are."""
+        rows = []
+        for streams in zip(*(unit.streams for unit in units), strict=True):
+            parts, crcs = self._encode(streams)
+            packed.packs.append((list(streams), parts, {}))
+            rows.append(crcs)
+        packed.units += [
+            EncodedUnit(unit, UnitErrors(), list(crcs))
+            for unit, crcs in zip(units, zip(*rows, strict=True), strict=True)
+        ]
+
+    def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int]]:
+        """The parts of lossless streams of one element type, one behind the other, and their checksums."""
+        content = frames.host_bytes(sum(stream.storage.nbytes for stream in streams))
+        view = frames.bytes_of(content)
+        at, crcs = 0, []
+        for stream in streams:
+            stop = at + stream.spec.numel * stream.spec.dtype.itemsize
+            own = view[at:stop]
+            if len(own):
+                self._checkpoint.read_into(stream.storage.offset, own)
+            crcs.append(crc32(own) if stream.storage.crc32 is not None else 0)
+            at = stop
+        return LOSSLESS.encode(content[:at].view(streams[0].spec.dtype.torch)), crcs

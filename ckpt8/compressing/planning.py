@@ -1,0 +1,236 @@
+"""Plans a whole source, member by member: roles, codecs of the policy, copies, budget, companions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from ckpt8.checkpoint.meaning.dcp import joint_parameters
+from ckpt8.checkpoint.meaning.deepspeed import Universal
+from ckpt8.checkpoint.meaning.names import NamesFromWeights
+from ckpt8.checkpoint.meaning.parameter_names import SLICE
+from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, short_name, unique_name
+from ckpt8.checkpoint.meaning.state_dicts import evident_weights
+from ckpt8.checkpoint.sources.bundle import Bundle, WithSkeleton
+from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
+from ckpt8.compressing.masters import copies_of_weights, refer_to_masters
+from ckpt8.compressing.parameters import attach_steps, copy_steps_from, find_parameters
+from ckpt8.compressing.plan import Measured, Plan, Stream, Unit, join, read_elements, views_of
+from ckpt8.compressing.policy import LOSSLESS, Policy
+from ckpt8.compressing.spending import spend
+from ckpt8.container.manifest import SKELETON
+from ckpt8.core.closing import without_collection
+from ckpt8.core.tensors import DType, Role, TensorSpec
+
+
+def plan_bundle(bundle: Bundle, policy: Policy, measured: Measured | None = None) -> Plan:
+    """The plan of all members, one after the other. Raises UsageError for a rule that does not fit, InputError.
+
+    ``measured`` is that of ``spend``.
+    """
+    return plan_policies(bundle, [policy], measured)[0]
+
+
+@without_collection()
+def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured | None = None) -> list[Plan]:
+    """The plan of all members under each policy. Raises as ``plan_bundle``."""
+    trees = [(member.path, member.checkpoint.tree) for member in bundle.members]
+    first = plan_members(bundle, policies[0])
+    views = views_of(first.tensors)
+    plans: list[Plan] = []
+    stepped: Plan | None = None
+    for policy in policies:
+        units = first.units if policy is policies[0] else [_chosen(unit, first, views, policy) for unit in first.units]
+        plan = Plan(units, first.tensors, first.chosen)
+        refer_to_masters(plan, bundle, trees, policy)
+        if policy.budget is not None:
+            if stepped is None:
+                attach_steps(plan, bundle)
+                plan.copies = copies_of_weights(plan, bundle)
+            else:
+                copy_steps_from(plan, stepped)
+            stepped = stepped or replace(plan)  # whatever the budget is
+            spend(plan, bundle, policy, policy.budget, measured)
+        set_companions(plan)
+        plans.append(plan)
+    return plans
+
+
+def plan_members(bundle: Bundle, policy: Policy) -> Plan:
+    """The plan of all members, which leaves open which storages are copies of others. Raises as ``plan_bundle``."""
+    members = [(member.path, member.checkpoint) for member in bundle.members]
+    names = Names()
+    plan = Plan([])
+    weight_names, universal = NamesFromWeights(members), Universal(members)
+    beside = cache(lambda: evident_weights(*(checkpoint.tree for _, checkpoint in members)))
+    for member in bundle.members:
+        names.prefix = "" if bundle.directory is None else f"{member.path}:"
+        own = make_plan(member.checkpoint, policy, names, universal.role(member.path), bundle, member.first, beside)
+        if any(unit.parameter for unit in own.units):
+            better = weight_names.of_member(member.path).items()
+            name_of = {names.prefix + place: short_name(names.prefix + name) for place, name in better}
+            own.units = [_renamed(unit, name_of) for unit in own.units]
+        plan.units += own.units
+        plan.tensors += own.tensors
+        plan.chosen |= own.chosen
+    joint = joint_parameters(state for member in bundle.members for state in member.states) + universal.parameters()
+    if joint:
+        plan_joint(bundle, plan, joint)
+    return plan
+
+
+def _chosen(unit: Unit, plan: Plan, views: Mapping[int, list[NamedTensor]], policy: Policy) -> Unit:
+    """The unit with the codecs that ``policy`` chooses."""
+    streams = tuple(
+        choose(stream, views[stream.index], policy) if stream.index in plan.chosen else stream
+        for stream in unit.streams
+    )
+    return unit if streams == unit.streams else Unit(streams, unit.parameter)
+
+
+def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:
+    """The unit, whose parameter has a better name if ``name_of`` has one for it; the place of a slice stays."""
+    parameter = unit.parameter
+    if parameter is None:
+        return unit
+    bare = SLICE.sub("", parameter.name)
+    name = name_of[bare] + parameter.name[len(bare) :] if bare in name_of else parameter.name
+    return unit if name == parameter.name else Unit(unit.streams, replace(parameter, name=name))
+
+
+_MOST_PADDING = 4096
+"""The most elements in a gap between tensors that counts as alignment."""
+
+
+def make_plan(
+    checkpoint: Checkpoint | WithSkeleton,
+    policy: Policy,
+    names: Names | None = None,
+    role: Role | None = None,
+    bundle: Checkpoint | None = None,
+    first: int = 0,
+    beside: Callable[[], Set[int]] = frozenset,
+) -> Plan:
+    """Classify the tensors of a checkpoint, choose codecs, group moments into units; add the skeleton if it has one.
+
+    With a ``role`` all tensors get it: the checkpoint is one file of several, whose tree does not tell. With a
+    ``bundle`` the checkpoint is one of its members, and the plan is in terms of the bundle, in which the storages of
+    the checkpoint have the indices from ``first`` on. ``beside`` is that of ``classify``.
+    """
+    names, source = names or Names(), bundle or checkpoint
+    structure = classify(checkpoint.tree, names, role, beside)
+    storages = checkpoint.source_storages if isinstance(checkpoint, WithSkeleton) else checkpoint.storages
+    index_of = {storage.key: index for index, storage in enumerate(storages, first)}
+    tensors = [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors]
+    views = views_of(tensors)
+    chosen: set[int] = set()
+    streams = {}
+    for key, index in index_of.items():
+        streams[key], is_free = _stream(index, key, views[index], structure, names, source)
+        if is_free:
+            chosen.add(index)
+            streams[key] = choose(streams[key], views[index], policy)
+    units = join(
+        [Unit((stream,)) for stream in streams.values()], find_parameters(source, structure.parameters, streams, views)
+    )
+    if isinstance(checkpoint, WithSkeleton):
+        index = first + len(storages)
+        name = unique_name(names.prefix + SKELETON, names.storages)
+        spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
+        units.append(Unit((Stream(index, spec, source.storages[index], LOSSLESS, checkpoint.reason),)))
+    return Plan(units, tensors, chosen)
+
+
+def _stream(
+    index: int,
+    key: str,
+    views: list[NamedTensor],
+    structure: Structure,
+    names: Names,
+    source: Checkpoint,
+) -> tuple[Stream, bool]:
+    """The stream of storage ``index`` of ``source``, lossless, and whether a policy may choose another codec.
+
+    ``structure`` knows the storage as ``key``.
+    """
+    storage = source.storages[index]
+    name = unique_name(views[0].name if views else f"{names.prefix}storage:{key}", names.storages)
+    dtypes = {view.ref.dtype for view in views} or {storage.dtype}
+    dtype = dtypes.pop() if len(dtypes) == 1 else DType.UINT8
+    plain_bytes = not dtypes and not dtype.is_plane_float
+    if not dtype.is_plane_float or storage.nbytes % dtype.itemsize:
+        dtype = DType.UINT8  # kept as bytes; torch here may not even know the type
+    roles = {view.role for view in views}
+    role = roles.pop() if len(roles) == 1 else Role.OTHER
+    spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
+    if plain_bytes:
+        return Stream(index, spec, storage, LOSSLESS), False
+    if key in structure.opaque:
+        return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor"), False
+    if roles:
+        return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles"), False
+    refs = [view.ref for view in views]
+    gaps = [] if len(refs) == 1 and refs[0].nbytes == storage.nbytes and is_dense(refs[0]) else _gaps(spec.numel, refs)
+    if not all(_is_padding(source, storage, dtype, gap) for gap in gaps):
+        return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors"), False
+    return Stream(index, spec, storage, LOSSLESS), True
+
+
+def choose(stream: Stream, views: Sequence[NamedTensor], policy: Policy) -> Stream:
+    """The stream with the codec that ``policy`` chooses; ``views`` are its tensors."""
+    paths, shapes = [path for view in views for path in view.paths], [view.ref.shape for view in views]
+    codec, reason = policy.choose(stream.spec, paths, shapes)
+    same = (codec, reason) == (stream.codec, stream.reason)
+    return stream if same else Stream(stream.index, stream.spec, stream.storage, codec, reason)
+
+
+def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:
+    """The elements of a storage of ``numel`` elements that no dense tensor covers."""
+    gaps = []
+    reached = 0
+    for ref in sorted(refs, key=lambda ref: ref.offset):
+        if is_dense(ref):
+            gaps.append(range(reached, ref.offset))
+            reached = max(reached, ref.offset + ref.numel)
+    gaps.append(range(reached, numel))
+    return [gap for gap in gaps if gap]
+
+
+def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
+    """Whether a gap holds few elements, all zero. Every codec keeps zeros exactly."""
+    if len(gap) > _MOST_PADDING:
+        return False
+    return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
+
+
+def plan_joint(source: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
+    """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``source``."""
+    streams = {stream.storage.key: stream for stream in plan.streams}
+    plan.units = join(plan.units, find_parameters(source, states, streams, views_of(plan.tensors)))
+
+
+def set_companions(plan: Plan) -> None:
+    """Set the companions of codecs that need other moments. Streams whose parameter lacks them become lossless."""
+    if not any(stream.codec.companions for stream in plan.streams):
+        return
+    plan.units = [
+        replace(unit, streams=tuple(_with_companions(stream, unit) for stream in unit.streams)) for unit in plan.units
+    ]
+
+
+def _with_companions(stream: Stream, unit: Unit) -> Stream:
+    usable = {stream.index for stream in unit.streams if not stream.codec.companions}
+    moments = unit.parameter.moments if unit.parameter else {}
+    companions: dict[str, int] = {}
+    for name, slots in stream.codec.companions.items():
+        if name in stream.codec.factored:
+            continue
+        indices = (moments[slot] for slot in slots if moments.get(slot) in usable)
+        index = next(indices, None)
+        if index is None:
+            return replace(stream, codec=LOSSLESS, reason=f"its codec needs {slots[0]} of the same parameter")
+        companions[name] = index
+    return replace(stream, codec=replace(stream.codec, **companions)) if companions else stream  # type: ignore[type-var]
