@@ -12,7 +12,21 @@ import typer
 from typer.core import TyperGroup
 
 from ckpt8 import __version__
-from ckpt8.cli.commands import bench, chain, compress, convert, rebase, runs
+from ckpt8.cli.commands import (
+    Container,
+    Force,
+    Json,
+    Output,
+    Threads,
+    bench,
+    chain,
+    compress,
+    convert,
+    finding_bases,
+    rebase,
+    runs,
+    stopwatch,
+)
 from ckpt8.cli.guard import (
     console,
     guarded,
@@ -24,7 +38,6 @@ from ckpt8.cli.guard import (
     shielded,
     waited,
 )
-from ckpt8.cli.options import Container, Force, Json, Output, Threads, finding_bases, stopwatch
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.text import printable, size
 
@@ -87,7 +100,7 @@ def inspect(
 
     report = None
     if html is not None:
-        from ckpt8.cli.show.html.report import Report
+        from ckpt8.cli.show.report import Report
 
         report = Report(html, path, original=against, replay=replay, full=full, force=force)
     elif replay is not None:
@@ -190,7 +203,7 @@ def verify(
     """Check every byte of SRC, and with --against every error figure that it states."""
     from dataclasses import asdict
 
-    from ckpt8.cli.show.outcomes import show_verified
+    from ckpt8.cli.show.results import show_verified
     from ckpt8.core.workers import settle
     from ckpt8.inspecting.verify import verify as run
 
@@ -227,13 +240,13 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Show what differs between A and B, and by how much. Exit code 0: they are identical. 1: they differ."""
-    from ckpt8.cli.show.diff import show
+    from ckpt8.cli.show.results import show_diff
     from ckpt8.inspecting.diff import diff as run
 
     with progress_bar(f"diff {a.name} {b.name}", a, b, enabled=not as_json) as progress:
         difference = run(a, b, threads=threads, progress=progress)
     facts = difference.to_json()
-    present(facts, lambda console: show(console, facts, tensors=tensors), as_json=as_json)
+    present(facts, lambda console: show_diff(console, facts, tensors=tensors), as_json=as_json)
     if not difference.identical:
         raise typer.Exit(CheckFailedError.exit_code)
 

@@ -1,40 +1,112 @@
 """The commands ``compress``, ``convert``, ``chain``, ``rebase``, ``runs`` and ``bench``; ``app`` has the others.
 
-With ``torchrun -m ckpt8 compress`` the ranks share a directory of torch.distributed.checkpoint and write another.
+The options that several commands share are here as well, and their stopwatch. Every command that opens containers has
+``--base-dir``. With ``torchrun -m ckpt8 compress`` the ranks share a directory of torch.distributed.checkpoint, and
+write another.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
+import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from ckpt8.cli.guard import console, present, print_json, print_lines, progress_bar, waited
-from ckpt8.cli.options import (
-    Budget,
-    Container,
-    Device,
-    DryRun,
-    Force,
-    Json,
-    Preset,
-    Remove,
-    Rules,
-    Threads,
-    finding_bases,
-    stopwatch,
-)
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.text import counted, listed, printable, size
 
 if TYPE_CHECKING:
     from ckpt8.chaining.chain import ChainRun
     from ckpt8.cli.jobs import Tally
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing output: a file, or a checkpoint directory.")]
+Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads. Default: one per core, at most 8.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write. Default: next to the input.")]
+Container = Annotated[Path, typer.Argument(readable=False, metavar="SRC.ckpt8", help="A compressed checkpoint.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="flash, compact (smaller), archive (smallest) or lossless (bit-exact). Default: flash. compact is a "
+        "budget of 0.15, archive of 1.",
+    ),
+]
+Budget = Annotated[
+    float | None,
+    typer.Option(
+        metavar="STEPS",
+        help="Instead of a preset: the error in optimizer steps, from 0.01 to 10. At 1, weights and moments differ "
+        "from SRC as much as one step of training changes them.",
+    ),
+]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB=CODEC", help="Store tensors whose path matches GLOB with CODEC. The first match wins."),
+]
+Device = Annotated[str, typer.Option(help="Pack on the cpu or on cuda. auto is the cpu.")]
+Remove = Annotated[
+    bool,
+    typer.Option("--remove", help="Remove a checkpoint once its container was verified against it, never otherwise."),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Say what would be written, its predicted size, and what would be removed. Write nothing."
+    ),
+]
+
+
+def stopwatch() -> Callable[[], float]:
+    """Import torch, then start: the seconds since then, without the import, are the result of the function."""
+    from ckpt8.core.workers import settle
+
+    settle()
+    start = time.perf_counter()
+    return lambda: time.perf_counter() - start
+
+
+_NAME = "base_dir"
+_BaseDirs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--base-dir",
+        readable=False,
+        metavar="DIR",
+        envvar="CKPT8_BASE_DIR",
+        help="Look for the base of a delta in DIR, too. Also several times.",
+    ),
+]
+
+
+def finding_bases(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with the option ``--base-dir``, which holds for every container that it opens."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        from ckpt8.container.bases import looked_for_in
+
+        with looked_for_in(options.pop(_NAME, None) or ()):
+            command(*args, **options)
+
+    # Resolved here: names in the annotations of ``command`` are those of its module.
+    hints = {**get_type_hints(command, include_extras=True), _NAME: _BaseDirs}
+    option = inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = [*inspect.signature(command).parameters.values(), option]
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters], return_annotation=None
+    )
+    run.__annotations__ = hints
+    return run
 
 
 _LISTED = 5
@@ -348,7 +420,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Write SRC in another format: a .pt, safetensors that transformers loads, a Trainer or DCP directory, a .ckpt8."""
-    from ckpt8.cli.show.outcomes import show
+    from ckpt8.cli.show.results import show_converted
     from ckpt8.converting.convert import convert as run
 
     elapsed = stopwatch()
@@ -369,7 +441,7 @@ def convert(
             progress=progress,
         )
     facts = {**report.to_json(), "seconds": elapsed()}
-    present(facts, lambda console: show(console, report, waited()), as_json=as_json)
+    present(facts, lambda console: show_converted(console, report, waited()), as_json=as_json)
     if report.warning is not None:
         sys.stderr.write(f"ckpt8: {printable(report.warning)}\n")
 
@@ -502,7 +574,7 @@ def runs(
 
     page = None
     if html is not None:
-        from ckpt8.cli.show.html.runs import RunPage
+        from ckpt8.cli.show.run_page import RunPage
 
         page = RunPage(html, force=force)
     run = find(directory)
@@ -549,12 +621,11 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Compare time, size and memory with cp, zstd and torch; on a GPU, kernels and steps with a copy and torch."""
-    from ckpt8.cli.show.bench import show_bench, show_device_bench
     from ckpt8.core.gpu import requested
 
     where = requested(device)
     if where is not None and where.type != "cpu":
-        from ckpt8.cli.bench.device import bench_device
+        from ckpt8.cli.bench.device import bench_device, show_device_bench
 
         measured = bench_device(where, parameters=parameters)
         present(measured, lambda console: show_device_bench(console, measured), as_json=as_json)
@@ -566,7 +637,7 @@ def bench(
         result = run.bench(checkpoint, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
     finally:
         _say("")
-    present(result, lambda console: show_bench(console, result), as_json=as_json)
+    present(result, lambda console: run.show_bench(console, result), as_json=as_json)
 
 
 def _say(text: str) -> None:

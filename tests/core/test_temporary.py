@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from ckpt8.cli.bench.child import run_child
+from ckpt8.cli.bench.probe import run_child
 from ckpt8.core.files.atomic import deferred, temporary_directory
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

@@ -57,7 +57,7 @@ def share(source, target):
 
 
 def report(source, target):
-    from ckpt8.cli.show.html.report import Report
+    from ckpt8.cli.show.report import Report
     from ckpt8.inspecting.checkpoint import inspect_checkpoint
 
     Report(target, source).write(inspect_checkpoint(source))

@@ -16,9 +16,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.markup import escape
 
 import ckpt8
 from ckpt8 import __version__
+from ckpt8.cli.show.tables import Table
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import Companions
 from ckpt8.codecs.companded8 import Companded8
@@ -28,6 +31,7 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.vscaled import VScaled
 from ckpt8.core.files.atomic import temporary_directory
 from ckpt8.core.tensors import DType, Role, TensorSpec
+from ckpt8.core.text import size
 from ckpt8.optim import CAME, SGD, AdamW, Lion, StableAdamW
 
 _WARM_UP = 3
@@ -206,3 +210,35 @@ def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     loaded = torch.load(path, weights_only=True)
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
+
+
+def show_device_bench(console: Console, result: dict[str, Any]) -> None:
+    """Print the figures of ``bench --device``."""
+    console.print(
+        f"{escape(result['device'])}: a copy moves {size(result['copy_bytes_per_second'])}/s; "
+        f"kernels on {result['elements']:,} elements, steps of {result['parameters']:,} parameters",
+        soft_wrap=True,
+    )
+    moved = [
+        (
+            row["kernel"],
+            f"{row['seconds'] * 1e3:.3f}",
+            f"{size(row['bytes_per_second'])}/s",
+            f"{row['of_copy']:.2f}",
+        )
+        for row in result["kernels"]
+    ]
+    console.print(Table(("kernel", "ms", "throughput", "of copy"), moved))
+    stepped = [
+        (
+            row["step"],
+            f"{row['seconds'] * 1e3:.3f}",
+            f"{row['seconds_per_parameter'] * 1e12:.1f}",
+            f"{row['to_torch']:.2f}x",
+            f"{row['bytes_per_parameter']:.2f}",
+        )
+        for row in result["steps"]
+    ]
+    console.print(Table(("step", "ms", "ps per parameter", "of torch", "bytes per parameter"), stepped))
+    ended = [(row["operation"], f"{row['seconds']:.2f}", size(row["bytes"] or 0)) for row in result["files"]]
+    console.print(Table(("operation", "seconds", "size"), ended))

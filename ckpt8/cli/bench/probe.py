@@ -1,25 +1,190 @@
-"""Measures ``cp``, zstd, ZipNN and the start of Python without torch; and how ``bench`` measures all operations.
+"""Does a job of ``bench`` in a process of its own, and measures it; and the jobs that need no torch.
 
-A job is one operation on a checkpoint: it prepares, then works against the clock. This module imports no torch, whose
-memory would count for ``cp`` and zstd.
+A process of its own starts without the memory and caches of the one before. There, ``main(MODULE, JOB)`` imports the
+module and prints the result of its ``work(job)`` as JSON. The process begins a session. Whatever ends the wait for it,
+an interrupt say, first ends all processes of that session. It imports from where its parent does: with ``-m`` it would
+take a ``torch.py`` in the working directory for torch.
+
+``peak_memory`` is that of this process, from the kernel's record; ``SessionPeak`` that of a session of processes, from
+samples. A session takes the memory of all its processes. Pages that several share, such as those a fork has not written
+to, count once: the kernel's proportional set size (PSS) divides each by the number of its users. The kernel keeps no
+peak of PSS, hence the samples. Both figures include mapped pages of files that are in memory.
+
+A job is one operation on a checkpoint: it prepares, then works against the clock. Here are ``cp``, zstd, ZipNN and the
+start of Python. This module imports no torch, whose memory would count for ``cp`` and zstd.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import zstandard
 
-from ckpt8.cli.bench.child import peak_memory, python
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.files.atomic import deferred
+
+_PROC = Path("/proc")
+
+
+def peak_memory() -> int:
+    """The peak resident memory of this process, in bytes.
+
+    On Linux ``ru_maxrss`` outlives an exec, and a child of a large process would be as large as that.
+    """
+    # macOS counts bytes, others kilobytes.
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+def _status(name: str) -> int:
+    """A size from the kernel's record of this process; 0 where it keeps none."""
+    status = _PROC / "self" / "status"
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+
+
+@dataclass(slots=True)
+class SessionPeak:
+    """The largest memory of all processes of a session in any sample.
+
+    ``session`` is the process that began it. ``nbytes`` stays 0 if the system has no PSS.
+    """
+
+    session: int
+    nbytes: int = 0
+    processes: int = 0
+
+    def sample(self) -> None:
+        """Take one sample."""
+        sizes = [size for pid in _members(self.session) if (size := _pss(pid))]
+        self.nbytes = max(self.nbytes, sum(sizes))
+        self.processes = max(self.processes, len(sizes))
+
+
+def _members(session: int) -> list[int]:
+    """Processes of a session: all descendants of its first one that did not begin a session of their own."""
+    members = []
+    for folder in _PROC.glob("[0-9]*"):
+        # A process may end in between.
+        with contextlib.suppress(OSError):
+            # The name of the command, in brackets, may have any characters.
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                members.append(int(folder.name))
+    return members
+
+
+def _pss(pid: int) -> int:
+    """Proportional set size of a process in bytes; 0 when it ended."""
+    with contextlib.suppress(OSError):
+        for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+_INTERVAL = 0.01
+"""Seconds between samples of memory."""
+
+_PATIENCE = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+_ERRORS: dict[int, type[Ckpt8Error]] = {error.exit_code: error for error in (UsageError, InputError, OutputError)}
+
+Run = Callable[[str, dict[str, Any], bool], dict[str, Any]]
+"""Does the job of a module; True also measures ``session_pss`` and ``processes``, which slows it down."""
+
+
+def run_child(folder: Path) -> Run:
+    """A function that does jobs in processes, with temporary files in ``folder``.
+
+    It raises errors of ckpt8 again, all others as Ckpt8Error with their last line.
+    """
+    return partial(_run, folder)
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """The command that runs ``code`` with this Python and its ``sys.path``."""
+    same = f"import sys; sys.path[:] = {[os.fspath(place) for place in sys.path]!r}; "
+    return [sys.executable, "-W", "ignore", "-c", same + code, *arguments]
+
+
+def _run(folder: Path, module: str, job: dict[str, Any], watch: bool) -> dict[str, Any]:
+    command = python(f"from {__name__} import main; main(*sys.argv[1:])", module, json.dumps(job))
+    with TemporaryFile(dir=folder) as out, TemporaryFile(dir=folder) as err:
+        child: subprocess.Popen[bytes] | None = None
+        try:
+            with deferred():
+                child = subprocess.Popen(  # noqa: S603
+                    command, stdout=out, stderr=err, start_new_session=True, env={**os.environ, "TMPDIR": str(folder)}
+                )
+            peak = SessionPeak(child.pid)
+            while watch and child.poll() is None:
+                peak.sample()
+                time.sleep(_INTERVAL)
+            child.wait()
+        except BaseException:
+            if child is not None:
+                _end(child)
+            raise
+        if child.returncode:
+            raise _failure(child.returncode, _text(err))
+        result: dict[str, Any] = json.loads(_text(out))
+    return result | ({"session_pss": peak.nbytes, "processes": peak.processes} if watch else {})
+
+
+def _text(file: IO[bytes]) -> str:
+    """All that a process wrote to a file."""
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End all processes of the session."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait(_PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _failure(code: int, said: str) -> Ckpt8Error:
+    """The error of a process that ended with ``code`` and wrote ``said``."""
+    if code < 0:
+        why = "; there may be too little memory" if code == -signal.SIGKILL else ""
+        return Ckpt8Error(f"was ended by {signal.Signals(-code).name}{why}")
+    lines = said.strip().splitlines() or [f"ended with exit code {code} and no message"]
+    return _ERRORS.get(code, Ckpt8Error)(lines[-1])
+
+
+def main(module: str, job: str) -> None:
+    """Do one job and print its result. Errors of ckpt8 end it with their exit code and one line."""
+    try:
+        result = importlib.import_module(module).work(json.loads(job))
+    except Ckpt8Error as exc:
+        sys.stderr.write(f"{exc}\n")
+        sys.exit(exc.exit_code)
+    sys.stdout.write(json.dumps(result))
+
 
 _CHUNK = 1 << 22
 _PIECE = 1 << 27

@@ -1,1 +1,1 @@
-"""Shows results in a terminal, and in the HTML report of ``inspect``."""
+"""Shows results: in a terminal, and on HTML pages that need no network and no script."""

@@ -24,13 +24,11 @@ import zstandard
 from rich.console import Console
 
 import ckpt8
-from ckpt8.cli.bench import library, probe, synthetic
+from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench import run as sizes
-from ckpt8.cli.bench.child import run_child
 from ckpt8.cli.bench.library import IN_MEMORY, survey
-from ckpt8.cli.bench.probe import PEERS, START, ZIPNN
-from ckpt8.cli.bench.run import MODULES, bench, free_bytes, parse_size
-from ckpt8.cli.show.bench import show_bench
+from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, run_child
+from ckpt8.cli.bench.run import MODULES, bench, free_bytes, parse_size, show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 
 OWN = [name for name in MODULES if name not in PEERS]
@@ -234,11 +232,11 @@ def test_a_synthetic_checkpoint_is_measured_and_shown_as_one(scratch, monkeypatc
 
 @pytest.mark.parametrize("nbytes", [1, 3_000_000])
 def test_a_synthetic_checkpoint_is_one_that_torch_could_have_saved(nbytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(synthetic, "_TILE", 5000)
+    monkeypatch.setattr(sizes, "_TILE", 5000)
     paths = [tmp_path / name / "run.pt" for name in "ab"]
     for path in paths:
         path.parent.mkdir()
-        facts = synthetic.write(path, nbytes)
+        facts = sizes.synthetic(path, nbytes)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert abs(paths[0].stat().st_size - nbytes) < max(8000, 0.03 * nbytes)
     with zipfile.ZipFile(paths[0]) as file:
@@ -259,9 +257,9 @@ def test_a_disk_that_is_full_ends_a_synthetic_checkpoint(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(synthetic, "write_all_at", full)
+    monkeypatch.setattr(sizes, "write_all_at", full)
     with pytest.raises(OutputError, match=r"run\.pt: cannot be written: No space left on device$"):
-        synthetic.write(tmp_path / "run.pt", 10_000)
+        sizes.synthetic(tmp_path / "run.pt", 10_000)
 
 
 def test_names_reach_the_terminal_escaped():

@@ -21,7 +21,7 @@ WITHOUT = "import sys; sys.path.remove(''); "
 BENCH = """
 import json, sys
 from pathlib import Path
-from ckpt8.cli.bench.child import run_child
+from ckpt8.cli.bench.probe import run_child
 run_child(Path.cwd())(sys.argv[1], json.loads(sys.argv[2]), False)
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt8.cli.bench.child import SessionPeak, peak_memory
+from ckpt8.cli.bench.probe import SessionPeak, peak_memory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system has no PSS")
 
@@ -49,7 +49,7 @@ def test_shared_pages_count_once_and_the_peak_stays():
 def test_the_own_peak_is_what_was_taken_and_given_back():
     program = f"""
 import sys
-from ckpt8.cli.bench.child import peak_memory
+from ckpt8.cli.bench.probe import peak_memory
 first = peak_memory()
 taken = bytearray(b"a") * {BEFORE}
 del taken

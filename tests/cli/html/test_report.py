@@ -13,7 +13,7 @@ from page_kit import assert_inert
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.cli.show.html.report import page
+from ckpt8.cli.show.report import page
 
 HOSTILE = [
     "</script ><script>alert(1)</script>",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8 import __version__
-from ckpt8.cli.show.html.charts import (
+from ckpt8.cli.show.charts import (
     check_target,
     close_axis,
     document,

@@ -1,18 +1,24 @@
-"""Shows the result of ``diff`` in a terminal."""
+"""Shows the results of ``diff``, ``convert`` and ``verify`` in a terminal."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.cli.show.tables import number, shape_text, show_table
-from ckpt8.core.text import printable_tree, size
+from ckpt8.cli.guard import print_lines
+from ckpt8.cli.show.tables import Table, measured_lines, number, shape_text, show_optimizers, show_table
+from ckpt8.core.text import counted, listed, printable_tree, size
 from ckpt8.inspecting.facts import ROLE_WORDS
+
+if TYPE_CHECKING:
+    from ckpt8.converting.request import Report
+    from ckpt8.inspecting.verify import Verification
 
 _LISTED, _VALUES, _LAYERS, _MOMENT_LAYERS = 10, 16, 12, 4
 _LONGEST = 80
@@ -29,7 +35,7 @@ _TITLES = {
 }
 
 
-def show(console: Console, facts: dict[str, Any], *, tensors: bool) -> None:
+def show_diff(console: Console, facts: dict[str, Any], *, tensors: bool) -> None:
     """Print ``Difference.to_json``, with ``tensors`` every tensor; escape unprintable characters of names."""
     facts = printable_tree(facts)
     for side in ("a", "b"):
@@ -218,3 +224,61 @@ def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> Non
             counts = [f"{nan:,} NaN, {inf:,} Inf" for nan, inf in zip(change["nan"], change["infinite"], strict=True)]
             rows.append(f"{tensor['name']}  A: {counts[0]}; B: {counts[1]}")
     _show_list(console, "not finite, and left out of the figures", rows)
+
+
+_MOST_ALIASES = 20
+
+
+def show_converted(console: Console, report: Report, seconds: float) -> None:
+    """Print the target, the casts, and everything that the target lacks."""
+    lines = [
+        f"{report.target}: {report.format} of {report.tensors:,} tensors, {size(report.bytes)} in {seconds:.2f} s",
+        *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),
+    ]
+    if report.quantized is not None:
+        from ckpt8.converting.quantizing import lines as quantized
+
+        lines += quantized(report.quantized)
+    if report.aliases:
+        lines.append(f"tied        left out: {listed(report.aliases, _MOST_ALIASES)}")
+    lines += [f"left out    {line}" for line in report.dropped]
+    lines += [f"note        {line}" for line in report.notes]
+    print_lines(console, lines)
+
+
+def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:
+    """Print the result, and the figures of replayed steps."""
+    text = f"{src}: seal and {result.frames:,} frames hold ({size(result.nbytes)})"
+    if result.against and not result.failures:
+        text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
+        if result.unmeasured:
+            text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
+    links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []
+    print_lines(console, [text, *links, *(measured_lines(result.steps) if result.steps else [])])
+    show_optimizers(console, result.steps)
+    if result.resume is not None:
+        _show_replay(console, result.resume)
+
+
+def _show_replay(console: Console, resume: dict[str, Any]) -> None:
+    """Print how far the compressed run is from the original after every replayed step."""
+    from ckpt8.inspecting.replay import left_out
+
+    if resume["parameters"]:
+        console.print(
+            f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
+            f"replay error {number(resume['replay_error'])}"
+        )
+        columns = ("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
+        keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
+        rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
+        console.print(Table(columns, rows))
+        first = resume["first_of_gradient_rules"]
+        if first and first["parameters"] < resume["parameters"]:
+            console.print(
+                f"first step of the {counted(first['parameters'], 'parameter')} whose step needs a gradient: "
+                f"NMSE {number(first['update_nmse'])}, max |Δu| {number(first['update_max'])}"
+            )
+    else:
+        console.print("nothing could be replayed: the replay error is unknown")
+    print_lines(console, left_out(resume))

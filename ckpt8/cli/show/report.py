@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt8 import __version__
 from ckpt8.checkpoint.meaning.parameter_names import shown
-from ckpt8.cli.show.html.charts import (
+from ckpt8.cli.show.charts import (
     LogAxis,
     Stack,
     by_step,
