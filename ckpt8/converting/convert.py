@@ -1,16 +1,21 @@
-"""The public ``convert``: checks the arguments, chooses the format, and calls the module that writes it."""
+"""The public ``convert``: checks the arguments, chooses the format, and calls the function that writes it.
+
+``weights_snr`` says how well a container keeps weights that are converted to be published or served.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.codecs.error_stats import LatticeError, read_error
 from ckpt8.container.bases import sources_of
+from ckpt8.container.opening import Stored, is_stored, open_stored
 from ckpt8.converting import writers
-from ckpt8.converting.publishing import PUBLISHED, weights_snr
 from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
 from ckpt8.core.arguments import checked
@@ -81,10 +86,26 @@ def convert(
         in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
         chosen = _choose_format(request, to, in_directory=in_directory)
         report = Report(str(wanted), chosen)
-        import_module(f"{writers.__name__}.{writers.WRITERS[chosen]}").write(request, report)
+        module, function = writers.WRITERS[chosen]
+        getattr(import_module(module), function)(request, report)
     if chosen in PUBLISHED or key is not None:
         report.weights_snr, report.warning = weights_snr(path, member, key)
     return report
+
+
+def write_container(request: Request, report: Report) -> None:
+    """Write a ``.ckpt8``: what ``compress`` makes of the source, with the default preset. Raises Ckpt8Error."""
+    from ckpt8.compressing.compress import compress
+
+    for option in ("dtype", "key", "member"):
+        if getattr(request, option) is not None:
+            raise UsageError(f"--{option}: a .ckpt8 holds its source as it is; convert to another format first")
+    manifest = compress(
+        request.source, request.target, threads=request.threads, force=request.force, progress=request.progress
+    )
+    report.layout = "file" if manifest.directory is None else "directory"
+    report.tensors = len(manifest.tensors)
+    report.bytes = request.target.stat().st_size
 
 
 def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> str:
@@ -102,3 +123,58 @@ def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> s
     if (request.scale, request.per, request.keep, request.config) != (None, None, (), None):
         raise UsageError("--scale, --per, --keep and --config are for quantised weights: --dtype float8_e4m3fn or int8")
     return chosen
+
+
+PUBLISHED = frozenset({"safetensors", "compressed-tensors", "flashoptim"})
+"""Formats for inference and publishing. A model without the rest of its checkpoint is for these, in any format."""
+
+_GOOD_ENOUGH = 60.0
+"""dB: beyond what bf16 keeps."""
+
+_ADVICE = "for resuming, not for inference or publishing; convert the original, or a flash or lossless .ckpt8 of it"
+
+
+def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[float | None, str | None]:
+    """The SNR in dB of the weights that a container keeps on a lattice, and a warning where it is low or unknown.
+
+    ``member`` is the one that is converted, or a folder of members, ``key`` the model; None for all. Copies of masters
+    count as these. The SNR is None where it was not measured, and for a source without such weights.
+    """
+    if not is_stored(source):
+        return None, None
+    with open_stored(source) as reader:
+        members = [
+            candidate for candidate in reader.manifest.members if member is None or _is_in(candidate.path, member)
+        ]
+        storages = {index for member in members for _, index in member.segments}
+        if key is not None:
+            in_files = reader.manifest.directory is not None
+            named = [
+                (split_member(tensor.name)[1] if in_files else tensor.name, tensor)
+                for tensor in reader.manifest.tensors
+            ]
+            storages &= {tensor.storage for name, tensor in named if name.startswith(f"{key}.")}
+        storages |= _masters(reader, storages)
+        total = LatticeError()
+        for index in sorted(storages):
+            if reader.codec(index).measured_as != "lattice":
+                continue
+            error = read_error(reader.manifest.storages[index].error)
+            if not isinstance(error, LatticeError):
+                return None, f"{source}: keeps its weights {_ADVICE}; how well is unknown, it was not measured"
+            total.merge(error)
+    snr = total.snr_db
+    return (
+        snr,
+        None if snr is None or snr >= _GOOD_ENOUGH else f"{source}: keeps its weights to {snr:.1f} dB, {_ADVICE}",
+    )
+
+
+def _masters(reader: Stored, storages: Iterable[int]) -> set[int]:
+    """The storages that copies among ``storages`` are rounded from."""
+    copies = (reader.codec(index).copied for index in storages)
+    return {run.storage for copy in copies if copy is not None for run in copy.runs if run.storage is not None}
+
+
+def _is_in(path: str, member: str) -> bool:
+    return path == member or path.startswith(f"{member.rstrip('/')}/")

@@ -54,8 +54,7 @@ from ckpt8.checkpoint.sources.composite import Composite, computed
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
-from ckpt8.converting.choice import FLOATS, Content
-from ckpt8.converting.publishing import HEADS
+from ckpt8.converting.choice import FLOATS, HEADS, Content
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.json_text import parse_any_json

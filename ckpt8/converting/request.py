@@ -31,7 +31,7 @@ class Report:
     """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
 
     ``quantized`` is the summary of ``quantizing.report``, or None. ``replaced`` says what the target replaced, or None.
-    ``weights_snr`` and ``warning`` are those of ``publishing.weights_snr``.
+    ``weights_snr`` and ``warning`` are those of ``convert.weights_snr``.
     """
 
     target: str

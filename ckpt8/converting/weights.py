@@ -24,8 +24,16 @@ from ckpt8.checkpoint.tree import TensorRef, read_scalar
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.converting.choice import FLOATS, cast, check_optimizer, choose_model, choose_optimizer, model_tensors
-from ckpt8.converting.publishing import HEADS, module_of
+from ckpt8.converting.choice import (
+    FLOATS,
+    HEADS,
+    cast,
+    check_optimizer,
+    choose_model,
+    choose_optimizer,
+    model_tensors,
+    module_of,
+)
 from ckpt8.converting.request import Report
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType

@@ -38,8 +38,7 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef, iter_nodes
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.opening import is_stored
-from ckpt8.converting.layouts import dcp
-from ckpt8.converting.sources import PER_RANK, content_of, layout_of
+from ckpt8.converting.sources import PER_RANK, assemble_distributed, content_of, layout_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import printable
@@ -130,7 +129,7 @@ def _add_members(side: Side, present: list[DirectoryMember], members: Bundle) ->
             distributed[id(member.home)].append(member)
     folders = set()
     for files in distributed.values():
-        content = dcp.assemble(Bundle(members.path, files, ""))
+        content = assemble_distributed(Bundle(members.path, files, ""))
         folder = files[0].path.rpartition("/")[0]
         folders.add(f"{folder}/{METADATA}" if folder else METADATA)
         crcs = [_crcs(side, file.checkpoint, f"{file.path}/") for file in files]

@@ -54,7 +54,7 @@ from ckpt8.container.opening import Stored, containers_of, open_stored
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.container.sharded.reading import SliceKey
-from ckpt8.converting.layouts import dcp
+from ckpt8.converting.sources import assemble_distributed
 from ckpt8.core.arguments import checked
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
@@ -435,7 +435,7 @@ def differing_values(joined: JoinedReader, originals: Originals, workers: Worker
 
 def _assembled(source: Bundle) -> Bundle:
     members = source.distributed
-    return Bundle.of(dcp.assemble(Bundle(source.path, members, source.directory)).data, source.label)
+    return Bundle.of(assemble_distributed(Bundle(source.path, members, source.directory)).data, source.label)
 
 
 _OTHER_KIND = "the stored figures are of another kind"

@@ -1,7 +1,7 @@
-"""The formats that ``convert`` writes, a module each, chosen by name or by the suffix of the target.
+"""The formats that ``convert`` writes, chosen by name or by the suffix of the target.
 
-A module has ``write(request, report)``: it writes the whole target or leaves nothing, completes the report, and raises
-Ckpt8Error. This table imports none of them: the command line shows it without torch.
+Each has a function of ``(request, report)``: it writes the whole target or leaves nothing, completes the report, and
+raises Ckpt8Error. This table imports none of them: the command line shows it without torch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from ckpt8.container import target_names
 from ckpt8.core.errors import UsageError
 
 WRITERS = {
-    "torch": "torch_zip",
-    "safetensors": "safetensors",
-    "trainer": "trainer",
-    "dcp": "dcp",
-    "flashoptim": "flashoptim",
-    "compressed-tensors": "compressed_tensors",
-    "ckpt8": "ckpt8",
+    "torch": (f"{__name__}.torch_zip", "write"),
+    "safetensors": (f"{__name__}.safetensors", "write"),
+    "trainer": (f"{__name__}.safetensors", "write_trainer"),
+    "dcp": (f"{__name__}.dcp", "write"),
+    "flashoptim": (f"{__name__}.flashoptim", "write"),
+    "compressed-tensors": (f"{__name__}.compressed_tensors", "write"),
+    "ckpt8": ("ckpt8.converting.convert", "write_container"),
 }
-"""The module of every format."""
+"""The module and function of every format."""
 
 SUFFIXES = {
     **dict.fromkeys(target_names.TORCH, "torch"),

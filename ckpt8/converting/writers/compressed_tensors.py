@@ -36,8 +36,7 @@ from ckpt8.converting.quantizing import (
 )
 from ckpt8.converting.request import Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, model_weights
-from ckpt8.converting.writers.safetensors import total_bytes, with_masters, write_safetensors
-from ckpt8.converting.writers.trainer import WEIGHTS, copy_others
+from ckpt8.converting.writers.safetensors import WEIGHTS, copy_others, total_bytes, with_masters, write_safetensors
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed

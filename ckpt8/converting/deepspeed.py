@@ -3,6 +3,8 @@
 A file holds ``{"param": tensor, ...}``. One made from ZeRO stage 3 holds the flat tensor itself; ``param_shapes`` in a
 model file has its shape. The model file also holds what the optimizer does not train: buffers, frozen weights, tied
 names. ``param_shapes`` gives the parameters of each optimizer group too, where it has as many entries as groups.
+
+Flat partitions of the optimizer by rank are refused: only DeepSpeed can put them together.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 from ckpt8.checkpoint.meaning.deepspeed import common_step, groups_of, param_of
 from ckpt8.checkpoint.readers.entries import DirectoryMember
@@ -20,7 +22,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef, is_setting
 from ckpt8.converting.choice import Content, adopt_member
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import contiguous_stride
 from ckpt8.core.text import listed
 
@@ -34,12 +36,12 @@ States = Mapping[str, Mapping[str, DirectoryMember]]
 """Files by parameter, then by key."""
 
 
-def matches(members: Bundle) -> bool:
+def is_universal(members: Bundle) -> bool:
     """Whether some parameter has a file with its fp32 weights."""
     return any((m := _STATE.fullmatch(checkpoint.path)) and m["key"] == _WEIGHT for checkpoint in members.checkpoints)
 
 
-def assemble(members: Bundle) -> Content:
+def assemble_universal(members: Bundle) -> Content:
     """``{"model": {name: fp32}, "optimizer": {"state": {name: ...}, "param_groups": ...}}``. Raises InputError."""
     files, optimizer_file, model_file = _search(members)
     data = Composite(str(members.path))
@@ -159,3 +161,20 @@ def _model(data: Composite, file: DirectoryMember | None, weights: Mapping[str, 
 
 def _place(ref: TensorRef) -> tuple[object, ...]:
     return (ref.key, ref.offset, ref.shape, ref.stride) if ref.numel else (id(ref),)
+
+
+def holds_partitions(members: Bundle) -> bool:
+    """Whether the directory holds files of partitions."""
+    return _count_ranks(members) > 0
+
+
+def refuse_partitions(members: Bundle) -> NoReturn:
+    """Raise UnsupportedError that says what to do."""
+    raise UnsupportedError(
+        f"{members.path}: DeepSpeed ZeRO partitions of {_count_ranks(members)} ranks; make a universal checkpoint of "
+        "them first (python -m deepspeed.checkpoint.ds_to_universal), and convert that"
+    )
+
+
+def _count_ranks(members: Bundle) -> int:
+    return sum(member.path.endswith("_optim_states.pt") for member in members.opened)

@@ -1,1 +1,0 @@
-"""Layouts of directories: a module each, with ``matches`` and ``assemble``; see ``sources.DirectoryLayout``."""
