@@ -12,7 +12,7 @@ Names are resolved when first used, so that importing the package does not impor
 
 from __future__ import annotations
 
-from ckpt8.core.lazy import lazy_names
+from ckpt8.core.public import lazy_names
 
 _LOCATIONS = {
     "nn": "ckpt8.nn",
@@ -25,9 +25,9 @@ _LOCATIONS = {
     "diff": "ckpt8.inspecting.diff:diff",
     "save": "ckpt8.compressing.compress:save",
     "load": "ckpt8.restoring.restore:load",
-    "open": "ckpt8.container.open_file:open_container",
+    "open": "ckpt8.container.decoding:open_container",
     "restore": "ckpt8.restoring.restore:restore",
-    "rebase": "ckpt8.container.rebase:rebase",
+    "rebase": "ckpt8.container.writer:rebase",
     "resume": "ckpt8.restoring.resume.resume:resume",
     "runs": "ckpt8.inspecting.runs:runs",
     "verify": "ckpt8.inspecting.verify:verify",

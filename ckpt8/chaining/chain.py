@@ -22,15 +22,14 @@ from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
 from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.compressing.deltas import AUTO
-from ckpt8.container.header import is_container
+from ckpt8.container.header import CONTAINER, SUFFIXES, is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
-from ckpt8.container.manifest import FILE
+from ckpt8.container.manifest import FILE, original_name
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.reading import is_sharded
-from ckpt8.container.target_names import CONTAINER, SUFFIXES, original_name
-from ckpt8.core.arguments import checked
+from ckpt8.container.sharded import is_sharded
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.public import checked
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.run_files import Facts, step_of

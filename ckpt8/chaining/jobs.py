@@ -28,9 +28,8 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem
 from ckpt8.container.facts import total_errors
 from ckpt8.container.header import stated_seal
-from ckpt8.container.manifest import Manifest
+from ckpt8.container.manifest import Manifest, original_name
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.target_names import original_name
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import any_file, noting_replaced, remove, rename_new, sync_directory
 from ckpt8.core.text import counted, listed

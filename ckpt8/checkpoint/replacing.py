@@ -27,11 +27,10 @@ from ckpt8.checkpoint.readers.entries import is_named_shard
 from ckpt8.checkpoint.tree import iter_nodes
 from ckpt8.checkpoint.vocabulary import words
 from ckpt8.container import sharded
-from ckpt8.container.header import HEAD_BYTES, is_container
+from ckpt8.container.header import CONTAINER, HEAD_BYTES, SUFFIXES, is_container
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.overview import Overview
 from ckpt8.container.sharded import INDEX, PART
-from ckpt8.container.target_names import CONTAINER, SUFFIXES
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file

@@ -96,7 +96,7 @@ def inspect(
     torch.load refuses with weights_only. inspect looks at a sample of the values of a checkpoint, and with --full at
     every element; at those of a .ckpt8 with --full only. --json prints them as flags, with sample and layers.
     """
-    from ckpt8.container.opening import is_stored
+    from ckpt8.container.joined import is_stored
 
     report = None
     if html is not None:
@@ -150,7 +150,7 @@ def restore(
     best.ckpt8 becomes best.pt, best.safetensors, ... or the directory best/. restore also shows the original's name.
     --force replaces checkpoints: a directory only if it holds nothing else, another file only if -o names it.
     """
-    from ckpt8.container.opening import containers_of, open_stored
+    from ckpt8.container.joined import containers_of, open_stored
     from ckpt8.inspecting.container import names_in_container, warning
     from ckpt8.restoring import restore as api
 

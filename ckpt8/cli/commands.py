@@ -135,7 +135,7 @@ def compress_share(
     src: Path, output: Path | None, options: dict[str, Any], rank: int, world: int, *, force: bool, as_json: bool
 ) -> None:
     """Pack the share of this rank. Every rank prints a line of its part, rank 0 then the whole."""
-    from ckpt8.container.target_names import CONTAINER
+    from ckpt8.container.header import CONTAINER
 
     if output is None or output.suffix == CONTAINER:
         raise UsageError(
@@ -530,8 +530,8 @@ def rebase(
     as_json: Json = False,
 ) -> None:
     """Write a delta as a .ckpt8 that needs no base, by default in its own place."""
-    from ckpt8.container.opening import open_stored
-    from ckpt8.container.rebase import rebase as run
+    from ckpt8.container.joined import open_stored
+    from ckpt8.container.writer import rebase as run
 
     elapsed = stopwatch()
     with open_stored(src) as stored:

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from ckpt8.codecs.base import Codec, config_of
 from ckpt8.core.errors import UnsupportedError, UsageError
-from ckpt8.core.lazy import resolve
+from ckpt8.core.public import resolve
 
 CODECS: tuple[tuple[str, str], ...] = (
     ("lossless/1", "ckpt8.codecs.lossless:Lossless"),

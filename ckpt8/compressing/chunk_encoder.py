@@ -22,7 +22,7 @@ from ckpt8.compressing.measure import ErrorMeter
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, symbols
-from ckpt8.container.symbol_modes import Packing
+from ckpt8.container.manifest import Packing
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.gpu import CudaTransfer, Mark, copy_to_row, cut_row, padded, row_bytes

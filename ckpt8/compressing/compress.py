@@ -38,14 +38,14 @@ from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.bases import looked_for_in
-from ckpt8.container.columns import is_unicode
+from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
-from ckpt8.container.target_names import CONTAINER, default_path
-from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.core.files.atomic import AtomicFile, as_private_as, refuse_source
+from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, refuse_source
 from ckpt8.core.gpu import requested
+from ckpt8.core.json_text import is_unicode
+from ckpt8.core.public import checked
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
 

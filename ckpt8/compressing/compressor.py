@@ -42,7 +42,7 @@ from ckpt8.container.manifest import (
     StorageRecord,
     TensorRecord,
 )
-from ckpt8.container.sharded.reading import SliceKey
+from ckpt8.container.sharded import SliceKey
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import UsageError

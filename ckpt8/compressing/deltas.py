@@ -42,14 +42,14 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import balance, left_over
 from ckpt8.container import frames, header, symbols
 from ckpt8.container.bases import find_base
-from ckpt8.container.columns import is_unicode
 from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, links_in
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.reading import find_sharded
-from ckpt8.core.arguments import described, is_path
+from ckpt8.container.sharded import find_sharded
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, RefusedError, UsageError
+from ckpt8.core.json_text import is_unicode
+from ckpt8.core.public import described, is_path
 from ckpt8.core.tensors import Parts, Role
 from ckpt8.core.text import natural_order
 from ckpt8.core.workers import Workers

@@ -23,8 +23,7 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header
 from ckpt8.container.header import PACK, entry_names, pack_entry
-from ckpt8.container.manifest import FrameTable, Pack
-from ckpt8.container.symbol_modes import Packing
+from ckpt8.container.manifest import FrameTable, Pack, Packing
 from ckpt8.core.closing import without_collection
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.tensors import Parts

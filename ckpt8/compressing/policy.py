@@ -33,8 +33,8 @@ from ckpt8.codecs.lattice import HIGHEST_K, LOWEST_K
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.rclog import LARGEST_STEP, OCTAVE, SMALLEST_STEP
 from ckpt8.codecs.split24 import Split24
-from ckpt8.core.arguments import described
 from ckpt8.core.errors import UsageError
+from ckpt8.core.public import described
 from ckpt8.core.tensors import Role, TensorSpec, is_small
 
 LEAST_STEPS, MOST_STEPS = 0.01, 10.0

@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from ckpt8.container.columns import Fields
 from ckpt8.container.header import (
     SEAL_BYTES,
     holds_seal,
@@ -28,6 +27,7 @@ from ckpt8.container.manifest import BaseRecord, read_base
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import as_private_as, refuse_source
 from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.json_text import Fields
 
 _directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
 

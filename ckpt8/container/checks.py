@@ -26,11 +26,21 @@ from typing import NamedTuple
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import Copied, Factors
 from ckpt8.container import header
-from ckpt8.container.columns import is_unicode
 from ckpt8.container.header import FRAME, Entry
-from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, FrameTable, Manifest, MemberRecord, Pack, StorageRecord
-from ckpt8.container.symbol_modes import Mode
+from ckpt8.container.manifest import (
+    DIRECTORY,
+    FILE,
+    SYMLINK,
+    FrameTable,
+    Manifest,
+    MemberRecord,
+    Mode,
+    Pack,
+    StorageRecord,
+    planes,
+)
 from ckpt8.core.errors import InputError
+from ckpt8.core.json_text import is_unicode
 from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
 MOST_COPIES = 4
@@ -341,7 +351,7 @@ class Locator:
                 part,
                 spec,
                 {
-                    header.entry_name(record.name, part, k, len(slabs)): len(chunks) * header.planes(spec)
+                    header.entry_name(record.name, part, k, len(slabs)): len(chunks) * planes(spec)
                     for k, chunks in enumerate(slabs)
                 },
             )
@@ -356,8 +366,7 @@ class Locator:
         self._check_names(pack, layout)
         names = ((part, spec, header.pack_entry(pack.name, part)) for part, (spec, _) in layout.items())
         return {
-            part: self._part(pack, part, spec, {name: header.planes(spec)} if pack.numel else {})
-            for part, spec, name in names
+            part: self._part(pack, part, spec, {name: planes(spec)} if pack.numel else {}) for part, spec, name in names
         }
 
     def _checked(self, record: StorageRecord | Pack, codec: Codec) -> TensorSpec:

@@ -16,10 +16,9 @@ import torch
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.container import header
 from ckpt8.container.checks import PartPlace
 from ckpt8.container.header import FRAME, MAX_WINDOW
-from ckpt8.container.symbol_modes import Packing
+from ckpt8.container.manifest import Packing, planes
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import SourceFile, crc32
 from ckpt8.core.tensors import PartSpec
@@ -163,7 +162,7 @@ def read_part(
     """
     if place is None:
         raise InputError(f"{where}: is not to be found")
-    count = header.planes(spec)
+    count = planes(spec)
     packing = Packing(place.table.modes[chunk], spec.numel) if spec.is_symbols else None
     lengths = [spec.nbytes // count] * count if packing is None else packing.plane_lengths
     total, at = sum(lengths), 0

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import zstandard
 
 from ckpt8.codecs import Codec
-from ckpt8.container.symbol_modes import PLANES
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
@@ -50,6 +49,12 @@ METADATA = "__metadata__"
 HEAD_BYTES = 4096
 """Bytes at the start of a file that show whether it is a container."""
 
+CONTAINER = ".ckpt8"
+TORCH = (".pt", ".pth", ".bin", ".ckpt")
+SAFETENSORS = ".safetensors"
+SUFFIXES = (*TORCH, SAFETENSORS)
+"""The suffixes of checkpoint files."""
+
 _WIDEST_OFFSET = 10**16 - 1
 
 
@@ -76,6 +81,11 @@ def is_container(path: Path) -> bool:
     except OSError:
         return False
     return begins_container(head)
+
+
+def container_names(name: str) -> tuple[str, str]:
+    """The names that the container of a file or directory may have without being told: short and long."""
+    return Path(name).with_suffix(CONTAINER).name, name + CONTAINER
 
 
 def begins_container(head: bytes) -> bool:
@@ -284,11 +294,6 @@ def entry_names(codec: Codec, spec: TensorSpec, slab: int) -> list[str]:
     """Names of all entries of a storage in the order in which they are written."""
     slabs = len(slab_chunks(spec.numel, slab))
     return [entry_name(spec.name, part, k, slabs) for k in range(slabs) for part in codec.layout(spec)]
-
-
-def planes(part: PartSpec) -> int:
-    """Frames that one chunk of a part takes: one for each byte of its elements, some of them empty for symbols."""
-    return PLANES if part.is_symbols else part.dtype.itemsize
 
 
 def inflate_plain(stored: bytes, length: int, where: str) -> bytes:

@@ -32,9 +32,8 @@ from ckpt8.container.bases import (
     kept_name,
     stated_base,
 )
-from ckpt8.container.header import HEAD_BYTES, begins_container, holds_seal, stated_seal
+from ckpt8.container.header import CONTAINER, HEAD_BYTES, begins_container, holds_seal, stated_seal
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.target_names import CONTAINER
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.atomic import any_file, sync_directory

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ckpt8.codecs.lattice.numba import from_zigzag, zigzag
-from ckpt8.container.symbol_modes import DIGITS, LANES, Mode
+from ckpt8.container.manifest import DIGITS, LANES, Mode
 from ckpt8.core.numba import i4, kernel
 
 u4, u8 = np.uint32, np.uint64

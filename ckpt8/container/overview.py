@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from ckpt8.codecs.lossless import RAW_PART, Lossless
 from ckpt8.container import header
 from ckpt8.container.checks import check_path
-from ckpt8.container.columns import Fields, Table, as_count, as_step, as_text, below, or_null
 from ckpt8.container.header import SEAL_BYTES, check_version, inflate_plain, read_head, unpack_manifest
 from ckpt8.container.manifest import SHARED, BaseRecord, read_base
+from ckpt8.container.manifest_json import Table, as_count, as_step, as_text, below, or_null
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import SourceFile, crc32
+from ckpt8.core.json_text import Fields
 from ckpt8.core.tensors import DType
 
 _LONGEST = 1 << 26

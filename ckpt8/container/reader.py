@@ -32,9 +32,8 @@ from ckpt8.container.checks import (
     member_runs,
 )
 from ckpt8.container.header import FRAME, Entry, inflate_plain, read_head, unpack_manifest
-from ckpt8.container.manifest import BaseRecord, Manifest, Pack, StorageRecord
+from ckpt8.container.manifest import BaseRecord, Manifest, Pack, Packing, StorageRecord
 from ckpt8.container.manifest_json import read_manifest
-from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.backend import Backend, for_checkpoint
 from ckpt8.core.closing import Closing, without_collection
 from ckpt8.core.errors import InputError, RefusedError

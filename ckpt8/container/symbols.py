@@ -1,4 +1,4 @@
-"""Packs symbols into planes of bytes and unpacks them: see ``symbol_modes`` for the form.
+"""Packs symbols into planes of bytes and unpacks them: see ``manifest`` for the form.
 
 The mode follows from a histogram, so that every device and backend chooses the same. The functions of torch define the
 planes; ``kernels`` fills the same ones faster.
@@ -26,7 +26,7 @@ import torch
 
 from ckpt8.codecs.lattice.reference import RESERVED, from_zigzag, zigzag
 from ckpt8.container.frames import SHORT_PLANE, SYMBOLS_WORTH_IT
-from ckpt8.container.symbol_modes import DIGITS, LANES, MOST_BITS, MOST_RAW, NO_TOP, PLANES, SYMBOL_LIMIT, Mode, Packing
+from ckpt8.container.manifest import DIGITS, LANES, MOST_BITS, MOST_RAW, NO_TOP, PLANES, SYMBOL_LIMIT, Mode, Packing
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import Parts

@@ -14,12 +14,12 @@ from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.codecs.error_stats import LatticeError, read_error
 from ckpt8.container.bases import sources_of
-from ckpt8.container.opening import Stored, is_stored, open_stored
+from ckpt8.container.joined import Stored, is_stored, open_stored
 from ckpt8.converting import writers
 from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
-from ckpt8.core.arguments import checked
 from ckpt8.core.errors import UsageError
+from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress
 
 _QUANTIZING = "compressed-tensors"

@@ -17,8 +17,7 @@ from ckpt8.converting.choice import Content
 from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.sources import open_content
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Guard
-from ckpt8.core.files.write_at import write_at
+from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Guard, write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress
 

@@ -30,9 +30,8 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.distributed import tree_of
 from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.checkpoint.tree import Checkpoint, iter_nodes
-from ckpt8.container.opening import is_stored
-from ckpt8.container.sharded import FOLDER
-from ckpt8.container.sharded.reading import find_sharded
+from ckpt8.container.joined import is_stored
+from ckpt8.container.sharded import FOLDER, find_sharded
 from ckpt8.converting import deepspeed, ranks
 from ckpt8.converting.choice import SINGLE_FILE, Content, adopt_member, check_optimizer, tie_again
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError

@@ -19,8 +19,8 @@ from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
+from ckpt8.container.joined import Stored, containers_of, open_stored
 from ckpt8.container.manifest import Manifest, MemberRecord, base_json
-from ckpt8.container.opening import Stored, containers_of, open_stored
 from ckpt8.container.reader import ContainerReader, SkeletonFile
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error

@@ -18,10 +18,10 @@ from ckpt8.checkpoint.meaning.roles import unique_name
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, format_path, iter_nodes, read_scalar
 from ckpt8.container.frames import FRAME, bytes_of
-from ckpt8.core.arguments import checked
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import crc32
+from ckpt8.core.public import checked
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff_result import Change, Difference, TensorDifference, ValueDifference, measure

@@ -36,8 +36,8 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember, size_of
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef, iter_nodes
+from ckpt8.container.joined import is_stored
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
-from ckpt8.container.opening import is_stored
 from ckpt8.converting.sources import PER_RANK, assemble_distributed, content_of, layout_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Role

@@ -41,9 +41,8 @@ from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container.facts import NO_PARAMETER, NOT_MEASURED, codec_kind, error_facts, figure_of, unknown_updates
 from ckpt8.container.frames import FRAME
+from ckpt8.container.joined import JoinedReader, Stored
 from ckpt8.container.manifest import Manifest, ParameterRecord
-from ckpt8.container.opening import Stored
-from ckpt8.container.sharded.joined import JoinedReader
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec

@@ -25,12 +25,11 @@ from ckpt8.checkpoint.replacing import TRAINER_STATE, is_one_checkpoint, may_be_
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes, number_of
 from ckpt8.codecs.error_stats import StepError, read_step_error
 from ckpt8.container.bases import KEPT, is_kept_name
-from ckpt8.container.columns import Fields
 from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.overview import Contained, Overview
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.core.json_text import parse_any_json
+from ckpt8.core.json_text import Fields, parse_any_json
 from ckpt8.inspecting.facts import EPOCH_KEYS, GLOBAL_KEYS, LARGEST, STEP_KEYS, asked_words, first_number
 
 SUFFIXES = frozenset({".ckpt8", ".pt", ".pth", ".ckpt", ".safetensors"})

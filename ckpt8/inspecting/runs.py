@@ -25,15 +25,14 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, Components, TensorRef, iter_nodes, read_scalar
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.container import bases
-from ckpt8.container.header import is_container
+from ckpt8.container.header import CONTAINER, container_names, is_container
+from ckpt8.container.joined import read_index
 from ckpt8.container.manifest import FILE, BaseRecord
 from ckpt8.container.sharded import INDEX, is_part
-from ckpt8.container.sharded.reading import read_index
-from ckpt8.container.target_names import CONTAINER, container_names
-from ckpt8.core.arguments import checked
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile, refuse_url
+from ckpt8.core.public import checked
 from ckpt8.inspecting.facts import step_figures
 from ckpt8.inspecting.origin import origin_of, read_json
 from ckpt8.inspecting.run_files import (

@@ -48,17 +48,16 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header
 from ckpt8.container.decoding import check_frames, scratch_tensor
+from ckpt8.container.joined import JoinedReader, Stored, containers_of, open_stored
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
-from ckpt8.container.opening import Stored, containers_of, open_stored
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.joined import JoinedReader
-from ckpt8.container.sharded.reading import SliceKey
+from ckpt8.container.sharded import SliceKey
 from ckpt8.converting.sources import assemble_distributed
-from ckpt8.core.arguments import checked
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, combine
+from ckpt8.core.public import checked
 from ckpt8.core.tensors import Parts
 from ckpt8.core.text import box_text, shown
 from ckpt8.core.workers import Progress, Workers

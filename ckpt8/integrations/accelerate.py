@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.container.header import is_container
-from ckpt8.container.sharded import FOLDER
-from ckpt8.container.sharded.reading import is_sharded
-from ckpt8.core.arguments import checked
+from ckpt8.container.sharded import FOLDER, is_sharded
 from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.public import checked
 from ckpt8.integrations import local_path, missing
 from ckpt8.integrations.sharded import load_model, load_optimizers, save_packed, state_to_pack
 

@@ -30,9 +30,8 @@ from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.arguments import checked
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.core.lazy import lazy_names
+from ckpt8.core.public import checked, lazy_names
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing, removing
 

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.container.header import is_container
+from ckpt8.container.joined import read_index
 from ckpt8.container.kept_bases import remove_container
-from ckpt8.container.sharded import FOLDER
-from ckpt8.container.sharded.reading import is_sharded, read_index
-from ckpt8.core.arguments import checked
+from ckpt8.container.sharded import FOLDER, is_sharded
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, remove
+from ckpt8.core.public import checked
 from ckpt8.integrations import removing
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.restoring.restore import restore

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt8.container.header import is_container
-from ckpt8.container.sharded.reading import is_sharded
+from ckpt8.container.sharded import is_sharded
 from ckpt8.integrations import is_local, missing
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 

@@ -26,11 +26,10 @@ import torch.distributed as dist
 from ckpt8.checkpoint.replacing import TRAINER_STATE
 from ckpt8.compressing.compress import checked_options, compress
 from ckpt8.compressing.deltas import only_auto
+from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import remove_container
-from ckpt8.container.target_names import CONTAINER
-from ckpt8.core.arguments import checked
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError
-from ckpt8.core.lazy import lazy_names
+from ckpt8.core.public import checked, lazy_names
 from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import missing, removing
 from ckpt8.restoring.restore import restore

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt8.core.lazy import lazy_names
+from ckpt8.core.public import lazy_names
 
 if TYPE_CHECKING:
     from ckpt8.nn.linear import HEADS as HEADS

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ckpt8.core.arguments import checked
 from ckpt8.core.backend import resolve
 from ckpt8.core.errors import UsageError
+from ckpt8.core.public import checked
 from ckpt8.nn import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt8.core.lazy import lazy_names
+from ckpt8.core.public import lazy_names
 from ckpt8.optim.known_optimizers import trained_cards
 
 if TYPE_CHECKING:

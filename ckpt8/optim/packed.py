@@ -37,7 +37,7 @@ from ckpt8.codecs.base import TILE, StateKey
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split32
 from ckpt8.core.errors import UsageError
-from ckpt8.core.lazy import resolve
+from ckpt8.core.public import resolve
 from ckpt8.core.tensors import is_small
 from ckpt8.optim.cards import Card
 from ckpt8.optim.known_optimizers import card_of

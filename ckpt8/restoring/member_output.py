@@ -13,17 +13,16 @@ import torch
 
 from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
 from ckpt8.container.bases import refuse_any
-from ckpt8.container.checks import link_stays_inside
+from ckpt8.container.checks import is_plain_name, link_stays_inside
 from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.header import CONTAINER, SAFETENSORS, SUFFIXES, TORCH
 from ckpt8.container.kept_bases import unneeded_file
-from ckpt8.container.manifest import DIRECTORY, SYMLINK
+from ckpt8.container.manifest import DIRECTORY, SYMLINK, Manifest, original_name
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.target_names import original_name, restored_path
-from ckpt8.core.errors import InputError
-from ckpt8.core.files.atomic import AtomicDirectory, Check, Guard
+from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.files.atomic import AtomicDirectory, Check, Guard, default_path, write_at
 from ckpt8.core.files.source_file import combine, crc32
-from ckpt8.core.files.write_at import write_at
 from ckpt8.core.text import listed, size
 from ckpt8.core.workers import Buffers, Progress, Workers
 
@@ -159,3 +158,34 @@ def room_of(reader: ContainerReader) -> str:
 def file_check(given: str | os.PathLike[str] | None) -> Check:
     """Raises unless ``force`` may replace a file: one that the user named, else a checkpoint; no base of a delta."""
     return checkpoint_file if given is None else unneeded_file
+
+
+_OF_FORMAT = {"torch-zip": ".pt", "torch-legacy": ".pt", "safetensors": SAFETENSORS}
+_OF_BYTES = ".bin"
+
+
+def restored_path(source: Path, manifest: Manifest) -> Path:
+    """Where ``restore`` writes by default: next to the container ``source``, under its name.
+
+    ``best.ckpt8`` gives the directory ``best``, or a file ``best.pt``, ``best.safetensors``, ... The suffix is that of
+    the original if it is one of SUFFIXES; else, as for ``weights.model`` or ``weights``, the member's format decides:
+    ``.pt`` for what torch.save wrote, ``.safetensors`` for safetensors. So a container that keeps its name gives the
+    original its name back. A name that has such a suffix already gets no other one: ``run.pt.ckpt8`` gives ``run.pt``.
+    A container with another suffix, or none, keeps it: ``run.v2`` gives ``run.v2.pt``.
+
+    Raises OutputError where that name cannot be used.
+    """
+    known = source.suffix.lower() in (CONTAINER, *SUFFIXES)
+    name = source.stem if known else source.name
+    suffix = _suffix(manifest)
+    alike = TORCH if suffix.lower() in TORCH else (SAFETENSORS,)
+    if manifest.directory is None and Path(name).suffix.lower() not in alike:
+        name += suffix
+    if not is_plain_name(name):
+        raise OutputError(f"{source}: its name leaves none for the directory in it; give one with -o")
+    return default_path(source.with_name(name))
+
+
+def _suffix(manifest: Manifest) -> str:
+    stored = Path(original_name(manifest)).suffix
+    return stored if stored.lower() in SUFFIXES else _OF_FORMAT.get(manifest.members[0].format, _OF_BYTES)

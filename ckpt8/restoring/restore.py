@@ -15,10 +15,10 @@ from ckpt8.container.bases import sources_of
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.reading import find_sharded, refuse_directory
-from ckpt8.core.arguments import checked
+from ckpt8.container.sharded import find_sharded, refuse_directory
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
+from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory, room_of
 from ckpt8.restoring.salvage import Salvage
@@ -66,7 +66,7 @@ def restore(
     """Write the original back to ``target``; return the path that was written.
 
     Without ``target``, ``best.ckpt8`` gives ``best.pt``, ``best.safetensors``, ... or the directory ``best`` beside it,
-    whatever the original was called: see ``container.target_names``. What was stored lossless is identical; the rest is
+    whatever the original was called: see ``restored_path``. What was stored lossless is identical; the rest is
     within the error that ``inspect`` shows. With ``force`` an existing file is replaced (without ``target`` only a
     checkpoint), and a directory that is a checkpoint and holds nothing else: see ``checkpoint.replacing``. Raises
     InputError for damage, OutputError when the target exists and is not replaced, or cannot be written.

@@ -31,13 +31,12 @@ from ckpt8.container.checks import CRC_BYTES
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.decoding import Chunk, all_chunks, decode_storage, scratch_tensor
 from ckpt8.container.frames import bytes_of
+from ckpt8.container.header import SAFETENSORS
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.target_names import SAFETENSORS, default_path
 from ckpt8.core.errors import Ckpt8Error, InputError
-from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Check, Guard, refuse_source
-from ckpt8.core.files.write_at import write_at
+from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Check, Guard, default_path, refuse_source, write_at
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import counted
 from ckpt8.core.workers import Progress, Workers

@@ -30,12 +30,10 @@ from ckpt8.checkpoint.readers.dcp_metadata import METADATA, nest
 from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.distributed import ShardedFiles
-from ckpt8.container.sharded import INDEX
-from ckpt8.container.sharded.index import Place, ShardedIndex
-from ckpt8.container.sharded.joined import JoinedReader
+from ckpt8.container.joined import JoinedReader
+from ckpt8.container.sharded import INDEX, Place, ShardedIndex
 from ckpt8.core.errors import UnsupportedError, UsageError
-from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source
-from ckpt8.core.files.write_at import write_at
+from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source, write_at
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.member_output import Restored

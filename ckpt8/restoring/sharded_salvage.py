@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from ckpt8.container.damaged import DamagedDirectory
 from ckpt8.container.decoding import decode_tensor
-from ckpt8.container.sharded.damaged import DamagedDirectory
-from ckpt8.container.sharded.index import GlobalTensor, Place, ShardedIndex, Slice
+from ckpt8.container.sharded import GlobalTensor, Place, ShardedIndex, Slice
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.text import box_text, counted, listed

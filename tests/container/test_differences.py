@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt8.container.symbol_modes import SYMBOL_LIMIT
+from ckpt8.container.manifest import SYMBOL_LIMIT
 from ckpt8.container.symbols import difference, total
 from ckpt8.core.errors import InputError, RefusedError
 

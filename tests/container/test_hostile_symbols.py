@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_damage import INFINITE, _mutations, exercise, is_detected, pack, unpack
 
 import ckpt8
-from ckpt8.container.symbol_modes import PLANES, Mode
+from ckpt8.container.manifest import PLANES, Mode
 from ckpt8.core.errors import InputError, UnsupportedError
 
 W, M, V = "model.layers.0.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckpt8.container.sharded.joined import JoinedReader
+from ckpt8.container.joined import JoinedReader
 from ckpt8.core.errors import InputError
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt8.container.sharded.collecting import RankFile, collect
-from ckpt8.container.sharded.index import GlobalTensor, Grid, Listed, Place, ShardedIndex
-from ckpt8.container.sharded.reading import parse_index
+from ckpt8.container.collecting import RankFile, collect
+from ckpt8.container.sharded import GlobalTensor, Grid, Listed, Place, ShardedIndex, parse_index
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 

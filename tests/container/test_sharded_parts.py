@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt8.container.sharded.index import Part, ShardedIndex
-from ckpt8.container.sharded.reading import has_other_parts
+from ckpt8.container.sharded import Part, ShardedIndex, has_other_parts
 
 
 def put(folder, *parts):

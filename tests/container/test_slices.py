@@ -9,7 +9,7 @@ from plain_reader import Plain
 from test_damage import pack, unpack
 
 import ckpt8
-from ckpt8.container.sharded.reading import slices_of
+from ckpt8.container.sharded import slices_of
 from ckpt8.core.errors import InputError
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 

@@ -9,7 +9,7 @@ import torch
 from plain_codecs import plane_lengths, unpacked
 
 from ckpt8.container import frames, symbols
-from ckpt8.container.symbol_modes import DIGITS, MOST_BITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
+from ckpt8.container.manifest import DIGITS, MOST_BITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
 from ckpt8.core.errors import InputError
 
 BACKENDS = ("torch", "numba")

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckpt8.container.sharded.index import Part, ShardedIndex
-from ckpt8.container.sharded.reading import read_index
+from ckpt8.container.joined import read_index
+from ckpt8.container.sharded import Part, ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter, writer
 from ckpt8.integrations.dcp.rank_file import RankPlan

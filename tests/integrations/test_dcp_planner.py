@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from ckpt8.container.sharded.collecting import RankFile, collect
-from ckpt8.container.sharded.index import GlobalTensor
+from ckpt8.container.collecting import RankFile, collect
+from ckpt8.container.sharded import GlobalTensor
 from ckpt8.core.tensors import DType, Role
 from ckpt8.integrations.dcp import Ckpt8SavePlanner
 from ckpt8.integrations.dcp.planner import count_parted

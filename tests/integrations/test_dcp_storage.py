@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import ckpt8
 from ckpt8.cli.app import app
 from ckpt8.container.manifest import Manifest
-from ckpt8.container.sharded.index import ShardedIndex
+from ckpt8.container.sharded import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import partial_path
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
@@ -308,7 +308,7 @@ def test_files_of_two_saves_are_told_apart(tmp_path):
 def test_the_name_of_the_directory_is_on_the_disk_before_its_index(tmp_path, monkeypatch):
     flushed = []
     monkeypatch.setattr(
-        "ckpt8.container.sharded.index.sync_directory",
+        "ckpt8.container.sharded.sync_directory",
         lambda path: flushed.append((path, (path / "step-5" / "ckpt8-dcp.json").exists())),
     )
     save({"w": torch.ones(8)}, tmp_path / "step-5")

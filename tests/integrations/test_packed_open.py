@@ -150,7 +150,7 @@ def test_memory_is_that_of_the_tensor(tmp_path):
     pack(plain, tmp_path / "packed", preset="flash", stats=False)
     code = """with ckpt8.open(sys.argv[1]) as file:
     found = {"sum": sum(file.get_tensor(f"model.{k}").numel() for k in range(3))}"""
-    found = run_measured("import ckpt8.container.sharded.damaged", code, tmp_path / "packed")
+    found = run_measured("import ckpt8.container.decoding", code, tmp_path / "packed")
     assert found["sum"] == 3 * wide.numel()
     assert found["extra"] < wide.nbytes + 100e6
 

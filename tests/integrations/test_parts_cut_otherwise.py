@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt8
-from ckpt8.container.sharded.index import Part
-from ckpt8.container.sharded.reading import read_index
+from ckpt8.container.joined import read_index
+from ckpt8.container.sharded import Part
 from ckpt8.core.errors import InputError
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 

@@ -13,8 +13,8 @@ import ckpt8
 from ckpt8.codecs.lattice.reference import from_zigzag, zigzag
 from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.rebase import write_again
 from ckpt8.container.symbols import difference
+from ckpt8.container.writer import write_again
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 

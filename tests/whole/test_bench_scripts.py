@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from gpt_kit import SIZES, Run, RunConfig
 
-from ckpt8.container.sharded.reading import read_index
+from ckpt8.container.joined import read_index
 
 SCRIPTS = Path(__file__).parents[2] / "fixtures" / "bench"
 NAMES = ("trained_gpt", "scaling", "sharded_saves", "ranks_simulation")

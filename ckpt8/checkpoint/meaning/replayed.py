@@ -30,7 +30,7 @@ from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recog
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.files.source_file import crc32
-from ckpt8.core.lazy import resolve
+from ckpt8.core.public import resolve
 from ckpt8.optim.cards import VARIANTS, Card, Form
 from ckpt8.optim.known_optimizers import CARDS, first_moments, setting, state_roles, why_unknown
 from ckpt8.optim.packed_tensor import Block, Values, flat_blocks, row_blocks

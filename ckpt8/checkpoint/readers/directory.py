@@ -19,8 +19,7 @@ from ckpt8.checkpoint.readers.dcp_metadata import MAX_METADATA_BYTES, METADATA, 
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_named_shard, kept, lone_shard
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
-from ckpt8.container.sharded import INDEX, RANK_FILE, is_part
-from ckpt8.container.sharded.reading import explain_missing
+from ckpt8.container.sharded import INDEX, RANK_FILE, explain_missing, is_part
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.text import shown

@@ -56,11 +56,11 @@ from ckpt8.checkpoint.tree import (
 )
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.container.frames import bytes_of
+from ckpt8.container.joined import JoinedReader
 from ckpt8.container.manifest import DCP, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.index import Box, Place, check_cover
-from ckpt8.container.sharded.joined import JoinedReader
+from ckpt8.container.sharded import Box, Place, check_cover
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, Window
 from ckpt8.core.tensors import DType, Role

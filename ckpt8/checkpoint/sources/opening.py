@@ -19,11 +19,11 @@ from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, me
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo
 from ckpt8.container.decoding import check_frames
 from ckpt8.container.header import is_container
+from ckpt8.container.joined import JoinedReader
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded.joined import JoinedReader
-from ckpt8.container.sharded.reading import find_sharded
+from ckpt8.container.sharded import find_sharded
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, crc32
 from ckpt8.core.workers import Workers

@@ -16,10 +16,9 @@ from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, Stora
 from ckpt8.codecs import Codec
 from ckpt8.container import header
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
-from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK
+from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK, Packing
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.symbol_modes import Packing
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Parts, TensorSpec

@@ -43,9 +43,8 @@ from ckpt8.cli.show.tables import Table
 from ckpt8.container.checks import CRC_BYTES
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
-from ckpt8.core.files.atomic import temporary_directory
+from ckpt8.core.files.atomic import temporary_directory, write_all_at
 from ckpt8.core.files.source_file import combine, crc32, refuse_url
-from ckpt8.core.files.write_at import write_all_at
 from ckpt8.core.text import counted, printable_tree, size
 from ckpt8.core.workers import default_threads
 

@@ -46,7 +46,7 @@ from ckpt8.cli.show.tables import (
     rate_phrases,
 )
 from ckpt8.container.bases import files_of
-from ckpt8.container.opening import Stored
+from ckpt8.container.joined import Stored
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.source_file import refuse_url

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt8.container import target_names
+from ckpt8.container import header
 from ckpt8.core.errors import UsageError
 
 WRITERS = {
@@ -23,9 +23,9 @@ WRITERS = {
 """The module and function of every format."""
 
 SUFFIXES = {
-    **dict.fromkeys(target_names.TORCH, "torch"),
-    target_names.SAFETENSORS: "safetensors",
-    target_names.CONTAINER: "ckpt8",
+    **dict.fromkeys(header.TORCH, "torch"),
+    header.SAFETENSORS: "safetensors",
+    header.CONTAINER: "ckpt8",
 }
 """The format that the suffix of a target asks for."""
 

@@ -4,6 +4,8 @@ Temporaries lie next to their targets; those that killed processes left are remo
 ``.NAME.MACHINExxxxxxxx.ckpt8-partial``, and its process holds a lock on it. A later write to the same target removes
 the temporaries that nobody locks. Where locks say nothing (the file system has none, or another machine may hold one
 unseen) a temporary counts as abandoned after an hour without a change.
+
+Files are written at a position, and their flush to the disk starts early.
 """
 
 from __future__ import annotations
@@ -433,6 +435,17 @@ def refuse_source(target: Path, source: Path) -> None:
             raise OutputError(f"{target}: lies in the directory {source}; give a place outside of it")
 
 
+def default_path(target: Path) -> Path:
+    """A target that the user did not name. Raises OutputError for a link to nothing, which could lead anywhere."""
+    try:
+        dead = target.is_symlink() and not target.exists()
+    except OSError as exc:
+        raise OutputError(f"{target}: cannot be written: {exc.strerror}") from exc
+    if dead:
+        raise OutputError(f"{target}: is a link to something that does not exist; remove it, or give a name with -o")
+    return target
+
+
 def any_file(path: Path) -> str:
     """Describe the file at ``path``: the check for a target that the user named. Raises OSError."""
     return f"{path}: a file of {path.stat().st_size:,} bytes"
@@ -594,3 +607,50 @@ def temporary_directory(prefix: str, where: Path | None = None) -> Iterator[Path
     finally:
         if path is not None:
             remove(path)
+
+
+PIECE = 1 << 20
+"""Bytes for each call. Larger writes take up to twice as long: the system then looks for large pages."""
+
+_MOST_BUFFERS = 1024
+"""The most buffers that one call accepts."""
+
+
+def start_writeback(descriptor: int, offset: int, length: int) -> None:
+    """Ask the system to start writing a range to the disk, so that the final flush is short."""
+    if hasattr(os, "posix_fadvise") and length:
+        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def write_at(descriptor: int, view: memoryview, offset: int) -> None:
+    """Write ``view`` at ``offset`` and start its flush. Raises OSError."""
+    start_writeback(descriptor, offset, write_all_at(descriptor, [view], offset))
+
+
+def write_all_at(descriptor: int, buffers: Iterable[bytes | memoryview], offset: int) -> int:
+    """Write all buffers one after the other from ``offset`` on; return the number of bytes. Raises OSError."""
+    start = offset
+    for call in _calls(buffers):
+        while call:
+            written = os.pwritev(descriptor, call, offset)
+            offset += written
+            while call and written >= len(call[0]):
+                written -= len(call.pop(0))
+            if call:
+                call[0] = call[0][written:]
+    return offset - start
+
+
+def _calls(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
+    """The buffers cut into pieces, grouped by call."""
+    call: list[memoryview] = []
+    room = PIECE
+    for buffer in buffers:
+        view = memoryview(buffer)
+        while view:
+            call.append(view[:room])
+            view, room = view[room:], room - len(call[-1])
+            if not room or len(call) == _MOST_BUFFERS:
+                yield call
+                call, room = [], PIECE
+    yield call

@@ -42,11 +42,10 @@ from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError
 from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
+from ckpt8.container.collecting import RankFile
 from ckpt8.container.facts import NO_BUDGET
 from ckpt8.container.manifest import Manifest
-from ckpt8.container.sharded.collecting import RankFile
-from ckpt8.container.sharded.index import OBJECTS, Shape
-from ckpt8.container.sharded.reading import SliceKey, slices_of
+from ckpt8.container.sharded import OBJECTS, Shape, SliceKey, slices_of
 from ckpt8.core.backend import part_of
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType

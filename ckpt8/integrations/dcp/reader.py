@@ -24,13 +24,12 @@ from torch.futures import Future
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.container import frames
 from ckpt8.container.frames import bytes_of
+from ckpt8.container.joined import read_index
 from ckpt8.container.manifest import StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import INDEX
-from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Place, ShardedIndex, Slice
-from ckpt8.container.sharded.reading import is_sharded, read_index, slices_of
-from ckpt8.core.arguments import checked
+from ckpt8.container.sharded import INDEX, OBJECTS, GlobalTensor, Place, ShardedIndex, Slice, is_sharded, slices_of
 from ckpt8.core.errors import InputError
+from ckpt8.core.public import checked
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Workers, threads_of_rank

@@ -38,7 +38,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
-from ckpt8.container.sharded.reading import read_index
+from ckpt8.container.joined import read_index
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.atomic import as_private_as
 from ckpt8.core.files.source_file import crc32

@@ -39,15 +39,27 @@ from torch.futures import Future
 from ckpt8.checkpoint.tree import format_path
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.columns import is_unicode
+from ckpt8.container.collecting import RankFile, collect
+from ckpt8.container.joined import read_index
 from ckpt8.container.manifest import MOST_DIMS
-from ckpt8.container.sharded import INDEX, PART, RANK_FILE, is_part
-from ckpt8.container.sharded.collecting import RankFile, collect
-from ckpt8.container.sharded.index import GlobalTensor, Layout, Listed, Part, Place, ShardedIndex
-from ckpt8.container.sharded.reading import has_other_parts, is_sharded, read_index
-from ckpt8.core.arguments import checked
+from ckpt8.container.sharded import (
+    INDEX,
+    PART,
+    RANK_FILE,
+    GlobalTensor,
+    Layout,
+    Listed,
+    Part,
+    Place,
+    ShardedIndex,
+    has_other_parts,
+    is_part,
+    is_sharded,
+)
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of
+from ckpt8.core.json_text import is_unicode
+from ckpt8.core.public import checked
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import threads_of_rank

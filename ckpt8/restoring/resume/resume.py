@@ -29,8 +29,8 @@ from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.core.arguments import checked, described
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
+from ckpt8.core.public import checked, described
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import model as models
 from ckpt8.restoring.resume import optimizer as optimizers

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt8.container.sharded.index import GlobalTensor, Grid, Layout, Listed, Place, Shape, ShardedIndex
+from ckpt8.container.sharded import GlobalTensor, Grid, Layout, Listed, Place, Shape, ShardedIndex
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed

@@ -1,6 +1,7 @@
 """The containers of a directory, open as one: checked against its index and each other, with one manifest.
 
-The manifest has the names of the state dict in place of those in each file.
+The manifest has the names of the state dict in place of those in each file. ``open_stored`` opens such a directory, or
+one container.
 """
 
 from __future__ import annotations
@@ -15,11 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.codecs import Codec, codec_class, codec_from_config
+from ckpt8.container.header import is_container
 from ckpt8.container.manifest import Manifest, Pack, ParameterRecord, StorageRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import INDEX, is_part
-from ckpt8.container.sharded.index import OBJECTS, GlobalTensor, Layout, Place, Slice
-from ckpt8.container.sharded.reading import SliceKey, read_index, slices_of
+from ckpt8.container.sharded import (
+    INDEX,
+    OBJECTS,
+    GlobalTensor,
+    Layout,
+    Place,
+    ShardedIndex,
+    Slice,
+    SliceKey,
+    explain_missing,
+    find_sharded,
+    is_part,
+    part_names,
+    read_file,
+    refuse_directory,
+    slices_of,
+)
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import FilePool
@@ -28,6 +44,23 @@ from ckpt8.core.text import box_text, shown
 
 if TYPE_CHECKING:
     import torch
+
+
+def read_index(directory: Path, rank: int | None = None) -> ShardedIndex:
+    """The index of a directory, joined where every rank has written a part of it.
+
+    Of what several ranks have stored on their own, such as their random states, ``rank`` gets its own. Raises
+    InputError where the index, or a part of it, is missing or malformed, or UnsupportedError.
+    """
+    path = directory / INDEX
+    if path.exists():
+        return read_file(path)
+    parts = part_names(directory)
+    if not parts:
+        raise InputError(explain_missing(directory))
+    from ckpt8.container.collecting import join  # needs numpy, which takes its time
+
+    return join(directory, {name: read_file(directory / name) for name in parts}, rank)
 
 
 _PLACE = re.compile(r"@[\dx]*$")
@@ -304,3 +337,24 @@ def objects_of(manifest: Manifest) -> TensorRecord | None:
 
 def _is_index(name: str) -> bool:
     return name == INDEX or is_part(name)
+
+
+Stored = ContainerReader | JoinedReader
+
+
+def is_stored(path: Path) -> bool:
+    """Whether ckpt8 wrote what is at ``path``; False where it cannot be read."""
+    return is_container(path) or find_sharded(path) is not None
+
+
+def open_stored(path: Path, *, kernels: bool = False) -> Stored:
+    """Open a container, or a directory of those of ranks. Raises InputError."""
+    if (directory := find_sharded(path)) is not None:
+        return JoinedReader(directory, kernels=kernels)
+    refuse_directory(path)
+    return ContainerReader(path, kernels=kernels)
+
+
+def containers_of(stored: Stored) -> list[ContainerReader]:
+    """The containers, of one or of all ranks."""
+    return stored.readers if isinstance(stored, JoinedReader) else [stored]

@@ -1,11 +1,15 @@
-"""Checks the arguments of public functions: a value of another type is a UsageError, before anything is done."""
+"""What public names have in common: their arguments are checked, and they are imported when they are first used.
+
+A value of another type is a UsageError, before anything is done. Importing a package does not import torch.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
@@ -126,3 +130,21 @@ _KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
     "Progress": (lambda value: callable(value) and not isinstance(value, type), "a function of the number of bytes"),
 }
 """What the annotations of public functions accept, and the words for it."""
+
+
+def resolve(location: str) -> Any:
+    """The object at ``module:name``, or the module at ``module``."""
+    module, _, name = location.partition(":")
+    return getattr(import_module(module), name) if name else import_module(module)
+
+
+def lazy_names(package: str, locate: Callable[[], Mapping[str, str]]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package. ``locate`` gives the location of each of its names: see ``resolve``."""
+
+    def find(name: str) -> Any:
+        locations = locate()
+        if name not in locations:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return resolve(locations[name])
+
+    return find
