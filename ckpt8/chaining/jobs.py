@@ -34,8 +34,8 @@ from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputEr
 from ckpt8.core.files.atomic import any_file, noting_replaced, remove, rename_new, sync_directory
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
+from ckpt8.inspecting.checkpoint import predicted_bytes
 from ckpt8.inspecting.facts import asked_words, step_facts
-from ckpt8.inspecting.prediction import predicted_bytes
 from ckpt8.inspecting.verify import verify
 
 Look = tuple[tuple[str, int, int, int, int], ...]

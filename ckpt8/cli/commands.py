@@ -588,7 +588,7 @@ def runs(
 
 def _release(directory: Path, *, as_json: bool) -> None:
     from ckpt8.container.kept_bases import release
-    from ckpt8.inspecting.run_files import find
+    from ckpt8.inspecting.runs import find
 
     releases = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
     freed, left = (sum(amounts) for amounts in zip(*releases, strict=True)) if releases else (0, 0)

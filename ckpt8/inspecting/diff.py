@@ -1,19 +1,22 @@
 """``diff``: opens two sources, matches their tensors, values and files, and compares them.
 
-Reads two tensors side by side, in pieces of bounded size, and measures how they differ.
+It reads two tensors side by side, in pieces of bounded size. ``Difference`` is the result, with sums by role and layer.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from ckpt8.checkpoint.meaning.parameter_names import layer_of
 from ckpt8.checkpoint.meaning.roles import unique_name
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, format_path, iter_nodes, read_scalar
@@ -22,11 +25,217 @@ from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.public import checked
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, Role
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.inspecting.diff_result import Change, Difference, TensorDifference, ValueDifference, measure
-from ckpt8.inspecting.diff_sides import Equality, Found, Leaves, Side, Tensor, align, collect, make_sides, naming
-from ckpt8.inspecting.origin import read_json
+from ckpt8.inspecting.container import read_json
+from ckpt8.inspecting.diff_sides import Equality, Found, Leaves, Side, Tensor, align, collect, make_sides, naming, text
+from ckpt8.inspecting.tensors import Change, measure
+
+_LARGEST = 1 << 63
+_LONGEST_TEXT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """Two tensors that match. ``change`` is None if their shapes or types cannot be compared.
+
+    ``values`` are two numbers that differ, if each tensor has one element.
+    """
+
+    a: Tensor
+    b: Tensor
+    change: Change | None
+    values: tuple[float, float] | None = None
+
+    @property
+    def identical(self) -> bool:
+        """Whether type, shape and every bit are the same."""
+        return self.change is not None and not self.change.differ and self.a.ref.dtype is self.b.ref.dtype
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether both share their elements with another tensor, which sums count in their place."""
+        return self.a.tied is not None and self.b.tied is not None
+
+    @property
+    def role(self) -> Role:
+        """The role of the tensor in the checkpoint."""
+        return self.b.role if self.a.role is Role.OTHER else self.a.role
+
+    @property
+    def layer(self) -> str | None:
+        """The layer of its parameter; None if it belongs to no parameter, or to one without a name."""
+        name = self.a.parameter or self.b.parameter
+        if name is None and self.role is Role.WEIGHT:
+            name = self.a.name
+        return None if name is None else layer_of(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            **_facts(self.a),
+            "name_b": self.b.name,
+            "tied_b": self.b.tied,
+            "dtype_b": self.b.ref.dtype.label,
+            "shape_b": list(self.b.ref.shape),
+            "role": self.role.value,
+            "parameter": self.a.parameter or self.b.parameter,
+            "layer": self.layer,
+            "identical": self.identical,
+            "change": None if self.change is None else self.change.to_json(),
+            "values": None if self.values is None else [_plain(value) for value in self.values],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """Two values that match by name and differ."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+def _plain(value: Any) -> Any:
+    """For ``--json``: short plain values as they are, all others as text."""
+    if isinstance(value, str):
+        return value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
+    if isinstance(value, int):
+        return value if abs(value) < _LARGEST else text(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else text(value)
+    return None if value is None else text(value)
+
+
+def _facts(tensor: Tensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": tensor.ref.dtype.label,
+        "shape": list(tensor.ref.shape),
+        "tied": tensor.tied,
+    }
+
+
+@dataclass(slots=True)
+class Difference:
+    """The differences between two checkpoints. ``a`` and ``b`` describe each of them.
+
+    ``tensors`` are those that both have, equal or not. ``values`` are other values that both have and that differ;
+    ``equal_values`` counts the equal ones. ``files`` are members without tensors whose bytes differ.
+    """
+
+    a: dict[str, Any]
+    b: dict[str, Any]
+    tensors: list[TensorDifference] = field(default_factory=list)
+    tensors_only_a: list[Tensor] = field(default_factory=list)
+    tensors_only_b: list[Tensor] = field(default_factory=list)
+    values: list[ValueDifference] = field(default_factory=list)
+    values_only_a: list[tuple[str, Any]] = field(default_factory=list)
+    values_only_b: list[tuple[str, Any]] = field(default_factory=list)
+    equal_values: int = 0
+    files: list[str] = field(default_factory=list)
+    files_only_a: list[str] = field(default_factory=list)
+    files_only_b: list[str] = field(default_factory=list)
+    equal_files: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def identical(self) -> bool:
+        """Whether both hold the same: every tensor bit for bit, every value, every file."""
+        only_a = self.tensors_only_a or self.values_only_a or self.files_only_a
+        only_b = self.tensors_only_b or self.values_only_b or self.files_only_b
+        changed = self.values or self.files
+        return not (only_a or only_b or changed) and all(tensor.identical for tensor in self.tensors)
+
+    @property
+    def changed(self) -> list[TensorDifference]:
+        """Tensors that both have and that are not identical, the largest relative change first."""
+        return sorted(
+            (tensor for tensor in self.tensors if not tensor.identical), key=lambda tensor: -_relative(tensor)
+        )
+
+    def roles(self) -> dict[Role, dict[str, Any]]:
+        """Sums over the tensors that both have, by role; of tied ones only the first counts.
+
+        Beside the figures of ``Change`` these are ``tensors``, ``identical`` ones, and the name of the ``worst``.
+        """
+        totals = _totals((tensor for tensor in self.tensors if not tensor.is_tied), lambda tensor: tensor.role)
+        return {role: totals[role] for role in Role if role in totals}
+
+    def layers(self, role: Role) -> dict[str | None, dict[str, Any]]:
+        """Such sums by layer, the largest change first; None stands for parameters without names."""
+        totals = _totals(
+            (tensor for tensor in self.tensors if tensor.role is role and not tensor.is_tied),
+            lambda tensor: tensor.layer,
+        )
+        return dict(sorted(totals.items(), key=lambda item: -_or_infinite(item[1]["relative"])))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values.
+
+        ``a``, ``b``: path, layout, whether it is a ``.ckpt8``, bytes. ``roles`` and ``layers``: sums over the tensors
+        of a role, or of a role and a layer, with the name of the ``worst``. ``tensors``, ``values`` and ``files`` list
+        those of one side under ``only_a`` and ``only_b``. Tensors of both sides are under ``both``; values and files of
+        both are under ``changed`` if they differ, else ``equal`` counts them. See ``Change`` for its figures.
+        """
+        return {
+            "a": self.a,
+            "b": self.b,
+            "identical": self.identical,
+            "roles": {role.value: total for role, total in self.roles().items()},
+            "layers": {
+                role.value: [{"layer": layer, **total} for layer, total in self.layers(role).items()]
+                for role in (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
+            },
+            "tensors": {
+                "both": [tensor.to_json() for tensor in self.tensors],
+                "only_a": [_facts(tensor) for tensor in self.tensors_only_a],
+                "only_b": [_facts(tensor) for tensor in self.tensors_only_b],
+            },
+            "values": {
+                "equal": self.equal_values,
+                "changed": [{"name": value.name, "a": _plain(value.a), "b": _plain(value.b)} for value in self.values],
+                "only_a": [{"name": name, "a": _plain(value)} for name, value in self.values_only_a],
+                "only_b": [{"name": name, "b": _plain(value)} for name, value in self.values_only_b],
+            },
+            "files": {
+                "equal": self.equal_files,
+                "changed": self.files,
+                "only_a": self.files_only_a,
+                "only_b": self.files_only_b,
+            },
+            "notes": self.notes,
+        }
+
+
+def _relative(tensor: TensorDifference) -> float:
+    """The relative change, by which tensors are sorted; infinite if it is unknown."""
+    return math.inf if tensor.change is None else _or_infinite(tensor.change.relative)
+
+
+def _or_infinite(relative: float | None) -> float:
+    return math.inf if relative is None else relative
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], K]) -> dict[K, dict[str, Any]]:
+    groups: dict[K, list[TensorDifference]] = defaultdict(list)
+    for tensor in tensors:
+        groups[key(tensor)].append(tensor)
+    return {name: _total(group) for name, group in groups.items()}
+
+
+def _total(group: list[TensorDifference]) -> dict[str, Any]:
+    total = Change()
+    for change in (tensor.change for tensor in group if tensor.change is not None):
+        total.merge(change)
+    worst = max(group, key=_relative)
+    identical = sum(tensor.identical for tensor in group)
+    name = None if worst.identical else worst.a.name
+    return {"tensors": len(group), "identical": identical, "worst": name, **total.to_json()}
+
 
 _READ = 4 * FRAME
 """Elements of one read: enough for a container to decode on several threads."""

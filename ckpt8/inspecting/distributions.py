@@ -48,8 +48,7 @@ from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.facts import shown_names, skeleton_roles
-from ckpt8.inspecting.prediction import describe
-from ckpt8.inspecting.sampling import EVERY_ELEMENT, ChunkSampling
+from ckpt8.inspecting.tensors import EVERY_ELEMENT, ChunkSampling, describe
 from ckpt8.inspecting.verify import open_originals
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 

@@ -1,4 +1,4 @@
-"""Facts of a manifest in the words of ``inspect``: of a container, or of a raw checkpoint, see ``prediction.describe``.
+"""Facts of a manifest in the words of ``inspect``: of a container, or of a raw checkpoint, see ``tensors.describe``.
 
 Nothing here needs torch.
 
@@ -26,6 +26,11 @@ states. Two stable runs, stored eight times, drifted 1.8 to 13 times as far as o
 they were stored with other steps. AMPLIFIED is the least factor with which none of them drifts more than 1.5 times the
 mean: 25 / 1.5. A run at twice the rate is unstable: any difference grows until the drift is 6e-3, one of 1e-7 in the
 weights to 3e-3. No expectation holds there.
+
+``layers`` groups storages by the part of the model that their parameter belongs to, and adds up their bytes. The first
+number in the name of a parameter counts layers (``transformer.h.0``); parameters before and after the layers are
+grouped by module (``transformer.wte``, ``lm_head``). Moments and other state of an optimizer belong to the layer of
+their parameter if its name is known.
 """
 
 from __future__ import annotations
@@ -33,12 +38,22 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from ckpt8.checkpoint.meaning.parameter_names import SLICE, display_names, split_member, whole_name
+from ckpt8.checkpoint.meaning.parameter_names import (
+    SLICE,
+    display_names,
+    in_model_order,
+    layer_of,
+    plain_path,
+    split_member,
+    whole_name,
+    whole_tensor,
+)
 from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
 from ckpt8.checkpoint.meaning.update_rules import read_rule
+from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, read_error, read_step_error
 from ckpt8.compressing.policy import PRESET_BUDGETS
@@ -214,6 +229,7 @@ def parameter_facts(manifest: Manifest) -> list[dict[str, Any]]:
 NOISE = 0.635
 RISE = 0.07
 WIDTH = 2.0
+
 AMPLIFIED = {"came": 16.5}
 """By the kind of an update rule."""
 
@@ -273,7 +289,6 @@ COPY = "a copy of weights, which no optimizer updates"
 
 _ARCHIVED = {codec_id for codec_id, _ in BUDGETED}
 _NAMES = 3
-
 Count = Callable[[Iterable[str]], int]
 
 
@@ -434,11 +449,11 @@ def _plain(reason: str) -> str:
 
 
 STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "iter", "global_steps", "num_updates", "steps")
+
 GLOBAL_KEYS = ("global_step", "iter_num", "iteration", "global_steps", "num_updates")
 """Those that no scheduler or random generator uses for a count of its own."""
 
 EPOCH_KEYS = ("epoch", "current_epoch", "epochs")
-
 LARGEST = 1 << 53
 
 
@@ -447,3 +462,89 @@ def first_number(trees: Sequence[Mapping[Any, Any]], keys: Iterable[str], *, who
     kinds = (int,) if whole else (int, float)
     values: Iterator[Any] = (tree.get(key) for key in keys for tree in trees)
     return next((value for value in values if type(value) in kinds and 0 <= value < LARGEST), None)
+
+
+UNNAMED = "optimizer state without names"
+MASTERS = "flat master weights"
+OUTSIDE_LAYERS = "other"
+
+
+class Stored(NamedTuple):
+    """One storage, or slice of a tensor: ``nbytes`` of ``dtype`` under the name of its first tensor."""
+
+    name: str
+    role: Role
+    dtype: DType
+    nbytes: int
+
+
+def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups in the order of the source: {group, parameters, bytes, roles}, ``roles`` with the bytes of each.
+
+    ``parameters`` of a group are the elements of its weights; copies of a weight, as an average or masters, count once.
+    The argument ``parameters`` lists those of optimizers: {name, named, moments}, moments by slot with the name of a
+    storage.
+    """
+    owners: dict[str, str] = {}
+    for parameter in parameters:
+        path = plain_path(parameter["name"]) if parameter["named"] else ""
+        owners.update((_state(moment), path) for moment in parameter["moments"].values())
+    storages = list(storages)
+    names = {storage.name for storage in storages}
+    sizes: dict[str, dict[str, int]] = defaultdict(dict)
+    counts: dict[tuple[str, str, str], int] = {}
+    for storage in storages:
+        owner = owners.get(_state(storage.name)) if owners else None
+        plain = plain_path(storage.name) if storage.role is Role.WEIGHT else ""
+        group = _group(storage, owner, plain)
+        own, role = sizes[group], storage.role.value
+        own[role] = own.get(role, 0) + storage.nbytes
+        if storage.role is Role.WEIGHT and _is_parameter(storage, names):
+            key = group, owner or plain, "".join(SLICE.findall(storage.name))
+            counts.setdefault(key, storage.nbytes // storage.dtype.itemsize)
+    totals: Counter[str] = Counter()
+    for (group, _, _), count in counts.items():
+        totals[group] += count
+    elsewhere = any(group != MASTERS for group in totals)
+    return [
+        {
+            "group": group,
+            "parameters": 0 if group == MASTERS and elsewhere else totals[group],
+            "bytes": sum(sizes[group].values()),
+            "roles": sizes[group],
+        }
+        for group in sorted(in_model_order(sizes), key=lambda group: group in (UNNAMED, MASTERS, OUTSIDE_LAYERS))
+    ]
+
+
+def _is_parameter(stored: Stored, names: Set[str]) -> bool:
+    """Whether a storage holds weights, or codes of 8 bits with a scale; not so that scale."""
+    if stored.name.endswith("weight_scale") and stored.name.removesuffix("_scale") in names:
+        return False
+    return stored.dtype.is_floating or f"{stored.name}_scale" in names
+
+
+def _state(name: str) -> str:
+    """The path of the state of a parameter, from the name of a tensor in it."""
+    return whole_tensor(name).rpartition(".")[0]
+
+
+def _group(stored: Stored, path: str | None, plain: str) -> str:
+    """The group of a storage. ``path`` is that of its optimizer's parameter, if it has one, ``plain`` its own."""
+    if path is not None:
+        return layer_of(path) if path else UNNAMED
+    if stored.role is Role.WEIGHT:
+        is_master = not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name))
+        return MASTERS if is_master else layer_of(plain)
+    return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else OUTSIDE_LAYERS
+
+
+def layers_of(manifest: Manifest) -> list[dict[str, Any]]:
+    """The layers of a checkpoint, with their uncompressed bytes."""
+    types, skeletons = dtypes(manifest), skeleton_roles(manifest)
+    storages = [
+        Stored(record.name, record.role, types[index], record.nbytes)
+        for index, record in enumerate(manifest.storages)
+        if index not in skeletons
+    ]
+    return layers(storages, parameter_facts(manifest))

@@ -5,7 +5,12 @@ decoded values are taken. With an original, the error is measured too of tensors
 
     SNR = 10 log10( sum x^2 / sum (y - x)^2 ) dB        x of the original, y of the checkpoint, if both are finite
 
-y of 8-bit elements with scales is their product, see ``tensor_source``.
+y of 8-bit elements with scales is their product, see ``tensors``.
+
+``pair_tensors`` finds each tensor of a checkpoint in a compressed, restored or converted copy. Tensors of equal names
+are pairs. But a conversion moves tensors: files of a directory become one file, a nested state dict a flat one, and
+moments by number become moments by name. So two other tensors are a pair if the label of one is the end, by whole
+components, of the label of the other, and of no second label. Shapes must be equal, those of slices too.
 
 The keys of ``readiness`` in the JSON of ``inspect``; an SNR is in dB, and None where no error is made:
 
@@ -78,6 +83,7 @@ every element the same:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,13 +96,19 @@ from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.facts import ROLE_WORDS
-from ckpt8.inspecting.sampling import PER_TENSOR, WINDOWS
-from ckpt8.inspecting.tensor_source import SourceTensor, TensorSource, open_tensors, pair_tensors
+from ckpt8.inspecting.tensors import (
+    PER_TENSOR,
+    WINDOWS,
+    SourceTensor,
+    TensorSource,
+    open_tensors,
+)
 
 CREST = 4.5
 """Largest magnitude by standard deviation that the ideal of int8 assumes: that of 150,000 normal values."""
 
 _BIT_DB = 20 * math.log10(2)
+
 _EXPONENTS = range(-60, 8)
 """Exponents of normally distributed values: others change no sum in float64."""
 
@@ -349,8 +361,8 @@ FEW = 0.01
 """The share of the elements of a role that may stay in a longer format."""
 
 READY, READY_SCALED, READY_MOSTLY, NOT_READY = "ready", "ready with scaling", "ready but for a few", "not ready"
-
 _FRACTIONS = ("overflow", "underflow", "subnormal")
+
 _REASONS = ("underflow", "snr_db", "overflow")
 """Figures that make a format unsuitable for a tensor, the worst last."""
 
@@ -586,3 +598,53 @@ def _measure(
         "max_error": error.largest,
         "snr_db": None if nmse is None else decibels(nmse),
     }
+
+
+def pair_tensors(
+    mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]
+) -> list[tuple[SourceTensor, SourceTensor]]:
+    """The pairs, in the order of ``mine``."""
+    by_name = {(tensor.name, tensor.role): tensor for tensor in theirs}
+    equal = {tensor.name: by_name[tensor.name, tensor.role] for tensor in mine if (tensor.name, tensor.role) in by_name}
+    taken = {tensor.name for tensor in equal.values()}
+    loose = _match_by_end(
+        [tensor for tensor in mine if tensor.name not in equal],
+        [tensor for tensor in theirs if tensor.name not in taken],
+    )
+    pairs = [(tensor, equal.get(tensor.name) or loose.get(tensor.name)) for tensor in mine]
+    return [(one, other) for one, other in pairs if other is not None and _shapes(one) == _shapes(other)]
+
+
+def _shapes(tensor: SourceTensor) -> list[tuple[int, ...]]:
+    """The shapes of its slices: if two tensors have the same, their elements are in the same order."""
+    return [ref.shape for ref in tensor.pieces]
+
+
+def _match_by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dict[str, SourceTensor]:
+    """By name of mine, the only one of theirs such that the label of one is the end of the label of the other."""
+    forward, backward = _pairs_by_end(mine, theirs), _pairs_by_end(theirs, mine)
+    others_of: dict[str, list[SourceTensor]] = defaultdict(list)
+    owners: dict[str, set[str]] = defaultdict(set)
+    for one, other in [*forward, *((long, short) for short, long in backward)]:
+        if other not in others_of[one.name]:
+            others_of[one.name].append(other)
+            owners[other.name].add(one.name)
+    return {
+        name: others[0] for name, others in others_of.items() if len(others) == 1 and len(owners[others[0].name]) == 1
+    }
+
+
+def _pairs_by_end(
+    short: Sequence[SourceTensor], long: Sequence[SourceTensor]
+) -> list[tuple[SourceTensor, SourceTensor]]:
+    """Pairs such that the label of the first is the end of the label of the second."""
+    ends: dict[tuple[tuple[str, ...], Role], list[SourceTensor]] = defaultdict(list)
+    for tensor in long:
+        parts = _components(tensor.label)
+        for start in range(len(parts)):
+            ends[parts[start:], tensor.role].append(tensor)
+    return [(tensor, other) for tensor in short for other in ends.get((_components(tensor.label), tensor.role), ())]
+
+
+def _components(label: str) -> tuple[str, ...]:
+    return tuple(label.replace(":", ".").split("."))

@@ -40,7 +40,7 @@ from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.diff_result import measure
+from ckpt8.inspecting.tensors import measure
 from ckpt8.optim.cards import Form
 from ckpt8.optim.known_optimizers import SIDE_STATE
 

@@ -19,7 +19,7 @@ that the survey read. ``dead_rows`` counts rows, ``fp16_scales`` groups that are
 elements that are not zero; ``stored_twice`` counts the elements of one copy, all of them equal. ``sampled`` says that
 the survey left elements out, which may hold more, or differ.
 
-The sample is bounded and always the same, see ``sampling``. Memory holds one window with its temporaries, or two where
+The sample is bounded and always the same, see ``tensors``. Memory holds one window with its temporaries, or two where
 the survey compares weights, and two bytes for each row of one parameter.
 
 A ``Tally`` has the counts of one tensor. ``make_pieces`` says what to read: the floating tensors of a checkpoint as
@@ -52,9 +52,9 @@ from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
-from ckpt8.inspecting import sampling
+from ckpt8.inspecting import tensors
 from ckpt8.inspecting.facts import shown_names
-from ckpt8.inspecting.prediction import describe, open_any
+from ckpt8.inspecting.tensors import describe, open_any
 
 FP16_ZERO = 2.0**-25
 """fp16 rounds numbers up to this one, half of its smallest, to zero."""
@@ -410,7 +410,7 @@ def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None)
     The argument ``full`` makes the survey read every element. The ``full`` of ``sample`` says whether it has: a sample
     of small tensors is all of them, too. Raises InputError.
     """
-    reading = _Survey(subject, None if full else sampling.budget(len(subject.pieces)), progress)
+    reading = _Survey(subject, None if full else tensors.budget(len(subject.pieces)), progress)
     reading.read_all()
     seen = sum(tally.seen for tally in reading.tallies.values())
     return {"flags": reading.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
@@ -459,7 +459,7 @@ class _Survey:
         # Windows of a weight do not follow its rows: a copy of another shape then has the same windows and digest.
         row = 0 if tally.role is Role.WEIGHT else piece.row
         reads_all = self._budget is None or piece.numel <= self._budget
-        for start, count in sampling.windows(piece.span, self._budget, row):
+        for start, count in tensors.windows(piece.span, self._budget, row):
             tally.add(self._subject.read(piece, start, count), start, rows, reads_all=reads_all)
             self._progress(count * piece.dtype.itemsize)
         if _can_be_twin(piece) and tally.is_varied:
@@ -490,7 +490,7 @@ class _Survey:
                 if len({piece.view.storage for piece in twins}) < 2 or len(names) < 2:
                     continue
                 first = twins[0]
-                compared = sum(count for _, count in sampling.windows(first.span, self._budget))
+                compared = sum(count for _, count in tensors.windows(first.span, self._budget))
                 counts[names].update(compared=compared, numel=first.numel, nbytes=first.numel * first.dtype.itemsize)
         for names, sums in counts.items():
             yield _twin_flag(names, **sums)
@@ -514,7 +514,7 @@ class _Survey:
             torch.equal(
                 self._subject.read(one, *window).view(torch.uint8), self._subject.read(other, *window).view(torch.uint8)
             )
-            for window in sampling.windows(one.span, None)
+            for window in tensors.windows(one.span, None)
         )
 
 

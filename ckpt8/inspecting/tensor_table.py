@@ -37,7 +37,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.prediction import describe
+from ckpt8.inspecting.tensors import describe
 from ckpt8.optim.cards import role_of
 
 _NUMBERS = ("step", "beta1", "beta2", "eps")

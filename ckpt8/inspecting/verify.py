@@ -63,9 +63,9 @@ from ckpt8.core.text import box_text, shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff_sides import Equality, Leaves
 from ckpt8.inspecting.facts import step_facts
-from ckpt8.inspecting.prediction import describe
 from ckpt8.inspecting.replay import ReplayFigures, ReplaySource, StepFigures, replay, replay_files
 from ckpt8.inspecting.tensor_table import check_table, table_differences
+from ckpt8.inspecting.tensors import describe
 
 _GIVE = "give the checkpoint that it was made from"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt8.inspecting import sampling
+from ckpt8.inspecting import tensors
 
 ROWS, WIDTH = 700, 96
 MOMENT1, MOMENT2 = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "max_exp_avg_sq")
@@ -91,8 +91,8 @@ def unseen(shape):
     row = shape[1]
     seen = set()
     for start, count in [
-        *sampling.windows(shape[0] * row, sampling.PER_TENSOR),
-        *sampling.windows(shape[0] * row, sampling.PER_TENSOR, row),
+        *tensors.windows(shape[0] * row, tensors.PER_TENSOR),
+        *tensors.windows(shape[0] * row, tensors.PER_TENSOR, row),
     ]:
         seen.update(range(start, start + count))
     return next(at for at in range(0, shape[0] * row, row) if not seen & set(range(at, at + row)))

@@ -13,10 +13,9 @@ import ckpt8
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.inspecting import distributions as of_checkpoint
-from ckpt8.inspecting import sampling
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.distributions import LOWEST, Codes, Histogram, checkpoint_distributions, container_distributions
-from ckpt8.inspecting.sampling import PER_CHART, ChunkSampling
+from ckpt8.inspecting.tensors import PER_CHART, ChunkSampling
 
 
 def octaves(values):
@@ -222,7 +221,7 @@ def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
         return read_elements(source, offset, dtype, start, count)
 
     monkeypatch.setattr(of_checkpoint, "read_elements", counting)
-    monkeypatch.setattr(sampling, "PER_CHART", 1024)
+    monkeypatch.setattr("ckpt8.inspecting.tensors.PER_CHART", 1024)
     found = checkpoint_distributions(inputs / "gpt_adamw.pt")
     tensors = len(torch.load(inputs / "gpt_adamw.pt")["optimizer"]["state"]) * 3
     assert sum(read) == found["sample"]["elements"] <= tensors * 1024 < found["sample"]["of"]
@@ -235,7 +234,7 @@ def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
 @pytest.mark.parametrize("most", [PER_CHART, 1024])
 def test_what_is_refused_comes_back_as_it_is(most, tmp_path, monkeypatch):
     """Also where a codec refuses one window of it and takes the others."""
-    monkeypatch.setattr(sampling, "PER_CHART", most)
+    monkeypatch.setattr("ckpt8.inspecting.tensors.PER_CHART", most)
     generator = torch.Generator().manual_seed(1)
     # Seventh powers: many values that codes would make zero.
     weight, moment = (torch.randn(96, 64, generator=generator) for _ in range(2))

@@ -12,8 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpt8
 from ckpt8.inspecting.readiness import FORMATS, inspect_readiness
-from ckpt8.inspecting.sampling import PER_TENSOR, WINDOWS, windows
-from ckpt8.inspecting.tensor_source import open_tensors
+from ckpt8.inspecting.tensors import PER_TENSOR, WINDOWS, open_tensors, windows
 
 
 def of_lightning(path):

@@ -10,7 +10,7 @@ from readiness_kit import normal, of_gpt, save
 import ckpt8
 from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.inspecting.readiness import inspect_readiness
-from ckpt8.inspecting.tensor_source import open_tensors
+from ckpt8.inspecting.tensors import open_tensors
 
 
 def nmse_db(stored, original):

@@ -15,7 +15,7 @@ import ckpt8
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.run_files import find
+from ckpt8.inspecting.runs import find
 
 
 @pytest.fixture

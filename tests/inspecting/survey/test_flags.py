@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from survey_kit import ROWS, WIDTH, as_pairs, dead_rows, expected, healthy, plant, unseen
 
 import ckpt8
-from ckpt8.inspecting import sampling
+from ckpt8.inspecting import tensors
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.survey import Tally
@@ -72,7 +72,7 @@ def test_a_sample_does_not_claim_what_it_did_not_see(tmp_path, run_command):
     assert found["inf"]["sampled"] is False
     assert (found["stored_twice"]["sampled"], found["zero_moment"]["sampled"]) == (True, True)
     assert found["zero_moment"]["count"] < ROWS * WIDTH
-    whole = [range(at, at + n) for at, n in sampling.windows(ROWS * WIDTH, sampling.PER_TENSOR, WIDTH)]
+    whole = [range(at, at + n) for at, n in tensors.windows(ROWS * WIDTH, tensors.PER_TENSOR, WIDTH)]
     rows = [row for row in range(ROWS) if any(row * WIDTH in w and (row + 1) * WIDTH - 1 in w for w in whole)]
     dead = found["dead_rows"]
     assert (dead["count"], dead["of"]) == (len({3, 4, 5, 6, 7} & set(rows)), len(rows))

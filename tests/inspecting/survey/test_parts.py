@@ -17,10 +17,10 @@ import ckpt8
 from ckpt8.checkpoint.meaning.parameter_names import layer_of, plain_path
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspecting import sampling
+from ckpt8.inspecting import tensors
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.origin import Stored, layers
+from ckpt8.inspecting.facts import Stored, layers
 from ckpt8.inspecting.survey import Rows, Subject, Tally, View, survey
 
 pytestmark = pytest.mark.usefixtures("without_predictions")
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("without_predictions")
 
 @given(st.integers(1, 1 << 20), st.integers(256, 1 << 15), st.integers(0, 1 << 16))
 def test_windows_are_in_order_apart_and_no_more_than_asked_for(numel, most, row):
-    found = list(sampling.windows(numel, most, row))
+    found = list(tensors.windows(numel, most, row))
     assert found[0][0] == 0
     assert sum(found[-1]) == numel
     for (start, count), (following, _) in pairwise(found):
@@ -36,9 +36,9 @@ def test_windows_are_in_order_apart_and_no_more_than_asked_for(numel, most, row)
     assert all(count > 0 for _, count in found)
     assert sum(count for _, count in found) <= min(numel, most)
     if numel > most:
-        unit = row if 0 < row <= most // 2 else sampling.GROUP
+        unit = row if 0 < row <= most // 2 else tensors.GROUP
         assert all(start % unit == 0 for start, _ in found)
-    assert list(sampling.windows(numel, None)) == list(sampling.windows(numel, numel, row))
+    assert list(tensors.windows(numel, None)) == list(tensors.windows(numel, numel, row))
 
 
 @given(st.integers(1, 9), st.integers(2, 12), st.data())
@@ -60,7 +60,7 @@ def test_groups_of_a_sample_are_those_of_the_tensor(role, row):
         2 if role is Role.MOMENT2 else 1
     )
     tally = Tally(role, DType.FLOAT32, numel)
-    windows = list(sampling.windows(numel, 1 << 14, row))
+    windows = list(tensors.windows(numel, 1 << 14, row))
     for start, count in windows:
         tally.add(x[start : start + count], start)
     groups = [
