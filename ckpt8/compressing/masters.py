@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.meaning.dcp import slice_twins
-from ckpt8.checkpoint.meaning.deepspeed import Partitions, find_partitions
 from ckpt8.checkpoint.meaning.names import home_of
 from ckpt8.checkpoint.meaning.parameter_names import split_member
-from ckpt8.checkpoint.meaning.twins import twins
+from ckpt8.checkpoint.meaning.parameters import Partitions, find_partitions, slice_twins
+from ckpt8.checkpoint.meaning.state_dicts import twins
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, Labelled, NamedTensor, TensorRef, iter_leaves
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS

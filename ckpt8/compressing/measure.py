@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt8.checkpoint.meaning.confidence import Confidence
-from ckpt8.checkpoint.meaning.replayed import Order
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
+from ckpt8.checkpoint.meaning.replayed import Confidence, Order
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs.base import TILE, take
 from ckpt8.codecs.error_measures import (

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule, finite, identify_state, recognise, rule_of
+from ckpt8.checkpoint.meaning.parameters import Trained, trained_states
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
 from ckpt8.checkpoint.meaning.roles import ParameterState
-from ckpt8.checkpoint.meaning.trained import Trained, trained_states
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule, finite, identify_state, recognise, rule_of
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, Unit, join, views_of

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Order, Replayed
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.compressing.policy import LOSSLESS

@@ -8,10 +8,9 @@ from functools import cache
 
 import torch
 
-from ckpt8.checkpoint.meaning.dcp import joint_parameters
-from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.parameter_names import SLICE
+from ckpt8.checkpoint.meaning.parameters import Universal, joint_parameters
 from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, short_name, unique_name
 from ckpt8.checkpoint.meaning.state_dicts import evident_weights
 from ckpt8.checkpoint.sources.bundle import Bundle, WithSkeleton

@@ -30,8 +30,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ckpt8.checkpoint.meaning.confidence import Confidence
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
+from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import Factors

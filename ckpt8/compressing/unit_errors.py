@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.codecs.base import pieces, take
 from ckpt8.codecs.error_measures import Pair
 from ckpt8.codecs.error_stats import ErrorStats, LatticeError, MomentError, StepError, UpdateError, WeightError

@@ -16,7 +16,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NoReturn
 
-from ckpt8.checkpoint.meaning.deepspeed import common_step, groups_of, param_of
+from ckpt8.checkpoint.meaning.parameters import common_step, groups_of, param_of
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite

@@ -18,8 +18,8 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.names import NamesFromWeights, rank_file
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
+from ckpt8.checkpoint.meaning.optimizer_state import quantised_weights
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
-from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, find
 from ckpt8.checkpoint.readers.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA

@@ -18,7 +18,8 @@ import torch
 
 from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
-from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, weight_checks
+from ckpt8.checkpoint.meaning.parameters import join_weights, of_model
+from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed, weight_checks
 from ckpt8.checkpoint.sources.composite import Composite, Streamer, computed
 from ckpt8.checkpoint.tree import TensorRef, read_scalar
 from ckpt8.checkpoint.vocabulary import BUFFERS
@@ -40,7 +41,6 @@ from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.packed_tensor import Moment, weight_check
 from ckpt8.optim.state_conversion import join_weight, unpack
-from ckpt8.restoring.unpack import is_packed, join_weights, of_model
 
 
 @dataclass(slots=True)

@@ -21,12 +21,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt8.checkpoint.meaning.deepspeed import Universal
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.nodes import dict_groups
+from ckpt8.checkpoint.meaning.optimizer_state import quantised_weights
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match, plain_names
-from ckpt8.checkpoint.meaning.quantised_state import quantised_weights
+from ckpt8.checkpoint.meaning.parameters import Universal
 from ckpt8.checkpoint.meaning.roles import classify, unique_name
 from ckpt8.checkpoint.meaning.state_dicts import TOP_LEVEL, Candidate, evident_weights, find
 from ckpt8.checkpoint.readers import READERS

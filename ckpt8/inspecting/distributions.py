@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule, read_rule
 from ckpt8.checkpoint.meaning.parameter_names import count_whole, in_model_order, layer_of, plain_path
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo

@@ -41,6 +41,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from ckpt8.checkpoint.meaning.optimizer_state import find_low_bit, read_rule
 from ckpt8.checkpoint.meaning.parameter_names import (
     SLICE,
     display_names,
@@ -51,8 +52,6 @@ from ckpt8.checkpoint.meaning.parameter_names import (
     whole_name,
     whole_tensor,
 )
-from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
-from ckpt8.checkpoint.meaning.update_rules import read_rule
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, read_error, read_step_error

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule, recognise
 from ckpt8.checkpoint.meaning.pairing import SavedParameter
+from ckpt8.checkpoint.meaning.parameters import Pairs
 from ckpt8.checkpoint.meaning.replayed import Order, Replayed, find_rule
-from ckpt8.checkpoint.meaning.trained import Pairs
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule, recognise
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Streamer

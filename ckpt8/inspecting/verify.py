@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, cut, put
-from ckpt8.checkpoint.sources.distributed import Part, ShardedFiles, adopt_parts, gather_box, sharded_bundle
+from ckpt8.checkpoint.sources.distributed import Part, ShardedFiles, adopt_parts, gather_box
 from ckpt8.checkpoint.sources.objects import RestBuilder
-from ckpt8.checkpoint.sources.opening import check_storages, open_source
+from ckpt8.checkpoint.sources.opening import check_storages, open_source, sharded_bundle
 from ckpt8.checkpoint.sources.stored_member import MemberSource, read_member
 from ckpt8.checkpoint.tree import Checkpoint, Inert, StatefulDict, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error, read_step_error

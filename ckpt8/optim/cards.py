@@ -72,7 +72,7 @@ class Form:
     """State and rule of the matrices, or of the vectors, of a model.
 
     ``rule`` locates the function that takes a step (see ``packed_tensor``). ``update`` says how the state determines a
-    step (see ``checkpoint.meaning.update_rules``): ``replayed`` where it takes a gradient as well, so that the figure
+    step (see ``meaning.optimizer_state``): ``replayed`` where it takes a gradient as well, so that the figure
     is that of the first replayed step; None means that errors are not measured in update space, and that steps are not
     replayed. ``reach`` says on what the step of an element depends: on the values of that element, on sums over its
     tensor, or on the whole matrix, which the rule then gets as one block of the shape of the parameter.

@@ -6,11 +6,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
+
+from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.meaning.parameters import join_weights, of_model
+from ckpt8.checkpoint.meaning.state_dicts import find, is_packed, weight_checks
 from ckpt8.checkpoint.sources.stored_member import load_source, member_index
+from ckpt8.codecs import Codec
 from ckpt8.container.bases import sources_of
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
@@ -20,10 +27,17 @@ from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
 from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory, room_of
-from ckpt8.restoring.salvage import Salvage
-from ckpt8.restoring.salvage import salvage as run
-from ckpt8.restoring.unpack import unpack_tree
+from ckpt8.optim.packed_tensor import weight_check
+from ckpt8.optim.state_conversion import join_weight, unpack
+from ckpt8.restoring.salvage import (
+    MemberWriter,
+    Restored,
+    Salvage,
+    file_check,
+    new_directory,
+    room_of,
+    salvage_container,
+)
 
 if TYPE_CHECKING:
     from ckpt8.restoring.sharded_salvage import SalvagedDirectory
@@ -88,7 +102,7 @@ def restore(
                 from ckpt8.restoring.sharded_salvage import salvage_directory
 
                 return salvage_directory(directory, target, force=force, threads=threads, progress=progress)
-            return run(sources, target, force=force, threads=threads, progress=progress)
+            return salvage_container(sources, target, force=force, threads=threads, progress=progress)
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
 
 
@@ -150,8 +164,9 @@ def load(
     slices of tensors in it by name: ``wte.weight[0:64,:]``. To load such a checkpoint as a whole, restore it and use
     ``torch.distributed.checkpoint``. A directory that ``Ckpt8StorageWriter`` wrote gives the whole state dict.
 
-    With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: see
-    ``ckpt8.restoring.unpack``. It changes nothing about other optimizers.
+    With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: codes
+    and scales as fp32 moments, in the layout of torch, optimi, came-pytorch or lion-pytorch, and a 16-bit weight with
+    its residual or master as the fp32 weight. It changes nothing about other optimizers.
 
     Raises UsageError that lists the members where one must be named, UnsupportedError that lists the classes which
     torch does not allow, and InputError for damage.
@@ -173,3 +188,97 @@ def load(
         if unpack:
             obj = unpack_tree(obj, tree, str(path))
         return obj
+
+
+def _join_loaded(
+    saved: Mapping[str, Any],
+    model: Mapping[str, torch.Tensor],
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    parameters: Iterable[SavedParameter],
+    label: str,
+) -> dict[str, torch.Tensor]:
+    """The fp32 weights of the loaded ``model``. ``states`` are the loaded states, by the ``id`` of the saved ones.
+
+    Names or order propose the weight of a parameter; the check in its group must agree.
+    """
+
+    def join(parameter: SavedParameter, key: str, codec: Codec) -> tuple[str, torch.Tensor]:
+        where = f"{label}: {parameter.name}"
+        if parameter.weight is None:
+            raise UsageError(f"{where}: which weight it completes is unknown: {parameter.unpaired}; leave out unpack")
+        name = next(own for own, ref in saved.items() if ref is parameter.weight)
+        weight = model[name]
+        if weight.is_meta:
+            raise UsageError(f"{where}: cannot be unpacked on the meta device")
+        expected = weight_checks(parameter.group).get(parameter.identifier)
+        if weight.element_size() != 2 or expected != weight_check(weight):
+            raise UsageError(
+                f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack"
+            )
+        return name, join_weight(weight, states[id(parameter.state)][key], codec)
+
+    def is_copy(name: str, other: str) -> bool:
+        mine, theirs = (model[key].contiguous().view(torch.int16) for key in (name, other))
+        return bool(model[name].any()) and torch.equal(mine, theirs)
+
+    return join_weights(saved, parameters, join, is_copy)
+
+
+_Found = tuple[Any, Any, Any]
+"""A value of the loaded object, and where it is: ``(value, parent, key)``. ``parent`` is None for the object itself."""
+
+
+def unpack_tree(obj: Any, tree: object, where: str) -> Any:
+    """Unpack all state of ``ckpt8.optim`` in ``obj``, loaded from ``tree``; return ``obj``, changed in place.
+
+    Where ``obj`` is itself a packed state, returns the plain one. Raises UsageError where it is not certain which
+    weight a residual completes, where the published optimizer cannot express a state, and for a state in a tuple.
+    """
+    models, optimizers = find(tree)
+    packed = [optimizer for optimizer in optimizers if is_packed(optimizer)]
+    if not packed:
+        return obj
+
+    places = _places(tree, obj, {id(candidate.node) for candidate in (*models, *packed)})
+    states: dict[int, Mapping[str, torch.Tensor]] = {}
+    for candidate in packed:
+        loaded = places[id(candidate.node)][0][0]["state"]
+        pairs = zip(candidate.node["state"].values(), loaded.values(), strict=True)
+        states.update((id(saved), state) for saved, state in pairs)
+    parameters = saved_parameters(tree)
+    for saved in [model.node for model in models] or [{}]:
+        loaded_model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
+        loaded_model.update(_join_loaded(saved, loaded_model, states, of_model(parameters, saved), where))
+    for candidate in packed:
+        places_of = places[id(candidate.node)]
+        plain = unpack(places_of[0][0])
+        for _, parent, key in places_of:
+            if parent is None:
+                return plain
+            if isinstance(parent, tuple):
+                raise UsageError(
+                    f"{where}: {candidate.path} lies in a tuple, which cannot be changed; leave out unpack"
+                )
+            parent[key] = plain
+    return obj
+
+
+def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_Found]]:
+    """The places in ``obj`` of the nodes of ``tree`` with a ``wanted`` ``id``. Walks both trees in step."""
+    places: dict[int, list[_Found]] = {}
+    seen = set()
+    stack: list[tuple[Any, _Found]] = [(tree, (obj, None, None))]
+    while stack:
+        node, place = stack.pop()
+        if id(node) in wanted:
+            places.setdefault(id(node), []).append(place)
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        value = place[0]
+        if isinstance(node, dict) and isinstance(value, dict):
+            pairs = zip(node.values(), value.items(), strict=True)
+            stack += [(child, (item, value, key)) for child, (key, item) in pairs]
+        elif isinstance(node, (list, tuple)) and isinstance(value, (list, tuple)):
+            stack += [(child, (item, value, at)) for at, (child, item) in enumerate(zip(node, value, strict=True))]
+    return places

@@ -1,4 +1,7 @@
-"""``restore --salvage``: writes what is intact in a damaged container and lists what is lost.
+"""Writes members of a container to files and directories: all of it, or what is intact.
+
+``MemberWriter`` writes whole members, for ``restore`` and for ``restore --salvage``. The latter is
+``salvage_container``: it writes what is intact in a damaged container and lists what is lost.
 
 A container stores every file of a checkpoint, a member, as its tensors and its skeleton: the bytes around the tensors.
 A member is in one of four states:
@@ -13,34 +16,201 @@ A member is in one of four states:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ckpt8.checkpoint.readers.safetensors import DTYPES
-from ckpt8.checkpoint.replacing import checkpoint_file
+from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
 from ckpt8.checkpoint.sources.opening import open_source, storage_crc
 from ckpt8.container import frames, header
-from ckpt8.container.checks import CRC_BYTES
+from ckpt8.container.bases import refuse_any
+from ckpt8.container.checks import CRC_BYTES, is_plain_name, link_stays_inside
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.decoding import Chunk, all_chunks, decode_storage, scratch_tensor
-from ckpt8.container.frames import bytes_of
-from ckpt8.container.header import SAFETENSORS
-from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
-from ckpt8.container.member_file import MemberFile
+from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.header import CONTAINER, SAFETENSORS, SUFFIXES, TORCH
+from ckpt8.container.kept_bases import unneeded_file
+from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord, TensorRecord, original_name
+from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import Ckpt8Error, InputError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError
 from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Check, Guard, default_path, refuse_source, write_at
+from ckpt8.core.files.source_file import combine, crc32
 from ckpt8.core.tensors import DType
-from ckpt8.core.text import counted
-from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import MemberWriter, Restored, file_check, new_directory
+from ckpt8.core.text import counted, listed, size
+from ckpt8.core.workers import Buffers, Progress, Workers
+
+_AHEAD = 1
+"""Batches per thread that may wait to be written: writing one takes less time than decoding it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberWriter:
+    """Writes members of ``reader``. ``open_member`` opens the member with an index."""
+
+    reader: ContainerReader
+    workers: Workers
+    progress: Progress
+    open_member: Callable[[int], MemberFile]
+
+    def add(self, index: int, directory: AtomicDirectory) -> None:
+        """Write a link, a directory or a file to its path in ``directory``. Raises InputError, OutputError."""
+        member = self.reader.manifest.members[index]
+        if member.format == SYMLINK:
+            directory.add_link(member.path, self._link_target(index))
+        elif member.format == DIRECTORY:
+            directory.make_directory(member.path)
+        else:
+            with directory.new_file(member.path) as descriptor:
+                self.write(index, descriptor, directory.guard)
+
+    def _link_target(self, index: int) -> str:
+        """The target of a link. Raises InputError for one that leads out of the directory."""
+        path = self.reader.manifest.members[index].path
+        target = os.fsdecode(self.open_member(index).read())
+        if not link_stays_inside(path, target):
+            raise InputError(
+                f"{self.reader.path}: holds a link {path[:80]!r} that leads out of its directory; nothing is written"
+            )
+        return target
+
+    def write(self, index: int, descriptor: int, guard: Guard) -> None:
+        """Write a member to an empty file, with its checksums in place. Raises InputError, OutputError."""
+        member = self.open_member(index)
+        with guard():
+            os.ftruncate(descriptor, member.size)
+        crcs = self._copy(member, descriptor, guard)
+        with guard():
+            for storage, crc in crcs.items():
+                for place, field in member.patch_crc(storage, crc):
+                    os.pwrite(descriptor, field, place)
+
+    def _copy(self, member: MemberFile, descriptor: int, guard: Guard) -> dict[int, int]:
+        """Decode and write every piece; return the crc32 of every storage whose bytes changed."""
+
+        def decode(batch: list[list[Piece]]) -> list[tuple[list[Piece], torch.Tensor, list[int]]]:
+            return [decode_run(run, needed=run is not batch[-1]) for run in batch]
+
+        def decode_run(run: list[Piece], *, needed: bool) -> tuple[list[Piece], torch.Tensor, list[int]]:
+            start, length = run[0].start, run[-1].stop - run[0].start
+            buffer = buffers.take(length)
+            view = bytes_of(buffer)[:length]
+            changed = []
+            for piece in run:
+                part = view[piece.start - start : piece.stop - start]
+                member.fill(piece, part)
+                changed.append(crc32(part) if member.needs_crc(piece.storage) else 0)
+            if needed:
+                member.lend(run[0], buffer[:length])
+            return run, buffer, changed
+
+        def write(run: list[Piece], buffer: torch.Tensor, changed: list[int]) -> None:
+            start, length = run[0].start, run[-1].stop - run[0].start
+            with guard():
+                write_at(descriptor, bytes_of(buffer)[:length], start)
+            buffers.give(buffer)
+            for piece, crc in zip(run, changed, strict=True):
+                if member.needs_crc(piece.storage):
+                    crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, piece.stop - piece.start)
+            self.progress(length)
+
+        buffers = Buffers(host_bytes)
+        crcs: dict[int, int] = {}
+        # One thread writes: several would only wait for each other at the file.
+        for batch in self.workers.map(decode, member.batches(), _AHEAD):
+            while batch:
+                write(*batch.pop(0))
+        return crcs
+
+
+_LISTED = 10
+
+R = TypeVar("R", bound="Restored")
+
+
+@dataclass(kw_only=True, slots=True)
+class Restored:
+    """``path`` was written. ``original`` is the name of the original that the container states.
+
+    ``other_name`` is ``original`` where the default path has another name. ``replaced`` says what was there before.
+    ``left`` are the names of plain files of a trainer beside what was restored.
+    """
+
+    path: Path
+    original: str
+    other_name: str | None
+    replaced: str | None = None
+    left: Sequence[str] = ()
+
+    @classmethod
+    def at(cls: type[R], sources: Sequence[Path], given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
+        """A new result at the path that was given, or the default for the first source. Raises OutputError for any."""
+        source = sources[0]
+        path = restored_path(source, reader.manifest) if given is None else Path(given)
+        original = original_name(reader.manifest)
+        refuse_any(path, sources)
+        has_other = given is None and path.name != original
+        return cls(path=path, original=original, other_name=original if has_other else None)
+
+    def lines(self) -> list[str]:
+        """What to tell the user about these names, as lines of text."""
+        lines = [] if self.other_name is None else [f"the original was called {self.other_name[:80]!r}"]
+        return [*lines, f"not written, as it is plain: {listed(self.left, _LISTED)}"] if self.left else lines
+
+
+def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
+    """The directory for all members. With ``force`` it replaces a checkpoint, and files of the same names."""
+    check = checkpoint_directory([member.path for member in reader.manifest.members])
+    return AtomicDirectory(path, force=force, keep=reader.path, check=check, room=partial(room_of, reader))
+
+
+def room_of(reader: ContainerReader) -> str:
+    """What the members of a container take."""
+    return size(sum(member.size for member in reader.manifest.members))
+
+
+def file_check(given: str | os.PathLike[str] | None) -> Check:
+    """Raises unless ``force`` may replace a file: one that the user named, else a checkpoint; no base of a delta."""
+    return checkpoint_file if given is None else unneeded_file
+
+
+_OF_FORMAT = {"torch-zip": ".pt", "torch-legacy": ".pt", "safetensors": SAFETENSORS}
+_OF_BYTES = ".bin"
+
+
+def restored_path(source: Path, manifest: Manifest) -> Path:
+    """Where ``restore`` writes by default: next to the container ``source``, under its name.
+
+    ``best.ckpt8`` gives the directory ``best``, or a file ``best.pt``, ``best.safetensors``, ... The suffix is that of
+    the original if it is one of SUFFIXES; else, as for ``weights.model`` or ``weights``, the member's format decides:
+    ``.pt`` for what torch.save wrote, ``.safetensors`` for safetensors. So a container that keeps its name gives the
+    original its name back. A name that has such a suffix already gets no other one: ``run.pt.ckpt8`` gives ``run.pt``.
+    A container with another suffix, or none, keeps it: ``run.v2`` gives ``run.v2.pt``.
+
+    Raises OutputError where that name cannot be used.
+    """
+    known = source.suffix.lower() in (CONTAINER, *SUFFIXES)
+    name = source.stem if known else source.name
+    suffix = _suffix(manifest)
+    alike = TORCH if suffix.lower() in TORCH else (SAFETENSORS,)
+    if manifest.directory is None and Path(name).suffix.lower() not in alike:
+        name += suffix
+    if not is_plain_name(name):
+        raise OutputError(f"{source}: its name leaves none for the directory in it; give one with -o")
+    return default_path(source.with_name(name))
+
+
+def _suffix(manifest: Manifest) -> str:
+    stored = Path(original_name(manifest)).suffix
+    return stored if stored.lower() in SUFFIXES else _OF_FORMAT.get(manifest.members[0].format, _OF_BYTES)
+
 
 _LABELS: dict[DType, str] = {dtype: label for label, dtype in DTYPES.items() if dtype is not DType.FLOAT4_E2M1FN_X2}
 
@@ -186,7 +356,7 @@ class Salvage(Restored):
         return lines
 
 
-def salvage(
+def salvage_container(
     sources: Sequence[Path],
     target: str | os.PathLike[str] | None,
     *,

@@ -22,8 +22,7 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.member_output import Restored
-from ckpt8.restoring.salvage import find_lost
+from ckpt8.restoring.salvage import Restored, find_lost
 from ckpt8.restoring.sharded import SliceFile, write_plain
 
 _SHOWN = 3

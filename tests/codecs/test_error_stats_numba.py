@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs import error_measures as stats
 from ckpt8.codecs.companded8 import Companded8

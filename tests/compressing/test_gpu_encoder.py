@@ -22,7 +22,7 @@ from ckpt8.core.gpu import copy_to_row, requested, row_bytes, row_views
 from ckpt8.core.workers import Buffers
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.restoring.resume import resume as run
-from ckpt8.restoring.resume.fills import DeviceCopy
+from ckpt8.restoring.resume.new_state import DeviceCopy
 
 PRESETS = ("flash", "compact", "archive", "lossless")
 CASES = [

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.error_measures import lattice_error, moment_error, root, step_sums, update_error

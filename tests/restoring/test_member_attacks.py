@@ -18,7 +18,7 @@ from ckpt8.container.overview import Overview
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.restoring import member_output
+from ckpt8.restoring.restore import MemberWriter
 
 
 def everything(folder):
@@ -244,7 +244,7 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
         target.mkdir()
         torch.save({}, target / "optimizer.pt")
     before = everything(tmp_path)
-    write, calls = member_output.MemberWriter.write, []
+    write, calls = MemberWriter.write, []
 
     def failing(*args):
         calls.append(1)
@@ -252,12 +252,12 @@ def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp
             raise error("no")
         write(*args)
 
-    monkeypatch.setattr(member_output.MemberWriter, "write", failing)
+    monkeypatch.setattr(MemberWriter, "write", failing)
     with pytest.raises(error):
         ckpt8.restore(simple, target, force=force)
     assert everything(tmp_path) == before
     # At the last moment: the names cannot be exchanged.
-    monkeypatch.setattr(member_output.MemberWriter, "write", write)
+    monkeypatch.setattr(MemberWriter, "write", write)
 
     def failed(*_):
         raise OSError(5, "no")

@@ -19,7 +19,7 @@ from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.restoring.resume import resume as resuming
-from ckpt8.restoring.resume.fills import DeviceCopy
+from ckpt8.restoring.resume.new_state import DeviceCopy
 
 FRAME = 1 << 20
 RULE = "*.exp_avg=neighbour"

@@ -40,12 +40,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ckpt8.checkpoint.meaning.nodes import is_optimizer, listed_parameters, parameter_groups
+from ckpt8.checkpoint.meaning.optimizer_state import bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.parameter_names import match
-from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.state_dicts import (
     MOST_OPTIMIZERS,
     Candidate,
@@ -53,6 +53,7 @@ from ckpt8.checkpoint.meaning.state_dicts import (
     find_loose,
     given_names,
     moment_shape,
+    parts_of,
     shapes_of,
     untied,
     weights_of,
@@ -203,18 +204,6 @@ def _together(parameters: _Parameters, models: Sequence[_Weights]) -> Candidate 
         return None
     (taken,) = ways.values()
     return Candidate("", {f"{part.model.path}.{name}": ref for part in taken for name, ref in part.refs.items()})
-
-
-def parts_of(model: Candidate) -> list[Candidate]:
-    """The parts of a model, by the first component in which their names differ, if there are several."""
-    names = {name: str(name).split(".") for name in model.node}
-    depth = next((k for k, level in enumerate(zip(*names.values(), strict=False)) if len(set(level)) > 1), 0)
-    by_key: dict[str, dict[Any, Any]] = defaultdict(dict)
-    for name, parts in names.items():
-        if len(parts) > depth + 1:
-            by_key[parts[depth]][name] = model.node[name]
-    inner = [replace(model, path=f"{model.path}.{key}", node=node, whole=model.path) for key, node in by_key.items()]
-    return inner if len(inner) > 1 else []
 
 
 Chosen = list[list[Candidate]]

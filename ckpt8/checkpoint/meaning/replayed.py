@@ -10,6 +10,8 @@ same state gets the same: ``compress``, which reads it piece by piece, and ``ver
             of the step from 0 on). Its mean is 0, its variance 1; it is nearly normal, and the same on every machine
 
 The rule that a parameter of a checkpoint follows, and its settings, are found by the card of its optimizer.
+
+``Confidence`` is CAME's confidence in an update, from the row and column averages of a saved state.
 """
 
 from __future__ import annotations
@@ -17,16 +19,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt8.checkpoint.meaning.quantised_state import is_low_bit
-from ckpt8.checkpoint.meaning.update_rules import UNKNOWN, identify_state, recognise
+from ckpt8.checkpoint.meaning.optimizer_state import UNKNOWN, identify_state, is_low_bit, recognise
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.files.source_file import crc32
@@ -379,3 +380,44 @@ def _numbers(values: Any) -> tuple[float, ...]:
     given = tuple(values) if isinstance(values, (tuple, list)) else ()
     numeric = all(isinstance(n, (int, float)) and abs(n) <= sys.float_info.max for n in given)
     return tuple(map(float, given)) if numeric else ()
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """CAME's approx(Rr, Cr) = rsqrt(R / mean(R)) (x) rsqrt(C), computed for a range of elements at a time.
+
+    ``rows`` has the shape of the parameter without its last dimension, ``columns`` without its second to last. They may
+    be those of a slice. mean(R) is that of all rows; where ``has_some_rows``, it is the mean of the columns, since both
+    average the same squares.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    has_some_rows: bool = field(default=False, kw_only=True)
+
+    @cached_property
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column factors, computed in float64 and rounded once: the same on every machine."""
+        row = (self.rows.double() / self._means).rsqrt().float().reshape(-1)
+        return row, self.columns.double().rsqrt().float().reshape(-1, self.columns.shape[-1])
+
+    @property
+    def _means(self) -> torch.Tensor:
+        """mean(R) of every matrix."""
+        return (self.columns if self.has_some_rows else self.rows).double().mean(dim=-1, keepdim=True)
+
+    @property
+    def least_share(self) -> float:
+        """How large the rows are beside all rows of their matrix, on average: the least of all matrices."""
+        if not self.has_some_rows:
+            return 1.0
+        return float((self.rows.double().mean(dim=-1, keepdim=True) / self._means).min())
+
+    def at(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
+        """The factors of elements ``start`` to ``stop`` of the flat parameter, on ``device`` or else the CPU."""
+        row, column = (factor.to(device) for factor in self.factors)
+        height, width = self.rows.shape[-1], self.columns.shape[-1]
+        index = torch.arange(start // width, -(-stop // width), device=device)
+        block = row[index].unsqueeze(1) * column[index // height]
+        first = start // width * width
+        return block.reshape(-1)[start - first : stop - first]

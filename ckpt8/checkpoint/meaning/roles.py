@@ -26,7 +26,7 @@ from ckpt8.checkpoint.meaning.nodes import (
     listed_parameters,
     parameter_groups,
 )
-from ckpt8.checkpoint.meaning.quantised_state import bitsandbytes_moments, with_moments
+from ckpt8.checkpoint.meaning.optimizer_state import bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.state_dicts import evident_weights, weights_of_states
 from ckpt8.checkpoint.tree import (
     Components,

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ckpt8.checkpoint.meaning.dcp import StateSlice, state_slices
 from ckpt8.checkpoint.meaning.names import rank_file
+from ckpt8.checkpoint.meaning.parameters import StateSlice, state_slices
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember, refuse_share

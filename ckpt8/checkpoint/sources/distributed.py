@@ -7,22 +7,18 @@
 Models and optimizers go where a training run saved as one file has them, whether the names came from a nested state
 dict, a flattened one, or torchtitan's with the weights at the top.
 
-``open_sharded`` opens a directory of containers of ranks as the distributed checkpoint that torch's own writer would
-have written.
-
-Every container is a file of it, whose slices are decoded when somebody reads them.
+``ShardedFiles`` are a directory of containers of ranks, as the distributed checkpoint that torch's own writer would
+have written. Every container is a file of it, whose slices are decoded when somebody reads them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
 from math import prod
 from operator import getitem
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -39,9 +35,7 @@ from ckpt8.checkpoint.readers.dcp_metadata import (
     StoredTensor,
     nest,
 )
-from ckpt8.checkpoint.readers.entries import directory_name
 from ckpt8.checkpoint.readers.rebuild import make_tensor
-from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, add_prefix, computed
 from ckpt8.checkpoint.sources.stored_member import MemberSource
 from ckpt8.checkpoint.tree import (
@@ -310,18 +304,6 @@ _NO_FILE = "__0_0.ckpt8"
 
 _OPEN_FILES = 4
 """Containers that are open for decoding at a time; each keeps a decoded chunk."""
-
-
-@contextmanager
-def open_sharded(path: Path, *, threads: int | None = None) -> Iterator[Bundle]:
-    """Open a directory of containers as a distributed checkpoint. Raises InputError."""
-    with JoinedReader(path, kernels=True) as joined, Workers(threads) as workers:
-        yield sharded_bundle(joined, workers)
-
-
-def sharded_bundle(joined: JoinedReader, workers: Workers) -> Bundle:
-    """Open containers as a distributed checkpoint. Raises InputError."""
-    return Bundle(joined.path, ShardedFiles(joined, workers).members(), directory_name(joined.path))
 
 
 class ShardedFiles:

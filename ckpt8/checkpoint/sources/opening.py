@@ -14,7 +14,7 @@ from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_dist
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, refuse_share, walk
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.distributed import open_sharded, sharded_bundle, tree_of
+from ckpt8.checkpoint.sources.distributed import ShardedFiles, tree_of
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo
 from ckpt8.container.decoding import check_frames
@@ -53,8 +53,8 @@ def open_source(
         with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
             yield stored_bundle(reader, workers)
     elif containers and is_directory(path) and (directory := find_sharded(path)) is not None:
-        with open_sharded(directory, threads=threads) as bundle:
-            yield bundle
+        with JoinedReader(directory, kernels=True) as joined, Workers(threads) as workers:
+            yield sharded_bundle(joined, workers)
     elif is_directory(path):
         entries = walk(path)
 
@@ -89,6 +89,11 @@ def stored_bundle(reader: ContainerReader, workers: Workers, *, decode: bool = T
     known = open_distributed([Entry(path, FILE) for path in stored], open_file, decode=decode)
     members = [known.get(path) or open_stored(path, index) for path, index in stored.items()]
     return Bundle(reader.path, members, None if reader.manifest.directory is None else reader.path.name)
+
+
+def sharded_bundle(joined: JoinedReader, workers: Workers) -> Bundle:
+    """Containers of ranks as one distributed checkpoint. Raises InputError."""
+    return Bundle(joined.path, ShardedFiles(joined, workers).members(), directory_name(joined.path))
 
 
 def check_storages(checkpoint: Checkpoint, where: str) -> None:

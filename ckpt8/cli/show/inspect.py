@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from ckpt8.checkpoint.meaning.optimizer_state import line as low_bit_line
 from ckpt8.checkpoint.meaning.parameter_names import shown
-from ckpt8.checkpoint.meaning.quantised_state import line as low_bit_line
 from ckpt8.cli.show.tables import (
     Share,
     bars,

@@ -26,25 +26,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
+from ckpt8.checkpoint.meaning.optimizer_state import parameter_shape
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, is_packed_group
 from ckpt8.checkpoint.sources.composite import Fill, Streamer
+from ckpt8.checkpoint.sources.objects import ValueBuilder, is_plain
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
 from ckpt8.core.text import listed
 from ckpt8.optim.cards import Card, Published, Shape
 from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published, is_projected
 from ckpt8.optim.packed import PackedOptimizer
-from ckpt8.restoring.resume.fills import Copy, NewState, OptimizerPlan, ValueBuilder, is_plain
-from ckpt8.restoring.resume.live_parameters import (
+from ckpt8.restoring.resume.live import (
     STRUCTURE,
+    Copy,
     Pair,
     ParameterMap,
     class_problem,
     map_parameters,
     restored,
 )
-from ckpt8.restoring.resume.packed_state import PackedPlanner
+from ckpt8.restoring.resume.new_state import NewState, OptimizerPlan, PackedPlanner
 
 WHOLE_GROUP = "group"
 """Key of a reference to the parameter group, which optimi with gradient release keeps in each state."""
@@ -126,12 +127,6 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     return made
 
 
-def object_problem(value: Any, builder: ValueBuilder, what: str) -> str | None:
-    """Why a value cannot go into a live object: it holds an object of a class that resume does not make; or None."""
-    name = builder.unmade(value)
-    return None if name is None else f"{what} holds a {name}, which resume does not make"
-
-
 def state_problem(
     saved: Any,
     pair: Pair,
@@ -150,7 +145,7 @@ def state_problem(
     problems = (_tensor_problem(key, tensors[key], pair.parameter, layout, live, projected) for key in tensors)
     return (
         _keys_problem(kept, pair, layout, live, optimizer, hyper)
-        or object_problem(kept, builder, "its optimizer state")
+        or builder.problem("its optimizer state", kept)
         or next(filter(None, problems), None)
     )
 
@@ -219,7 +214,7 @@ def foreign_state_problem(saved: Any, pair: Pair, hyper: Mapping[Any, Any], buil
     alike = shape is not None and len(shape) == len(here)
     projected = is_projected(saved, hyper)
     problem = _shape_problem("its optimizer state", shape or (), here, projected) if alike else None
-    return problem or object_problem(saved, builder, "its optimizer state")
+    return problem or builder.problem("its optimizer state", saved)
 
 
 def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...], projected: bool) -> str | None:
@@ -281,7 +276,7 @@ def plan_own_state(node: Mapping[str, Any], mapped: ParameterMap, builder: Value
         problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
     if shared and [pair.identifier for pair in pairs] != list(range(len(pairs))):
         problems.append(f"{listed(shared)}: may count parameters, which are in another order here")
-    if problem := object_problem(shared, builder, "its state dict"):
+    if problem := builder.problem("its state dict", shared):
         problems.append(problem)
     wrong = "its state is taken as a whole or not at all" if problems else None
     return OptimizerPlan(problems=problems, wrong=wrong, build=partial(_build, node, sums, mapped, builder))
@@ -374,7 +369,7 @@ def plan_optimizer(
         if problem is not None:
             raise ResumeError(f"is of another optimizer than {type(optimizer).__name__}: {problem}")
     hyper = [{key: value for key, value in group.items() if key not in STRUCTURE} for group in saved]
-    if problem := object_problem(hyper, builder, "a parameter group"):
+    if problem := builder.problem("a parameter group", hyper):
         raise ResumeError(problem)
     mapped = map_parameters(saved, optimizer, model)
     if packed is None and loads_itself(optimizer, node):

@@ -26,18 +26,16 @@ from torch.optim import Optimizer
 from ckpt8.checkpoint.meaning.pairing import owners
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, find_trees
 from ckpt8.checkpoint.sources.composite import Fill, Streamer
-from ckpt8.checkpoint.sources.objects import RestBuilder
+from ckpt8.checkpoint.sources.objects import RestBuilder, ValueBuilder
 from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.public import checked, described
 from ckpt8.core.text import counted, listed
-from ckpt8.restoring.resume import model as models
 from ckpt8.restoring.resume import optimizer as optimizers
-from ckpt8.restoring.resume.fills import DeviceCopy, OptimizerPlan, ValueBuilder
-from ckpt8.restoring.resume.model import ModelPlan
+from ckpt8.restoring.resume.live import ModelPlan, fitting_models, plan_model
+from ckpt8.restoring.resume.new_state import DeviceCopy, OptimizerPlan, PackedPlanner
 from ckpt8.restoring.resume.optimizer import packed_optimizer, unwrapped
-from ckpt8.restoring.resume.packed_state import PackedPlanner
 
 T = TypeVar("T")
 
@@ -411,7 +409,7 @@ class _Plan:
             key = number, id(candidate)
             if key not in plans:
                 live = given.objects[number]
-                plans[key] = models.plan_model(candidate, live, self._streamer, self._values, self._halves)
+                plans[key] = plan_model(candidate, live, self._streamer, self._values, self._halves)
             return plans[key]
 
         def fits(number: int, candidate: Candidate) -> int:
@@ -496,7 +494,7 @@ class _Plan:
         candidates = candidates_at(self._source.path, saved, at, "model_at")
         if not candidates:
             raise UsageError(f"{self._source.path}: holds no model state dict")
-        fitting = models.fitting(candidates, model)
+        fitting = fitting_models(candidates, model)
         if len(fitting) != 1:
             paths = listed((candidate.path for candidate in fitting or candidates), 10)
             raise UsageError(

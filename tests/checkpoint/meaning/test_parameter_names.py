@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.checkpoint.meaning.optimizer_state import parameter_shape
 from ckpt8.checkpoint.meaning.parameter_names import display_names
-from ckpt8.checkpoint.meaning.quantised_state import parameter_shape
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.cli.app import app
 from ckpt8.container.reader import ContainerReader

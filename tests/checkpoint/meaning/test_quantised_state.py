@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import ckpt8
-from ckpt8.checkpoint.meaning.quantised_state import find_low_bit
+from ckpt8.checkpoint.meaning.optimizer_state import find_low_bit
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.cli.app import app
 from ckpt8.codecs.error_stats import read_error

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import ckpt8
-from ckpt8.checkpoint.meaning.confidence import Confidence
+from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule, read_rule, recognise
+from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.meaning.roles import classify
-from ckpt8.checkpoint.meaning.update_rules import UpdateRule, read_rule, recognise
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType

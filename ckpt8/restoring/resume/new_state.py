@@ -1,4 +1,13 @@
-"""From a saved optimizer to the packed state of one of ``ckpt8.optim``.
+"""The new state of a live optimizer: what fills it, and how the packed state of ``ckpt8.optim`` is made of a saved one.
+
+A live tensor takes what a checkpoint holds in one of three ways: copied, taken packed as it is stored, or encoded on
+the way. Encoding rounds to nearest, on the device of the parameter, in pieces of bounded size. ``OptimizerPlan``
+collects what resume is going to do to an optimizer, before anything changes.
+
+``DeviceCopy`` fills tensors on a GPU from stored parts: it uploads these, 5 bytes a parameter of ``flash``, and decodes
+them there.
+
+``PackedPlanner`` plans the state of an optimizer of ``ckpt8.optim``.
 
     saved by the same packed optimizer    copies every tensor
     saved by the published optimizer      takes codes, scales and residuals of a ``.ckpt8`` as they are stored, where
@@ -12,9 +21,9 @@ fp16 parameters and their masters.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,30 +31,211 @@ import torch
 
 from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, weight_checks
 from ckpt8.checkpoint.sources.composite import Fill, Streamer
-from ckpt8.checkpoint.sources.stored_member import StoredParts
+from ckpt8.checkpoint.sources.objects import ValueBuilder
+from ckpt8.checkpoint.sources.stored_member import EncodedChunk, StoredParts
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs import Codec, codec_from_config, config_of
 from ckpt8.codecs.base import StateKey
-from ckpt8.core.errors import UsageError
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.container.symbols import unpack_parts
+from ckpt8.core.errors import RefusedError, UsageError
+from ckpt8.core.gpu import CudaTransfer, Mark, copy_to_row, row_bytes, row_views
+from ckpt8.core.tensors import Parts
+from ckpt8.core.workers import Buffers, assign
 from ckpt8.optim import state_conversion as foreign
 from ckpt8.optim.packed import PackedOptimizer, check_group, exact_names, layout_problem
-from ckpt8.optim.packed_tensor import weight_check
-from ckpt8.restoring.resume.fills import (
+from ckpt8.optim.packed_tensor import weight_check, write_master
+from ckpt8.optim.state_conversion import bf16_from_planes
+from ckpt8.restoring.resume.live import (
     Copy,
-    MomentFill,
-    NewState,
-    OptimizerPlan,
-    ResidualFill,
-    RoundedFill,
-    ValueBuilder,
-)
-from ckpt8.restoring.resume.live_parameters import (
     ParameterMap,
     added_entries,
     foreign_settings,
     length_problem,
     restored,
 )
+
+_ENCODED_AT_ONCE = 1 << 20
+"""Elements."""
+
+
+NewState = tuple[dict[str, Any], list[Fill]]
+"""The new state of one parameter, its tensors still empty, and what fills them."""
+
+
+@dataclass(slots=True)
+class OptimizerPlan:
+    """New states, and new values for each live group.
+
+    ``states`` has for each parameter a function that allocates its state, or None where the checkpoint has none, as for
+    a parameter that never had a gradient. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are those of
+    single parameters. ``rounded`` fills live parameters that take only the upper half of their saved weights, by
+    ``id``. An optimizer that loads its state itself has ``build`` in place of states and groups: it makes the state
+    dict.
+    """
+
+    states: list[tuple[torch.Tensor, Callable[[], NewState] | None]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    wrong: str | None = None
+    rounded: dict[int, Fill] = field(default_factory=dict)
+    build: Callable[[], dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedFill:
+    """Fills packed state from ``ref``. With ``stored``, the parts go in as they are, else ``codec`` makes them."""
+
+    ref: TensorRef
+    codec: Codec
+    stored: StoredParts | None
+
+    def _pieces(self, streamer: Streamer) -> Iterator[tuple[int, torch.Tensor]]:
+        """The saved values as flat float32, in pieces that are encoded at once, and where each starts."""
+        for start, values in streamer.values(self.ref):
+            for at in range(0, len(values), _ENCODED_AT_ONCE):
+                yield start + at, values[at : at + _ENCODED_AT_ONCE]
+
+
+@dataclass(frozen=True, slots=True)
+class MomentFill(_PackedFill):
+    """Fills the codes and scales of moment ``name`` in ``state``.
+
+    Values that the codec refuses stay in fp32, as they would in a file.
+    """
+
+    name: str
+    state: dict[str, torch.Tensor]
+
+    def fill(self, streamer: Streamer) -> None:
+        """Take the parts, or encode the values."""
+        codes, scales = self.state[f"{self.name}_codes"], self.state[f"{self.name}_scales"]
+        try:
+            for start, parts in self._parts(streamer, codes.device):
+                assign(codes.view(-1), start, parts["codes"])
+                assign(scales, start // GROUP, parts["scales"])
+        except RefusedError:
+            del self.state[f"{self.name}_codes"], self.state[f"{self.name}_scales"]
+            self.state[self.name] = torch.empty(self.ref.shape, dtype=torch.float32, device=codes.device)
+            streamer.copy(self.ref, self.state[self.name])
+
+    def _parts(self, streamer: Streamer, device: torch.device) -> Iterator[tuple[int, Parts]]:
+        if self.stored is not None:
+            return self.stored.chunks(self.ref, "codes", "scales")
+        return ((start, self.codec.encode(piece.to(device))) for start, piece in self._pieces(streamer))
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualFill(_PackedFill):
+    """Fills ``residual``, flat: the difference between fp32 weights and a bf16 parameter."""
+
+    residual: torch.Tensor
+
+    def fill(self, streamer: Streamer) -> None:
+        """Take the stored residual, or split the values."""
+        if self.stored is not None:
+            name, _ = _residual(self.codec)
+            for start, parts in self.stored.chunks(self.ref, name):
+                assign(self.residual, start, parts[name])
+            return
+        for start, piece in self._pieces(streamer):
+            part = self.residual[start : start + len(piece)]
+            _split(piece.to(part.device), part, self.codec)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedFill(_PackedFill):
+    """Fills a bf16 parameter of any strides with the upper half of fp32 weights. See ``ResidualFill``."""
+
+    param: torch.Tensor
+
+    def fill(self, streamer: Streamer) -> None:
+        """Take the stored upper half, or split the values."""
+        target = self.param.detach()
+        target = target if target.dim() else target.view(1)
+        if self.stored is not None:
+            for start, parts in self.stored.chunks(self.ref, "exponent", "mantissa"):
+                assign(target, start, bf16_from_planes(parts))
+            return
+        for start, piece in self._pieces(streamer):
+            residual = torch.empty_like(piece, dtype=_residual(self.codec)[1])
+            assign(target, start, _split(piece, residual, self.codec))
+
+
+def _residual(codec: Codec) -> tuple[str, torch.dtype]:
+    """Name and element type of the part that completes a bf16 weight."""
+    assert codec.residual is not None  # noqa: S101 - the group was checked
+    return codec.residual[0], codec.residual[1].torch
+
+
+def _split(weights: torch.Tensor, residual: torch.Tensor, codec: Codec) -> torch.Tensor:
+    """Write the residual of flat fp32 weights; return their bf16 upper half."""
+    rounded = torch.empty_like(weights, dtype=torch.bfloat16)
+    write_master(weights, rounded, residual, codec, None)
+    return rounded
+
+
+_BUFFERS = 2
+"""Buffers in turn: the CPU fills one while the other is copied."""
+
+
+class DeviceCopy:
+    """Fills tensors on devices of the kind of ``make`` from the storages that ``stored`` keeps lossy."""
+
+    def __init__(self, stored: StoredParts, make: type[CudaTransfer] = CudaTransfer) -> None:
+        self._stored = stored
+        self._make = make
+        self._lanes: dict[torch.device, _Lane] = {}
+
+    def copy(self, ref: TensorRef, target: torch.Tensor) -> bool:
+        """Fill ``target`` with the values of ``ref``.
+
+        Returns False, and fills nothing, on another device, or if ``ref`` is not stored lossy. Raises InputError for
+        damage.
+        """
+        if target.device.type != self._make.kind or ref.conj or ref.neg:
+            return False
+        codec = self._stored.codec(ref)
+        if codec is None or codec.measured_as is None:
+            return False
+        if target.device not in self._lanes:
+            self._lanes[target.device] = _Lane(self._make(target.device))
+        lane = self._lanes[target.device]
+        with lane.transfer.active():
+            for chunk in self._stored.encoded(ref):
+                assign(target, chunk.first, _decode(chunk, lane))
+        return True
+
+
+def _decode(chunk: EncodedChunk, lane: _Lane) -> torch.Tensor:
+    """The elements of a chunk on the device, its companions decoded there as well."""
+    decoded = {name: _decode(other, lane).float() for name, other in chunk.companions.items()}
+    packed, expanded = lane.send(chunk.parts, chunk.expanded)
+    parts = unpack_parts(packed, chunk.packings, chunk.where)
+    return chunk.codec.decode(parts, chunk.spec, first=chunk.first, companions=decoded | expanded)
+
+
+class _Lane:
+    """Uploads to one device through a few buffers."""
+
+    def __init__(self, transfer: CudaTransfer) -> None:
+        self.transfer = transfer
+        self._buffers = Buffers(transfer.pinned)
+        self._busy: deque[tuple[torch.Tensor, Mark]] = deque()
+
+    def send(self, *parts: Parts) -> list[Parts]:
+        """Upload the parts. The device can use them in everything that it computes from now on."""
+        if len(self._busy) == _BUFFERS:
+            buffer, mark = self._busy.popleft()
+            mark.synchronize()
+            self._buffers.give(buffer)
+        total = row_bytes(parts)
+        buffer = self._buffers.take(total)
+        copy_to_row(parts, buffer)
+        there, mark = self.transfer.upload(buffer[:total])
+        self._busy.append((buffer, mark))
+        self.transfer.receive(there, mark)
+        return row_views(parts, there)
 
 
 @dataclass(frozen=True, slots=True)
