@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from ckpt8.container.sharded import GlobalTensor, Slice, find_sharded
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.public import checked
-from ckpt8.core.tensors import Role
-from ckpt8.core.workers import Progress, Workers, assign, scratch_elements
+from ckpt8.core.tensors import Box, DType, Role, cut_into_boxes, overlap, view_of_box
+from ckpt8.core.workers import Progress, Workers, scratch_elements
 
 Chunk = tuple[int, int]
 """The index of a storage, and the number of one of its chunks."""
@@ -50,20 +51,69 @@ def decode_tensor(reader: ContainerReader, tensor: TensorRecord) -> torch.Tensor
         raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage, or this torch") from exc
 
 
-def fill_tensor(reader: ContainerReader, tensor: TensorRecord, target: torch.Tensor) -> None:
-    """Decode a contiguous tensor that is all of its storage into ``target``, of any strides, chunk by chunk.
+def fill_box(
+    reader: ContainerReader,
+    storage: int,
+    dtype: DType,
+    shape: Sequence[int],
+    target: torch.Tensor,
+    offsets: Sequence[int] | None = None,
+    workers: Workers | None = None,
+) -> None:
+    """Fill ``target``, of any type, strides and device, with its box of a tensor, which begins at ``offsets``.
 
-    Raises InputError for damage.
+    The contiguous tensor of ``dtype`` and ``shape`` is all of a storage; that may count elements of another size, such
+    as bytes. Decodes only the chunks that have elements of the box. Raises InputError for damage.
     """
-    record, size = reader.manifest.storages[tensor.storage], tensor.dtype.itemsize
-    # The storage may count elements of another size, such as bytes. A chunk has whole elements of any.
-    flat = target.view(-1).view(record.dtype.torch) if target.is_contiguous() else None
-    for chunk, start in enumerate(range(0, record.numel, FRAME)):
-        if flat is not None:
-            reader.fill_chunk(tensor.storage, chunk, flat[start : start + FRAME])
-        else:
-            elements = reader.read_chunk(tensor.storage, chunk).view(tensor.dtype.torch)
-            assign(target, start * record.dtype.itemsize // size, elements)
+    if not target.numel():
+        return
+    shape, offsets = tuple(shape), tuple(offsets or [0] * len(shape))
+    if shape and target.is_contiguous():
+        # Dimensions behind the last one that is cut are one with it: most chunks then go where they belong.
+        cut = max((dim for dim, size in enumerate(target.shape) if size != shape[dim]), default=0)
+        inner = prod(shape[cut + 1 :])
+        shape, offsets = (*shape[:cut], shape[cut] * inner), (*offsets[:cut], offsets[cut] * inner)
+        target = target.view(*target.shape[:cut], -1)
+    stored, box = reader.manifest.storages[storage].dtype, (offsets, tuple(target.shape))
+    in_chunk = FRAME * stored.itemsize // dtype.itemsize
+
+    def chunks() -> Iterator[tuple[int, list[tuple[int, Box, Box]]]]:
+        """The chunks to decode, with their boxes, where these begin, and what is in the target."""
+        ends = [offset + size - 1 for offset, size in zip(*box, strict=True)]
+        for chunk in range(_position(shape, offsets) // in_chunk, _position(shape, ends) // in_chunk + 1):
+            first = chunk * in_chunk
+            boxes = cut_into_boxes(shape, first, min(first + in_chunk, prod(shape)))
+            parts = [(at - first, own, both) for at, own in boxes if (both := overlap(own, box)) is not None]
+            if parts:
+                yield chunk, parts
+
+    def decode(work: tuple[int, list[tuple[int, Box, Box]]]) -> None:
+        chunk, parts = work
+        spec = reader.chunk_spec(storage, chunk)
+        out = view_of_box(target, parts[0][2], offsets)
+        if (
+            out.numel() * dtype.itemsize == spec.numel * stored.itemsize
+            and (out.dtype, out.device.type) == (dtype.torch, "cpu")
+            and out.is_contiguous()
+            and not (out.is_conj() or out.is_neg())
+            and stored.itemsize <= dtype.itemsize
+        ):
+            reader.fill_chunk(storage, chunk, out.view(-1).view(stored.torch))
+            return
+        elements = scratch_tensor(reader, storage, chunk)
+        reader.fill_chunk(storage, chunk, elements)
+        elements = elements.view(dtype.torch)
+        for at, (starts, sizes), both in parts:
+            own = elements[at : at + prod(sizes)].view(sizes)
+            view_of_box(target, both, offsets).copy_(view_of_box(own, both, starts))
+
+    for _ in (workers.map if workers is not None else map)(decode, chunks()):
+        pass
+
+
+def _position(shape: Sequence[int], offsets: Sequence[int]) -> int:
+    """Where the element at ``offsets`` is in the flat tensor."""
+    return sum(offset * prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
 
 
 def check_frames(
@@ -195,12 +245,10 @@ class CheckpointDirectory(Closing):
         tensor = self._tensor(name)
         out = torch.empty(tensor.shape, dtype=tensor.dtype.torch, device="cpu")
         for box in tensor.boxes():
-            target = out
-            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                target = target.narrow(dim, offset, size)
+            target = view_of_box(out, (box.offsets, box.sizes))
             reader, record = self._joined.by_name[box.file], self._record(name, box)
             if record.is_contiguous:
-                fill_tensor(reader, record, target)
+                fill_box(reader, record.storage, record.dtype, record.shape, target)
             else:
                 target.copy_(decode_tensor(reader, record))
         return out

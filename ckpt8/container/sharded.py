@@ -48,7 +48,7 @@ from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.atomic import AtomicFile, sync_directory
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import LARGEST, Fields, is_unicode, parse_json
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import Box, DType
 from ckpt8.core.text import shown
 
 INDEX = "ckpt8-dcp.json"
@@ -255,9 +255,6 @@ def _meet(low: Shape, high: Shape, offsets: Sequence[int], ends: Sequence[int]) 
 
 MAX_SHARDED = 6
 """A tensor may be cut along so many dimensions; a mesh of processes has three or four."""
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes by dimension."""
 
 
 def check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:

@@ -22,9 +22,9 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite, Streamer
 from ckpt8.checkpoint.sources.distributed import Part, gather
 from ckpt8.checkpoint.tree import Inert, Share, TensorRef, format_path, iter_leaves, iter_nodes
-from ckpt8.container.sharded import Box
 from ckpt8.converting.choice import Content, adopt_member, tie_again
 from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.tensors import Box
 from ckpt8.core.text import listed, shown
 
 _DEEPEST = 64

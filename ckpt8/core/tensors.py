@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -189,3 +189,44 @@ def is_small(shape: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape is a bias, a norm or otherwise too small to be worth an error."""
     numel = prod(shape)
     return numel < SMALL_NUMEL or (len(shape) <= 1 and numel < SMALL_VECTOR_NUMEL)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a part of a tensor, by dimension."""
+
+
+def cut_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
+    """Boxes that make up elements ``start`` to ``stop`` of a tensor, each with the position of its first element.
+
+    Whole rows and parts of rows: at most two boxes for each dimension.
+    """
+    if not shape:
+        yield start, ((), ())
+        return
+    inner = prod(shape[1:])
+    while start < stop:
+        row, into = divmod(start, inner)
+        rows = (stop - start) // inner if into == 0 else 0
+        if rows:
+            yield start, ((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
+            start += rows * inner
+        else:
+            taken = min(stop - start, inner - into)
+            for at, (offsets, sizes) in cut_into_boxes(shape[1:], into, into + taken):
+                yield row * inner + at, ((row, *offsets), (1, *sizes))
+            start += taken
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The part of a tensor that is in both boxes, or None."""
+    starts = tuple(map(max, one[0], other[0]))
+    ends = [min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True)]
+    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+    return (starts, sizes) if all(size > 0 for size in sizes) else None
+
+
+def view_of_box(tensor: torch.Tensor, box: Box, origin: Sequence[int] | None = None) -> torch.Tensor:
+    """The view of a box in a tensor, which is itself a box that begins at ``origin``. Sparse tensors have no parts."""
+    for dim, (offset, size, first) in enumerate(zip(*box, origin or [0] * len(box[0]), strict=True)):
+        tensor = tensor if size == tensor.shape[dim] else tensor.narrow(dim, offset - first, size)
+    return tensor

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import ckpt8
+from ckpt8.container.decoding import fill_box
 from ckpt8.container.frames import FRAME
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
 from ckpt8.integrations.dcp.rank_file import Naming, Slot, build, tensor_names
-from ckpt8.integrations.dcp.reader import SliceReader
 
 SHAPES = {
     "vector": (2 * FRAME + 5,),
@@ -64,13 +65,12 @@ def test_a_box_is_what_narrow_gives(name, tensors, stored):
     storage = next(record.storage for record in reader.manifest.tensors if record.name == name)
     for offsets, lengths in boxes(tuple(tensor.shape), 6):
         expected = part(tensor, offsets, lengths)
-        slices = SliceReader(reader, workers)
         plain = torch.full(lengths, torch.nan)
-        slices.copy(storage, tensor.shape, offsets, lengths, plain)
+        fill_box(reader, storage, DType.FLOAT32, tensor.shape, plain, offsets, workers)
         assert torch.equal(plain, expected)
         # A target that is a view with gaps, of another type.
         wide = torch.full((*lengths, 2), torch.nan, dtype=torch.float64)
-        slices.copy(storage, tensor.shape, offsets, lengths, wide[..., 0])
+        fill_box(reader, storage, DType.FLOAT32, tensor.shape, wide[..., 0], offsets)
         assert torch.equal(wide[..., 0], expected.double())
         assert wide[..., 1].isnan().all()
 
@@ -82,7 +82,7 @@ def test_integers_are_read_from_their_bytes(tensors, stored):
     storage = next(record.storage for record in reader.manifest.tensors if record.name == "counts")
     for offsets, lengths in boxes(tuple(counts.shape), 5):
         for target in (torch.empty(lengths, dtype=torch.int64), torch.empty((*lengths, 2), dtype=torch.int32)[..., 0]):
-            SliceReader(reader, workers).copy_bytes(storage, counts.shape, offsets, lengths, target, torch.int64)
+            fill_box(reader, storage, DType.INT64, counts.shape, target, offsets, workers)
             assert torch.equal(target.long(), part(counts, offsets, lengths))
 
 
@@ -108,7 +108,7 @@ def test_only_the_chunks_that_are_needed_are_decoded(name, offsets, lengths, chu
         return decode(storage, chunk, out)
 
     monkeypatch.setattr(reader, "decode_chunk", counting)
-    SliceReader(reader, workers).copy(storage, tensors[name].shape, offsets, lengths, torch.empty(lengths))
+    fill_box(reader, storage, DType.FLOAT32, tensors[name].shape, torch.empty(lengths), offsets, workers)
     assert decoded == chunks
 
 

@@ -54,10 +54,10 @@ from ckpt8.container.joined import JoinedReader
 from ckpt8.container.manifest import DCP, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import Box, Place, check_cover
+from ckpt8.container.sharded import Place, check_cover
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, Window
-from ckpt8.core.tensors import DType, Role
+from ckpt8.core.tensors import Box, DType, Role, cut_into_boxes, overlap, view_of_box
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Workers
 
@@ -86,7 +86,7 @@ def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], par
 
     def assemble(start: int, stop: int) -> torch.Tensor:
         flat = torch.empty(stop - start, dtype=kind, device="cpu")
-        for at, box in _boxes(shape, start, stop):
+        for at, box in cut_into_boxes(shape, start, stop):
             target = flat[at - start : at - start + prod(box[1])].view(box[1])
             for part in filled:
                 _copy_part(data, part, box, target)
@@ -99,54 +99,24 @@ def gather_box(data: Composite, name: str, dtype: DType, box: Box, parts: Sequen
     """A box of the tensor made of ``parts``. Raises InputError as ``gather``."""
     inside = []
     for part in parts:
-        both = [
-            (max(mine, theirs), min(mine + size, theirs + length))
-            for mine, size, theirs, length in zip(*box, part.offsets, part.ref.shape, strict=True)
-        ]
-        if all(first < end for first, end in both):
-            ref = part.ref
-            steps = zip(both, part.offsets, ref.stride, strict=True)
-            start = ref.offset + sum((first - at) * stride for (first, _), at, stride in steps)
-            ref = replace(ref, offset=start, shape=tuple(end - first for first, end in both))
-            inside.append(Part(tuple(first - at for (first, _), at in zip(both, box[0], strict=True)), ref))
+        if (both := overlap(box, (part.offsets, part.ref.shape))) is not None:
+            offsets = tuple(at - first for at, first in zip(both[0], box[0], strict=True))
+            inside.append(Part(offsets, _cut(part, both)))
     return gather(data, name, dtype, box[1], inside)
+
+
+def _cut(part: Part, box: Box) -> TensorRef:
+    """The tensor with the content of a ``box`` in a part."""
+    steps = zip(box[0], part.offsets, part.ref.stride, strict=True)
+    start = part.ref.offset + sum((first - at) * stride for first, at, stride in steps)
+    return replace(part.ref, offset=start, shape=box[1])
 
 
 def _copy_part(data: Composite, part: Part, box: Box, target: torch.Tensor) -> None:
     """Copy the elements of a box that ``part`` holds into ``target``, which has the shape of the box."""
-    ref, first = part.ref, part.ref.offset
-    sizes = []
-    for dim, (mine, theirs) in enumerate(zip(part.offsets, box[0], strict=True)):
-        start, stop = max(mine, theirs), min(mine + ref.shape[dim], theirs + box[1][dim])
-        if start >= stop:
-            return
-        target = target.narrow(dim, start - theirs, stop - start)
-        first += (start - mine) * ref.stride[dim]
-        sizes.append(stop - start)
-    values = data.elements(replace(ref, offset=first, shape=tuple(sizes)), 0, prod(sizes))
-    target.copy_(values.view(target.dtype).view(sizes))
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Boxes that make up elements ``start`` to ``stop`` of a tensor, each with the position of its first element.
-
-    Whole rows and parts of rows: at most two boxes for each dimension.
-    """
-    if not shape:
-        yield start, ((), ())
-        return
-    inner = prod(shape[1:])
-    while start < stop:
-        row, into = divmod(start, inner)
-        rows = (stop - start) // inner if into == 0 else 0
-        if rows:
-            yield start, ((row, *(0 for _ in shape[1:])), (rows, *shape[1:]))
-            start += rows * inner
-        else:
-            taken = min(stop - start, inner - into)
-            for at, (offsets, sizes) in _boxes(shape[1:], into, into + taken):
-                yield row * inner + at, ((row, *offsets), (1, *sizes))
-            start += taken
+    if (both := overlap(box, (part.offsets, part.ref.shape))) is not None:
+        values = data.elements(_cut(part, both), 0, prod(both[1]))
+        view_of_box(target, both, box[0]).copy_(values.view(target.dtype).view(both[1]))
 
 
 _MODEL, _NAMES = "model", "param_names"

@@ -8,188 +8,80 @@ from __future__ import annotations
 import io
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckpt8.checkpoint.gate import load_allowed
-from ckpt8.container import frames
+from ckpt8.container.decoding import fill_box
 from ckpt8.container.frames import bytes_of
-from ckpt8.container.joined import read_index
-from ckpt8.container.manifest import StorageRecord, TensorRecord
+from ckpt8.container.joined import objects_of, read_index, slice_problem
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import INDEX, OBJECTS, GlobalTensor, Place, ShardedIndex, Slice, is_sharded, slices_of
+from ckpt8.container.sharded import INDEX, GlobalTensor, Place, ShardedIndex, Slice, is_sharded, slices_of
 from ckpt8.core.errors import InputError
 from ckpt8.core.public import checked
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import Box, DType, overlap, view_of_box
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Workers, threads_of_rank
 from ckpt8.integrations import is_local
 from ckpt8.integrations.dcp.planner import local_tensors
-from ckpt8.integrations.dcp.writer import InDirectory, metadata_of
-
-_BLOCK = 1 << 20
-"""Elements to decode at once where the elements of a part do not follow each other in the tensor."""
-
-_Piece = tuple[int, slice, slice]
-"""A chunk, the elements to take from it, and their place in the target."""
+from ckpt8.integrations.dcp.writer import InDirectory
 
 
-class SliceReader:
-    """Fills tensors from parts of the storages of one container."""
+def metadata_of(index: ShardedIndex, where: str) -> Metadata:
+    """The metadata of a checkpoint; ``storage_data`` is the index. Raises InputError for a type unknown to torch.
 
-    def __init__(self, reader: ContainerReader, workers: Workers) -> None:
-        self._reader = reader
-        self._workers = workers
-        self._last: tuple[int, int, torch.Tensor] | None = None
-
-    def copy(
-        self,
-        storage: int,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        target: torch.Tensor,
-    ) -> None:
-        """Fill ``target`` with a box of the contiguous tensor of ``shape`` in ``storage``. Raises InputError."""
-        if not prod(lengths):
-            return
-        if _is_flagged(target):
-            whole = torch.empty(tuple(lengths), dtype=target.dtype, device="cpu")
-            self.copy(storage, shape, offsets, lengths, whole)
-            target.copy_(whole)
-        elif target.is_contiguous() and _is_run(shape, lengths):
-            self._copy_run(storage, _position(shape, offsets), target.view(-1))
-        else:
-            self._copy_box(storage, 0, shape, offsets, lengths, target)
-
-    def copy_bytes(
-        self,
-        storage: int,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        target: torch.Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        """Fill ``target`` with a box of a tensor of ``dtype`` that lies in a storage of bytes."""
-        size = dtype.itemsize
-        plain = target.is_contiguous() and not _is_flagged(target)
-        direct = plain and target.device.type == "cpu" and target.dtype == dtype
-        whole = target if direct else torch.empty(tuple(lengths), dtype=dtype, device="cpu")
-        view = whole.view(-1).view(torch.uint8).view(*lengths, size)
-        self.copy(storage, (*shape, size), (*offsets, 0), (*lengths, size), view)
-        if not direct:
-            target.copy_(whole)
-
-    def read_bytes(self, storage: int, start: int, length: int) -> torch.Tensor:
-        """Bytes ``start`` to ``start + length`` of a storage of bytes."""
-        content = torch.empty(length, dtype=torch.uint8, device="cpu")
-        self._copy_run(storage, start, content)
-        return content
-
-    def _copy_run(self, storage: int, start: int, target: torch.Tensor) -> None:
-        dtype = self._reader.manifest.storages[storage].dtype.torch
-
-        def decode(piece: _Piece) -> None:
-            chunk, inside, place = piece
-            out = target[place]
-            direct = out.dtype == dtype and out.device.type == "cpu"
-            if direct and len(out) == self._reader.chunk_spec(storage, chunk).numel:
-                self._reader.decode_chunk(storage, chunk, out)
-            else:
-                out.copy_(self._reader.read_chunk(storage, chunk)[inside])
-
-        for _ in self._workers.map(decode, _pieces(start, target.numel())):
-            pass
-
-    def _copy_box(
-        self,
-        storage: int,
-        base: int,
-        shape: Sequence[int],
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        target: torch.Tensor,
-    ) -> None:
-        """Fill ``target`` with a box, some rows at a time. ``base`` is the position of the tensor in its storage."""
-        row = prod(shape[1:])
-        start = base + offsets[0] * row
-        if len(shape) > 1 and row > _BLOCK:
-            for k in range(lengths[0]):
-                self._copy_box(storage, start + k * row, shape[1:], offsets[1:], lengths[1:], target[k])
-            return
-        step = max(1, _BLOCK // row)
-        for first in range(0, lengths[0], step):
-            rows = min(step, lengths[0] - first)
-            block = self._flat(storage, start + first * row, rows * row).view(rows, *shape[1:])
-            for dim, (offset, length) in enumerate(zip(offsets[1:], lengths[1:], strict=True), 1):
-                block = block.narrow(dim, offset, length)
-            target[first : first + rows].copy_(block)
-
-    def _flat(self, storage: int, start: int, length: int) -> torch.Tensor:
-        """A run of a storage. Keeps the last chunk, since the next run begins in it."""
-        out = torch.empty(length, dtype=self._reader.manifest.storages[storage].dtype.torch, device="cpu")
-        for chunk, inside, place in _pieces(start, length):
-            if self._last is None or self._last[:2] != (storage, chunk):
-                self._last = storage, chunk, self._reader.read_chunk(storage, chunk)
-            out[place] = self._last[2][inside]
-        return out
+    A tensor that is cut into a grid is one chunk here, so that planning a load takes no longer with many ranks: the
+    reader finds the cells that a box needs.
+    """
+    values = {name: _tensor(name, tensor, where) for name, tensor in index.tensors.items()}
+    objects = {name: BytesStorageMetadata() for name in index.objects}
+    paths = None if index.paths is None else dict(index.paths)
+    return Metadata(values | objects, planner_data=paths, storage_data=index, version=index.dcp)
 
 
-def _is_flagged(target: torch.Tensor) -> bool:
-    """Whether the values of a tensor are not those in its memory, but their conjugates or negatives."""
-    return target.is_conj() or target.is_neg()
-
-
-def _pieces(start: int, length: int) -> Iterator[_Piece]:
-    """The chunks that hold ``length`` elements of a storage from ``start`` on."""
-    at = 0
-    while at < length:
-        chunk, first = divmod(start + at, frames.FRAME)
-        count = min(frames.FRAME - first, length - at)
-        yield chunk, slice(first, first + count), slice(at, at + count)
-        at += count
-
-
-def _is_run(shape: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether the elements of a box follow each other in the tensor."""
-    cut = next((k for k, length in enumerate(lengths) if length != 1), len(lengths))
-    return list(lengths[cut + 1 :]) == list(shape[cut + 1 :])
-
-
-def _position(shape: Sequence[int], offsets: Sequence[int]) -> int:
-    """Where the element at ``offsets`` is in the flat tensor."""
-    position = 0
-    for size, offset in zip(shape, offsets, strict=True):
-        position = position * size + offset
-    return position
+def _tensor(name: str, tensor: GlobalTensor, where: str) -> TensorStorageMetadata:
+    try:
+        dtype = tensor.dtype.torch
+    except AttributeError as exc:
+        raise InputError(f"{where}: {name}: has the type {tensor.dtype.label}, which this torch does not know") from exc
+    whole = ((0,) * len(tensor.shape), tensor.shape)
+    boxes = [] if tensor.is_whole else [(box.offsets, box.sizes) for box in tensor.boxes()]
+    if not boxes and all(tensor.shape):  # torch plans nothing for a tensor without chunks, and says nothing
+        boxes = [whole]
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
 
 
 @dataclass(slots=True)
 class _Target:
-    """What an item of a plan asks for: a box of ``tensor`` from ``offsets`` on, which comes from ``parts`` slices.
+    """What an item of a plan asks for: a ``box`` of ``tensor``, of which ``missing`` slices are still to come.
 
     ``into`` is the memory that the planner gives for it, None until the first slice is read.
     """
 
     item: ReadItem
     tensor: GlobalTensor
-    offsets: tuple[int, ...]
-    parts: int
+    box: Box
+    missing: int
     into: torch.Tensor | None = None
-
-
-_Work = tuple[_Target, Slice] | tuple[ReadItem, Place]
 
 
 class Ckpt8StorageReader(InDirectory, StorageReader):
@@ -245,16 +137,16 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that it may not load."""
         self._check_filled(plan, planner)
-        files: dict[str, list[_Work]] = defaultdict(list)
+        files: dict[str, list[Callable[[_RankFile], None]]] = defaultdict(list)
         for item in plan.items:
-            for request in self._work(item):
-                files[request[1].file].append(request)
+            for name, read in self._requests(item, planner):
+                files[name].append(read)
         with Workers(self._threads or threads_of_rank()) as workers, torch.no_grad():
-            for name, work in files.items():
+            for name, reads in files.items():
                 with ContainerReader(self.path / name) as reader:
                     file = _RankFile(reader, self._index.files[name], workers)
-                    for target, part in work:
-                        self._read(file, target, part, planner)
+                    for read in reads:
+                        read(file)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -278,15 +170,13 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
                     f"{self.path}: {shown(name)}: slices are missing: {there}; the checkpoint is not complete"
                 )
 
-    def _work(self, item: ReadItem) -> Iterator[_Work]:
-        """What to read for an item, each from one file. Raises InputError for what is not stored."""
+    def _requests(self, item: ReadItem, planner: LoadPlanner) -> Iterator[tuple[str, Callable[[_RankFile], None]]]:
+        """What reads an item, each from the file of that name. Raises InputError for what is not stored."""
         name, index = item.storage_index.fqn, self._index
-        if item.type is LoadItemType.BYTE_IO:
-            if name not in index.objects:
-                raise self._not_stored(name)
-            yield item, index.objects[name]
+        if item.type is LoadItemType.BYTE_IO and name in index.objects:
+            yield index.objects[name].file, partial(self._read_value, planner, item)
             return
-        if name not in index.tensors:
+        if item.type is LoadItemType.BYTE_IO or name not in index.tensors:
             raise self._not_stored(name)
         tensor = index.tensors[name]
         first = item.storage_index.offset or (0,) * len(item.lengths)
@@ -296,53 +186,42 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         boxes = tensor.overlapping(offsets, item.lengths)
         if not boxes and all(item.lengths):
             raise self._not_stored(name)
-        target = _Target(item, tensor, offsets, len(boxes))
+        target = _Target(item, tensor, (offsets, tuple(item.lengths)), len(boxes))
         for box in boxes:
-            yield target, box
+            yield box.file, partial(self._read_slice, planner, target, box)
 
     def _not_stored(self, name: str) -> InputError:
         return InputError(f"{self.path}: {name}: is not stored")
 
-    def _read(self, file: _RankFile, target: _Target | ReadItem, part: Slice | Place, planner: LoadPlanner) -> None:
-        if isinstance(target, _Target) and isinstance(part, Slice):
-            self._read_slice(file, target, part, planner)
-        elif isinstance(target, ReadItem) and isinstance(part, Place):
-            clean = io.BytesIO()
-            # The planner unpickles any class. So it gets a new file of the value that was loaded within our limits.
-            torch.save(file.load(part, f"{self.path}: {target.storage_index.fqn}"), clean)
-            clean.seek(0)
-            planner.load_bytes(target, clean)
+    def _read_value(self, planner: LoadPlanner, item: ReadItem, file: _RankFile) -> None:
+        name, clean = item.storage_index.fqn, io.BytesIO()
+        # The planner unpickles any class. So it gets a new file of the value that was loaded within our limits.
+        torch.save(file.load(self._index.objects[name], f"{self.path}: {name}"), clean)
+        clean.seek(0)
+        planner.load_bytes(item, clean)
 
-    def _read_slice(self, file: _RankFile, target: _Target, part: Slice, planner: LoadPlanner) -> None:
-        item, name = target.item, target.item.storage_index.fqn
+    def _read_slice(self, planner: LoadPlanner, target: _Target, part: Slice, file: _RankFile) -> None:
+        (offsets, sizes), name = target.box, target.item.storage_index.fqn
         if target.into is None:
-            tensor = planner.resolve_tensor(item)
+            tensor = planner.resolve_tensor(target.item)
             # What is copied into a detached sparse tensor does not reach the original.
             target.into = tensor.detach() if tensor.layout is torch.strided else tensor
-            if tuple(target.into.shape) != tuple(item.lengths):
+            if tuple(target.into.shape) != sizes:
                 shape = tuple(target.into.shape)
-                raise InputError(f"{self.path}: {name}: a slice of {tuple(item.lengths)} goes into {shape}")
-        into, inside, lengths = target.into, [], []
-        for dim, (at, size, first, length) in enumerate(
-            zip(part.offsets, part.sizes, target.offsets, item.lengths, strict=True)
-        ):
-            start, stop = max(at, first), min(at + size, first + length)
-            inside.append(start - at)
-            lengths.append(stop - start)
-            # Tensors of other layouts cannot be narrowed, and are one slice.
-            into = into if stop - start == length else into.narrow(dim, start - first, stop - start)
-        if (place := target.tensor.pickled(part)) is not None:
+                raise InputError(f"{self.path}: {name}: a slice of {sizes} goes into {shape}")
+        both = overlap(target.box, part[1:])
+        assert both is not None  # noqa: S101 - it was looked up by that
+        into = view_of_box(target.into, both, offsets)
+        if (place := target.tensor.pickled(part)) is None:
+            file.fill(name, target.tensor, part, both, into)
+        else:
             whole = file.load(place, f"{self.path}: {name}")
             if not isinstance(whole, torch.Tensor) or tuple(whole.shape) != part.sizes:
                 raise InputError(f"{self.path}: {name}: is not the tensor that {INDEX} states")
-            for dim, (start, length) in enumerate(zip(inside, lengths, strict=True)):
-                whole = whole if length == whole.shape[dim] else whole.narrow(dim, start, length)
-            into.copy_(whole)
-        else:
-            file.copy(name, target.tensor.dtype, part, inside, lengths, into)
-        target.parts -= 1
-        if not target.parts:
-            planner.commit_tensor(item, target.into)
+            into.copy_(view_of_box(whole, both, part.offsets))
+        target.missing -= 1
+        if not target.missing:
+            planner.commit_tensor(target.item, target.into)
             target.into = None
 
     @classmethod
@@ -357,39 +236,25 @@ class _RankFile:
     def __init__(self, reader: ContainerReader, seal: str, workers: Workers) -> None:
         if reader.seal.hex() != seal:
             raise InputError(f"{reader.path}: belongs to another save than the {INDEX} beside it")
-        self.path = reader.path
-        self._storages = reader.manifest.storages
+        self._reader = reader
+        self._workers = workers
         self._slices = slices_of(reader.manifest)
-        self._objects = next((record for record in reader.manifest.tensors if record.name == OBJECTS), None)
-        self._reader = SliceReader(reader, workers)
 
-    def _storage(self, name: str, record: TensorRecord | None, dtype: DType, shape: tuple[int, ...]) -> StorageRecord:
-        """The storage of a tensor that fills it in order. Raises InputError where it is missing, or not as stated."""
-        if record is None:
-            raise InputError(f"{self.path}: has no tensor {name[:80]!r}, which {INDEX} names")
-        storage = self._storages[record.storage]
-        whole = record.nbytes == storage.nbytes and not record.offset and not record.flags
-        if tuple(record.shape) != shape or not whole or record.dtype is not dtype:
-            raise InputError(f"{self.path}: {name}: is not of the type and shape that {INDEX} states")
-        return storage
-
-    def copy(
-        self, name: str, dtype: DType, part: Slice, inside: list[int], lengths: list[int], target: torch.Tensor
-    ) -> None:
-        """Fill ``target`` with the elements of a slice from ``inside`` on. Raises InputError."""
+    def fill(self, name: str, tensor: GlobalTensor, part: Slice, box: Box, target: torch.Tensor) -> None:
+        """Fill ``target`` with a ``box`` of a tensor, which lies in a slice of it. Raises InputError."""
         record = self._slices.get((name, part.offsets))
-        storage = self._storage(name, record, dtype, part.sizes)
-        assert record is not None  # noqa: S101 - it has a storage
-        if storage.dtype is dtype:
-            self._reader.copy(record.storage, part.sizes, inside, lengths, target)
-        else:
-            self._reader.copy_bytes(record.storage, part.sizes, inside, lengths, target, dtype.torch)
+        problem = slice_problem(self._reader.manifest, record, tensor, part)
+        if record is None or problem is not None:
+            raise InputError(f"{self._reader.path}: {name[:80]}: {problem}")
+        inside = [at - first for at, first in zip(box[0], part.offsets, strict=True)]
+        fill_box(self._reader, record.storage, tensor.dtype, part.sizes, target, inside, self._workers)
 
     def load(self, place: Place, where: str) -> Any:
         """A value that torch.save wrote. Raises InputError."""
-        record = self._objects
-        storage = self._storage(OBJECTS, record, DType.UINT8, tuple(record.shape) if record else ())
-        if record is None or place.start + place.length > storage.numel:
-            raise InputError(f"{self.path}: ends before a value that {INDEX} names")
-        content = self._reader.read_bytes(record.storage, place.start, place.length)
+        record = objects_of(self._reader.manifest)
+        nbytes = 0 if record is None else self._reader.manifest.storages[record.storage].nbytes
+        if record is None or place.start + place.length > nbytes:
+            raise InputError(f"{self._reader.path}: ends before a value that {INDEX} names")
+        content = torch.empty(place.length, dtype=torch.uint8, device="cpu")
+        fill_box(self._reader, record.storage, DType.UINT8, (nbytes,), content, (place.start,), self._workers)
         return load_allowed(io.BytesIO(bytes_of(content)), where)

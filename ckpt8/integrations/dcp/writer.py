@@ -19,16 +19,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
@@ -56,7 +52,7 @@ from ckpt8.container.sharded import (
     is_part,
     is_sharded,
 )
-from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import checked
@@ -176,31 +172,6 @@ def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
     raise UsageError(
         "the planner keeps data that JSON cannot hold; use torch's DefaultSavePlanner, or one derived from it"
     )
-
-
-def metadata_of(index: ShardedIndex, where: str) -> Metadata:
-    """The metadata of a checkpoint; ``storage_data`` is the index. Raises InputError for a type unknown to torch.
-
-    A tensor that is cut into a grid is one chunk here, so that planning a load takes no longer with many ranks: the
-    reader finds the cells that a box needs.
-    """
-    values = {name: _tensor(name, tensor, where) for name, tensor in index.tensors.items()}
-    objects = {name: BytesStorageMetadata() for name in index.objects}
-    paths = None if index.paths is None else dict(index.paths)
-    return Metadata(values | objects, planner_data=paths, storage_data=index, version=index.dcp)
-
-
-def _tensor(name: str, tensor: GlobalTensor, where: str) -> TensorStorageMetadata:
-    try:
-        dtype = tensor.dtype.torch
-    except AttributeError as exc:
-        raise InputError(f"{where}: {name}: has the type {tensor.dtype.label}, which this torch does not know") from exc
-    whole = ((0,) * len(tensor.shape), tensor.shape)
-    boxes = [] if tensor.is_whole else [(box.offsets, box.sizes) for box in tensor.boxes()]
-    if not boxes and all(tensor.shape):  # torch plans nothing for a tensor without chunks, and says nothing
-        boxes = [whole]
-    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
 
 
 _SHOWN = 5
