@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import ckpt8
+from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.container.decoding import fill_box
 from ckpt8.container.frames import FRAME
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-from ckpt8.integrations.dcp.rank_file import Naming, Slot, build, tensor_names
+from ckpt8.integrations.dcp.rank_file import Naming, build, fill_slots
 
 SHAPES = {
     "vector": (2 * FRAME + 5,),
@@ -118,22 +119,25 @@ def test_slices_of_one_tensor_and_names_that_collide():
     items = [("model.w", (0, 0)), ("model.w", (4, 0)), ("w", (0,)), ("model", ()), ("optimizer.state.w.exp_avg", (0,))]
     items += [("optimizer.state.w.exp_avg", (4,)), ("w", (0,))]
     known = {"optimizer.state.w.step": torch.tensor(5.0), "optimizer.param_groups.w.betas": (0.9, 0.99)}
-    tree = build(naming, items, known | dict.fromkeys(names[:4]))
-    assert tree["model"] == {"w": Slot(0), "w@4x0": Slot(1)}
-    assert tree["weights"] == {"w": Slot(2), "w@0": Slot(6)}
-    assert tree["optimizer"]["state"] == {
-        "w": {"exp_avg": Slot(4), "step": 5.0},
-        "w@4": {"exp_avg": Slot(5), "step": 5.0},
+    tree = build(naming, [(*item, (), ()) for item in items], known | dict.fromkeys(names[:4]))
+    assert fill_slots(tree, range(9))["model"] == {"w": 0, "w@4x0": 1}
+    assert fill_slots(tree, range(9))["weights"] == {"w": 2, "w@0": 6}
+    assert fill_slots(tree, range(9))["optimizer"]["state"] == {
+        "w": {"exp_avg": 4, "step": 5.0},
+        "w@4": {"exp_avg": 5, "step": 5.0},
     }
-    assert tree["optimizer"]["param_groups"] == [{"params": ["w", "w@4"], "betas": (0.9, 0.99)}]
-    assert set(tensor_names(tree)) == set(range(len(items)))
+    assert fill_slots(tree, range(9))["optimizer"]["param_groups"] == [{"params": ["w", "w@4"], "betas": (0.9, 0.99)}]
+    assert {tensor.ref.key for tensor in classify(tree).tensors} == set(map(str, range(len(items))))
 
 
 def test_the_state_of_a_slice_states_the_shape_of_its_parameter():
     names = ["optimizer.state.w.exp_avg", "optimizer.state.b.exp_avg"]
-    shapes = [((3, 4), (9, 4)), ((4,), (4,))]
-    tree = build(Naming(names), [(names[0], (3, 0)), (names[1], (0,))], dict.fromkeys(names), shapes)
-    assert tree["optimizer"]["state"] == {"w": {"exp_avg": Slot(0), "whole_shape": [9, 4]}, "b": {"exp_avg": Slot(1)}}
+    pieces = [(names[0], (3, 0), (3, 4), (9, 4)), (names[1], (0,), (4,), (4,))]
+    tree = build(Naming(names), pieces, dict.fromkeys(names))
+    assert fill_slots(tree, range(9))["optimizer"]["state"] == {
+        "w": {"exp_avg": 0, "whole_shape": [9, 4]},
+        "b": {"exp_avg": 1},
+    }
 
 
 def test_averages_are_with_the_moments_of_their_slices():
@@ -141,13 +145,14 @@ def test_averages_are_with_the_moments_of_their_slices():
     items = [(f"{state}.exp_avg_sq_col", (0,)), (f"{state}.exp_avg_sq_row", (6,)), (f"{state}.exp_avg_sq_row", (3,))]
     items += [(f"{state}.exp_avg", (3, 0)), (f"{state}.exp_avg", (6, 0)), ("optimizer.state.v.exp_avg_sq_row", (0,))]
     shapes = [((4,), (4,)), *[((3,), (9,))] * 2, *[((3, 4), (9, 4))] * 2, ((5,), (5,))]
-    tree = build(Naming([name for name, _ in items]), items, {}, shapes)
-    assert tree["optimizer"]["state"] == {
-        "w": {"exp_avg": Slot(3), "exp_avg_sq_row": Slot(2), "exp_avg_sq_col": Slot(0), "whole_shape": [9, 4]},
-        "w@6x0": {"exp_avg": Slot(4), "exp_avg_sq_row": Slot(1), "exp_avg_sq_col": Slot(0), "whole_shape": [9, 4]},
-        "v": {"exp_avg_sq_row": Slot(5)},
+    pieces = [(*item, *shape) for item, shape in zip(items, shapes, strict=True)]
+    tree = build(Naming([name for name, _ in items]), pieces, {})
+    assert fill_slots(tree, range(9))["optimizer"]["state"] == {
+        "w": {"exp_avg": 3, "exp_avg_sq_row": 2, "exp_avg_sq_col": 0, "whole_shape": [9, 4]},
+        "w@6x0": {"exp_avg": 4, "exp_avg_sq_row": 1, "exp_avg_sq_col": 0, "whole_shape": [9, 4]},
+        "v": {"exp_avg_sq_row": 5},
     }
-    assert set(tensor_names(tree)) == set(range(len(items)))
+    assert {tensor.ref.key for tensor in classify(tree).tensors} == set(map(str, range(len(items))))
 
 
 def test_scalars_of_the_state_and_of_the_group_that_another_rank_stores():
@@ -160,17 +165,17 @@ def test_scalars_of_the_state_and_of_the_group_that_another_rank_stores():
         **state,
         **{f"optimizer.param_groups.0.{key}": each for key, each in group.items()},
     }
-    tree = build(Naming([*names, *state]), [(name, (4,)) for name in names], known)
-    moments = {"exp_avg": Slot(0), "exp_avg_sq": Slot(1)}
-    assert tree["optimizer"]["state"] == {"w": {**moments, "eps_sq": 0.5, "kahan_comp": None}}
-    assert tree["optimizer"]["param_groups"] == [{"params": ["w"], "beta1": 0.9, "step": 5}]
+    tree = build(Naming([*names, *state]), [(name, (4,), (), ()) for name in names], known)
+    moments = {"exp_avg": 0, "exp_avg_sq": 1}
+    assert fill_slots(tree, range(9))["optimizer"]["state"] == {"w": {**moments, "eps_sq": 0.5, "kahan_comp": None}}
+    assert fill_slots(tree, range(9))["optimizer"]["param_groups"] == [{"params": ["w"], "beta1": 0.9, "step": 5}]
 
 
 def test_no_rule_is_claimed_where_moments_are_in_another_file():
     names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
     known = dict.fromkeys(names) | {"optimizer.param_groups.w.betas": (0.9, 0.99)}
-    tree = build(Naming(names), [(names[0], (0,))], known)
-    assert tree["optimizer"]["param_groups"] == []
+    tree = build(Naming(names), [(names[0], (0,), (), ())], known)
+    assert fill_slots(tree, range(9))["optimizer"]["param_groups"] == []
 
 
 def test_a_model_with_a_module_named_state():

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from ckpt8.container.sharded import GlobalTensor, Grid, Layout
-from ckpt8.core.tensors import Role
-from ckpt8.integrations.dcp.rank_file import Box, Copy, Naming, average_of, slot_of
+from ckpt8.core.tensors import Box, Role
+from ckpt8.integrations.dcp.rank_file import Copy, Naming, average_of, slot_of
 from ckpt8.optim.known_optimizers import STATE_ROLES
 
 

@@ -21,7 +21,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -48,8 +47,9 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import OBJECTS, Shape, SliceKey, slices_of
 from ckpt8.core.backend import part_of
 from ckpt8.core.errors import UsageError
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import Box, DType
 from ckpt8.core.text import listed, shown
+from ckpt8.core.workers import rows, scratch
 from ckpt8.optim.known_optimizers import SIDE_STATE, STATE_ROLES, TENSORS, WHOLE_SHAPE
 
 _STATE = re.compile(r"(?:(?P<prefix>.*?)\.)?state\.(?P<owner>.+)\.(?P<key>[^.]+)", re.DOTALL)
@@ -58,15 +58,13 @@ WEIGHTS, OPTIMIZER, OTHER = "weights", "optimizer", "other"
 """Keys for values without one in their names: weights at the top level of a state dict, the state of an optimizer that
 is the state dict itself, and everything else."""
 
-Box = tuple[Shape, Shape]
-"""Offsets and sizes of a slice."""
+Piece = tuple[str, Shape, Shape, Shape]
+"""A slice of a tensor: its name, the offsets and sizes of the slice, and the shape of the whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A placeholder for the value of that number; ``fill_slots`` puts the value there."""
-
-    number: int
+def slot(number: int) -> TensorRef:
+    """A placeholder for the value of that number."""
+    return TensorRef(str(number), DType.UINT8, 0, (), ())
 
 
 class Naming:
@@ -102,40 +100,33 @@ class Naming:
         return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
 
-def build(
-    naming: Naming,
-    items: Sequence[tuple[str, tuple[int, ...]]],
-    known: Mapping[str, Any],
-    shapes: Sequence[tuple[Shape, Shape]] = (),
-) -> dict[str, Any]:
-    """The object of a file with a Slot for each of ``items``: the name of a tensor, and the offset of a slice of it.
+def build(naming: Naming, pieces: Sequence[Piece], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The object of a file with a slot for each of ``pieces``.
 
     ``known`` are the values that the state dict of this rank has, by name. They give the settings and steps of the
-    optimizer, whichever rank stores them. ``shapes`` are those of an item and of its whole tensor. An average over rows
-    or columns is with the moments of every slice that it belongs to.
+    optimizer, whichever rank stores them. An average over rows or columns is with the moments of every slice that it
+    belongs to.
     """
     tree: dict[str, Any] = {}
     states: dict[Components, list[tuple[Box, dict[str, Any]]]] = {}
     averages = []
-    for number, ((name, offset), (shape, whole)) in enumerate(zip(items, shapes or repeat(((), ())), strict=False)):
+    for number, (name, offset, sizes, whole) in enumerate(pieces):
         path = naming.place(name)
-        slot = slot_of(path[-1]) if path[-3:-2] == (STATE,) else None
-        if slot == "statistic":
-            averages.append(number)
+        kind = slot_of(path[-1]) if path[-3:-2] == (STATE,) else None
+        if kind == "statistic":
+            averages.append((number, path, (offset, sizes)))
             continue
-        own = _put(tree, path, offset, Slot(number))
-        if slot == "moment1":
-            states.setdefault(path[:-1], []).append(((offset, shape), own))
-            if shape != whole:
+        own = _put(tree, path, offset, number)
+        if kind == "moment1":
+            states.setdefault(path[:-1], []).append(((offset, sizes), own))
+            if sizes != whole:
                 own[WHOLE_SHAPE] = [*whole]
-    for number in averages:
-        name, offset = items[number]
-        path, box = naming.place(name), (offset, shapes[number][0] if shapes else ())
+    for number, path, box in averages:
         homes = [own for place, own in states.get(path[:-1], ()) if average_of(path[-1], place) == box]
         for own in homes:
-            own[path[-1]] = Slot(number)
+            own[path[-1]] = slot(number)
         if not homes:
-            _put(tree, path, offset, Slot(number))
+            _put(tree, path, box[0], number)
     _add_settings(tree, naming, known)
     return tree
 
@@ -155,16 +146,16 @@ def average_of(key: str, box: Box) -> Box | None:
     return tuple(end - size for end, size in zip(ends, sizes, strict=True)), sizes
 
 
-def _put(tree: dict[str, Any], path: Components, offset: tuple[int, ...], slot: Slot) -> dict[str, Any]:
+def _put(tree: dict[str, Any], path: Components, offset: Shape, number: int) -> dict[str, Any]:
     """Put a slot at ``path``, or next to it for a further slice of the same tensor. Returns the node that holds it."""
     at = "x".join(map(str, offset))
     sliced = (*path[:-2], f"{path[-2]}@{at}", path[-1]) if STATE in path[-3:-2] else (*path[:-1], f"{path[-1]}@{at}")
-    for candidate in (path, sliced, (OTHER, f"{slot.number}:{format_path(path)}")):
+    for candidate in (path, sliced, (OTHER, f"{number}:{format_path(path)}")):
         node: Any = tree
         for component in candidate[:-1]:
             node = node.setdefault(component, {}) if isinstance(node, dict) else None
         if isinstance(node, dict) and candidate[-1] not in node:
-            node[candidate[-1]] = slot
+            node[candidate[-1]] = slot(number)
             return node
     raise AssertionError("the last candidate holds the number of the slot")
 
@@ -217,17 +208,11 @@ def _number_of(value: Any) -> Any:
     return value
 
 
-def fill_slots(node: Any, value: Callable[[int], Any]) -> Any:
-    """A copy of ``node`` with ``value(number)`` in every slot."""
-    if isinstance(node, Slot):
-        return value(node.number)
-    return {key: fill_slots(child, value) for key, child in node.items()} if isinstance(node, dict) else node
-
-
-def tensor_names(tree: dict[str, Any]) -> dict[int, str]:
-    """The names that a container gives the tensors of ``tree``, by number."""
-    shape = fill_slots(tree, lambda number: TensorRef(str(number), DType.UINT8, 0, (), ()))
-    return {int(tensor.ref.key): tensor.name for tensor in classify(shape).tensors}
+def fill_slots(node: Any, values: Sequence[Any]) -> Any:
+    """A copy of ``node`` with the values in its slots."""
+    if isinstance(node, TensorRef):
+        return values[int(node.key)]
+    return {key: fill_slots(child, values) for key, child in node.items()} if isinstance(node, dict) else node
 
 
 @dataclass(frozen=True)
@@ -255,10 +240,10 @@ class Sources:
 
     def __init__(self, planner: SavePlanner) -> None:
         self._planner = planner
-        self._exact: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
-        self._views: dict[tuple[object, ...], torch.UntypedStorage] = {}
+        self._storages: dict[tuple[object, ...], torch.UntypedStorage] = {}
         self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
-        self._last = _Last(planner)
+        self._last: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self._lock = threading.Lock()
         self.made: dict[int, Callable[[int, memoryview], None]] = {}
 
     def resolve(self, item: WriteItem) -> Any:
@@ -266,72 +251,52 @@ class Sources:
         value = self._planner.resolve_data(item)
         if not isinstance(value, torch.Tensor) or not is_plain(value) or not value.numel():
             return value
-        shape, dtype, storage = value.shape, value.dtype, StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+        shape, dtype, memory = value.shape, value.dtype, StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
         del value
-        if storage.expired():  # type: ignore[no-untyped-call]
-            return self._stand_in(shape, dtype, self._new(shape, dtype, partial(self._last.value, item)))
-        tensor = _tensor(self._planner, item)
-        place = tensor.device, tensor.data_ptr()
+        if memory.expired():  # type: ignore[no-untyped-call]
+            return _over(self._stand_in(shape, dtype, partial(self._last_made, item)), dtype, shape)
+        value = _resolved(self._planner, item)
         # torch.save writes no two types that begin at one place.
-        known = self._dtypes.setdefault(place, dtype) is dtype
-        if not known or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            return self._stand_in(shape, dtype, self._view(tensor))
-        return self._in_place(tensor)
+        known = self._dtypes.setdefault((value.device, value.data_ptr()), dtype) is dtype
+        flags = value.is_conj(), value.is_neg()
+        if known and value.is_contiguous() and not any(flags):
+            return self._in_place(value)
+        key = value.device, value.data_ptr(), dtype, shape, value.stride(), flags
+        if key not in self._storages:
+            settled = _settled(value)
+            self._storages[key] = self._stand_in(shape, dtype, lambda: settled)
+        return _over(self._storages[key], dtype, shape)
 
     def _in_place(self, value: torch.Tensor) -> torch.Tensor:
         """The tensor over its own memory, in a storage that holds nothing else; tensors in one place share it."""
         whole = value.untyped_storage()
-        nbytes = value.numel() * value.element_size()
-        if nbytes == whole.nbytes():
+        if value.nbytes == whole.nbytes():
             return value
-        key = value.device, value.data_ptr(), nbytes
-        if key not in self._exact:
+        key = value.device, value.data_ptr(), value.nbytes
+        if key not in self._storages:
             start = value.storage_offset() * value.element_size()
-            self._exact[key] = whole[start : start + nbytes]
-        return torch.empty(0, dtype=value.dtype, device=value.device).set_(self._exact[key]).view(value.shape)
+            self._storages[key] = whole[start : start + value.nbytes]
+        return _over(self._storages[key], value.dtype, value.shape)
 
-    def _view(self, value: torch.Tensor) -> torch.UntypedStorage:
-        """The stand-in of a value in the memory of the state; equal views share it."""
-        key = (
-            value.device,
-            value.data_ptr(),
-            value.dtype,
-            value.shape,
-            value.stride(),
-            value.is_conj(),
-            value.is_neg(),
-        )
-        if key not in self._views:
-            self._views[key] = self._new(value.shape, value.dtype, partial(_itself, _settled(value)))
-        return self._views[key]
-
-    def _new(self, shape: torch.Size, dtype: torch.dtype, value: Callable[[], torch.Tensor]) -> torch.UntypedStorage:
+    def _stand_in(self, shape: torch.Size, dtype: torch.dtype, value: Callable[[], torch.Tensor]) -> Any:
         storage = _untouched(prod(shape) * dtype.itemsize)
         self.made[storage.data_ptr()] = partial(_read, value)
         return storage
 
-    @staticmethod
-    def _stand_in(shape: torch.Size, dtype: torch.dtype, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage).view(shape)
-
-
-class _Last:
-    """The values that the planner has made last. Thread-safe."""
-
-    def __init__(self, planner: SavePlanner) -> None:
-        self._planner = planner
-        self._found: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def value(self, item: WriteItem) -> torch.Tensor:
-        """The value of an item, which its plan keeps in memory."""
+    def _last_made(self, item: WriteItem) -> torch.Tensor:
+        """The value of an item, which its plan keeps in memory; one of those made last. Thread-safe."""
         with self._lock:
-            if id(item) not in self._found:
-                while len(self._found) >= _KEPT:
-                    self._found.popitem(last=False)
-                self._found[id(item)] = _settled(_tensor(self._planner, item))
-            self._found.move_to_end(id(item))
-            return self._found[id(item)]
+            if id(item) not in self._last:
+                while len(self._last) >= _KEPT:
+                    self._last.popitem(last=False)
+                self._last[id(item)] = _settled(_resolved(self._planner, item))
+            self._last.move_to_end(id(item))
+            return self._last[id(item)]
+
+
+def _over(storage: torch.UntypedStorage, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """A contiguous tensor that is all of a storage."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage).view(shape)
 
 
 def _untouched(nbytes: int) -> torch.UntypedStorage:
@@ -344,14 +309,10 @@ def _untouched(nbytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
 
 
-def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+def _resolved(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     """The value of an item, without its gradient."""
     value: Any = planner.resolve_data(item)
     return cast("torch.Tensor", value.detach())
-
-
-def _itself(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 def _settled(value: torch.Tensor) -> torch.Tensor:
@@ -369,36 +330,20 @@ def is_plain(value: torch.Tensor) -> bool:
 
 def _read(get: Callable[[], torch.Tensor], first: int, buffer: memoryview) -> None:
     """Fill ``buffer`` with the bytes of a value from ``first`` on, in the order of its elements."""
+    if not buffer:
+        return
     value = get()
     size = value.element_size()
     start, stop = first // size, -(-(first + len(buffer)) // size)
-    if first % size or len(buffer) % size:
-        whole = bytearray((stop - start) * size)
-        _read(get, start * size, memoryview(whole))
-        buffer[:] = memoryview(whole)[first - start * size :][: len(buffer)]
-        return
+    whole = buffer if len(buffer) == (stop - start) * size else scratch("stand-in", (stop - start) * size)
     if size in _INTEGERS and not (value.is_conj() or value.is_neg()):
         value = value.view(_INTEGERS[size])  # not every type can be copied
-    if len(buffer):
-        _fill(torch.frombuffer(buffer, dtype=torch.uint8).view(value.dtype), value, start)
-
-
-def _fill(out: torch.Tensor, value: torch.Tensor, start: int) -> None:
-    """Fill ``out``, which has one dimension, with the elements of ``value`` from ``start`` on. Makes no other copy."""
-    if value.dim() <= 1:
-        out.copy_(value[start : start + len(out)] if value.dim() else value)
-        return
-    row, at = value[0].numel(), 0
-    while at < len(out):
-        number, inside = divmod(start + at, row)
-        rows = (len(out) - at) // row
-        if inside or not rows:
-            count = min(row - inside, len(out) - at)
-            _fill(out[at : at + count], value[number], inside)
-        else:
-            count = rows * row
-            out[at : at + count].view(rows, *value.shape[1:]).copy_(value[number : number + rows])
-        at += count
+    out = torch.frombuffer(whole, dtype=torch.uint8).view(value.dtype)
+    for part in rows(value, start, stop):
+        out[: part.numel()].view(part.shape).copy_(part)
+        out = out[part.numel() :]
+    if whole is not buffer:
+        buffer[:] = whole[first - start * size :][: len(buffer)]
 
 
 _SHOWN = 5
@@ -413,7 +358,7 @@ class RankPlan:
         self._plan = plan
         self._sources = Sources(planner)
         self._tensors: list[torch.Tensor] = []
-        self._slices: list[SliceKey] = []
+        self._pieces: list[Piece] = []
         self._boxes: list[tuple[str, Shape, Shape]] = []
         self._objects: dict[str, tuple[int, int]] = {}
         self._pickled: dict[SliceKey, tuple[int, int]] = {}
@@ -421,29 +366,26 @@ class RankPlan:
         for item in plan.items:
             value = self._sources.resolve(item)
             _check(item, value)
-            if isinstance(item, Copy):
-                self._add_copy(item.index.fqn, tuple(item.index.offset or ()), value)
-            else:
-                self._add(item.index.fqn, tuple(item.index.offset or ()), value)
+            self._add(item, value)
 
-    def _add_copy(self, name: str, offsets: Shape, value: torch.Tensor | io.BytesIO) -> None:
-        """Add what the file holds beside its slices, and the index does not name."""
-        if isinstance(value, torch.Tensor) and is_plain(value):
-            self._slices.append((name, offsets))
-            self._tensors.append(value)
-
-    def _add(self, name: str, offsets: Shape, value: torch.Tensor | io.BytesIO) -> None:
+    def _add(self, item: WriteItem, value: torch.Tensor | io.BytesIO) -> None:
+        """Add a value. A copy is beside the slices of the file, and the index does not name it."""
+        name, offsets = item.index.fqn, tuple(item.index.offset or ())
         if not isinstance(value, torch.Tensor):
             self._objects[name] = self._place(value.getvalue())
-        elif value.numel():
+            return
+        if not value.numel():
+            return
+        if not isinstance(item, Copy):
             self._boxes.append((name, offsets, tuple(value.shape)))
-            if is_plain(value):
-                self._slices.append((name, offsets))
-                self._tensors.append(value)
-            else:
-                content = io.BytesIO()
-                torch.save(value, content)
-                self._pickled[name, offsets] = self._place(content.getvalue())
+        if is_plain(value):
+            whole = value.shape if item.tensor_data is None else item.tensor_data.size
+            self._pieces.append((name, offsets, tuple(value.shape), tuple(whole)))
+            self._tensors.append(value)
+        elif not isinstance(item, Copy):
+            content = io.BytesIO()
+            torch.save(value, content)
+            self._pickled[name, offsets] = self._place(content.getvalue())
 
     def _place(self, content: bytes) -> tuple[int, int]:
         place = len(self._content), len(content)
@@ -459,13 +401,12 @@ class RankPlan:
         places = self._objects | {name: place for (name, _), place in self._pickled.items()}
         contents = {name: bytes(self._content[start : start + length]) for name, (start, length) in places.items()}
         known = {content: refusal_of_bytes(content) for content in set(contents.values())}
-        reasons: dict[str, None] = {}
-        refused = []
-        for name, content in contents.items():
-            if (refusal := known[content]) is not None:
-                reasons[refusal.reason] = None
-                refused.append(f"{name} ({type(self._known[name]).__name__})" if name in self._known else name)
-        if refused:
+        refusals = {name: refusal for name, content in contents.items() if (refusal := known[content]) is not None}
+        if refusals:
+            refused = [
+                f"{name} ({type(self._known[name]).__name__})" if name in self._known else name for name in refusals
+            ]
+            reasons = dict.fromkeys(refusal.reason for refusal in refusals.values())
             warnings.warn(
                 f"{where}: Ckpt8StorageReader will refuse {listed(refused, _SHOWN)}: {listed(reasons, _SHOWN)}; "
                 "save numbers, texts, lists, dicts and tensors instead, or allow these classes with "
@@ -476,11 +417,11 @@ class RankPlan:
     def write(self, target: Path, policy: Policy, options: Options) -> RankFile:
         """Write the container. Raises OutputError."""
         tree = self._tree()
-        names = tensor_names(tree)
-        obj = fill_slots(tree, self._tensors.__getitem__)
+        names = {int(tensor.ref.key): tensor.name for tensor in classify(tree).tensors}
+        slices = {name: self._pieces[number][:2] for number, name in names.items()}
+        obj = fill_slots(tree, self._tensors)
         if self._content:
             obj[OBJECTS] = torch.frombuffer(self._content, dtype=torch.uint8)
-        slices = {names[number]: piece for number, piece in enumerate(self._slices)}
         with part_of(self._whole_bytes()), live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             memory = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
@@ -505,7 +446,7 @@ class RankPlan:
             self._boxes,
             objects=self._objects,
             pickled=self._pickled,
-            unspent=_unspent(reasons),
+            unspent=Counter(why.removeprefix(NO_BUDGET) for why in reasons if why.startswith(NO_BUDGET)),
         )
 
     def _whole_bytes(self) -> int:
@@ -526,11 +467,8 @@ class RankPlan:
             for name, value in self._known.items()
             if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")  # one piece, or many
         ]
-        naming = Naming([*self._known, *(name for name, _ in self._slices)], objects)
-        sizes = {item.index.fqn: tuple(item.tensor_data.size) for item in self._plan.items if item.tensor_data}
-        own = [tuple(value.shape) for value in self._tensors]
-        shapes = [(shape, sizes.get(name, shape)) for (name, _), shape in zip(self._slices, own, strict=True)]
-        tree = build(naming, self._slices, self._known, shapes)
+        naming = Naming([*self._known, *(piece[0] for piece in self._pieces)], objects)
+        tree = build(naming, self._pieces, self._known)
         if OBJECTS in tree:
             # The bytes need this key, so a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)
@@ -549,8 +487,3 @@ def _check(item: WriteItem, value: Any) -> None:
             f"{shown(item.index.fqn)}: the planner gives {value.dtype} of {tuple(value.shape)} for {planned[0]} of "
             f"{planned[1]} in its plan; let create_local_plan say what resolve_data gives"
         )
-
-
-def _unspent(reasons: Iterable[str]) -> dict[str, int]:
-    """How many slices are not within the budget, by reason."""
-    return Counter(why.removeprefix(NO_BUDGET) for why in reasons if why.startswith(NO_BUDGET))
