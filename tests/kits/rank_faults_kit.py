@@ -11,7 +11,7 @@ from pathlib import Path
 import faults_kit
 import program_kit
 
-TIMEOUT = 10
+TIMEOUT = 5
 """Seconds that the ranks' group waits."""
 
 

@@ -10,10 +10,13 @@ from faults_kit import SIGNALS, Outcome, Server, kill_rounds, operations, signal
 
 ARCHIVES = ("compress archive", "restore archive", "background save archive")
 NAMES = ("compress", "restore file", "restore directory", "background save", *ARCHIVES)
-QUICK = ("restore directory", "background save archive")
+CHECKED = ("restore directory", "background save archive")
 
 
-@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=NAMES)
 def operation(request, tmp_path):
     return operations(tmp_path)[request.param]
 
@@ -24,19 +27,10 @@ def server(tmp_path_factory):
         yield server
 
 
-@pytest.mark.slow
-def test_a_few_kills_limits_and_interrupts(operation, server):
-    assert kill_rounds(server, operation, 4, seed=1).faults == []
-    assert size_rounds(server, operation, 3).faults == []
-    for name in SIGNALS if "save" not in operation.name else ():
-        assert signal_rounds(server, operation, name, 2, seed=2).faults == []
-
-
-@pytest.mark.slow
 def test_kill_9_at_random_moments(operation, server):
     """The script does 200."""
-    many = operation.name in QUICK
-    outcome = kill_rounds(server, operation, 40 if many else 12, seed=3)
+    many = operation.name in CHECKED
+    outcome = kill_rounds(server, operation, 24 if many else 6, seed=3)
     assert outcome.faults == []
     if not many:
         return
@@ -45,18 +39,16 @@ def test_kill_9_at_random_moments(operation, server):
     assert outcome.counts["with leftovers"] > 0
 
 
-@pytest.mark.slow
 def test_a_limit_on_the_size_of_files_anywhere(operation, server):
-    assert size_rounds(server, operation, 16).faults == []
+    assert size_rounds(server, operation, 8).faults == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNALS)
 def test_interrupts_at_random_moments(name, operation, server):
     if "save" not in operation.name:
-        assert signal_rounds(server, operation, name, 12, seed=4).faults == []
+        assert signal_rounds(server, operation, name, 5, seed=4).faults == []
     if operation.name == "compress":  # until it begins, one process is as another
-        assert signal_rounds(None, operation, name, 6, seed=5).faults == []
+        assert signal_rounds(None, operation, name, 2, seed=5).faults == []
 
 
 @pytest.fixture
@@ -64,16 +56,14 @@ def run(tmp_path):
     return chain_faults_kit.Run(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", chain_faults_kit.COMMANDS[1:])
 def test_a_command_on_a_run_is_killed(command, server, tmp_path):
     run = chain_faults_kit.Run(tmp_path, command)
-    outcome = chain_faults_kit.kill_rounds(server, run, 10, seed=7)
+    outcome = chain_faults_kit.kill_rounds(server, run, 5, seed=7)
     assert outcome.faults == []
-    assert outcome.counts["killed"] >= 10
+    assert outcome.counts["killed"] >= 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", chain_faults_kit.MOMENTS)
 def test_a_kill_as_a_directory_goes(moment, run, server):
     outcome = Outcome()
@@ -86,9 +76,8 @@ def test_a_kill_as_a_directory_goes(moment, run, server):
     assert outcome.faults == []
 
 
-@pytest.mark.slow
 def test_a_chain_is_killed_many_times(run, server):
     """The script does 200."""
-    outcome = chain_faults_kit.kill_rounds(server, run, 40, seed=8)
+    outcome = chain_faults_kit.kill_rounds(server, run, 16, seed=8)
     assert outcome.faults == []
     assert min(outcome.counts[state] for state in ("as original", "as both", "as container", "with leftovers")) > 0

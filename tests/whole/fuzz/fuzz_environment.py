@@ -1,8 +1,7 @@
-"""The targets ``environment`` and ``process``: command lines in environments that nobody asks for.
+"""Command lines in environments that nobody asks for: streams, variables, limits, folders and file names.
 
-A command line runs in a fork of this process, with streams, variables, limits and file names of its own, or, for a few
-inputs, in a process of its own. It ends with a documented exit code and no traceback, changes no source, and leaves no
-output behind that it says it did not write.
+A command line runs in a fork of this process or, for a few inputs, in a process of its own. It ends with a documented
+exit code and no traceback, changes no source, and leaves no output behind that it says it did not write.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import io
 import json
 import os
 import pkgutil
-import random
 import re
 import resource
 import select
@@ -23,15 +21,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from fuzz_checks import BrokenError
-from fuzz_kinds import Kind, kinds
-from fuzz_settings import VARIABLES, Setting
-from fuzz_watch import content_of
+from fuzz_commands import BrokenError, content_of, kinds
 
 import ckpt8
 
@@ -40,23 +34,93 @@ SECONDS = 120
 CRASHED = 99
 """The exit code of a fork whose command raised something."""
 _USED = (
-    "rich.console",
-    "rich.progress",
-    "rich.table",
-    "rich.markup",
-    "typer.rich_utils",
-    "typer.main",
-    "ckpt8.__main__",
-)
+    "rich.console", "rich.progress", "rich.table", "rich.markup", "typer.rich_utils", "typer.main", "ckpt8.__main__",
+)  # fmt: skip
 _UNUSED = re.compile(r"numba|triton|gpu|bench|kernel|\.(optim|nn|integrations)\b|__main__")
+
+_SIZES = ("0", "1", "2", "7", "8", "9", "20", "80", "500", "100000", "9" * 30, "-1", "x", "", "1.5", "\u0663", " 5 ")
+_PLACES = (
+    "", "{folder}/none", "{folder}/source", "/dev/null", "relative", "{folder}/home", "\udcff", "x" * 300, "/proc",
+)  # fmt: skip
+VARIABLES = {
+    "COLUMNS": _SIZES, "LINES": _SIZES, "TERMINAL_WIDTH": _SIZES, "HOME": _PLACES, "TMPDIR": _PLACES,
+    "XDG_CACHE_HOME": _PLACES, "TERM": ("dumb", "", "xterm-256color", "unknown", "x" * 999, "vt100"),
+    "NO_COLOR": ("", "1"), "FORCE_COLOR": ("", "1"), "LANG": ("C", "xx_XX", "de_DE.ISO-8859-1", ""),
+    "LC_ALL": ("C", "POSIX", "C.UTF-8", "xx"), "PYTHONIOENCODING": ("ascii", "latin-1", "utf-8:strict", "utf-16"),
+    "PYTHONUTF8": ("0", "1"), "PYTHONCOERCECLOCALE": ("0",), "TTY_COMPATIBLE": ("1", "0"), "JUPYTER_COLUMNS": _SIZES,
+}  # fmt: skip
+_ENCODINGS = (
+    ("utf-8", "strict"), ("utf-8", "surrogateescape"), ("ascii", "strict"), ("ascii", "surrogateescape"),
+    ("latin-1", "strict"), ("cp1252", "strict"), ("utf-16", "strict"),
+)  # fmt: skip
+_NAMES = (
+    "x", "a b", "é", "e\u0301", "😀", "a\nb", "\udcff\udcfe", "-x", "--json", "[red]x[/]", "%s{}", "\x1b[2J", "~",
+    "$HOME", "x" * 240, "é" * 120, "*", "?", ".", ".hidden", "\u202ex", "x.pt", "x.safetensors", "a:b", "a\\b", "\t",
+    "'", '"', "#",
+)  # fmt: skip
+_STREAMS = ("file",) * 6 + ("closed", "full", "broken", "unreadable", "terminal")
+_NUMBERS = ("0", "1", "2", "-1", "256", "257", "1e9", "nan", "inf", "x", "", "9" * 400, "0x1", "1.5")
+_WORDS = (
+    "", "x", "flash", "*=lossless", "*=split24(R=0)", "=", "torch", "bfloat16", "é", "\udcff", "model", "/", ".",
+    "x" * 5000,
+)  # fmt: skip
+_COMMANDS = """
+inspect {c}; inspect {s}; inspect {c} --tensors; inspect {c} --json; inspect {s} --json --tensors
+inspect {c} --against {s}; inspect {s} --full; inspect {c} --html {o}; inspect {s} --readiness; inspect {bad}
+inspect {d}; inspect; inspect {c} {c}; inspect https://x/y.pt; inspect {loop}; inspect --help
+compress {s} -o {o}; compress {s}; compress {s} -o {o} --json; compress {s} -o {o} --preset {word}
+compress {s} -o {o} --rule {word}; compress {bad} -o {o}; compress {s} -o {o} --max-update-error {n}
+compress {s} -o {o} --threads {n}; compress -h
+restore {c} -o {o}; restore {c}; restore {c} -o {o} --json; restore {c} -o {o} --salvage; restore {bad}
+restore {c} -o {word}
+verify {c}; verify {c} --json; verify {bad}; verify {c} --against {s}; verify {c} --against {s} --resume-steps {n}
+verify {c} --against {bad}; verify --nothing
+diff {c} {s}; diff {s} {s}; diff {c} {bad}; diff {c} {s} --json
+convert {c} {o} --to torch; convert {s} {o}.safetensors; convert {c} {o} --to dcp; convert {c} {o} --to {word}
+convert {s} {o}; convert {s} {o}.pt --dtype {word}; convert {c} {o}.pt --key {word}; convert --help
+bench --help; --help; --version; {word};
+"""
+_COMMANDS = [tuple(line.split()) for line in _COMMANDS.strip().replace("\n", ";").split(";")]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A command line and what surrounds it. ``limits`` are of files' sizes and of open files."""
+
+    command: tuple
+    kind: str = "objects"
+    name: str = "x"
+    variables: tuple = ()
+    stdout: str = "file"
+    stderr: str = "file"
+    encoding: tuple = _ENCODINGS[0]
+    limits: tuple = (None, None)
+    content: bytes = b""
+
+
+def mutate(rng):
+    """Mostly one thing that is odd, sometimes all of them."""
+    odd = [rng.random() < chance for chance in rng.choice(((0.3,) * 5, (0.9,) * 5, (0, 0.5, 0, 0, 0), (0, 0, 1, 0, 0)))]
+    number, word = rng.choice(_NUMBERS), rng.choice(_WORDS)
+    names = rng.sample(list(VARIABLES), rng.choice((1, 2, 4))) if odd[1] else []
+    return Setting(
+        tuple(part.replace("{n}", number).replace("{word}", word) for part in rng.choice(_COMMANDS)),
+        rng.choice(("safetensors", "objects", "lossless", "file", "dcp 1", "shared", "tied")),
+        rng.choice(_NAMES) if odd[0] else "x",
+        tuple((name, rng.choice(VARIABLES[name])) for name in names),
+        rng.choice(_STREAMS) if odd[2] else "file",
+        rng.choice(("file", "file", "closed", "full", "broken")) if odd[2] else "file",
+        rng.choice(_ENCODINGS) if odd[3] else _ENCODINGS[0],
+        (rng.choice((None, 0, 1, 100, 5000)), rng.choice((None, 3, 6, 12))) if odd[4] else (None, None),
+    )
 
 
 class Place:
-    """A folder with a container, its source, and what is neither."""
+    """A folder with a container, its source, and what is neither. Raises OSError for a name that no file can have."""
 
-    def __init__(self, folder: Path, setting: Setting) -> None:
+    def __init__(self, folder, setting):
         self.folder, self.setting = folder, setting
-        kind: Kind = next(each for each in kinds() if each.name == setting.kind)
+        kind = next(kind for kind in kinds() if kind.name == setting.kind)
         self.paths = {
             "c": f"{folder}/{setting.name[:240]}.ckpt8", "s": f"{folder}/source/{setting.name}", "d": f"{folder}/home",
             "o": f"{folder}/out/{setting.name}", "bad": f"{folder}/home/bad", "loop": f"{folder}/home/loop",
@@ -66,12 +130,11 @@ class Place:
         Path(self.paths["c"]).write_bytes(kind.content)
         Path(self.paths["bad"]).write_bytes(kind.content[:-40] + bytes(40))
         Path(self.paths["loop"]).symlink_to("loop")
-        source = Path(self.paths["s"])
-        kind.write_original(folder.parent).rename(source)  # type: ignore[union-attr]
+        kind.write_original(folder.parent).rename(self.paths["s"])
         self.before = content_of(folder)
 
     @property
-    def argv(self) -> list[str]:
+    def argv(self):
         """The command line."""
         found = list(self.setting.command)
         for key, path in self.paths.items():
@@ -79,75 +142,61 @@ class Place:
         return found
 
     @property
-    def variables(self) -> dict[str, str]:
+    def variables(self):
         """The environment, without what the caller's says of terminals and languages."""
         kept = {key: value for key, value in os.environ.items() if key not in VARIABLES and not key.startswith("LC_")}
         given = {key: value.replace("{folder}", str(self.folder)) for key, value in self.setting.variables}
         return kept | {"HOME": f"{self.folder}/home", "TMPDIR": f"{self.folder}/temporary"} | given
 
-    def check(self, code: int, out: bytes, err: bytes) -> None:
+    def check(self, code, out, err):
         """Raise BrokenError for what a command must not do."""
         setting, shown = self.setting, f"{self.setting.command} ends with {code}, {err[-300:]!r}"
-        command = next((part for part in setting.command if not part.startswith("-")), "")
-        limited = setting.limits != (None, None)
-        allowed = {0, 2, 3, 4} | ({1} if command in ("verify", "diff") or "--salvage" in setting.command else set())
+        salvages = "--salvage" in setting.command
+        allowed = {0, 2, 3, 4} | ({1} if salvages or {"verify", "diff"} & set(setting.command) else set())
         allowed |= {141} if "broken" in (setting.stdout, setting.stderr) else set()
         allowed |= {70} if setting.limits[1] is not None else set()
         if code not in allowed or b"Traceback" in err + out:
             raise BrokenError(shown)
         said = err.replace(b"\0", b"").count(b"ckpt8: ")  # UTF-16 too, which PYTHONIOENCODING may ask for
-        if code in (3, 4) and setting.stderr == "file" and not limited and said != 1:
+        if code in (3, 4) and setting.stderr == "file" and setting.limits == (None, None) and said != 1:
             raise BrokenError(f"no line says why: {shown}")
         if code == 0 and "--json" in setting.command and setting.stdout == "file":
             json.loads(out)
-        after: Any = content_of(self.folder)
+        after = content_of(self.folder)
         if {name: after.get(name) for name in self.before} != self.before:
             raise BrokenError(f"a source is changed: {shown}")
         new = [name for name in after if name not in self.before]
         if any(name.startswith("temporary") or "ckpt8-" in name for name in new):
             raise BrokenError(f"leaves {new}: {shown}")
-        if new and code in (1, 2, 3, 4) and setting.stdout == "file" and "--salvage" not in setting.command:
+        if new and code in (1, 2, 3, 4) and setting.stdout == "file" and not salvages:
             raise BrokenError(f"fails and leaves {new}: {shown}")
 
 
-def run(path: Path, rng: random.Random, setting: Setting) -> bool:
-    """In a fork; whether the command ends with 0."""
-    return _run(path, setting, _forked)
-
-
-def run_process(path: Path, rng: random.Random, setting: Setting) -> bool:
-    """In a process of its own."""
-    return _run(path, setting, _spawned)
-
-
-def _run(path: Path, setting: Setting, start: Any) -> bool:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="env") as name:
+def run(path, rng, setting, *, forked=True):
+    """In a fork or in a process of its own; whether the command ends with 0."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="env") as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "place"
         folder.mkdir()
         try:
             place = Place(folder, setting)
         except (OSError, ValueError):
-            return False  # a name that no file can have
-        report, streams = folder.parent / "report", {}
-        with contextlib.ExitStack() as stack:
-            for number, kind in ((1, setting.stdout), (2, setting.stderr)):
-                streams[number] = stack.enter_context(_stream(kind, folder.parent / str(number)))
-            code, took = start(place, {number: ends[0] for number, ends in streams.items()}, report, streams[1][1])
-        out, err = (_read(folder.parent / str(number)) for number in (1, 2))
-        if report.exists() and report.stat().st_size:
-            raise BrokenError(f"{setting.command} raises {report.read_text()[-400:]}")
+            return False
+        texts = [folder.parent / name for name in ("1", "2", "report")]
+        out, terminal = stack.enter_context(_stream(setting.stdout, texts[0]))
+        err, _ = stack.enter_context(_stream(setting.stderr, texts[1]))
+        start = _forked if forked else _spawned
+        code, took = _wait(start(place, {1: out, 2: err}, texts[2]), terminal)
+        out, err, report = (text.read_bytes() if text.exists() else b"" for text in texts)
+        if report:
+            raise BrokenError(f"{setting.command} raises {report[-400:].decode()}")
         if took > SECONDS:
             raise BrokenError(f"{setting.command} takes {took:.0f} s")
         place.check(code, out, err)
         return code == 0
 
 
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.exists() else b""
-
-
 @contextlib.contextmanager
-def _stream(kind: str, path: Path) -> Iterator[tuple[int | None, int | None]]:
+def _stream(kind, path):
     """The descriptor of a stream, None for a closed one, and for a terminal the one that reads what is shown."""
     other = None
     if kind == "closed":
@@ -160,65 +209,64 @@ def _stream(kind: str, path: Path) -> Iterator[tuple[int | None, int | None]]:
         other, end = os.openpty()
     else:
         flags = {"file": os.O_WRONLY | os.O_CREAT, "full": os.O_WRONLY, "unreadable": os.O_RDONLY}[kind]
-        end = os.open(path if kind == "file" else "/dev/full" if kind == "full" else "/dev/null", flags)
+        end = os.open({"file": path, "full": "/dev/full", "unreadable": "/dev/null"}[kind], flags)
     try:
         yield end, other
     finally:
-        os.close(end)
-        if other is not None:
-            os.close(other)
+        for descriptor in (end, *([] if other is None else [other])):
+            os.close(descriptor)
 
 
-def _wait(child: int, terminal: int | None) -> tuple[int, float]:
+def _wait(child, terminal):
     """The exit code of a child, and its seconds; it is killed after SECONDS."""
     started = time.monotonic()
     while True:
         if terminal is not None and select.select([terminal], [], [], 0)[0]:
             with contextlib.suppress(OSError):
                 os.read(terminal, 1 << 16)
-        found, status = os.waitpid(child, os.WNOHANG)
+        ended, status = os.waitpid(child, os.WNOHANG)
         took = time.monotonic() - started
-        if found:
+        if ended:
             return os.waitstatus_to_exitcode(status), took
         if took > SECONDS:
             os.kill(child, signal.SIGKILL)
         time.sleep(0.002)
 
 
-def _limit(limits: tuple[int | None, int | None]) -> None:
-    for number, limit in zip((resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE), limits, strict=True):
+def _enter(place, streams):
+    """In a child: the streams, and the limits."""
+    for number, end in streams.items():
+        os.close(number) if end is None else os.dup2(end, number)
+    used = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    for kind, limit, more in zip(
+        (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE), place.setting.limits, (0, used), strict=True
+    ):
         if limit is not None:
-            used = (
-                max(int(each.name) for each in Path("/proc/self/fd").iterdir())
-                if number == resource.RLIMIT_NOFILE
-                else 0
-            )
-            resource.setrlimit(number, (limit + used, limit + used))
+            resource.setrlimit(kind, (limit + more, limit + more))
 
 
 @cache
-def _import_all() -> None:
+def _import_all():
     """What commands import when they run, once for all forks."""
     modules = [each.name for each in pkgutil.walk_packages(ckpt8.__path__, "ckpt8.") if not _UNUSED.search(each.name)]
     for name in (*_USED, *modules):
         importlib.import_module(name)
 
 
-def _forked(place: Place, streams: dict[int, int | None], report: Path, terminal: int | None) -> tuple[int, float]:
+def _forked(place, streams, report):
     _import_all()
     child = os.fork()
     if child:
-        return _wait(child, terminal)
+        return child
     code = CRASHED
     try:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        told = os.open(report, os.O_WRONLY | os.O_CREAT)
-        code = _in_child(place, streams, told)
+        code = _in_child(place, streams, os.open(report, os.O_WRONLY | os.O_CREAT))
     finally:
         os._exit(code)
 
 
-def _in_child(place: Place, streams: dict[int, int | None], told: int) -> int:
+def _in_child(place, streams, report):
     from ckpt8.__main__ import main
 
     os.chdir(place.folder / "home")
@@ -226,23 +274,15 @@ def _in_child(place: Place, streams: dict[int, int | None], told: int) -> int:
     os.environ.update(place.variables)
     tempfile.tempdir = None
     sys.argv = ["ckpt8", *place.argv]
-    for number, end in streams.items():
-        os.close(number)
-        if end is not None:
-            os.dup2(end, number)
+    encoding, strictness = place.setting.encoding
+    for number, name, errors in ((1, "stdout", strictness), (2, "stderr", "backslashreplace")):
         made = None
-        if end is not None:
-            encoding, errors = place.setting.encoding
-            raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False)) if number == 1 else None
-            made = io.TextIOWrapper(
-                raw or io.BufferedWriter(io.FileIO(2, "w", closefd=False)),
-                encoding,
-                errors if number == 1 else "backslashreplace",
-                line_buffering=number == 2,
-            )
-        setattr(sys, {1: "stdout", 2: "stderr"}[number], made)
-        setattr(sys, {1: "__stdout__", 2: "__stderr__"}[number], made)
-    _limit(place.setting.limits)
+        if streams[number] is not None:
+            raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+            made = io.TextIOWrapper(raw, encoding, errors, line_buffering=number == 2)
+        setattr(sys, name, made)
+        setattr(sys, f"__{name}__", made)
+    _enter(place, streams)
     code = 0
     try:
         main()
@@ -250,7 +290,7 @@ def _in_child(place: Place, streams: dict[int, int | None], told: int) -> int:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
     except BaseException:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-        os.write(told, traceback.format_exc().encode("utf-8", "backslashreplace"))
+        os.write(report, traceback.format_exc().encode("utf-8", "backslashreplace"))
         return CRASHED
     try:
         if sys.stdout is not None and not sys.stdout.closed:
@@ -260,23 +300,16 @@ def _in_child(place: Place, streams: dict[int, int | None], told: int) -> int:
     return code
 
 
-def _spawned(place: Place, streams: dict[int, int | None], report: Path, terminal: int | None) -> tuple[int, float]:
-    def prepare() -> None:
-        for number, end in streams.items():
-            os.close(number) if end is None else os.dup2(end, number)
-        _limit(place.setting.limits)
-
+def _spawned(place, streams, report):
     root = str(Path(__file__).parents[3])
-    command = [sys.executable, "-W", "ignore", "-m", "ckpt8", *place.argv]
     variables = place.variables | {"PYTHONPATH": os.pathsep.join((root, os.environ.get("PYTHONPATH", "")))}
-    child = subprocess.Popen(
-        command,
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "ckpt8", *place.argv],
         env=variables,
         cwd=place.folder / "home",
-        preexec_fn=prepare,  # noqa: PLW1509 (nothing else runs in this process)
+        preexec_fn=lambda: _enter(place, streams),  # noqa: PLW1509 (nothing else runs in this process)
         stdin=subprocess.DEVNULL,
         close_fds=False,
     )
-    code, took = _wait(child.pid, terminal)
-    child.returncode = code
-    return code, took
+    process.returncode = 0  # it is waited for elsewhere
+    return process.pid

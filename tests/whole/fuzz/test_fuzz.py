@@ -11,35 +11,22 @@ import zipfile
 from pathlib import Path
 
 import fuzz
-import fuzz_checks
 import fuzz_commands
 import fuzz_environment
-import fuzz_kinds
-import fuzz_settings
 import fuzz_targets
-import fuzz_watch
 import pytest
-from fuzz_container import pack, unpack
-from fuzz_pickle import mutate_pickle, opcodes
-from fuzz_seeds import seeds
-from fuzz_zip import Record, read_zip, write_zip
+from fuzz_checkpoints import seeds
+from fuzz_containers import pack, unpack
+from fuzz_mutations import Record, mutate_pickle, opcodes, read_zip, write_zip
 
+import ckpt8
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import Ckpt8Error, InputError
 
 INPUTS = {
-    "zip": 250,
-    "legacy": 250,
-    "safetensors": 300,
-    "container": 40,
-    "directory": 40,
-    "resume": 50,
-    "metadata": 100,
-    "manifest": 30,
-    "values": 40,
-    "environment": 8,
-    "process": 1,
-}
+    "zip": 250, "legacy": 250, "safetensors": 300, "container": 40, "directory": 40, "resume": 100, "metadata": 100,
+    "manifest": 30, "values": 40, "environment": 8, "process": 1,
+}  # fmt: skip
 
 
 def test_every_target_has_its_number():
@@ -60,7 +47,7 @@ def test_a_short_run_finds_nothing(target, tmp_path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("target", INPUTS)
 def test_a_longer_run_finds_nothing(target, tmp_path):
-    short_run(target, 8, 20 * INPUTS[target], tmp_path)
+    short_run(target, 8, 6 * INPUTS[target], tmp_path)
 
 
 def short_run(target, seed, inputs, folder):
@@ -86,30 +73,25 @@ def test_what_breaks_a_promise_is_found(tmp_path, monkeypatch):
     """An exception of another kind, a message of two lines, and a slow reader, each of them a finding."""
     counts = fuzz.Counts()
 
-    def run(error):
-        monkeypatch.setitem(
-            fuzz_targets.TARGETS, "broken", fuzz_targets.Target(lambda rng: b"x", lambda *_: error(), 0)
-        )
+    def run(action):
+        broken = fuzz_targets.Target(lambda rng: b"x", lambda *_: fuzz_commands.attempt(action, Ckpt8Error), 0)
+        monkeypatch.setitem(fuzz_targets.TARGETS, "broken", broken)
         fuzz.try_one("broken", 1, len(counts.findings), tmp_path, counts)
 
     run(lambda: {}["key"])
-    run(lambda: fuzz_checks.refused(lambda: exec("raise ValueError")))
+    run(lambda: exec("raise ValueError"))
     monkeypatch.setattr(InputError, "__str__", lambda self: "two\nlines")
-    run(lambda: fuzz_checks.refused(lambda: _raise(InputError("x"))))
+    run(lambda: ckpt8.load(tmp_path / "input"))
     monkeypatch.setattr(fuzz, "SLOW", 1e-9)
     run(lambda: True)
-    assert [finding["what"].split()[0] for finding in counts.findings if "took" not in finding["what"]] == [
-        "KeyError",
-        "ValueError",
-        "BrokenError",
-    ]
-    assert "took" in counts.findings[-1]["what"]
+    found = [finding["what"].split()[0] for finding in counts.findings]
+    assert found == ["KeyError", "ValueError", "BrokenError", "took"]
 
 
 def test_what_ckpt8_writes_elsewhere_is_found(tmp_path):
     folder, other = tmp_path / "a", tmp_path / "b"
     folder.mkdir()
-    with fuzz_watch.writes_only_in(folder) as outside:
+    with fuzz_commands.writes_only_in(folder) as outside:
         (folder / "x").write_bytes(b"")
         (folder / "link").symlink_to(other)
         assert outside == []
@@ -123,48 +105,39 @@ def test_what_ckpt8_writes_elsewhere_is_found(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_command_that_gives_something_else_is_found(tmp_path, monkeypatch):
     """Unless the container does not verify."""
-    kind = next(each for each in fuzz_kinds.kinds() if each.name == "safetensors")
-    command, _ = fuzz_commands.COMMANDS["restore"]
+    kind = next(kind for kind in fuzz_commands.kinds() if kind.name == "safetensors")
+    path, restore = tmp_path / "input", fuzz_commands.COMMANDS["restore"]
 
     def other(path, folder, kind):
-        found = command(path, folder, kind)
+        found = restore(path, folder, kind)
         return found if path.name == "unedited" else found[:-1] + b"x"
 
-    monkeypatch.setattr(fuzz_commands, "COMMANDS", {"restore": (other, True), "again": (other, True)})
-    path = tmp_path / "input"
-    path.write_bytes(kind.content)
-    edited = fuzz_commands.Edited(kind, kind.content)
-    with pytest.raises(fuzz_checks.BrokenError, match="verify accepts it"):
-        fuzz_commands.run(path, random.Random(1), edited)
+    def run(content):
+        path.write_bytes(content)
+        fuzz_commands.run_edited(path, random.Random(1), fuzz_commands.Edited(kind, content))
+
+    monkeypatch.setattr(fuzz_commands, "COMMANDS", {"restore": other, "again": other})
+    with pytest.raises(fuzz_commands.BrokenError, match="verify accepts it"):
+        run(kind.content)
     metadata, entries, manifest = unpack(kind.content)
     manifest["tensors"] = manifest["tensors"][:-1]
-    edited = fuzz_commands.Edited(kind, pack(metadata, entries, manifest))
-    path.write_bytes(edited.content)
-    fuzz_commands.run(path, random.Random(1), edited)
+    run(pack(metadata, entries, manifest))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_command_line_must_not_do_is_found(tmp_path):
-    setting = fuzz_settings.Setting(
-        ("inspect", "{c}", "--json"), "objects", "x", (), "file", "file", ("utf-8", "strict"), (None, None)
-    )
     (tmp_path / "place").mkdir()
+    setting = fuzz_environment.Setting(("inspect", "{c}", "--json"))
     place = fuzz_environment.Place(tmp_path / "place", setting)
     place.check(0, b"{}", b"")
     place.check(3, b"", b"ckpt8: x\n")
     for code, out, err in ((1, b"", b"ckpt8: x\n"), (3, b"", b""), (0, b"{", b""), (2, b"", b"Traceback")):
-        with pytest.raises((fuzz_checks.BrokenError, ValueError)):
+        with pytest.raises((fuzz_commands.BrokenError, ValueError)):
             place.check(code, out, err)
-    Path(place.paths["o"]).write_bytes(b"x")
-    with pytest.raises(fuzz_checks.BrokenError, match="fails and leaves"):
-        place.check(4, b"", b"ckpt8: x\n")
-    Path(place.paths["s"]).write_bytes(b"x")
-    with pytest.raises(fuzz_checks.BrokenError, match="a source is changed"):
-        place.check(0, b"{}", b"")
-
-
-def _raise(error):
-    raise error
+    for name, match in (("o", "fails and leaves"), ("s", "a source is changed")):
+        Path(place.paths[name]).write_bytes(b"x")
+        with pytest.raises(fuzz_commands.BrokenError, match=match):
+            place.check(4, b"", b"ckpt8: x\n")
 
 
 def test_the_seeds_are_whole_and_what_is_written_of_them_is_read(tmp_path):
@@ -183,8 +156,8 @@ def test_the_seeds_are_whole_and_what_is_written_of_them_is_read(tmp_path):
         pickle = dict(read_zip(content))[next(name for name, _ in read_zip(content) if name.endswith(b"data.pkl"))]
         assert b"".join(opcodes(pickle)) == pickle
         assert len(opcodes(pickle)) > 20
-    for content in set(seeds("container")):
-        _, entries, manifest = unpack(content)
+    for kind in fuzz_commands.kinds():
+        _, entries, manifest = unpack(kind.content)
         assert manifest["storages"]
         assert entries
 
@@ -197,11 +170,9 @@ def test_most_changed_pickles_get_past_their_first_opcodes():
     assert sum(each[:20] == pickle[:20] for each in changed) > 150
 
 
-def test_reports_add_up(tmp_path):
-    given = fuzz.argparse.Namespace(seed=1, first=0)
-    one = fuzz.merged({}, {"zip": fuzz.Counts(inputs=5, refused=5, slowest=0.5)}, given)
-    given.first = 5
-    both = json.loads(json.dumps(fuzz.merged(one, {"zip": fuzz.Counts(inputs=3, read=3, slowest=0.1)}, given)))
+def test_reports_add_up():
+    one = fuzz.merged({}, {"zip": fuzz.Counts(inputs=5, refused=5, slowest=0.5)}, 1, 0)
+    both = json.loads(json.dumps(fuzz.merged(one, {"zip": fuzz.Counts(inputs=3, read=3, slowest=0.1)}, 1, 5)))
     assert both["inputs"] == 8
     assert both["targets"]["zip"] | {"seconds": 0, "memory": 0, "findings": []} == {
         "inputs": 8, "read": 3, "refused": 5, "seconds": 0, "slowest": 0.5, "memory": 0, "findings": []
