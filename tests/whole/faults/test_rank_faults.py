@@ -23,7 +23,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize(
     ("count", "job"),
     [
-        (8, {}),
+        (5, {"worlds": (2, 3)}),
         (2, {"worlds": (2,), "parts": True}),
         (1, {"worlds": (2,), "number": signal.SIGSTOP}),
     ],
@@ -33,8 +33,7 @@ def test_ranks_end_at_random_moments(count, job, ranks):
     """``fixtures/bench/faults.py`` does 100."""
     outcome = kill_rounds(ranks, count, seed=2, **job)
     assert outcome.faults == []
-    assert outcome.counts["met"] == count or job
-    assert outcome.counts["holds before"] > 0 or job
+    assert outcome.counts["met"] == count or "parts" in job
 
 
 def test_full_disks_of_any_size(ranks):
