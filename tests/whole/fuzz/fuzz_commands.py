@@ -42,8 +42,8 @@ from rich.console import Console
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.show.inspect import show
-from ckpt8.compressing.bundle_plan import plan_bundle
-from ckpt8.compressing.plan import Policy
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
 from ckpt8.container.bases import looked_for_in
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
