@@ -29,7 +29,7 @@ from ckpt8.checkpoint.vocabulary import words
 from ckpt8.container import sharded
 from ckpt8.container.header import CONTAINER, HEAD_BYTES, SUFFIXES, is_container
 from ckpt8.container.kept_bases import unneeded_file
-from ckpt8.container.overview import Overview
+from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import INDEX, PART
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
@@ -358,11 +358,12 @@ def parts_in(folder: Path, names: Iterable[str]) -> list[str]:
 def _is_whole(path: Path) -> bool:
     """Whether a file holds weights and the state of their optimizer."""
     try:
+        if is_container(path):
+            with ContainerReader(path) as container:
+                return bool(container.manifest.parameters)
         with closing(SourceFile(ByteRange.of(path))) as file:
             if not file.source.length:
                 return False
-            if is_container(path):
-                return bool(Overview(file).parameters)
             reader = match_reader(file)
             return reader is not None and any(
                 is_optimizer(node) for at, node in iter_nodes(reader.read(file).tree) if at

@@ -2,12 +2,13 @@
 
 Storages that share entries are read in turn, so a thread keeps the packs that it used last. The elements of copies are
 rounded from masters, which are other storages. The parts of a difference count from those of its base, or from those
-that the decoded elements of the base have under its codec. ``SkeletonFile`` has the bytes of a member outside its
-tensors, without torch: ``inspect`` names what a pickle would call.
+that the decoded elements of the base have under its codec. ``SkeletonFile`` and ``ContainerReader.skeleton`` have the
+bytes of a member outside its tensors, without torch: ``inspect`` names what a pickle would call.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import Companions, Run
-from ckpt8.codecs.lossless import RAW_PART
+from ckpt8.codecs.lossless import RAW_PART, Lossless
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
 from ckpt8.container import bases, header
 from ckpt8.container.checks import (
@@ -42,6 +43,9 @@ from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+_MOST_CHUNKS = 64
+"""The most chunks of a skeleton that ``skeleton`` returns."""
 
 _KEPT = 16
 """Packs that a thread keeps: more than a checkpoint has roles and element types."""
@@ -447,6 +451,34 @@ class ContainerReader(Closing):
             raise InputError(f"{self.path}: {name}: checksum does not match; the file is damaged")
         return stored
 
+    def plain_chunk(self, storage: int, part: str, chunk: int) -> bytes:
+        """One part of a chunk of a lossless storage, one plane or all bytes. Raises InputError. This needs no torch."""
+        record, where = self.manifest.storages[storage], str(self.path)
+        size, pack = 1 if record.dtype.is_plane_float else record.dtype.itemsize, record.pack
+        if pack is None:
+            length = self.chunk_spec(storage, chunk).numel * size
+            return inflate_plain(self.stored_frame(storage, part, chunk), length, where)
+        start, stop = pack.starts[record.place : record.place + 2]
+        return inflate_plain(self.stored_frame(pack, part, 0), pack.numel * size, where)[start * size : stop * size]
+
+    def skeleton(self, member: int) -> bytes | None:
+        """The first 64 MiB of a member outside of its tensors; None where they are kept in another way."""
+        storage = self.manifest.members[member].skeleton
+        if not self.is_plain(storage):
+            return None
+        chunks = min(header.chunk_count(self.manifest.storages[storage].numel), _MOST_CHUNKS)
+        return b"".join(self.plain_chunk(storage, RAW_PART, chunk) for chunk in range(chunks))
+
+    def element(self, name: str) -> tuple[DType, bytes] | None:
+        """Type and bytes of the one element of the storage ``name``; None for any other storage, and without one."""
+        for index, record in enumerate(self.manifest.storages):
+            is_plain = record.codec.get("id") == Lossless.id and record.base is None
+            if record.name == name and record.numel == 1 and is_plain:
+                parts = self.places[index if record.pack is None else record.pack]
+                content = b"".join(self.plain_chunk(index, part, 0) for part in parts)
+                return record.dtype, _rotated(content) if record.dtype.is_plane_float else content
+        return None
+
     def check_stored(self) -> None:
         """Read all stored frames. Raises InputError where one does not match its checksum. This needs no torch."""
         for owner, parts in self.places.items():
@@ -504,6 +536,12 @@ class ContainerReader(Closing):
         return out
 
 
+def _rotated(planes: bytes) -> bytes:
+    """The bytes of one float of lossless planes, see ``codecs.lossless.reference``, in little-endian order."""
+    bits, width = int.from_bytes(planes, "big"), 8 * len(planes)
+    return struct.pack("<Q", bits >> 1 | (bits & 1) << (width - 1))[: len(planes)]
+
+
 class SkeletonFile(SourceFile):
     """A member whose tensors are zero. Messages name the container. The caller closes that."""
 
@@ -539,19 +577,8 @@ class SkeletonFile(SourceFile):
 
     def _chunk(self, chunk: int) -> bytes:
         if self._last[0] != chunk:
-            stored = self._reader.manifest.storages[self._skeleton]
-            if stored.pack is None:
-                content = self._frame(self._skeleton, chunk, self._reader.chunk_spec(self._skeleton, chunk).numel)
-            else:
-                start, stop = stored.pack.starts[stored.place : stored.place + 2]
-                content = self._frame(stored.pack, 0, stored.pack.numel)[start:stop]
-            self._last = (chunk, content)
+            self._last = (chunk, self._reader.plain_chunk(self._skeleton, RAW_PART, chunk))
         return self._last[1]
-
-    def _frame(self, owner: int | Pack, index: int, length: int) -> bytes:
-        """The content of one frame of a storage or a pack."""
-        stored = self._reader.stored_frame(owner, RAW_PART, index)
-        return inflate_plain(stored, length, str(self.source))
 
     def check_unchanged(self) -> None:
         """Nothing to check: every frame is checked when it is read."""

@@ -43,13 +43,13 @@ from ckpt8.container import bases
 from ckpt8.container.bases import KEPT, is_kept_name
 from ckpt8.container.header import CONTAINER, container_names, is_container
 from ckpt8.container.joined import read_index
-from ckpt8.container.manifest import FILE, BaseRecord
-from ckpt8.container.overview import Contained, Overview
+from ckpt8.container.manifest import FILE, BaseRecord, ParameterRecord, original_name
+from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile, refuse_url
-from ckpt8.core.json_text import Fields, parse_any_json
+from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.public import checked
 from ckpt8.inspecting.container import origin_of, read_json
 from ckpt8.inspecting.facts import EPOCH_KEYS, GLOBAL_KEYS, LARGEST, STEP_KEYS, asked_words, first_number, step_figures
@@ -322,50 +322,50 @@ _MOST_MEMBERS = 8
 
 def read_container(path: Path) -> Facts:
     """The facts of a container. Raises InputError for damage."""
-    with closing(SourceFile(ByteRange.of(path))) as file:
-        overview = Overview(file)
-        parameters = overview.parameters
+    with ContainerReader(path) as reader:
+        manifest = reader.manifest
         return Facts(
-            format=f"ckpt8 {overview.version}",
-            bytes=sum(member.size for member in overview.members),
-            progress=_progress(overview),
-            counted=_rule_step(parameters),
-            original=overview.directory or next((member.path for member in overview.members), None),
-            asked=asked_words(overview.preset, overview.budget),
-            seal=overview.seal,
-            base=overview.base,
-            error=_error_in_steps(parameters),
+            format=f"ckpt8 {manifest.version}",
+            bytes=sum(member.size for member in manifest.members),
+            progress=_progress(reader),
+            counted=_rule_step(manifest.parameters),
+            original=original_name(manifest),
+            asked=asked_words(manifest.preset, manifest.budget),
+            seal=reader.seal.hex(),
+            base=manifest.base,
+            error=_error_in_steps(manifest.parameters),
         )
 
 
-def _error_in_steps(parameters: Iterable[Fields]) -> StepError | None:
+def _error_in_steps(parameters: Iterable[ParameterRecord]) -> StepError | None:
     """The error of all parameters together; None where it was not measured, or where all that is lossy is outside."""
     total = None
     for parameter in parameters:
-        if (error := read_step_error(parameter.optional("steps", dict))) is not None:
+        if (error := read_step_error(parameter.steps)) is not None:
             total = total or StepError()
             total.merge(error)
     return total if total is not None and total.energy > 0 else None
 
 
-def _rule_step(parameters: Iterable[Fields]) -> int | None:
+def _rule_step(parameters: Iterable[ParameterRecord]) -> int | None:
     """The step of the first parameter whose update rule has one."""
-    rules = (parameter.optional("rule", dict) or {} for parameter in parameters)
+    rules = (parameter.rule or {} for parameter in parameters)
     return next((step for rule in rules if type(step := rule.get("step")) is int and step > 0), None)
 
 
-def _progress(overview: Overview) -> Progress:
+def _progress(reader: ContainerReader) -> Progress:
     """What the tree of a single file says, or the state of Trainer in a directory."""
-    if overview.directory is None:
-        return _of_file(overview, overview.members[0]) if len(overview.members) == 1 else Progress()
+    members = reader.manifest.members
+    if reader.manifest.directory is None:
+        return _of_file(reader)
     progress = Progress()
-    for member in overview.members:
+    for index, member in enumerate(members):
         if member.path.rpartition("/")[2] == TRAINER_STATE and member.size <= _LONGEST_STATE:
-            content = overview.skeleton(member)
+            content = reader.skeleton(index)
             if content is not None and len(content) == member.size:
                 progress.complete(_of_state(content))
-    for member in overview.members[:_MOST_MEMBERS] if progress.step is None else ():
-        tree = _tree(overview, member)
+    for index in range(min(len(members), _MOST_MEMBERS)) if progress.step is None else ():
+        tree = _tree(reader, index)
         if progress.step is None and tree is not None:
             progress.step = of_tree(tree, no_tensor, GLOBAL_KEYS).step
     return progress
@@ -378,17 +378,17 @@ def _of_state(content: bytes) -> Progress:
         return Progress()  # the file may have been odd before it was compressed
 
 
-def _of_file(overview: Overview, member: Contained) -> Progress:
+def _of_file(reader: ContainerReader) -> Progress:
     def number(path: Components, _: TensorRef) -> float | None:
-        place = overview.element(format_path(path))
+        place = reader.element(format_path(path))
         return None if place is None else number_of(*place)
 
-    return of_tree(_tree(overview, member), number)
+    return of_tree(_tree(reader, 0), number)
 
 
-def _tree(overview: Overview, member: Contained) -> Any:
+def _tree(reader: ContainerReader, index: int) -> Any:
     """The tree of a member; None where it has none, or a pickle that is longer than what is read of it."""
-    head = overview.skeleton(member)
+    head, member = reader.skeleton(index), reader.manifest.members[index]
     with suppress(InputError):
         return None if head is None else tree_of_head(member.format, head, member.path)
     return None

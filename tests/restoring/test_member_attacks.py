@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 import ckpt8
 from ckpt8.checkpoint.readers import entries
 from ckpt8.container.checks import link_stays_inside, path_problem
-from ckpt8.container.overview import Overview
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.inspecting.runs import read_container
 from ckpt8.restoring.restore import MemberWriter
 
 
@@ -78,7 +77,7 @@ def test_every_command_refuses_a_name_that_no_directory_takes(path, simple, tmp_
         lambda: ckpt8.open(bad),
         lambda: ckpt8.restore(bad, tmp_path / "out"),
         lambda: ckpt8.restore(bad, tmp_path / "out", salvage=True),
-        lambda: Overview(SourceFile(ByteRange.of(bad))),
+        lambda: read_container(bad),
     ):
         with pytest.raises(InputError) as caught:
             command()
