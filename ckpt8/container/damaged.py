@@ -10,28 +10,25 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import zstandard
 
-from ckpt8.container import bases, frames, header
+from ckpt8.container import bases, header
 from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count
-from ckpt8.container.frames import bytes_of
-from ckpt8.container.header import FRAME, Entry
-from ckpt8.container.joined import objects_of, read_index, slice_problem
-from ckpt8.container.manifest import BaseRecord, Pack, StorageRecord, TensorRecord, planes
+from ckpt8.container.header import Entry
+from ckpt8.container.manifest import BaseRecord, Pack, StorageRecord, planes
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import INDEX, GlobalTensor, Place, Slice, slices_of
-from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import FilePool, crc32
-from ckpt8.core.tensors import DType, Parts
-from ckpt8.core.text import shown
+from ckpt8.core.tensors import Parts
+
+if TYPE_CHECKING:
+    import torch
 
 _SEARCHED = 1 << 27
 """Bytes at the end of a file in which to search for the manifest."""
@@ -48,12 +45,12 @@ class DamagedContainer(ContainerReader):
     """A container that may be damaged, and so may its base. Raises InputError where the manifest is not readable.
 
     ``damage`` says what is wrong with header, manifest or seal; None where nothing is. ``lost`` holds the chunks of
-    every storage that ``mark_lost`` named: floats in them read as NaN, all else as zeros.
+    every storage that the caller found to be lost: floats in them read as NaN, all else as zeros.
     """
 
     def __init__(self, path: Path, *, base_dirs: Sequence[Path] | None = None, pool: FilePool | None = None) -> None:
         self.damage: str | None = None
-        self.lost: dict[int, set[int]] = {}
+        self.lost = defaultdict[int, set[int]](set)
         super().__init__(path, base_dirs=base_dirs, pool=pool)
 
     def _find_base(self, record: BaseRecord) -> Path:
@@ -70,13 +67,9 @@ class DamagedContainer(ContainerReader):
             return str(exc)
         return next((link.damage for link in links if isinstance(link, DamagedContainer) and link.damage), None)
 
-    def mark_lost(self, storage: int, chunk: int) -> None:
-        """From now on do not decode this chunk."""
-        self.lost.setdefault(storage, set()).add(chunk)
-
     def lost_runs(self, storage: int) -> list[tuple[int, int]]:
         """The lost runs [start, stop) of a storage, in elements."""
-        numel, lost = self.manifest.storages[storage].numel, self.lost.get(storage, set())
+        numel, lost = self.manifest.storages[storage].numel, self.lost.get(storage, ())
         # A run starts at a lost chunk whose predecessor is not lost, and stops after one whose successor is not.
         starts = sorted(chunk * header.FRAME for chunk in lost if chunk - 1 not in lost)
         stops = sorted(min((chunk + 1) * header.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
@@ -93,14 +86,6 @@ class DamagedContainer(ContainerReader):
         """Fill ``out`` with the elements of a chunk. A lost one becomes NaN, or 0 in integers and 8-bit floats."""
         is_lost = chunk in self.lost.get(storage, ())
         self.decode_chunk(storage, chunk, out) if is_lost else super().fill_chunk(storage, chunk, out)
-
-    def is_whole(self, storage: int, chunk: int, out: torch.Tensor) -> bool:
-        """Decode a chunk into ``out``; return whether that works."""
-        try:
-            super().fill_chunk(storage, chunk, out)
-        except InputError:
-            return False
-        return True
 
     def _open_header(self) -> tuple[list[Entry], bytes]:
         try:
@@ -197,7 +182,7 @@ class DamagedContainer(ContainerReader):
         try:
             return locate()
         except InputError:
-            if not record.parts or record.stored_bytes < record.numel // frames.FRAME * _SMALLEST_FRAME:
+            if not record.parts or record.stored_bytes < record.numel // header.FRAME * _SMALLEST_FRAME:
                 raise
             check_frame_count(record, str(self.path))
             return NOWHERE
@@ -270,108 +255,3 @@ def _frame_length(content: bytes) -> int:
         last, is_run, size = bool(block & 1), (block >> 1) & 3 == 1, block >> 3
         place += 3 + (1 if is_run else size)
     return place + 4 * int(parameters.has_checksum)
-
-
-_MANY = 1 << 16
-"""Slices that may be named before it is known that files hold as many."""
-
-
-class DamagedDirectory(Closing):
-    """The containers that can be read, by name, in ``readers``, and in ``unread`` why the others cannot.
-
-    Which of their chunks are lost the caller finds out, and marks. Raises InputError where the index is damaged, or
-    names slices that do not make up their tensor.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.index = read_index(path)
-        self.readers: dict[str, DamagedContainer] = {}
-        self.unread: dict[str, str] = {}
-        with ExitStack() as stack:
-            pool = FilePool()
-            stack.callback(pool.close)
-            for name, seal in self.index.files.items():
-                try:
-                    reader = self._open(path / name, seal, pool)
-                except InputError as exc:
-                    self.unread[name] = str(exc).removeprefix(f"{path / name}: ")
-                else:
-                    stack.callback(reader.close)
-                    self.readers[name] = reader
-            self._slices = {name: slices_of(reader.manifest) for name, reader in self.readers.items()}
-            self._check()
-            self._resources = stack.pop_all()
-
-    def close(self) -> None:
-        """Close all files."""
-        self._resources.close()
-
-    @staticmethod
-    def _open(path: Path, seal: str, pool: FilePool) -> DamagedContainer:
-        if not path.exists():
-            raise InputError(f"{path}: is missing")
-        reader = DamagedContainer(path, pool=pool)
-        if reader.seal.hex() == seal:
-            return reader
-        reader.close()
-        # Values of two saves would make a checkpoint that never was.
-        raise InputError(f"{path}: belongs to another save than the {INDEX} beside it, or its end is damaged")
-
-    def _check(self) -> None:
-        """Raise InputError where the index names more slices than files can hold, or tensors that are not covered."""
-        named = sum(len(tensor.layout) for tensor in self.index.tensors.values() if tensor.is_whole)
-        held = sum(map(len, self._slices.values()))
-        if named > _MANY + 2 * held * (1 + len(self.unread)):
-            raise InputError(f"{self.path / INDEX}: names {named} slices, and the files that are left hold {held}")
-        for name, tensor in self.index.tensors.items():
-            tensor.check_cover(f"{self.path / INDEX}: {shown(name)}")
-
-    def record(self, name: str, box: Slice) -> TensorRecord:
-        """The tensor of a slice that is not lost, in its container."""
-        return self._slices[box.file][name, box.offsets]
-
-    def why_lost(self, name: str, tensor: GlobalTensor, box: Slice) -> str | None:
-        """Why a slice is lost, or None. Damage inside it is told by runs of its elements."""
-        if box.file in self.unread:
-            return self.unread[box.file]
-        if (place := tensor.pickled(box)) is not None:
-            return self.why_lost_value(place)
-        reader = self.readers[box.file]
-        record = self._slices[box.file].get((name, box.offsets))
-        problem = slice_problem(reader.manifest, record, tensor, box)
-        if problem is not None or record is None:
-            return problem
-        if not record.is_contiguous:  # no writer makes such slices
-            return f"is not of the type and shape that {INDEX} states"
-        # A storage may count elements of another size. Round outwards: one lost byte loses an element.
-        size, item = reader.manifest.storages[record.storage].dtype.itemsize, record.dtype.itemsize
-        runs = [(at * size // item, -(-stop * size // item) - 1) for at, stop in reader.lost_runs(record.storage)]
-        lost = ", ".join(f"{first} to {last}" for first, last in runs)
-        return f"elements {lost} of its {record.numel} are damaged" if runs else None
-
-    def why_lost_value(self, place: Place) -> str | None:
-        """Why a value that torch.save wrote is lost, or None."""
-        if place.file in self.unread:
-            return self.unread[place.file]
-        reader = self.readers[place.file]
-        record = objects_of(reader.manifest)
-        if record is None or reader.manifest.storages[record.storage].dtype is not DType.UINT8:
-            return f"is not in this file, and {INDEX} names it"
-        if place.start + place.length > record.numel:
-            return "its file ends before it"
-        lost = reader.lost.get(record.storage, set())
-        return "is damaged" if lost.intersection(_chunks(place)) else None
-
-    def value(self, place: Place) -> bytes:
-        """The bytes of a value that is not lost."""
-        reader = self.readers[place.file]
-        record = objects_of(reader.manifest)
-        assert record is not None  # noqa: S101 - it would be lost
-        content = b"".join(bytes_of(reader.read_chunk(record.storage, chunk)) for chunk in _chunks(place))
-        start = place.start % FRAME
-        return content[start : start + place.length]
-
-
-def _chunks(place: Place) -> range:
-    return range(place.start // FRAME, -(-(place.start + place.length) // FRAME))

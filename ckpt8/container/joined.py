@@ -12,19 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt8.codecs import Codec, codec_class, codec_from_config
+from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.header import is_container
-from ckpt8.container.manifest import Manifest, Pack, ParameterRecord, StorageRecord, TensorRecord
+from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import (
     INDEX,
     OBJECTS,
     GlobalTensor,
-    Layout,
-    Place,
     ShardedIndex,
     Slice,
     SliceKey,
@@ -83,170 +83,186 @@ def join_manifests(
     )
     optimizers: dict[str, int] = {}
     for file, manifest in manifests:
-        _Joining(joined, file, manifest, shapes, optimizers).add()
+        _add(joined, file, manifest, shapes, optimizers)
     return joined
 
 
-class _Joining:
-    """Adds the manifest of one file. ``optimizers`` are the numbers of optimizers, by their place."""
-
-    def __init__(
-        self,
-        joined: Manifest,
-        file: str,
-        manifest: Manifest,
-        shapes: Mapping[str, Sequence[int]],
-        optimizers: dict[str, int],
-    ) -> None:
-        self._joined, self._file, self._own = joined, file, manifest
-        self._first = len(joined.storages)
-        self._optimizers = optimizers
-        self._names: dict[int, str] = {}
-        self._places: dict[int, str] = {}
-        self._tensors: dict[int, str] = {}
-        for piece in manifest.slices:
-            tensor = manifest.tensors[piece.tensor]
-            place = box_text(piece.offsets, tensor.shape, shapes.get(piece.name, tensor.shape))
-            self._tensors[piece.tensor] = self._names[tensor.storage] = piece.name + place
-            self._places[tensor.storage] = place
-
-    def add(self) -> None:
-        """Add all records."""
-        packs = {id(pack): self._pack(pack) for pack in self._own.packs}
-        configs: dict[int, dict[str, Any]] = {}
-        for index, record in enumerate(self._own.storages):
-            if id(record.codec) not in configs:
-                configs[id(record.codec)] = self._codec(record.codec)
-            pack = None if record.pack is None else packs[id(record.pack)]
-            codec = configs[id(record.codec)]
-            self._joined.storages.append(replace(record, name=self._name(index, record), codec=codec, pack=pack))
-        self._joined.packs += packs.values()
-        first = self._first
-        self._joined.tensors += [
-            replace(tensor, name=self._tensors.get(at, f"{self._file}:{tensor.name}"), storage=tensor.storage + first)
-            for at, tensor in enumerate(self._own.tensors)
-        ]
-        self._joined.members += [
-            replace(
-                member,
-                path=self._file if len(self._own.members) == 1 else f"{self._file}/{member.path}",
-                skeleton=member.skeleton + first,
-                segments=[[offset, storage + first] for offset, storage in member.segments],
-                crc_fields=[[offset, storage + first] for offset, storage in member.crc_fields],
-            )
-            for member in self._own.members
-        ]
-        self._joined.parameters += map(self._parameter, self._own.parameters)
-
-    def _name(self, index: int, record: StorageRecord) -> str:
-        return self._names.get(index) or f"{self._file}:{record.name}"
-
-    def _pack(self, pack: Pack) -> Pack:
-        storages = [index + self._first for index in pack.storages]
-        return replace(pack, name=f"{self._file}:{pack.name}", codec=self._codec(pack.codec), storages=storages)
-
-    def _codec(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A stored configuration with the numbers of storages in the joined manifest."""
-        first, shifted = self._first, dict(config)
-        for name in codec_class(config["id"]).companions:
-            value = config.get(name)
-            if isinstance(value, int):
-                shifted[name] = value + first
-            elif isinstance(value, (list, tuple)):  # row and column statistics, and the size of matrices
-                shifted[name] = [value[0] + first, value[1] + first, *value[2:]]
-        if "runs" in config:
-            shifted["runs"] = [[None if run[0] is None else run[0] + first, *run[1:]] for run in config["runs"]]
-        return shifted
-
-    def _parameter(self, record: ParameterRecord) -> ParameterRecord:
-        storage = min(record.moments.values(), default=-1)
-        name = _PLACE.sub("", record.name) + self._places.get(storage, "")
-        steps = record.steps
+def _add(
+    joined: Manifest,
+    file: str,
+    own: Manifest,
+    shapes: Mapping[str, Sequence[int]],
+    optimizers: dict[str, int],
+) -> None:
+    """Add the manifest of one file. ``optimizers`` are the numbers of optimizers, by their place."""
+    first = len(joined.storages)
+    names, places, tensors = dict[int, str](), dict[int, str](), dict[int, str]()
+    for piece in own.slices:
+        tensor = own.tensors[piece.tensor]
+        place = places[tensor.storage] = box_text(piece.offsets, tensor.shape, shapes.get(piece.name, tensor.shape))
+        tensors[piece.tensor] = names[tensor.storage] = piece.name + place
+    # Many records share one configuration.
+    configs = {id(record.codec): record.codec for record in own.storages}
+    configs |= {id(pack.codec): pack.codec for pack in own.packs}
+    codecs = {key: _shifted(config, first) for key, config in configs.items()}
+    packs = {
+        pack: replace(
+            pack,
+            name=f"{file}:{pack.name}",
+            codec=codecs[id(pack.codec)],
+            storages=[index + first for index in pack.storages],
+        )
+        for pack in own.packs
+    }
+    joined.packs += packs.values()
+    joined.storages += [
+        replace(
+            record,
+            name=names.get(index) or f"{file}:{record.name}",
+            codec=codecs[id(record.codec)],
+            pack=None if record.pack is None else packs[record.pack],
+        )
+        for index, record in enumerate(own.storages)
+    ]
+    joined.tensors += [
+        replace(tensor, name=tensors.get(at, f"{file}:{tensor.name}"), storage=tensor.storage + first)
+        for at, tensor in enumerate(own.tensors)
+    ]
+    joined.members += [
+        replace(
+            member,
+            path=file if len(own.members) == 1 else f"{file}/{member.path}",
+            skeleton=member.skeleton + first,
+            segments=[[offset, storage + first] for offset, storage in member.segments],
+            crc_fields=[[offset, storage + first] for offset, storage in member.crc_fields],
+        )
+        for member in own.members
+    ]
+    for record in own.parameters:
+        storage, steps = min(record.moments.values(), default=-1), record.steps
         if steps is not None:
-            home = self._names.get(storage, "").partition(_STATE)[0]
-            weight = steps.get("weight_storage")
+            home, weight = names.get(storage, "").partition(_STATE)[0], steps.get("weight_storage")
             steps = steps | {
-                "optimizer": self._optimizers.setdefault(home, len(self._optimizers)),
-                "weight_storage": weight + self._first if isinstance(weight, int) else None,
+                "optimizer": optimizers.setdefault(home, len(optimizers)),
+                "weight_storage": weight + first if isinstance(weight, int) else None,
             }
-        moments = {slot: index + self._first for slot, index in record.moments.items()}
-        return replace(record, name=name, moments=moments, steps=steps)
+        name = _PLACE.sub("", record.name) + places.get(storage, "")
+        moments = {slot: index + first for slot, index in record.moments.items()}
+        joined.parameters.append(replace(record, name=name, moments=moments, steps=steps))
+
+
+def _shifted(config: dict[str, Any], first: int) -> dict[str, Any]:
+    """A stored configuration with the numbers of storages in the joined manifest."""
+    shifted = dict(config)
+    for name in codec_class(config["id"]).companions:
+        value = config.get(name)
+        if isinstance(value, int):
+            shifted[name] = value + first
+        elif isinstance(value, (list, tuple)):  # row and column statistics, and the size of matrices
+            shifted[name] = [value[0] + first, value[1] + first, *value[2:]]
+    if "runs" in config:
+        shifted["runs"] = [[None if run[0] is None else run[0] + first, *run[1:]] for run in config["runs"]]
+    return shifted
 
 
 _MANY = 1 << 16
-"""Slices that may be listed before it is known that they are there."""
+"""Slices that may be named before it is known that files hold as many."""
 
 
 class JoinedReader(Closing):
-    """The containers of all ranks. ``readers`` are in the order of the index, and storages are numbered in this order.
+    """The containers of all ranks, in the order of the index, in which storages are numbered.
 
     Opening it checks seals, and that containers and index state the same slices, which make up every tensor. Raises
     InputError that names the file and the tensor.
+
+    Without ``strict`` the containers may be damaged; ``unread`` says why some cannot be read, by their names. Which
+    slices and chunks are lost the caller finds out. InputError then means that the index is damaged, or names slices
+    that do not make up their tensor.
     """
 
-    def __init__(self, path: Path, *, kernels: bool = False) -> None:
+    def __init__(self, path: Path, *, kernels: bool = False, strict: bool = True) -> None:
         self.path = path
         self.index = read_index(path)
-        self.readers: list[ContainerReader] = []
+        self.by_name: dict[str, ContainerReader] = {}
+        self.unread: dict[str, str] = {}
         with ExitStack() as stack:
             pool = FilePool()
             stack.callback(pool.close)
             for name, seal in self.index.files.items():
-                if not (path / name).is_file():
-                    raise InputError(f"{path / name}: is missing, and {INDEX} names it; copy the directory again")
-                reader = ContainerReader(path / name, kernels=kernels, pool=pool)
-                stack.callback(reader.close)
-                if reader.seal.hex() != seal:
-                    raise InputError(f"{reader.path}: belongs to another save than the {INDEX} beside it")
-                self.readers.append(reader)
-            self.by_name = {reader.path.name: reader for reader in self.readers}
+                try:
+                    self.by_name[name] = reader = self._open(path / name, seal, pool, kernels=kernels, strict=strict)
+                    stack.callback(reader.close)
+                except InputError as exc:
+                    if strict:
+                        raise
+                    self.unread[name] = str(exc).removeprefix(f"{path / name}: ")
+            self.readers = list(self.by_name.values())
             self.slices = {name: slices_of(reader.manifest) for name, reader in self.by_name.items()}
-            self._objects = {name: objects_of(reader.manifest) for name, reader in self.by_name.items()}
-            self._check()
+            self.objects = {name: _objects_of(reader.manifest) for name, reader in self.by_name.items()}
+            self._check_tensors()
+            if strict:
+                self._check_files()
             self._resources = stack.pop_all()
+
+    @staticmethod
+    def _open(path: Path, seal: str, pool: FilePool, *, kernels: bool, strict: bool) -> ContainerReader:
+        if not path.exists():
+            advice = f", and {INDEX} names it; copy the directory again" if strict else ""
+            raise InputError(f"{path}: is missing{advice}")
+        reader = ContainerReader(path, kernels=kernels, pool=pool) if strict else DamagedContainer(path, pool=pool)
+        if reader.seal.hex() != seal:
+            # Values of two saves would make a checkpoint that never was.
+            reason = "" if strict else ", or its end is damaged"
+            raise InputError(f"{path}: belongs to another save than the {INDEX} beside it{reason}")
+        return reader
 
     def close(self) -> None:
         """Close all files."""
         self._resources.close()
 
-    def _check(self) -> None:
-        stated = {name: set(slices) for name, slices in self.slices.items()}
+    def _check_tensors(self) -> None:
+        """Raise InputError where the index names more slices than files can hold, or tensors that are not covered."""
         # A few numbers of the index say very many: no list of them is made that the files do not bear out.
-        named, held = (sum(map(len, layouts)) for layouts in (self._layouts(), stated.values()))
-        if named > _MANY + 2 * held:
-            raise InputError(f"{self.path / INDEX}: names {named} slices, and its files hold {held}")
+        named = sum(len(tensor.layout) for tensor in self.index.tensors.values() if tensor.is_whole)
+        held = sum(map(len, self.slices.values()))
+        if named > _MANY + 2 * held * (1 + len(self.unread)):
+            files = "the files that are left" if self.unread else "its files"
+            raise InputError(f"{self.path / INDEX}: names {named} slices, and {files} hold {held}")
         for name, tensor in self.index.tensors.items():
             tensor.check_cover(f"{self.path / INDEX}: {shown(name)}")
+
+    def _check_files(self) -> None:
+        """Raise InputError unless the index and the files name the same slices and values."""
+        stated = {name: set(slices) for name, slices in self.slices.items()}
+        values = list(self.index.objects.items())
+        for name, tensor in self.index.tensors.items():
             for box in tensor.boxes():
-                if (place := tensor.pickled(box)) is not None:
-                    self._check_place(name, place)
+                if (value := tensor.pickled(box)) is not None:
+                    values.append((name, value))
+                elif (problem := self.slice_problem(name, tensor, box)) is not None:
+                    part = shown(name + box_text(box.offsets, box.sizes, tensor.shape))
+                    raise InputError(f"{self.path / box.file}: {part}: {problem}")
                 else:
-                    self._check_slice(name, tensor, box)
                     stated[box.file].discard((name, box.offsets))
-        for name, place in self.index.objects.items():
-            self._check_place(name, place)
+        for name, value in values:
+            record = self.objects[value.file]
+            if record is None or value.start + value.length > record.numel:
+                raise InputError(f"{self.path / value.file}: ends before {shown(name)}, which {INDEX} names")
         for file, unknown in stated.items():
             for key in unknown:
                 if not self._is_replica(file, key):
                     raise InputError(f"{self.path / file}: has a slice of {shown(key[0])} that {INDEX} does not name")
 
-    def _layouts(self) -> Iterator[Layout]:
-        return (tensor.layout for tensor in self.index.tensors.values() if tensor.is_whole)
-
-    def _check_slice(self, name: str, tensor: GlobalTensor, box: Slice) -> None:
+    def slice_problem(self, name: str, tensor: GlobalTensor, box: Slice) -> str | None:
+        """Why the file of a part of ``tensor`` does not have it as the index names it, or None."""
         record = self.slices[box.file].get((name, box.offsets))
-        if (problem := slice_problem(self.by_name[box.file].manifest, record, tensor, box)) is not None:
-            place = box_text(box.offsets, box.sizes, tensor.shape)
-            raise InputError(f"{self.path / box.file}: {shown(name + place)}: {problem}")
-
-    def _check_place(self, name: str, place: Place) -> None:
-        record = self.objects(place.file)
-        if record is None or place.start + place.length > record.numel:
-            raise InputError(f"{self.path / place.file}: ends before {shown(name)}, which {INDEX} names")
-
-    def objects(self, file: str) -> TensorRecord | None:
-        """The bytes of the values of a file that are no tensors; None where it has none."""
-        return self._objects[file]
+        if record is None:
+            return f"is not in this file, and {INDEX} names it"
+        whole = self.by_name[box.file].manifest.storages[record.storage].nbytes
+        fills = record.nbytes == whole and not record.offset and not record.flags
+        if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
+            return f"is not of the type and shape that {INDEX} states"
+        return None
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
         """Whether the index names the same elements in another file: ranks may keep copies of what all have.
@@ -274,19 +290,17 @@ class JoinedReader(Closing):
         """The manifests of all files as one, with the names of the whole state dict."""
         shapes = {name: tensor.shape for name, tensor in self.index.tensors.items()}
         return join_manifests(
-            self.path.resolve().name, [(reader.path.name, reader.manifest) for reader in self.readers], shapes
+            self.path.resolve().name, [(name, reader.manifest) for name, reader in self.by_name.items()], shapes
         )
 
     @cached_property
     def _firsts(self) -> list[int]:
-        firsts = [0]
-        for reader in self.readers:
-            firsts.append(firsts[-1] + len(reader.manifest.storages))
-        return firsts
+        """The number of the first storage of each file, and that of all storages."""
+        return list(accumulate((len(reader.manifest.storages) for reader in self.readers), initial=0))
 
     @cached_property
     def _first_of(self) -> dict[str, int]:
-        return {reader.path.name: first for reader, first in zip(self.readers, self._firsts, strict=False)}
+        return dict(zip(self.by_name, self._firsts, strict=False))
 
     def storage_of(self, name: str, box: Slice) -> int:
         """The number that the storage of a slice has in ``manifest``."""
@@ -318,17 +332,7 @@ class JoinedReader(Closing):
         return sorted(path.name for path in self.path.iterdir())
 
 
-def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: GlobalTensor, box: Slice) -> str | None:
-    """Why a tensor of a container cannot be the part of ``tensor`` that the index names, or None."""
-    if record is None:
-        return f"is not in this file, and {INDEX} names it"
-    fills = record.nbytes == manifest.storages[record.storage].nbytes and not record.offset and not record.flags
-    if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
-        return f"is not of the type and shape that {INDEX} states"
-    return None
-
-
-def objects_of(manifest: Manifest) -> TensorRecord | None:
+def _objects_of(manifest: Manifest) -> TensorRecord | None:
     """The bytes of the values of a container that are no tensors; None where it has none."""
     objects = next((tensor for tensor in manifest.tensors if tensor.name == OBJECTS), None)
     fits = objects is not None and objects.dtype is DType.UINT8 and not objects.offset and not objects.flags

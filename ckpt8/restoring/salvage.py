@@ -269,14 +269,20 @@ def find_lost(reader: DamagedContainer, workers: Workers) -> None:
     """Decode every chunk once and mark those that cannot be decoded."""
 
     def lost_of(batch: list[Chunk]) -> list[Chunk]:
-        return [chunk for chunk in batch if not reader.is_whole(*chunk, scratch_tensor(reader, *chunk))]
+        lost = []
+        for chunk in batch:
+            try:
+                reader.fill_chunk(*chunk, scratch_tensor(reader, *chunk))
+            except InputError:
+                lost.append(chunk)
+        return lost
 
     batches = all_chunks(reader, range(len(reader.manifest.storages)))
     # A copy is decoded from its master's chunks. Once marked these decode, to NaN, and the copy would seem intact:
     # check all chunks before marking the first.
     for batch in list(workers.map(lost_of, batches)):
-        for lost in batch:
-            reader.mark_lost(*lost)
+        for storage, chunk in batch:
+            reader.lost[storage].add(chunk)
 
 
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"

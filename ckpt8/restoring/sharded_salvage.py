@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ckpt8.container.damaged import DamagedDirectory
+from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.decoding import decode_tensor
-from ckpt8.container.sharded import GlobalTensor, Place, ShardedIndex, Slice
+from ckpt8.container.frames import FRAME, bytes_of
+from ckpt8.container.joined import JoinedReader
+from ckpt8.container.sharded import INDEX, GlobalTensor, Place, ShardedIndex, Slice
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_source
+from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.salvage import Restored, find_lost
@@ -107,6 +110,54 @@ class SalvagedDirectory(Restored):
         return lines + [loss.line() for loss in self.lost]
 
 
+class _Directory:
+    """The containers that can be read, whose lost chunks are marked, and what is lost of slices and values."""
+
+    def __init__(self, joined: JoinedReader) -> None:
+        self.joined = joined
+        self.readers = {name: reader for name, reader in joined.by_name.items() if isinstance(reader, DamagedContainer)}
+
+    def why_lost(self, name: str, tensor: GlobalTensor, box: Slice) -> str | None:
+        """Why a slice is lost, or None. Damage inside it is told by runs of its elements."""
+        if box.file in self.joined.unread:
+            return self.joined.unread[box.file]
+        if (place := tensor.pickled(box)) is not None:
+            return self.why_lost_value(place)
+        if (problem := self.joined.slice_problem(name, tensor, box)) is not None:
+            return problem
+        reader, record = self.readers[box.file], self.joined.slices[box.file][name, box.offsets]
+        if not record.is_contiguous:  # no writer makes such slices
+            return f"is not of the type and shape that {INDEX} states"
+        # A storage may count elements of another size. Round outwards: one lost byte loses an element.
+        size, item = reader.manifest.storages[record.storage].dtype.itemsize, record.dtype.itemsize
+        runs = [(at * size // item, -(-stop * size // item) - 1) for at, stop in reader.lost_runs(record.storage)]
+        lost = ", ".join(f"{first} to {last}" for first, last in runs)
+        return f"elements {lost} of its {record.numel} are damaged" if runs else None
+
+    def why_lost_value(self, place: Place) -> str | None:
+        """Why a value that torch.save wrote is lost, or None."""
+        if place.file in self.joined.unread:
+            return self.joined.unread[place.file]
+        reader, record = self.readers[place.file], self.joined.objects[place.file]
+        if record is None or reader.manifest.storages[record.storage].dtype is not DType.UINT8:
+            return f"is not in this file, and {INDEX} names it"
+        if place.start + place.length > record.numel:
+            return "its file ends before it"
+        return "is damaged" if reader.lost[record.storage].intersection(_chunks(place)) else None
+
+    def value(self, place: Place) -> bytes:
+        """The bytes of a value that is not lost."""
+        record = self.joined.objects[place.file]
+        assert record is not None  # noqa: S101 - it would be lost
+        chunks = (self.readers[place.file].read_chunk(record.storage, chunk) for chunk in _chunks(place))
+        start = place.start % FRAME
+        return b"".join(map(bytes_of, chunks))[start : start + place.length]
+
+
+def _chunks(place: Place) -> range:
+    return range(place.start // FRAME, -(-(place.start + place.length) // FRAME))
+
+
 def salvage_directory(
     source: Path, target: str | os.PathLike[str] | None, *, force: bool, threads: int | None, progress: Progress
 ) -> SalvagedDirectory:
@@ -119,15 +170,16 @@ def salvage_directory(
     path = Path(target)
     refuse_source(path, source)
     try:
-        directory = DamagedDirectory(source)
+        joined = JoinedReader(source, strict=False)
     except InputError as exc:
         advice = f"salvage its files one by one: restore {source}/FILE.ckpt8 --salvage"
         raise type(exc)(f"{exc}; nothing can be recovered of the whole, {advice}") from exc
-    with directory, Workers(threads) as workers:
+    directory = _Directory(joined)
+    with joined, Workers(threads) as workers:
         for reader in directory.readers.values():
             find_lost(reader, workers)
         result = SalvagedDirectory(path=path, original=source.resolve().name, other_name=None)
-        result.damage = dict(directory.unread)
+        result.damage = dict(joined.unread)
         result.damage |= {name: reader.damage for name, reader in directory.readers.items() if reader.damage}
         whole = _whole(directory, result)
         result.tensors, result.values = len(whole.tensors), len(whole.objects)
@@ -144,9 +196,9 @@ def salvage_directory(
     return result
 
 
-def _whole(directory: DamagedDirectory, result: SalvagedDirectory) -> ShardedIndex:
+def _whole(directory: _Directory, result: SalvagedDirectory) -> ShardedIndex:
     """The index without what is lost, which goes into ``result``."""
-    index = directory.index
+    index = directory.joined.index
     for name, tensor in index.tensors.items():
         slices = [
             LostSlice(list(box.offsets), list(box.sizes), box.file, reason)
@@ -179,14 +231,14 @@ def _by_file(whole: ShardedIndex) -> dict[str, _Content]:
     return by_file
 
 
-def _write_file(directory: DamagedDirectory, content: _Content, out: SliceFile, progress: Progress) -> None:
+def _write_file(directory: _Directory, content: _Content, out: SliceFile, progress: Progress) -> None:
     """Write the slices and values of one file, a slice at a time."""
     for name, tensor, box in content.slices:
         index = MetadataIndex(name, torch.Size(box.offsets))
         if (place := tensor.pickled(box)) is not None:
             out.add(index, directory.value(place))
         else:
-            record = directory.record(name, box)
+            record = directory.joined.slices[box.file][name, box.offsets]
             out.add_tensor(index, decode_tensor(directory.readers[box.file], record))
             progress(record.nbytes)
     for name, place in content.values:

@@ -351,7 +351,7 @@ class ShardedFiles:
 
     def _window(self, name: str, place: Place) -> Window:
         """The bytes of a value that torch.save wrote."""
-        record = self._joined.objects(place.file)
+        record = self._joined.objects[place.file]
         assert record is not None  # noqa: S101 - checked when the containers were joined
         start = self._offset(place.file, record) + place.start
         return Window(self._sources[place.file], start, place.length, f"value {shown(name)}")
