@@ -198,7 +198,7 @@ class JoinedReader(Closing):
                     self.unread[name] = str(exc).removeprefix(f"{path / name}: ")
             self.readers = list(self.by_name.values())
             self.slices = {name: slices_of(reader.manifest) for name, reader in self.by_name.items()}
-            self.objects = {name: _objects_of(reader.manifest) for name, reader in self.by_name.items()}
+            self.objects = {name: objects_of(reader.manifest) for name, reader in self.by_name.items()}
             self._check_tensors()
             if strict:
                 self._check_files()
@@ -239,11 +239,12 @@ class JoinedReader(Closing):
             for box in tensor.boxes():
                 if (value := tensor.pickled(box)) is not None:
                     values.append((name, value))
-                elif (problem := self.slice_problem(name, tensor, box)) is not None:
+                    continue
+                record = self.slices[box.file].get((name, box.offsets))
+                if problem := slice_problem(self.by_name[box.file].manifest, record, tensor, box):
                     part = shown(name + box_text(box.offsets, box.sizes, tensor.shape))
                     raise InputError(f"{self.path / box.file}: {part}: {problem}")
-                else:
-                    stated[box.file].discard((name, box.offsets))
+                stated[box.file].discard((name, box.offsets))
         for name, value in values:
             record = self.objects[value.file]
             if record is None or value.start + value.length > record.numel:
@@ -252,17 +253,6 @@ class JoinedReader(Closing):
             for key in unknown:
                 if not self._is_replica(file, key):
                     raise InputError(f"{self.path / file}: has a slice of {shown(key[0])} that {INDEX} does not name")
-
-    def slice_problem(self, name: str, tensor: GlobalTensor, box: Slice) -> str | None:
-        """Why the file of a part of ``tensor`` does not have it as the index names it, or None."""
-        record = self.slices[box.file].get((name, box.offsets))
-        if record is None:
-            return f"is not in this file, and {INDEX} names it"
-        whole = self.by_name[box.file].manifest.storages[record.storage].nbytes
-        fills = record.nbytes == whole and not record.offset and not record.flags
-        if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
-            return f"is not of the type and shape that {INDEX} states"
-        return None
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
         """Whether the index names the same elements in another file: ranks may keep copies of what all have.
@@ -332,7 +322,17 @@ class JoinedReader(Closing):
         return sorted(path.name for path in self.path.iterdir())
 
 
-def _objects_of(manifest: Manifest) -> TensorRecord | None:
+def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: GlobalTensor, box: Slice) -> str | None:
+    """Why a tensor of a container cannot be the part of ``tensor`` that the index names, or None."""
+    if record is None:
+        return f"is not in this file, and {INDEX} names it"
+    fills = record.nbytes == manifest.storages[record.storage].nbytes and not record.offset and not record.flags
+    if (tuple(record.shape), record.dtype) != (box.sizes, tensor.dtype) or not fills:
+        return f"is not of the type and shape that {INDEX} states"
+    return None
+
+
+def objects_of(manifest: Manifest) -> TensorRecord | None:
     """The bytes of the values of a container that are no tensors; None where it has none."""
     objects = next((tensor for tensor in manifest.tensors if tensor.name == OBJECTS), None)
     fits = objects is not None and objects.dtype is DType.UINT8 and not objects.offset and not objects.flags

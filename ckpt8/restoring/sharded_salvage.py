@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.decoding import decode_tensor
 from ckpt8.container.frames import FRAME, bytes_of
-from ckpt8.container.joined import JoinedReader
+from ckpt8.container.joined import JoinedReader, slice_problem
 from ckpt8.container.sharded import INDEX, GlobalTensor, Place, ShardedIndex, Slice
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_source
@@ -123,9 +123,10 @@ class _Directory:
             return self.joined.unread[box.file]
         if (place := tensor.pickled(box)) is not None:
             return self.why_lost_value(place)
-        if (problem := self.joined.slice_problem(name, tensor, box)) is not None:
+        reader, record = self.readers[box.file], self.joined.slices[box.file].get((name, box.offsets))
+        problem = slice_problem(reader.manifest, record, tensor, box)
+        if problem is not None or record is None:
             return problem
-        reader, record = self.readers[box.file], self.joined.slices[box.file][name, box.offsets]
         if not record.is_contiguous:  # no writer makes such slices
             return f"is not of the type and shape that {INDEX} states"
         # A storage may count elements of another size. Round outwards: one lost byte loses an element.
