@@ -491,8 +491,7 @@ class _Salvaging:
         if not tensor.span:
             return []
         end = tensor.offset + tensor.span
-        record = self._manifest.storages[tensor.storage]
-        size, item = record.dtype.itemsize, tensor.dtype.itemsize
+        size, item = self._manifest.storages[tensor.storage].dtype.itemsize, tensor.dtype.itemsize
         # The storage may count elements of another size, such as bytes. Round outwards: one lost byte loses an element.
         runs = [
             (start * size // item, -(-stop * size // item)) for start, stop in self._reader.lost_runs(tensor.storage)

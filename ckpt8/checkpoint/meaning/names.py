@@ -418,8 +418,7 @@ def _names(
     models, optimizers = models_and_optimizers(tree)
     others = () if models or not optimizers else folder()
     beside = {id(other.node): other for other in others}
-    candidates = models or [Candidate(other.path, other.node) for other in others]
-    owned = owners(optimizers, candidates)
+    owned = owners(optimizers, models or [Candidate(other.path, other.node) for other in others])
     unnamed = [saved_names(dict_groups(optimizer.node)) == {} for optimizer in optimizers]
     together: dict[int, list[Candidate]] = defaultdict(list)
     for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):

@@ -120,8 +120,7 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_o
     ]
     fits = [_best(_Parameters(optimizer), described, parts) for optimizer in optimizers[:MOST_OPTIMIZERS]]
     fits += [list(models)] * (len(optimizers) - len(fits))
-    every = [*models, *(part.model for part in parts)]
-    keyed = _by_keys(optimizers, fits, every)
+    keyed = _by_keys(optimizers, fits, [*models, *(part.model for part in parts)])
     alike = [set(map(id, candidates)) for candidates in keyed]
     chosen = [_keep(fit, lambda model, ids=ids: id(model) in ids) for fit, ids in zip(fits, alike, strict=True)]  # type: ignore[misc]
     for narrow in (_without_averages, _distinct, _beside, _told_by_name, *([_in_order] if by_order else [])):

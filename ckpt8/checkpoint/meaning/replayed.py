@@ -363,8 +363,7 @@ def _read(name: str, card: Card, state: Mapping[Any, Any], group: Mapping[Any, A
     # Some packages keep the threshold outside the group.
     given = 1.0 if name == "clip_threshold" and name not in group else given
     numbers = _numbers(given if isinstance(given, (tuple, list)) else [given])
-    fits = _RANGES.get(name, math.isfinite)
-    if len(numbers) != count or not all(map(fits, numbers)):
+    if len(numbers) != count or not all(map(_RANGES.get(name, math.isfinite), numbers)):
         return _MISSING
     return numbers if count > 1 else numbers[0]
 

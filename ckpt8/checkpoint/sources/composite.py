@@ -109,8 +109,7 @@ class Streamer:
         """Copy a tensor with overlaps or gaps: cut it along the longest stride until its parts span few elements."""
         dims = [dim for dim, n in enumerate(ref.shape) if n > 1]
         if ref.span <= PIECE or not dims:
-            values = self._read(ref, ref.offset, ref.span)
-            target.copy_(values.as_strided(ref.shape, ref.stride))
+            target.copy_(self._read(ref, ref.offset, ref.span).as_strided(ref.shape, ref.stride))
             return
         dim = max(dims, key=lambda dim: ref.stride[dim])
         half = ref.shape[dim] // 2

@@ -77,8 +77,7 @@ class RestBuilder:
             make = self._makers.get(type(node))
             if make is None:
                 return node
-            made = make(node)
-            self._built[id(node)] = (node, made)
+            self._built[id(node)] = (node, make(node))
         return self._built[id(node)][1]
 
     def _is_used_up(self, parts: Collection[Any]) -> bool:
