@@ -11,10 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule, finite, identify_state, recognise, rule_of
-from ckpt8.checkpoint.meaning.parameters import Trained, trained_states
+from ckpt8.checkpoint.meaning.optimizer_state import (
+    SavedParameter,
+    UpdateRule,
+    finite,
+    identify_state,
+    recognise,
+    rule_of,
+)
+from ckpt8.checkpoint.meaning.parameters import trained_states
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
-from ckpt8.checkpoint.meaning.roles import ParameterState
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, Unit, join, views_of
@@ -25,7 +31,7 @@ from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SL
 
 def find_parameters(
     source: Checkpoint,
-    states: Iterable[ParameterState],
+    states: Iterable[SavedParameter],
     streams: Mapping[str, Stream],
     views: Mapping[int, list[NamedTensor]],
 ) -> list[Parameter]:
@@ -65,7 +71,7 @@ def _owns(ref: TensorRef, stream: Stream, views: Mapping[int, list[NamedTensor]]
 
 def _parameter(
     streams: Mapping[str, Stream],
-    saved: ParameterState,
+    saved: SavedParameter,
     refs: Mapping[str, TensorRef],
     slots: Mapping[str, str],
     optimizer: tuple[Card, Form] | None,
@@ -105,7 +111,7 @@ def _parameter(
     return Parameter(saved.name, moments, None, rule, shape, rule_beside_master=_rule_beside_master(saved, step))
 
 
-def _rule_beside_master(saved: ParameterState, step: object) -> UpdateRule | None:
+def _rule_beside_master(saved: SavedParameter, step: object) -> UpdateRule | None:
     """The rule of a state that holds a master as well; None without a master, or for an unknown optimizer."""
     state = {key: value for key, value in saved.state.items() if key not in (*MASTER_KEYS, MEGATRON_MASTER)}
     if len(state) == len(saved.state):
@@ -115,7 +121,7 @@ def _rule_beside_master(saved: ParameterState, step: object) -> UpdateRule | Non
 
 
 def _replay(
-    streams: Mapping[str, Stream], saved: ParameterState, refs: Mapping[str, TensorRef], step: object
+    streams: Mapping[str, Stream], saved: SavedParameter, refs: Mapping[str, TensorRef], step: object
 ) -> Replay | str:
     """How the first step is replayed, or why it is not."""
     # The update is per unit of learning rate, so that any will do; a distributed checkpoint may not tell it.
@@ -138,7 +144,7 @@ def _replay(
     return Replay(rule, Order.of(rule.form, first), state, others)
 
 
-def _beyond_reach(rule: Replayed, first: TensorRef, saved: ParameterState) -> str | None:
+def _beyond_reach(rule: Replayed, first: TensorRef, saved: SavedParameter) -> str | None:
     """What a step needs that compression does not read with the state of a parameter, or None."""
     if rule.needs_weight:
         return "its step needs the weight, which compression does not read beside it; verify --resume-steps replays it"
@@ -177,7 +183,7 @@ _RULES = ("adam", "stable_adamw", "came")
 _DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
 """Settings that are False where weight decay is part of the gradient."""
 
-_UNKNOWN = Trained(0, {}, None, "its optimizer is not known")
+_UNKNOWN = SavedParameter("", {}, {}, unpaired="its optimizer is not known")
 
 _LEAST_SHARE = 0.1
 """A learning rate counts as this part of the initial one at least: what a decay has left says little of the weights."""
@@ -228,7 +234,7 @@ class _Steps:
         self._taken.add(weight)
         return replace(parameter, step=replace(step, weight=weight))
 
-    def _weight(self, parameter: Parameter, state: Trained) -> int | str:
+    def _weight(self, parameter: Parameter, state: SavedParameter) -> int | str:
         """The stream of the weight, or why it is unknown. A copy stands for its master."""
         ref = state.weight
         if ref is None:
@@ -269,7 +275,7 @@ class _Steps:
         )
 
 
-def _step(parameter: Parameter, state: Trained) -> OptimizerStep | str:
+def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     """The step with no weight yet, or why it is not known."""
     group = state.group
     if parameter.rule is None or parameter.rule.kind not in _RULES:

@@ -9,9 +9,10 @@ from functools import cache
 import torch
 
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
+from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter
 from ckpt8.checkpoint.meaning.parameter_names import SLICE
 from ckpt8.checkpoint.meaning.parameters import Universal, joint_parameters
-from ckpt8.checkpoint.meaning.roles import Names, ParameterState, Structure, classify, short_name, unique_name
+from ckpt8.checkpoint.meaning.roles import Names, Structure, classify, short_name, unique_name
 from ckpt8.checkpoint.meaning.state_dicts import evident_weights
 from ckpt8.checkpoint.sources.bundle import Bundle, WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
@@ -75,7 +76,7 @@ def plan_members(bundle: Bundle, policy: Policy) -> Plan:
         plan.units += own.units
         plan.tensors += own.tensors
         plan.chosen |= own.chosen
-    joint = joint_parameters(state for member in bundle.members for state in member.states) + universal.parameters()
+    joint = [*joint_parameters(bundle.opened), *universal.parameters()]
     if joint:
         plan_joint(bundle, plan, joint)
     return plan
@@ -205,7 +206,7 @@ def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: ran
     return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
 
 
-def plan_joint(source: Checkpoint, plan: Plan, states: list[ParameterState]) -> None:
+def plan_joint(source: Checkpoint, plan: Plan, states: list[SavedParameter]) -> None:
     """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``source``."""
     streams = {stream.storage.key: stream for stream in plan.streams}
     plan.units = join(plan.units, find_parameters(source, states, streams, views_of(plan.tensors)))

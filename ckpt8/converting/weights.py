@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
+from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter
+from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
-from ckpt8.checkpoint.meaning.parameters import join_weights, of_model
+from ckpt8.checkpoint.meaning.parameters import join_weights
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find, is_packed, weight_checks
 from ckpt8.checkpoint.sources.composite import Composite, Streamer, computed
 from ckpt8.checkpoint.tree import TensorRef, read_scalar
@@ -200,7 +201,7 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
         some = any(bool(block.any()) for block in data.blocks(refs[name]))
         return some and Streamer(data).equal(refs[name], refs[other])
 
-    return join_weights(refs, of_model(saved_parameters(data.tree), refs), join, is_copy)
+    return join_weights(refs, saved_parameters(data.tree), join, is_copy)
 
 
 def _find_weight(

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule, recognise
-from ckpt8.checkpoint.meaning.pairing import SavedParameter
-from ckpt8.checkpoint.meaning.parameters import Pairs
+from ckpt8.checkpoint.meaning.names import NamesFromWeights
+from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, UpdateRule, recognise
+from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.replayed import Order, Replayed, find_rule
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -148,20 +148,20 @@ def left_out(resume: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Replayable:
-    """One file with its parameters. ``homes`` are the files of the weights that others hold, by the ``id`` of each."""
+    """One file with its parameters, and by path the files that may hold their weights."""
 
     checkpoint: Checkpoint
     parameters: list[SavedParameter]
-    homes: Mapping[int, Checkpoint] = field(default_factory=dict)
+    files: Mapping[str, Checkpoint]
     storages: Mapping[str, StorageInfo] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "storages", {storage.key: storage for storage in self.checkpoint.storages})
 
-    def load(self, ref: TensorRef) -> Tensor:
-        """The values of a tensor as float32. Raises InputError."""
+    def load(self, ref: TensorRef, home: str | None = None) -> Tensor:
+        """The values of a tensor as float32, from the file at the path ``home`` or this one. Raises InputError."""
         values = torch.empty(ref.shape, dtype=ref.dtype.torch)
-        Streamer(self.homes.get(id(ref), self.checkpoint)).copy(ref, values)
+        Streamer(self.checkpoint if home is None else self.files[home]).copy(ref, values)
         return values.float()
 
     def rule(self, saved: SavedParameter) -> Replayed | str:
@@ -185,7 +185,7 @@ class ReplaySource:
     def __init__(self, source: Bundle) -> None:
         self._source = source
         self._members = {member.path: member.checkpoint for member in source.opened}
-        self._pairs = Pairs(list(self._members.items()), directory=source.directory is not None)
+        self._names = None if source.directory is None else NamesFromWeights(list(self._members.items()))
 
     def of_member(self, path: str) -> Replayable:
         """What to replay of a member; of a single file, whatever its name. Raises InputError where it is missing."""
@@ -193,9 +193,8 @@ class ReplaySource:
             path = self._source.opened[0].path
         elif path not in self._members:
             raise InputError(f"{self._source.path / path}: no such file")
-        parameters, files = self._pairs.of_member(path)
-        homes = {ref: self._members[file] for ref, file in files.items()}
-        return Replayable(self._members[path], parameters, homes)
+        tree, beside = self._members[path].tree, None if self._names is None else self._names.beside(path)
+        return Replayable(self._members[path], saved_parameters(tree, beside, as_torch=True), self._members)
 
 
 _SPREAD = "the files of a distributed checkpoint are not replayed"
@@ -314,7 +313,7 @@ def _read(source: Replayable, form: Form, saved: SavedParameter) -> _Side:
         if isinstance(ref := saved.state.get(tensor.key), TensorRef)
         for values in [source.load(ref)]
     }
-    return _Side(state, None if saved.weight is None else source.load(saved.weight).reshape(-1))
+    return _Side(state, None if saved.weight is None else source.load(saved.weight, saved.home).reshape(-1))
 
 
 def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepFigures:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
-from ckpt8.checkpoint.meaning.parameters import join_weights, of_model
+from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter
+from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.meaning.parameters import join_weights
 from ckpt8.checkpoint.meaning.state_dicts import find, is_packed, weight_checks
 from ckpt8.checkpoint.sources.stored_member import load_source, member_index
 from ckpt8.codecs import Codec
@@ -248,7 +249,7 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     parameters = saved_parameters(tree)
     for saved in [model.node for model in models] or [{}]:
         loaded_model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
-        loaded_model.update(_join_loaded(saved, loaded_model, states, of_model(parameters, saved), where))
+        loaded_model.update(_join_loaded(saved, loaded_model, states, parameters, where))
     for candidate in packed:
         places_of = places[id(candidate.node)]
         plain = unpack(places_of[0][0])

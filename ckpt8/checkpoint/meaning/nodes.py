@@ -171,6 +171,16 @@ def parameter_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:
     return [{**group, **own} for group in groups] if own else groups
 
 
+def parameters_of(optimizer: Mapping[str, Any]) -> dict[int | str, tuple[dict[Any, Any], str | None]]:
+    """Every parameter that an optimizer lists, in order, with its group and the name that this states, or None."""
+    return {
+        identifier: (group, name)
+        for group in parameter_groups(optimizer)
+        for identifier, name in listed_parameters(group)
+        if isinstance(identifier, (int, str))
+    }
+
+
 def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
     """The identifiers that a parameter group lists, each with its name, None where the group does not state one."""
     identifiers, names = group.get("params"), group.get("param_names")

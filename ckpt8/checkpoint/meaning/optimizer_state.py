@@ -44,6 +44,35 @@ _INCOMPLETE = "betas or eps are missing from the parameter group"
 
 
 @dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """One parameter of a source: its optimizer state by key, its parameter group, and its weight.
+
+    ``name`` is for people. ``whole`` is the shape of the parameter where its tensors are a slice of it, else None.
+    ``optimizer`` tells its optimizer from others of the source; ``identifier`` stands for the parameter in its group.
+    ``shape`` is that of the first moment or residual, None without one. ``unpaired`` says why the ``weight`` is
+    unknown; ``home`` is the path of the file that holds it, None for the file of the state. ``master`` is the fp32
+    weight that the optimizer keeps itself, if it does.
+    """
+
+    name: str
+    state: Mapping[Any, Any]
+    group: Mapping[Any, Any]
+    whole: tuple[int, ...] | None = None
+    optimizer: Any = 0
+    identifier: int | str = ""
+    shape: tuple[int, ...] | None = None
+    weight: TensorRef | None = None
+    unpaired: str | None = None
+    home: str | None = None
+    master: TensorRef | None = None
+
+    @property
+    def tensors(self) -> dict[Any, TensorRef]:
+        """The tensors of its state."""
+        return {key: ref for key, ref in self.state.items() if isinstance(ref, TensorRef)}
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateRule:
     """The rule that turns the state into a step. ``step`` counts from 1; it and the betas matter to ``adam`` only.
 

@@ -41,17 +41,17 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
-from ckpt8.checkpoint.meaning.nodes import is_optimizer, listed_parameters, parameter_groups
-from ckpt8.checkpoint.meaning.optimizer_state import bitsandbytes_moments, with_moments
+from ckpt8.checkpoint.meaning.nodes import is_optimizer, listed_parameters, parameter_groups, parameters_of
+from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import (
     MOST_OPTIMIZERS,
     Candidate,
     find_all,
     find_loose,
-    given_names,
     moment_shape,
     parts_of,
     shapes_of,
@@ -111,20 +111,29 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_o
     """
     models = models[:_MOST_MODELS]
     described = [_Weights(model) for model in models]
-    inner = [parts_of(model) for model in models]
     parts = [
         _Weights(part)
-        for of_model in inner
-        if len(optimizers) > 1 or len({is_average(part.path) for part in of_model}) > 1
-        for part in of_model
+        for inner in map(parts_of, models)
+        if len(optimizers) > 1 or len({is_average(part.path) for part in inner}) > 1
+        for part in inner
     ]
     fits = [_best(_Parameters(optimizer), described, parts) for optimizer in optimizers[:MOST_OPTIMIZERS]]
     fits += [list(models)] * (len(optimizers) - len(fits))
     keyed = _by_keys(optimizers, fits, [*models, *(part.model for part in parts)])
     alike = [set(map(id, candidates)) for candidates in keyed]
-    chosen = [_keep(fit, lambda model, ids=ids: id(model) in ids) for fit, ids in zip(fits, alike, strict=True)]  # type: ignore[misc]
-    for narrow in (_without_averages, _distinct, _beside, _told_by_name, *([_in_order] if by_order else [])):
-        chosen = narrow(optimizers, chosen)
+    chosen = [[model for model in fit if id(model) in ids] or fit for fit, ids in zip(fits, alike, strict=True)]
+    chosen = [
+        _keep(fit, lambda model: _CURRENT in words(model.path), lambda model: not is_average(model.path))
+        for fit in chosen
+    ]
+    taken = {id(fit[0]) for fit in chosen if len(fit) == 1}
+    homes = [partial(_is_in, optimizer.home) for optimizer in optimizers]
+    chosen = [
+        _keep(fit, lambda model: id(model) not in taken, is_beside, _is_named) if len(fit) > 1 else fit
+        for fit, is_beside in zip(chosen, homes, strict=True)
+    ]
+    if by_order:
+        chosen = _in_order(chosen)
     return [
         Owner(certain if len(certain) == 1 else fit, len(certain) == 1, like)
         for certain, fit, like in zip(chosen, fits, keyed, strict=True)
@@ -135,11 +144,11 @@ class _Parameters:
     """The parameters of an optimizer: names and shapes in the order of its groups, as far as they are known."""
 
     def __init__(self, optimizer: Candidate) -> None:
-        names, shapes = given_names(optimizer.node), shapes_of(optimizer.node)
-        self.names = {name: shapes.get(identifier) for identifier, name in names.items() if name is not None}
+        listed, shapes = parameters_of(optimizer.node), shapes_of(optimizer.node)
+        self.names = {name: shapes.get(identifier) for identifier, (_, name) in listed.items() if name is not None}
         self.shapes = Counter(shapes.values())
-        self.order = [shapes.get(name) for name in names]
-        self.count = len(names)
+        self.order = list(map(shapes.get, listed))
+        self.count = len(listed)
 
 
 class _Weights:
@@ -208,9 +217,19 @@ def _together(parameters: _Parameters, models: Sequence[_Weights]) -> Candidate 
 Chosen = list[list[Candidate]]
 
 
-def _keep(fit: list[Candidate], wanted: Callable[[Candidate], bool]) -> list[Candidate]:
-    """The wanted ones, or all where none is."""
-    return [model for model in fit if wanted(model)] or fit
+def _keep(fit: list[Candidate], *wishes: Callable[[Candidate], bool]) -> list[Candidate]:
+    """Those that fulfil all wishes, one after the other; a wish that none fulfils does not count."""
+    for wish in wishes:
+        fit = [model for model in fit if wish(model)] or fit
+    return fit
+
+
+def _is_in(home: str, model: Candidate) -> bool:
+    return model.home == home
+
+
+def _is_named(model: Candidate) -> bool:
+    return model.path.rpartition(".")[2] in MODEL_KEYS
 
 
 def _by_keys(optimizers: Sequence[Candidate], fits: Chosen, models: Sequence[Candidate]) -> Chosen:
@@ -258,28 +277,7 @@ def _is_shared(word: str, others: set[str]) -> bool:
     )
 
 
-def _without_averages(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
-    current = [_keep(fit, lambda model: _CURRENT in words(model.path)) for fit in chosen]
-    return [_keep(fit, lambda model: not is_average(model.path)) for fit in current]
-
-
-def _distinct(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
-    taken = {id(fit[0]) for fit in chosen if len(fit) == 1}
-    return [_keep(fit, lambda model: id(model) not in taken) if len(fit) > 1 else fit for fit in chosen]
-
-
-def _beside(optimizers: Sequence[Candidate], chosen: Chosen) -> Chosen:
-    return [
-        _keep(fit, lambda model, at=optimizer.home: model.home == at)  # type: ignore[misc]
-        for optimizer, fit in zip(optimizers, chosen, strict=False)
-    ]
-
-
-def _told_by_name(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
-    return [_keep(fit, lambda model: model.path.rpartition(".")[2] in MODEL_KEYS) for fit in chosen]
-
-
-def _in_order(_: Sequence[Candidate], chosen: Chosen) -> Chosen:
+def _in_order(chosen: Chosen) -> Chosen:
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, fit in enumerate(chosen):
         alike[tuple(map(id, fit))].append(number)
@@ -361,26 +359,6 @@ _SCATTERED = "cannot be told apart: the same shape in several groups"
 
 
 @dataclass(frozen=True, slots=True)
-class SavedParameter:
-    """State, group and weight of one parameter. ``unpaired`` says why the weight is unknown. ``name`` is for people.
-
-    ``identifier`` stands for the parameter in its group. ``shape`` is that of the first moment or residual, None
-    without one. ``optimizer`` is the number of its optimizer in the tree. ``master`` is the fp32 weight that the
-    optimizer keeps itself, if it does.
-    """
-
-    name: str
-    identifier: int | str
-    state: Mapping[Any, Any]
-    group: Mapping[Any, Any]
-    shape: tuple[int, ...] | None
-    weight: TensorRef | None
-    unpaired: str | None
-    optimizer: int
-    master: TensorRef | None
-
-
-@dataclass(frozen=True, slots=True)
 class Beside:
     """What other files of a directory say of the optimizers in one: models, and names of parameters by their place.
 
@@ -394,7 +372,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer with the model that it trains, its number in the tree, and the masters that are listed beside it.
+    """An optimizer of a tree by its number there, with the model that it trains.
 
     ``names`` are those of its parameters, or why its groups make no sense; ``shapes`` are known where there is a state.
     """
@@ -402,7 +380,6 @@ class _Optimizer:
     number: int
     candidate: Candidate
     owner: Owner
-    masters: Sequence[Any]
     groups: Sequence[Mapping[Any, Any]]
     states: Mapping[Identifier, Mapping[Any, Any]]
     names: Mapping[Identifier, str] | str
@@ -417,19 +394,38 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     """
     models, optimizers = models_and_optimizers(tree)
     beside = Beside() if models or beside is None else beside
-    owned = owners(optimizers, models or beside.models)
+    owned = zip(optimizers, owners(optimizers, models or beside.models), strict=True)
+    described = [_described(number, optimizer, owner, as_torch) for number, (optimizer, owner) in enumerate(owned)]
+    by_order = _by_order(described) if models else {}
     lists = lists_of_masters(tree) if optimizers else {}
-    described = [
-        _described(number, optimizer, owner, lists.get(id(optimizer.node), ()), as_torch)
-        for number, (optimizer, owner) in enumerate(zip(optimizers, owned, strict=True))
-    ]
-    ordered = _by_order(described) if models else {}
-    names = None if models else beside.names
-    return [
-        parameter
-        for optimizer in described
-        for parameter in _parameters(optimizer, models or beside.models, names, ordered)
-    ]
+    rows = []
+    listed: list[tuple[Mapping[Any, Any], Identifier]]
+    for optimizer in described:
+        states, groups, names = optimizer.states, optimizer.groups, optimizer.names
+        weights: Mapping[Identifier, TensorRef | str]
+        if isinstance(names, str):
+            weights, names, masters = dict.fromkeys(states, names), {}, {}
+            listed = [({}, identifier) for identifier in states]
+        else:
+            weights = by_order.get(optimizer.number) or _find_weights(optimizer, names, models, beside)
+            masters = find_masters(states, groups, optimizer.shapes, lists.get(id(optimizer.candidate.node), ()))
+            listed = [(group, identifier) for group in groups for identifier in group["params"] if identifier in states]
+        for group, identifier in listed:
+            weight = weights.get(identifier, _NO_SHAPE)
+            row = SavedParameter(
+                names.get(identifier, place(optimizer.candidate, identifier)),
+                states[identifier],
+                group,
+                optimizer=optimizer.number,
+                identifier=identifier,
+                shape=optimizer.shapes.get(identifier),
+                weight=None if isinstance(weight, str) else weight,
+                unpaired=weight if isinstance(weight, str) else None,
+                home=beside.files.get(id(weight)),
+                master=masters.get(identifier),
+            )
+            rows.append(row)
+    return rows
 
 
 def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate]]:
@@ -439,101 +435,49 @@ def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate
     return (models or find_loose(tree, optimizers)) if optimizers else models, optimizers
 
 
-def _described(number: int, optimizer: Candidate, owner: Owner, masters: Sequence[Any], as_torch: bool) -> _Optimizer:
+def _described(number: int, optimizer: Candidate, owner: Owner, as_torch: bool) -> _Optimizer:
     groups = parameter_groups(optimizer.node)
     states = {
         identifier: state for identifier, state in optimizer.node["state"].items() if isinstance(state, dict) and state
     }
     if as_torch:
-        holders = {
-            identifier: group
-            for group in groups
-            for identifier, _ in listed_parameters(group)
-            if type(identifier) in (int, str)
+        listed = parameters_of(optimizer.node)
+        holders = {identifier: listed[identifier][0] if identifier in listed else {} for identifier in states}
+        states = {
+            identifier: dict(with_moments(state, bitsandbytes_moments(state, holders[identifier])))
+            for identifier, state in states.items()
         }
-        moments = {
-            identifier: bitsandbytes_moments(state, holders.get(identifier, {})) for identifier, state in states.items()
-        }
-        states = {identifier: dict(with_moments(state, moments[identifier])) for identifier, state in states.items()}
     shapes = {identifier: shape for identifier, state in states.items() if (shape := moment_shape(state)) is not None}
-    return _Optimizer(number, optimizer, owner, masters, groups, states, saved_names(groups), shapes)
+    return _Optimizer(number, optimizer, owner, groups, states, saved_names(groups), shapes)
 
 
-def _parameters(
-    optimizer: _Optimizer,
-    models: Sequence[Candidate],
-    names_beside: Mapping[str, str] | None,
-    ordered: Mapping[int, Mapping[Identifier, TensorRef | str]],
-) -> list[SavedParameter]:
-    number, owner, names, shapes = optimizer.number, optimizer.owner, optimizer.names, optimizer.shapes
-    if isinstance(names, str):
-        return [
-            SavedParameter(
-                place(optimizer.candidate, identifier),
-                identifier,
-                state,
-                {},
-                shapes.get(identifier),
-                None,
-                names,
-                number,
-                None,
-            )
-            for identifier, state in optimizer.states.items()
-        ]
-    weights: Mapping[Identifier, TensorRef | str]
+def _find_weights(
+    optimizer: _Optimizer, names: Mapping[Identifier, str], models: Sequence[Candidate], beside: Beside
+) -> dict[Identifier, TensorRef | str]:
+    """The weight of every parameter of a known shape, by its name, or why it is unknown."""
+    owner, shapes = optimizer.owner, optimizer.shapes
     if owner.model is None:
-        weights = dict.fromkeys(shapes, _unknown_model(owner, models))
-    elif names:
-        weights = _by_name(names, shapes, owner.model)
-    elif names_beside is None:
-        weights = ordered[number]
-    else:
-        given = ((shape, names_beside.get(place(optimizer.candidate, shape))) for shape in shapes)
-        known = {identifier: name for identifier, name in given if name is not None}
-        weights = dict.fromkeys(shapes, _UNORDERED) | _by_name(known, shapes, owner.model)
-    masters = find_masters(optimizer.states, optimizer.groups, shapes, optimizer.masters)
-    result = []
-    for group in optimizer.groups:
-        for identifier in group["params"]:
-            if identifier in optimizer.states:
-                weight = weights.get(identifier, _NO_SHAPE)
-                ref, reason = (None, weight) if isinstance(weight, str) else (weight, None)
-                name = names.get(identifier, place(optimizer.candidate, identifier))
-                own = (optimizer.states[identifier], group, shapes.get(identifier))
-                result.append(SavedParameter(name, identifier, *own, ref, reason, number, masters.get(identifier)))
-    return result
+        reason = _NONE_FITS if models or beside.models else _NO_MODEL
+        if owner.models:
+            reason = f"several models fit it: {listed((model.path for model in owner.models), _LISTED)}"
+        return dict.fromkeys(shapes, reason)
+    if not names:
+        places = {identifier: place(optimizer.candidate, identifier) for identifier in shapes}
+        names = {identifier: beside.names[at] for identifier, at in places.items() if at in beside.names}
+    saved = match(owner.model.node, names.values())
+    weights: dict[Identifier, TensorRef | str] = dict.fromkeys(shapes, _UNORDERED)
+    for identifier, name in names.items():
+        if identifier in shapes:
+            ref = owner.model.node[saved[name]] if name in saved else None
+            weights[identifier] = _NOT_NAMED
+            if isinstance(ref, TensorRef):
+                weights[identifier] = ref if ref.shape == shapes[identifier] else _MISNAMED
+    return weights
 
 
 def place(optimizer: Candidate, identifier: int | str) -> str:
     """Where an optimizer keeps the state of a parameter."""
     return f"state.{identifier}" if optimizer.path.startswith("(") else f"{optimizer.path}.state.{identifier}"
-
-
-def _unknown_model(owner: Owner, models: Sequence[Candidate]) -> str:
-    """Why it is unknown which model an optimizer trains."""
-    if owner.models:
-        return f"several models fit it: {listed((model.path for model in owner.models), _LISTED)}"
-    return _NONE_FITS if models else _NO_MODEL
-
-
-def _by_name(
-    names: Mapping[Identifier, str], shapes: Mapping[Identifier, tuple[int, ...]], weights: Candidate
-) -> dict[Identifier, TensorRef | str]:
-    """The weight of every named parameter of a known shape, or why it is unknown."""
-    saved = match(weights.node, names.values())
-    return {
-        identifier: _named(weights.node, saved.get(name), shapes[identifier])
-        for identifier, name in names.items()
-        if identifier in shapes
-    }
-
-
-def _named(weights: Mapping[Any, Any], name: str | None, shape: tuple[int, ...]) -> TensorRef | str:
-    ref = None if name is None else weights[name]
-    if not isinstance(ref, TensorRef):
-        return _NOT_NAMED
-    return ref if ref.shape == shape else _MISNAMED
 
 
 def _by_order(optimizers: Sequence[_Optimizer]) -> dict[int, dict[Identifier, TensorRef | str]]:

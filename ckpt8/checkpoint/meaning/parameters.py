@@ -39,12 +39,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
-from ckpt8.checkpoint.meaning.optimizer_state import recognise
-from ckpt8.checkpoint.meaning.pairing import SavedParameter, saved_parameters
-from ckpt8.checkpoint.meaning.roles import ParameterState, short_name
+from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, recognise
+from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.meaning.roles import short_name
 from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, twins
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import Place, Slice, StateKey
@@ -73,20 +74,6 @@ SliceKey = tuple[str, Place | None]
 """The name of a tensor and the place of a slice in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlicePair:
-    """A slice of optimizer state by its key: what stands for its optimizer, its group, and the slice of its weight.
-
-    Where that is None, ``unpaired`` says why.
-    """
-
-    key: str
-    optimizer: object
-    group: Mapping[Any, Any]
-    weight: TensorRef | None
-    unpaired: str | None
-
-
 @dataclass(slots=True)
 class _Home:
     """A distributed checkpoint in a folder. The keys of its ``slices`` are those of the source.
@@ -111,8 +98,8 @@ class _Home:
         return self is not other and len(above) == 1 and not self.checkpoint.roles.states
 
 
-def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[SlicePair]:
-    """Every slice of state in the distributed checkpoints among ``members``."""
+def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[SavedParameter]:
+    """Every slice of state in the distributed checkpoints among ``members``, with the slice of its weight."""
     homes = _homes(members, key_of)
     for home in homes:
         if home.checkpoint.roles.states:
@@ -149,7 +136,7 @@ def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
     return list(homes.values())
 
 
-def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SlicePair]:
+def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SavedParameter]:
     """The pairs of one checkpoint, whose weights ``others`` may have."""
     roles, tree = home.checkpoint.roles, dict[str, Any]()
     ordered = bool(home.checkpoint.metadata.paths)
@@ -158,27 +145,17 @@ def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SlicePair]:
         slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
         ordered &= bool(other.checkpoint.metadata.paths)
     _add_states(tree, home, ordered=ordered)
-    saved = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
+    owners = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
     for (name, place), ref in home.slices.items():
         if (key := roles.states.get(name)) is not None:
-            weight, reason = _slice_of_weight(saved.get(name), place, slices, home.slices)
-            yield SlicePair(ref.key, (id(home), key.optimizer), home.group(key), weight, reason)
-
-
-def _slice_of_weight(
-    saved: SavedParameter | None,
-    place: Place | None,
-    slices: Mapping[int, Mapping[SliceKey, TensorRef]],
-    own: Mapping[SliceKey, TensorRef],
-) -> tuple[TensorRef | None, str | None]:
-    """The slice of a weight in a place, or why there is none. Masters are among the ``own`` slices of the state."""
-    if saved is None:
-        return None, _NOT_FOUND
-    whole = saved.master or saved.weight
-    if whole is None:
-        return None, saved.unpaired
-    ref = slices.get(id(whole), own).get((whole.key, place))
-    return ref, None if ref is not None else _CUT_ELSEWHERE
+            weight, reason = None, _NOT_FOUND
+            if (owner := owners.get(name)) is not None:
+                # A master is among the slices of the state itself.
+                whole = owner.master or owner.weight
+                weight = whole and slices.get(id(whole), home.slices).get((whole.key, place))
+                reason = _CUT_ELSEWHERE if whole else owner.unpaired or ""
+            row = SavedParameter(name, {key.key: ref}, home.group(key), optimizer=(id(home), key.optimizer))
+            yield replace(row, weight=weight, unpaired=None if weight else reason)
 
 
 def _add_weights(tree: dict[str, Any], home: _Home) -> list[TensorRef]:
@@ -252,60 +229,45 @@ UNKNOWN = object()
 """A value that exists but is unknown for a slice; it prevents that an update rule is recognised."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateSlice:
-    """A slice of the state of a parameter. The key of ``ref`` is that of its storage in the bundle."""
-
-    home: DcpCheckpoint
-    key: StateKey
-    piece: Slice
-    member: str
-    ref: TensorRef
-
-    @property
-    def name(self) -> str:
-        """The name of the parameter, or its place in an optimizer that numbers its parameters."""
-        name = self.key.parameter
-        if name.isdecimal():
-            name = f"{self.key.optimizer}.state.{name}" if self.key.optimizer else f"state.{name}"
-        return short_name(f"{self.member}:{name}{self.home.metadata.suffix(self.piece)}")
+_StateSlice = tuple[DcpMember, StateKey, Slice, TensorRef]
+"""A slice of state in a member. The key of the tensor is that of its storage in the source."""
 
 
-def state_slices(member: DcpMember, number: int) -> list[StateSlice]:
-    """The slices of optimizer state in a member, which has that ``number`` in the bundle."""
-    states = member.home.roles.states
-    return [
-        StateSlice(member.home, states[piece.name], piece, member.path, replace(ref, key=f"{number}/{ref.key}"))
-        for piece, ref in member.parts
-        if piece.name in states
-    ]
-
-
-def joint_parameters(states: Iterable[StateSlice]) -> list[ParameterState]:
+def joint_parameters(members: Iterable[DirectoryMember]) -> list[SavedParameter]:
     """The states of all slices of parameters, each named by the member of the moment that comes first."""
-    owners: dict[tuple[int, str, str], list[StateSlice]] = defaultdict(list)
-    for state in states:
-        owners[id(state.home), state.key.optimizer, state.key.parameter].append(state)
+    owners: dict[tuple[int, str, str], list[_StateSlice]] = defaultdict(list)
+    files = ((number, member) for number, member in enumerate(members) if isinstance(member, DcpMember))
+    for number, member in files:
+        for piece, ref in member.parts:
+            if (key := member.home.roles.states.get(piece.name)) is not None:
+                place = (member, key, piece, replace(ref, key=f"{number}/{ref.key}"))
+                owners[id(member.home), key.optimizer, key.parameter].append(place)
     return [parameter for owned in owners.values() for parameter in _joined(owned)]
 
 
-def _joined(owned: list[StateSlice]) -> Iterator[ParameterState]:
+def _joined(owned: list[_StateSlice]) -> Iterator[SavedParameter]:
     """One parameter, slice by slice: each with the state that is whole, such as the step."""
-    home, key = owned[0].home, owned[0].key
-    places: dict[Place | None, dict[str, StateSlice]] = defaultdict(dict)
+    home, owner = owned[0][0].home, owned[0][1]
+    places: dict[Place | None, dict[str, _StateSlice]] = defaultdict(dict)
     shared: dict[str, Any] = {}
-    for state_slice in owned:
-        is_whole = home.metadata.is_whole(state_slice.piece)
-        places[None if is_whole else state_slice.piece.place][state_slice.key.key] = state_slice
-        shared[state_slice.key.key] = state_slice.ref if is_whole and state_slice.ref.numel == 1 else UNKNOWN
-    shared |= home.state_values(key)
-    group = home.roles.group(key, home.value)
+    for member, key, piece, ref in owned:
+        is_whole = home.metadata.is_whole(piece)
+        places[None if is_whole else piece.place][key.key] = member, key, piece, ref
+        shared[key.key] = ref if is_whole and ref.numel == 1 else UNKNOWN
+    shared |= home.state_values(owner)
+    group = home.roles.group(owner, home.value)
+    name = owner.parameter
+    if name.isdecimal():  # its place in an optimizer that numbers its parameters
+        name = f"{owner.optimizer}.state.{name}" if owner.optimizer else f"state.{name}"
     for place, slices in places.items():
-        first = next((piece for name, piece in slices.items() if name in MOMENT_SLOTS), None)
-        if first is not None:
-            state = shared | {name: piece.ref for name, piece in slices.items()}
-            whole = None if place is None else home.metadata.tensors[first.piece.name].shape
-            yield ParameterState(first.name, state, group, whole)
+        if (moment := next((key for key in slices if key in MOMENT_SLOTS), None)) is not None:
+            member, _, piece, _ = slices[moment]
+            yield SavedParameter(
+                short_name(f"{member.path}:{name}{home.metadata.suffix(piece)}"),
+                shared | {key: ref for key, (_, _, _, ref) in slices.items()},
+                group,
+                None if place is None else home.metadata.tensors[piece.name].shape,
+            )
 
 
 _ROLES = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}
@@ -333,38 +295,26 @@ class Universal:
         """The parameter that the tensor of a member belongs to; None for another member."""
         return path.split("/")[-2] if self.role(path) else None
 
-    def parameters(self) -> list[ParameterState]:
-        """The state of every parameter, with tensors whose keys are those of the bundle."""
-        return [self._parameter(folder) for folder in self._folders()]
-
-    def weights(self) -> Iterator[tuple[str, TensorRef | None, ParameterState]]:
-        """The folder, the fp32 weight and the state of every parameter, with keys of the bundle.
+    def parameters(self) -> Iterator[SavedParameter]:
+        """The state and the fp32 weight of every parameter, with tensors whose keys are those of the bundle.
 
         The groups have no learning rate where it is not the same in all.
         """
-        for folder in self._folders():
-            root, state = folder.rpartition("/")[0], self._parameter(folder)
-            groups = groups_of(self._tree(f"{root}/{_REST}"))
-            if len({(repr(group.get("lr")), repr(group.get("initial_lr"))) for group in groups}) > 1:
-                state = replace(state, group={key: value for key, value in state.group.items() if key != "lr"})
-            yield root, self._tensor(f"{folder}/fp32.pt"), state
-
-    def _folders(self) -> Iterator[str]:
-        """The folders of parameters."""
-        for folder, _, name in (path.rpartition("/") for path in self._members):
-            if name == "exp_avg.pt" and self.role(f"{folder}/{name}"):
-                yield folder
-
-    def _parameter(self, folder: str) -> ParameterState:
-        root, _, name = folder.rpartition("/")
-        moments = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
-        state: dict[str, Any] = {key: ref for key, ref in moments.items() if ref is not None}
-        step = self._step(folder, root)
-        groups, names = groups_of(self._tree(f"{root}/{_REST}")), sorted(setting_names())
-        # The files do not say which group has the parameter. That does not matter if all have one rule.
-        rules = {(recognise(state, group, step), *(repr(group.get(name)) for name in names)) for group in groups}
-        group = groups[0] if len(rules) == 1 else {}
-        return ParameterState(short_name(f"{root}:{name}"), {**state, "step": step}, group)
+        for folder, _, last in (path.rpartition("/") for path in self._members):
+            root, _, name = folder.rpartition("/")
+            if last == "exp_avg.pt" and root in self._roots:
+                moments = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
+                step, groups = self._step(folder, root), groups_of(self._tree(f"{root}/{_REST}"))
+                state = {**{key: ref for key, ref in moments.items() if ref is not None}, "step": step}
+                # The files do not say which group has the parameter. That does not matter if all have one rule.
+                names = sorted(setting_names())
+                rules = {(recognise(state, group, step), *(repr(group.get(key)) for key in names)) for group in groups}
+                group = groups[0] if len(rules) == 1 else {}
+                if len({(repr(group.get("lr")), repr(group.get("initial_lr"))) for group in groups}) > 1:
+                    group = {key: value for key, value in group.items() if key != "lr"}
+                weight = self._tensor(f"{folder}/fp32.pt")
+                row = SavedParameter(short_name(f"{root}:{name}"), state, group, optimizer=root)
+                yield replace(row, weight=weight, unpaired=None if weight else "it has no fp32.pt")
 
     def _tensor(self, path: str) -> TensorRef | None:
         """The one tensor of a member; None where there is none."""
@@ -468,79 +418,44 @@ Members = Sequence[tuple[str, Checkpoint]]
 """Path and content of every member."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The step that a saved state belongs to.
+def trained_states(members: Sequence[DirectoryMember], key_of: KeyOf, *, directory: bool) -> dict[str, SavedParameter]:
+    """The parameter of every saved state, by the key of each of its storages. Raises InputError.
 
-    ``optimizer`` is the number of the optimizer in the source; files that ranks wrote of one optimizer share it.
-    ``group`` is its parameter group, with numbers in place of tensors. The key of ``weight`` is that of its storage in
-    the source; where it is None, ``unpaired`` says why.
-    """
-
-    optimizer: int
-    group: Mapping[Any, Any]
-    weight: TensorRef | None
-    unpaired: str | None
-
-
-class Pairs:
-    """The parameters of the members of a source, paired with weights of the same file or of others in its folder.
-
-    A source of one file has nothing beside it.
-    """
-
-    def __init__(self, members: Members, *, directory: bool) -> None:
-        self._members = dict(members)
-        self._names = NamesFromWeights(members) if directory else None
-
-    def of_member(self, path: str) -> tuple[list[SavedParameter], Mapping[int, str]]:
-        """The parameters of a member, and the path of each weight in another one, by its ``id``. Raises InputError."""
-        beside = None if self._names is None else self._names.beside(path)
-        parameters = saved_parameters(self._members[path].tree, beside, as_torch=True)
-        return parameters, {} if beside is None else beside.files
-
-
-def trained_states(
-    members: Sequence[DirectoryMember], key_of: Callable[[str, int], str], *, directory: bool
-) -> dict[str, Trained]:
-    """What is known of every saved state, by the key of each of its storages. Raises InputError.
-
-    ``key_of`` gives the key in the source of a storage in the member of a number.
+    The keys of its tensors are those of the source, and its ``weight`` is what the optimizer steps: the master where it
+    keeps one. Groups have numbers in place of tensors. Optimizers are numbered; files that ranks wrote of one share it.
     """
     contents = [(member.path, member.checkpoint) for member in members]
-    pairs, states = Pairs(contents, directory=directory), dict[str, Trained]()
-    numbers = {path: number for number, (path, _) in enumerate(contents)}
-    optimizers: dict[object, int] = {}
-
-    def number_of(optimizer: object) -> int:
-        return optimizers.setdefault(optimizer, len(optimizers))
-
-    for number, (path, checkpoint) in enumerate(contents):
-        if isinstance(checkpoint.tree, Labelled):
-            continue
-        parameters, files = pairs.of_member(path)
-        storages = {storage.key: storage for storage in checkpoint.storages} if parameters else {}
-        groups: dict[int, Mapping[Any, Any]] = {}
-        for saved in parameters:
-            if id(saved.group) not in groups:
-                groups[id(saved.group)] = read_settings(checkpoint, storages, saved.group)
-            weight, home = saved.master, number
-            if weight is None and (weight := saved.weight) is not None:
-                home = numbers[files[id(weight)]] if id(weight) in files else number
-            weight = weight and replace(weight, key=key_of(weight.key, home))
-            optimizer = number_of((_RANK.sub("rank", path), saved.optimizer))
-            trained = Trained(optimizer, groups[id(saved.group)], weight, None if weight else saved.unpaired)
-            states.update((key_of(ref.key, number), trained) for ref in _tensors(saved.state))
-    for pair in slice_pairs(members, key_of):
-        states[pair.key] = Trained(number_of(pair.optimizer), pair.group, pair.weight, pair.unpaired)
-    for root, weight, state in Universal(contents).weights():
-        trained = Trained(number_of(root), state.group, weight, None if weight else "it has no fp32.pt")
-        states.update((ref.key, trained) for ref in _tensors(state.state))
+    of_files, universal = _parameters_of_files(contents, key_of, directory), Universal(contents)
+    numbers: dict[object, int] = {}
+    states: dict[str, SavedParameter] = {}
+    for row in chain(of_files, slice_pairs(members, key_of), universal.parameters()):
+        numbered = replace(row, optimizer=numbers.setdefault(row.optimizer, len(numbers)))
+        states.update((ref.key, numbered) for ref in row.tensors.values())
     return states
 
 
-def _tensors(state: Mapping[Any, Any]) -> Iterator[TensorRef]:
-    return (ref for ref in state.values() if isinstance(ref, TensorRef))
+def _parameters_of_files(contents: Members, key_of: KeyOf, directory: bool) -> Iterator[SavedParameter]:
+    """The parameters of all files, with keys of the source."""
+    names = NamesFromWeights(contents) if directory else None
+    numbers = {path: number for number, (path, _) in enumerate(contents)}
+    for number, (path, checkpoint) in enumerate(contents):
+        if isinstance(checkpoint.tree, Labelled):
+            continue
+        storages = {storage.key: storage for storage in checkpoint.storages}
+        groups: dict[int, Mapping[Any, Any]] = {}
+        for saved in saved_parameters(checkpoint.tree, None if names is None else names.beside(path), as_torch=True):
+            if id(saved.group) not in groups:
+                groups[id(saved.group)] = read_settings(checkpoint, storages, saved.group)
+            weight, home = saved.master or saved.weight, path if saved.master else saved.home or path
+            weight = weight and replace(weight, key=key_of(weight.key, numbers[home]))
+            yield replace(
+                saved,
+                state={key: replace(ref, key=key_of(ref.key, number)) for key, ref in saved.tensors.items()},
+                group=groups[id(saved.group)],
+                weight=weight,
+                unpaired=None if weight else saved.unpaired,
+                optimizer=(_RANK.sub("rank", path), saved.optimizer),
+            )
 
 
 Weight = TypeVar("Weight")
@@ -561,7 +476,10 @@ def join_weights(
     and not all zero.
     """
     full: dict[str, Weight] = {}
+    refs = set(map(id, saved.values()))
     for parameter in parameters:
+        if parameter.weight is not None and id(parameter.weight) not in refs:
+            continue  # it belongs to another model
         key = "residual" if "residual" in parameter.state else "master"
         part = parameter.state.get(key)
         if isinstance(part, TensorRef) and is_packed_group(parameter.group):
@@ -577,12 +495,6 @@ def join_weights(
         and (_place(ref) == _place(saved[name]) or (len(ref.shape) > 1 and is_copy(name, other)))
     }
     return full | tied
-
-
-def of_model(parameters: Iterable[SavedParameter], saved: Mapping[str, Any]) -> list[SavedParameter]:
-    """The parameters with a weight in the state dict ``saved``, and those whose weight is unknown."""
-    refs = set(map(id, saved.values()))
-    return [parameter for parameter in parameters if parameter.weight is None or id(parameter.weight) in refs]
 
 
 def _place(ref: TensorRef) -> tuple[object, ...]:

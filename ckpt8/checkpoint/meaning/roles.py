@@ -23,10 +23,9 @@ from ckpt8.checkpoint.meaning.nodes import (
     is_bare_state_dict,
     is_flat_optimizer,
     is_optimizer,
-    listed_parameters,
-    parameter_groups,
+    parameters_of,
 )
-from ckpt8.checkpoint.meaning.optimizer_state import bitsandbytes_moments, with_moments
+from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.state_dicts import evident_weights, weights_of_states
 from ckpt8.checkpoint.tree import (
     Components,
@@ -55,25 +54,12 @@ class Names:
     storages: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterState:
-    """The optimizer state of one parameter: ``state`` maps keys to values, ``group`` is its parameter group.
-
-    ``whole`` is the shape of the parameter where its tensors are a slice of it, else None.
-    """
-
-    name: str
-    state: Mapping[Any, Any]
-    group: Mapping[Any, Any]
-    whole: tuple[int, ...] | None = None
-
-
 @dataclass(slots=True)
 class Structure:
     """Tensors and optimizer states of a tree; ``opaque`` are the storages that not only tensors refer to."""
 
     tensors: list[NamedTensor] = field(default_factory=list)
-    parameters: list[ParameterState] = field(default_factory=list)
+    parameters: list[SavedParameter] = field(default_factory=list)
     opaque: set[str] = field(default_factory=set)
 
 
@@ -197,7 +183,7 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
                 role = STATE_ROLES.get(key, Role.OTHER)
             structure.tensors.append(NamedTensor(name, role, node))
     structure.parameters = [
-        ParameterState(names.prefix + owner, state, {})
+        SavedParameter(names.prefix + owner, state, {})
         for owner, state in states.items()
         if MOMENT_SLOTS.keys() & state
     ]
@@ -245,18 +231,13 @@ def _role(path: Components, container: _Container, optimizer: Components | None,
 
 def _parameter_states(
     path: str, optimizer: Mapping[str, Any], prefix: str
-) -> tuple[list[ParameterState], dict[int, Role]]:
+) -> tuple[list[SavedParameter], dict[int, Role]]:
     """The states of one optimizer at ``path``, named as the checkpoint names its parameters, else by their place.
 
     The second result are the roles of moments that have other names than in torch, by the ``id`` of their reference.
     """
-    groups = {
-        identifier: (group, name)
-        for group in parameter_groups(optimizer)
-        for identifier, name in listed_parameters(group)
-        if isinstance(identifier, (int, str))
-    }
-    parameters: list[ParameterState] = []
+    groups = parameters_of(optimizer)
+    parameters: list[SavedParameter] = []
     roles: dict[int, Role] = {}
     for identifier, state in optimizer["state"].items():
         if isinstance(state, dict):
@@ -269,7 +250,7 @@ def _parameter_states(
             suffix = next(filter(None, map(_suffix, tensors.values())), "")
             whole = _whole_shape(state, tensors.values())
             parameters.append(
-                ParameterState(prefix + (name or place) + suffix, with_moments(state, moments), group, whole)
+                SavedParameter(prefix + (name or place) + suffix, with_moments(state, moments), group, whole)
             )
     return parameters, roles
 

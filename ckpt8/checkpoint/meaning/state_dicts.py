@@ -39,7 +39,7 @@ from ckpt8.checkpoint.meaning.nodes import (
     is_bare_state_dict,
     is_flat_optimizer,
     is_optimizer,
-    listed_parameters,
+    parameters_of,
 )
 from ckpt8.checkpoint.meaning.optimizer_state import parameter_shape
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
@@ -195,17 +195,6 @@ def _flat_parameters(tree: Mapping[str, TensorRef]) -> _Parameters:
     return _Parameters(shapes, Counter(shapes.values()))
 
 
-def given_names(optimizer: Mapping[str, Any]) -> dict[int | str, str | None]:
-    """Every parameter that the groups of an optimizer list, in their order, with the name that they state, or None."""
-    groups = dict_groups(optimizer)
-    return {
-        identifier: name
-        for group in groups
-        for identifier, name in listed_parameters(group)
-        if isinstance(identifier, (int, str))
-    }
-
-
 def shapes_of(optimizer: Mapping[str, Any]) -> dict[int | str, Shape]:
     """The shapes of the parameters of an optimizer that has a state for them, as far as the state shows them."""
     states = ((identifier, state) for identifier, state in optimizer["state"].items() if isinstance(state, dict))
@@ -213,8 +202,8 @@ def shapes_of(optimizer: Mapping[str, Any]) -> dict[int | str, Shape]:
 
 
 def _parameters(optimizer: Mapping[str, Any]) -> _Parameters:
-    names, shapes = given_names(optimizer), shapes_of(optimizer)
-    named = {name: shape for identifier, shape in shapes.items() if (name := names.get(identifier)) is not None}
+    listed, shapes = parameters_of(optimizer), shapes_of(optimizer)
+    named = {name: shape for key, shape in shapes.items() if key in listed and (name := listed[key][1]) is not None}
     plain = plain_names(named)
     return _Parameters({plain[name]: shape for name, shape in named.items()}, Counter(shapes.values()))
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.meaning.names import rank_file
-from ckpt8.checkpoint.meaning.parameters import StateSlice, state_slices
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember, refuse_share
@@ -65,16 +64,12 @@ class WithSkeleton:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member. Its storages have the indices from ``first`` on, its bytes the addresses from ``base`` on.
-
-    ``states`` are its slices of the optimizer state of a distributed checkpoint.
-    """
+    """One member. Its storages have the indices from ``first`` on, its bytes the addresses from ``base`` on."""
 
     path: str
     checkpoint: WithSkeleton
     first: int = 0
     base: int = 0
-    states: Sequence[StateSlice] = ()
 
     @property
     def skeleton(self) -> int:
@@ -137,10 +132,9 @@ class Bundle:
         """The members with their places in the bundle."""
         members: list[Member] = []
         first = base = 0
-        for number, member in enumerate(self.opened):
+        for member in self.opened:
             whole = WithSkeleton(member.checkpoint, member.reason)
-            states = state_slices(member, number) if isinstance(member, DcpMember) else ()
-            members.append(Member(member.path, whole, first, base, states))
+            members.append(Member(member.path, whole, first, base))
             first += len(whole.storages)
             base += whole.size + whole.skeleton.nbytes
         return members
