@@ -166,8 +166,7 @@ def restore(
     elapsed = stopwatch()
     with progress_bar(f"restore {src.name}", total=total, enabled=not as_json) as progress:
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
-    seconds = elapsed()
-    facts = {"target": str(restored.path), "bytes": total, "seconds": seconds}
+    facts = {"target": str(restored.path), "bytes": total, "seconds": elapsed()}
     lines = [f"{restored.path}: {size(total)} in {waited():.2f} s", *restored.lines()]
     present(
         {**facts, "original": restored.original, "replaced": restored.replaced},

@@ -100,8 +100,10 @@ def finding_bases(command: Callable[..., None]) -> Callable[..., None]:
 
     # Resolved here: names in the annotations of ``command`` are those of its module.
     hints = {**get_type_hints(command, include_extras=True), _NAME: _BaseDirs}
-    option = inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=None)
-    parameters = [*inspect.signature(command).parameters.values(), option]
+    parameters = [
+        *inspect.signature(command).parameters.values(),
+        inspect.Parameter(_NAME, inspect.Parameter.KEYWORD_ONLY, default=None),
+    ]
     run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter.replace(annotation=hints[parameter.name]) for parameter in parameters], return_annotation=None
     )
@@ -146,6 +148,8 @@ def compress_share(
         if options[name] != nothing:
             raise UsageError(f"--{name.replace('_', '-')} is not for ranks that share a source; leave it out")
 
+    from ckpt8.cli.show.inspect import summary
+    from ckpt8.inspecting.container import inspect_container
     from ckpt8.integrations.dcp.sharing import compress_share as run
     from ckpt8.integrations.dcp.sharing import connected
 
@@ -155,19 +159,14 @@ def compress_share(
         warnings.simplefilter("always", UserWarning)
         planned = run(src, output, given, rank, world, overwrite=force)
     seconds = elapsed()
-    messages = dict.fromkeys(str(warning.message) for warning in said)
-    for line in (message for message in messages if message.startswith(f"{output}: ")):
-        sys.stderr.write(f"ckpt8: {printable(line)}\n")
+    for line in dict.fromkeys(str(warning.message) for warning in said):
+        if line.startswith(f"{output}: "):
+            sys.stderr.write(f"ckpt8: {printable(line)}\n")
     if not as_json:
         print_lines(console(), [f"rank {rank} of {world}: {planned.share.slices} slices, {size(planned.share.size)}"])
     if rank:
         return
-    left_out = planned.directory.left_out
-
-    from ckpt8.cli.show.inspect import summary
-    from ckpt8.inspecting.container import inspect_container
-
-    facts = inspect_container(output)
+    left_out, facts = planned.directory.left_out, inspect_container(output)
     if as_json:
         print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
         return
@@ -238,12 +237,18 @@ def compress(
                 f"{'--remove' if remove else '--dry-run'} is not for ranks that share a source; leave it out"
             )
         compress_share(src[0], output, options, *place, force=force, as_json=as_json)
-    elif len(src) == 1 and dry_run:
-        _preview_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
     elif len(src) == 1:
-        _compress_one(src[0], output, options, remove=remove, force=force, as_json=as_json)
+        one = _preview_one if dry_run else _compress_one
+        one(src[0], output, options, remove=remove, force=force, as_json=as_json)
     else:
-        _compress_many(src, output, options, remove=remove, force=force, as_json=as_json, dry=dry_run)
+        from ckpt8.chaining.chain import collected
+        from ckpt8.chaining.jobs import Settings
+        from ckpt8.cli.jobs import run_jobs
+
+        elapsed = stopwatch()
+        with collected(src, output, Settings(options, remove), force=force, dry=dry_run) as jobs:
+            tally = run_jobs(jobs, "compress", quiet=as_json, dry=dry_run)
+        _end(tally, {**tally.to_json(), "seconds": elapsed()}, as_json=as_json)
 
 
 def _compress_one(
@@ -252,11 +257,17 @@ def _compress_one(
     from ckpt8.inspecting.container import inspect_container
 
     output, target = _targets(src, output)
-    finished = _finish_removals(src, target, options, as_json=as_json) if remove else None
-    left = finished.to_json() if finished else {}
-    rows = left.pop("checkpoints", [])
+    finished, left = None, dict[str, Any]()
+    if remove:  # killed processes may have left removals beside ``src``
+        from ckpt8.chaining.jobs import Settings, finishing
+        from ckpt8.cli.jobs import run_jobs
+
+        jobs = finishing(src.parent, [target.parent], Settings(options, remove))
+        finished = run_jobs([jobs], "finish", quiet=as_json)
+        left = finished.to_json()
+    rows = left.get("checkpoints", [])
     if as_json:
-        print_json({"finished": rows, **({"error": left["error"]} if "error" in left else {})})
+        print_json({"finished": rows, **{key: left[key] for key in ("error",) if key in left}})
     container = next((Path(row["target"]) for row in rows if row["removed"] and row["source"] == str(src)), None)
     if container is None:
         options = {**options, "force": force}
@@ -290,10 +301,11 @@ def _preview_one(
     if not target.parent.is_dir():
         raise OutputError(f"{target}: cannot be written: {target.parent} is no folder")
     settings = Settings(options, remove)
-    left = finishing(src.parent, [target.parent], settings) if remove else []
-    if not any(job.source == src for job in left):
-        left.append(job_for(src, target, settings, force=force) if remove else Job(src, target, settings, force=force))
-    _show_all(run_jobs([left], "compress", quiet=as_json, dry=True), as_json=as_json)
+    jobs = finishing(src.parent, [target.parent], settings) if remove else []
+    if not any(job.source == src for job in jobs):
+        jobs.append((job_for if remove else Job)(src, target, settings, force=force))
+    tally = run_jobs([jobs], "compress", quiet=as_json, dry=True)
+    _end(tally, tally.to_json(), as_json=as_json)
 
 
 def _compress_now(
@@ -333,39 +345,9 @@ def _compress_now(
     return seconds, is_there, facts
 
 
-def _finish_removals(src: Path, target: Path, options: dict[str, Any], *, as_json: bool) -> Tally:
-    """Finish the removals that killed processes left beside ``src``, and say so."""
-    from ckpt8.chaining.jobs import Settings, finishing
-    from ckpt8.cli.jobs import run_jobs
-
-    return run_jobs([finishing(src.parent, [target.parent], Settings(options, remove=True))], "finish", quiet=as_json)
-
-
-def _compress_many(
-    sources: list[Path],
-    output: Path | None,
-    options: dict[str, Any],
-    *,
-    remove: bool,
-    force: bool,
-    as_json: bool,
-    dry: bool,
-) -> None:
-    from ckpt8.chaining.chain import collected
-    from ckpt8.chaining.jobs import Settings
-    from ckpt8.cli.jobs import run_jobs
-
-    elapsed = stopwatch()
-    with collected(sources, output, Settings(options, remove), force=force, dry=dry) as jobs:
-        tally = run_jobs(jobs, "compress", quiet=as_json, dry=dry)
-    _show_all(tally, as_json=as_json, seconds=elapsed())
-
-
-def _show_all(tally: Tally, *, as_json: bool, **facts: float) -> None:
-    if as_json:
-        print_json({**tally.to_json(), **facts})
-    else:
-        tally.show_total()
+def _end(tally: Tally, facts: dict[str, Any], *, as_json: bool) -> None:
+    """Print the total, or ``facts`` as JSON, and end with the exit code of what failed."""
+    present(facts, lambda _: tally.show_total(), as_json=as_json)
     if tally.exit_code:
         raise typer.Exit(tally.exit_code)
 
@@ -440,8 +422,12 @@ def convert(
             threads=threads,
             progress=progress,
         )
-    facts = {**report.to_json(), "seconds": elapsed()}
-    present(facts, lambda console: show_converted(console, report, waited()), as_json=as_json)
+    seconds = elapsed()
+    present(
+        {**report.to_json(), "seconds": seconds},
+        lambda console: show_converted(console, report, waited()),
+        as_json=as_json,
+    )
     if report.warning is not None:
         sys.stderr.write(f"ckpt8: {printable(report.warning)}\n")
 
@@ -498,15 +484,11 @@ def chain(
     if not dry_run:
         run.keep_bases()
     tally = run_jobs(run.jobs(), "compress", quiet=as_json, dry=dry_run)
-    if as_json:
-        skipped = [{"path": str(path), "reason": reason} for path, reason in run.skipped().items()]
-        facts = {"directory": str(directory), **tally.to_json(), "packed": run.packed(), "skipped": skipped}
-        print_json({**facts, "seconds": elapsed()})
-    else:
+    if not as_json:
         print_lines(console(), _left_alone(run))
-        tally.show_total()
-    if tally.exit_code:
-        raise typer.Exit(tally.exit_code)
+    skipped = [{"path": str(path), "reason": reason} for path, reason in run.skipped().items()]
+    facts = {"directory": str(directory), **tally.to_json(), "packed": run.packed(), "skipped": skipped}
+    _end(tally, {**facts, "seconds": elapsed()}, as_json=as_json)
 
 
 def _left_alone(run: ChainRun) -> list[str]:
@@ -540,8 +522,8 @@ def rebase(
         target = run(src, output, force=force, threads=threads, progress=progress)
     seconds, after = elapsed(), target.stat().st_size if target.is_file() else before
     was = "needed no base" if base is None else f"needs {base.path} no more"
-    facts = {"target": str(target), "base": base and base.path, "bytes": before, "stored_bytes": after}
     line = f"{target}: {was}, {size(before)} -> {size(after)} in {waited():.2f} s"
+    facts = {"target": str(target), "base": base and base.path, "bytes": before, "stored_bytes": after}
     present({**facts, "seconds": seconds}, lambda console: print_lines(console, [line]), as_json=as_json)
 
 
@@ -572,15 +554,15 @@ def runs(
     from ckpt8.cli.show.runs import show
     from ckpt8.inspecting.runs import runs as find
 
-    page = None
     if html is not None:
-        from ckpt8.cli.show.run_page import RunPage
+        from ckpt8.cli.show.charts import Page
+        from ckpt8.cli.show.run_page import page
 
-        page = RunPage(html, force=force)
+        output = Page(html, force=force)
     run = find(directory)
     facts = run.to_json()
-    if page is not None:
-        page.write(facts)
+    if html is not None:
+        output.write(page(facts), [directory])
     present(facts, lambda console: show(console, facts), as_json=as_json)
     if problems := run.problems:
         raise InputError(f"{counted(len(problems), 'checkpoint')} cannot be read whole, the first: {problems[0]}")
@@ -594,8 +576,7 @@ def _release(directory: Path, *, as_json: bool) -> None:
     freed, left = (sum(amounts) for amounts in zip(*releases, strict=True)) if releases else (0, 0)
     stays = f"; {size(left)} stay in bases/, since deltas need them; ckpt8 rebase makes a delta whole" if left else ""
     facts = {"path": str(directory), "freed_bytes": freed, "bases_bytes": left}
-    lines = [f"{directory}: {size(freed)} freed{stays}"]
-    present(facts, lambda console: print_lines(console, lines), as_json=as_json)
+    present(facts, lambda console: print_lines(console, [f"{directory}: {size(freed)} freed{stays}"]), as_json=as_json)
 
 
 def bench(

@@ -360,8 +360,7 @@ def _leave(text: str, code: int, error: BaseException) -> NoReturn:
 
 def _say(text: str, error: BaseException) -> None:
     where = "".join(traceback.format_exception(error)) if os.environ.get(TRACEBACK) else ""
-    said = f"{where}ckpt8: {' '.join(text.split())}\n"
-    sys.stderr.write(said.encode("utf-8", "backslashreplace").decode())
+    sys.stderr.write(f"{where}ckpt8: {' '.join(text.split())}\n".encode("utf-8", "backslashreplace").decode())
 
 
 def reported(error: Exception) -> tuple[str, int]:

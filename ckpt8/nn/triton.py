@@ -52,8 +52,7 @@ def state_of(bits):
 def codes_of(x, state):
     """int8 codes of fp32 values, under states of the same shape or one for all."""
     states = tl.broadcast_to(state, x.shape)
-    n = tl.div_rn(x, tl.where(states > 0, states, 1.0))
-    t = tl.where(states >= 0, n, 0.0) * _LEVELS
+    t = tl.where(states >= 0, tl.div_rn(x, tl.where(states > 0, states, 1.0)), 0.0) * _LEVELS
     return ((t + _ROUNDING) - _ROUNDING).to(tl.int8)
 
 

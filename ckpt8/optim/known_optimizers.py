@@ -86,8 +86,7 @@ def first_moments() -> list[str]:
 def setting_names() -> set[str]:
     """Names of the settings of ``ckpt8.optim``, in every spelling, without ``lr`` and ``weight_decay``."""
     names = {name for card in trained_cards() for name in (*card.settings, *(t.when for t in card.tensors.values()))}
-    spelled = {part for name in names for part in SPELLINGS.get(name, ())}
-    return (names | spelled) - {"", "lr", "weight_decay"}
+    return (names | {part for name in names for part in SPELLINGS.get(name, ())}) - {"", "lr", "weight_decay"}
 
 
 def setting(group: Mapping[Any, Any], name: str) -> Any:

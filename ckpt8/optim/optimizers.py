@@ -54,8 +54,7 @@ def adam(
         new = {"param": param, "exp_avg": m, "exp_avg_sq": v}
         if amsgrad:
             new["max_exp_avg_sq"] = v = torch.maximum(block.load("max_exp_avg_sq")[0], v)
-        denominator = divide(square_root(v), root_correction).add_(eps)
-        param.sub_((m / denominator).mul_(step_size))
+        param.sub_((m / divide(square_root(v), root_correction).add_(eps)).mul_(step_size))
         yield new
 
 
@@ -312,8 +311,7 @@ def lion(
     beta1, beta2 = betas
     for block in blocks:
         param, grad, m = block.load("param", "grad", "exp_avg")
-        direction = (m * beta1).add_(grad * (1 - beta1)).sign_()
-        param.mul_(1 - lr * weight_decay).sub_(direction.mul_(lr))
+        param.mul_(1 - lr * weight_decay).sub_((m * beta1).add_(grad * (1 - beta1)).sign_().mul_(lr))
         m.mul_(beta2).add_(grad.mul_(1 - beta2))
         yield {"param": param, "exp_avg": m}
 
@@ -446,8 +444,7 @@ def adafactor(
 
     def second_moment(block: Block) -> torch.Tensor:
         if whole:
-            rows = shares[block.batches, block.rows].unsqueeze(-1)
-            return rows * averages.columns[block.batches].unsqueeze(-2)
+            return shares[block.batches, block.rows].unsqueeze(-1) * averages.columns[block.batches].unsqueeze(-2)
         variance, grad = block.load("variance", "grad")
         return variance.add_((grad.square_() - variance).mul_(change))
 

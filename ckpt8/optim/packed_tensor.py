@@ -264,8 +264,7 @@ def write_master(
         hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
         d = residual_codes(mag.sub_(hi << 16), codec.codes.highest, None if bits is None else weight_noise(bits))
     part.copy_(d)
-    sign = (raw >> 16).bitwise_and_(0x8000)
-    param.view(torch.int16).copy_(hi.bitwise_or_(sign))
+    param.view(torch.int16).copy_(hi.bitwise_or_((raw >> 16).bitwise_and_(0x8000)))
 
 
 def residual_codes(d: torch.Tensor, levels: int, noise: torch.Tensor | None) -> torch.Tensor:

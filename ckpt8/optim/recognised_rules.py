@@ -256,8 +256,7 @@ def ademamix(
         m.lerp_(grad, 1 - beta1)
         slow.lerp_(grad, 1 - beta3)
         v.mul_(beta2).add_(grad.square_().mul_(1 - beta2))
-        denominator = divide(square_root(v), root_correction).add_(eps)
-        update = divide(m.clone(), bias1).add_(slow * alpha).div_(denominator)
+        update = divide(m.clone(), bias1).add_(slow * alpha).div_(divide(square_root(v), root_correction).add_(eps))
         param.mul_(1 - lr * weight_decay).sub_(update.mul_(lr))
         yield {"param": param, "exp_avg": m, "exp_avg_sq": v, "exp_avg_slow": slow}
 

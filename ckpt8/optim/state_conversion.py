@@ -90,12 +90,11 @@ def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str])
     missing |= {"amsgrad"} - given.keys() if card.matrix.update == "adam" else set()
     if missing:
         return f"its parameter groups lack {', '.join(sorted(missing))}"
-    expected = {
+    for key, value in {
         "decoupled_weight_decay": card.fixed.get("decoupled", True),
         "weight_decouple": True,
         "fixed_decay": False,
-    }
-    for key, value in expected.items():
+    }.items():
         if key in given and bool(given[key]) != value:
             return f"it was saved with {key}={given[key]}"
     return None

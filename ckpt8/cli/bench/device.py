@@ -8,9 +8,8 @@ events on a CUDA device. The tensors should be several times as large as the las
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -86,7 +85,9 @@ class Clock:
 def bench_device(where: torch.device, *, parameters: int, elements: int = ELEMENTS, repeat: int = 20) -> dict[str, Any]:
     """All figures as plain values: kernels on ``elements``, steps and files of ``parameters``."""
     clock = Clock(where, repeat)
-    copied, kernels = _kernels(elements, clock)
+    source = torch.randn(elements, device=where)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / clock.seconds(lambda: target.copy_(source))
     return {
         "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
         "elements": elements,
@@ -94,40 +95,34 @@ def bench_device(where: torch.device, *, parameters: int, elements: int = ELEMEN
         "repeat": repeat,
         "versions": {"ckpt8": __version__, "torch": torch.__version__},
         "copy_bytes_per_second": copied,
-        "kernels": kernels,
+        "kernels": [row for name in CODECS for row in _kernel_rows(name, source, clock, copied)],
         "steps": _step_rows(parameters, clock),
         "files": _file_rows(parameters, where),
     }
 
 
-def _kernels(elements: int, clock: Clock) -> tuple[float, list[dict[str, Any]]]:
-    """Bandwidth of a copy, and the rows of all kernels."""
-    source = torch.randn(elements, device=clock.device)
-    target = torch.empty_like(source)
-    copied = 2 * source.nbytes / clock.seconds(lambda: target.copy_(source))
-    return copied, [row for name in CODECS for row in _kernel_rows(name, source, clock, copied)]
-
-
-def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -> list[dict[str, Any]]:
+def _kernel_rows(name: str, source: torch.Tensor, clock: Clock, copied: float) -> Iterator[dict[str, Any]]:
     codec, role = CODECS[name]
     x = source.square() if role is Role.MOMENT2 else source
     spec = TensorSpec(name, role, DType.FLOAT32, tuple(x.shape))
     stored = x.nbytes + sum(part.nbytes for part in codec.layout(spec).values())
     decoded = {companion: source.square() for companion in codec.companions}
     both = {**decoded, **({f"original_{name}": v for name, v in decoded.items()} if codec.compares_originals else {})}
-    parts = codec.encode(x, companions=both)
-    out = torch.empty_like(x)
+    parts, out = codec.encode(x, companions=both), torch.empty_like(x)
     work: dict[str, tuple[Callable[[], object], Companions]] = {
         "encode": (lambda: codec.encode(x, companions=both), both),
         "decode": (lambda: codec.decode(parts, spec, out=out, companions=decoded), decoded),
     }
-    rows = []
     for direction, (run, companions) in work.items():
         seconds = clock.seconds(run)
         moved = stored + sum(companion.nbytes for companion in companions.values())
-        row = {"kernel": f"{name} {direction}", "bytes": moved, "seconds": seconds}
-        rows.append({**row, "bytes_per_second": moved / seconds, "of_copy": moved / seconds / copied})
-    return rows
+        yield {
+            "kernel": f"{name} {direction}",
+            "bytes": moved,
+            "seconds": seconds,
+            "bytes_per_second": moved / seconds,
+            "of_copy": moved / seconds / copied,
+        }
 
 
 def _parameters(count: int, dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
@@ -144,41 +139,33 @@ def _parameters(count: int, dtype: torch.dtype, device: torch.device) -> list[to
 def _step_rows(count: int, clock: Clock) -> list[dict[str, Any]]:
     """Time of one step for each parameter, and of torch's fp32 AdamW."""
     fused = True if clock.device.type == "cuda" else None
-    cases: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
-        "torch AdamW, fp32": (torch.float32, lambda params: torch.optim.AdamW(params, lr=1e-4, fused=fused)),
-        "ckpt8.optim AdamW, bf16": (torch.bfloat16, lambda params: AdamW(params, lr=1e-4)),
-        "ckpt8.optim StableAdamW, bf16": (torch.bfloat16, lambda params: StableAdamW(params, lr=1e-4)),
-        "ckpt8.optim CAME, bf16": (torch.bfloat16, lambda params: CAME(params, lr=1e-4)),
-        "ckpt8.optim Lion, bf16": (torch.bfloat16, lambda params: Lion(params, lr=1e-5)),
-        "ckpt8.optim SGD, bf16": (torch.bfloat16, lambda params: SGD(params, lr=1e-3, momentum=0.9)),
+    makes: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "torch AdamW, fp32": lambda params: torch.optim.AdamW(params, lr=1e-4, fused=fused),
+        "ckpt8.optim AdamW, bf16": lambda params: AdamW(params, lr=1e-4),
+        "ckpt8.optim StableAdamW, bf16": lambda params: StableAdamW(params, lr=1e-4),
+        "ckpt8.optim CAME, bf16": lambda params: CAME(params, lr=1e-4),
+        "ckpt8.optim Lion, bf16": lambda params: Lion(params, lr=1e-5),
+        "ckpt8.optim SGD, bf16": lambda params: SGD(params, lr=1e-3, momentum=0.9),
     }
-    if clock.device.type == "cuda" and find_spec("flashoptim") is not None:
-        from flashoptim import FlashAdamW
-
-        cases["flashoptim FlashAdamW, bf16"] = (torch.bfloat16, lambda params: FlashAdamW(params, lr=1e-4))
     rows: list[dict[str, Any]] = []
-    for name, (dtype, make) in cases.items():
-        params = _parameters(count, dtype, clock.device)
+    for name, make in makes.items():
+        params = _parameters(count, torch.float32 if name.endswith("fp32") else torch.bfloat16, clock.device)
         optimizer = make(params)
         seconds = clock.seconds(optimizer.step)
         total = sum(param.numel() for param in params)
-        reference = rows[0]["seconds"] if rows else seconds
+        state = (value for state in optimizer.state.values() for value in state.values())
+        held = sum(value.nbytes for value in (*params, *state) if isinstance(value, torch.Tensor))
         rows.append(
             {
                 "step": name,
                 "seconds": seconds,
                 "seconds_per_parameter": seconds / total,
-                "to_torch": seconds / reference,
-                "bytes_per_parameter": (sum(param.nbytes for param in params) + _state_size(optimizer)) / total,
+                "to_torch": seconds / (rows[0]["seconds"] if rows else seconds),
+                "bytes_per_parameter": held / total,
             }
         )
-        del params, optimizer
+        del params, optimizer, state
     return rows
-
-
-def _state_size(optimizer: torch.optim.Optimizer) -> int:
-    tensors = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
 
 
 def _file_rows(count: int, device: torch.device) -> list[dict[str, Any]]:
@@ -189,27 +176,27 @@ def _file_rows(count: int, device: torch.device) -> list[dict[str, Any]]:
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with temporary_directory("ckpt8-bench-") as directory:
         raw, packed = directory / "run.pt", directory / "run.ckpt8"
-        work: dict[str, Callable[[], object]] = {
-            "torch.save": lambda: torch.save(checkpoint, raw),
-            "ckpt8.save": lambda: ckpt8.save(checkpoint, packed),
-            "torch.load and load_state_dict": lambda: _load(raw, model, optimizer),
-            "ckpt8.resume": lambda: ckpt8.resume(packed, model, optimizer),
+
+        def load() -> None:
+            loaded = torch.load(raw, weights_only=True)
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+
+        work: dict[str, tuple[Callable[[], object], Path | None]] = {
+            "torch.save": (lambda: torch.save(checkpoint, raw), raw),
+            "ckpt8.save": (lambda: ckpt8.save(checkpoint, packed), packed),
+            "torch.load and load_state_dict": (load, None),
+            "ckpt8.resume": (lambda: ckpt8.resume(packed, model, optimizer), None),
         }
         rows = []
-        for name, run in work.items():
+        for name, (run, file) in work.items():
             start = time.perf_counter()
             run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            rows.append({"operation": name, "seconds": time.perf_counter() - start})
-        sizes = {"torch.save": raw.stat().st_size, "ckpt8.save": packed.stat().st_size}
-    return [row | {"bytes": sizes.get(str(row["operation"]))} for row in rows]
-
-
-def _load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    loaded = torch.load(path, weights_only=True)
-    model.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
+            seconds = time.perf_counter() - start
+            rows.append({"operation": name, "seconds": seconds, "bytes": file and file.stat().st_size})
+    return rows
 
 
 def show_device_bench(console: Console, result: dict[str, Any]) -> None:
@@ -219,26 +206,25 @@ def show_device_bench(console: Console, result: dict[str, Any]) -> None:
         f"kernels on {result['elements']:,} elements, steps of {result['parameters']:,} parameters",
         soft_wrap=True,
     )
-    moved = [
-        (
-            row["kernel"],
-            f"{row['seconds'] * 1e3:.3f}",
-            f"{size(row['bytes_per_second'])}/s",
-            f"{row['of_copy']:.2f}",
-        )
-        for row in result["kernels"]
-    ]
-    console.print(Table(("kernel", "ms", "throughput", "of copy"), moved))
-    stepped = [
-        (
-            row["step"],
-            f"{row['seconds'] * 1e3:.3f}",
-            f"{row['seconds_per_parameter'] * 1e12:.1f}",
-            f"{row['to_torch']:.2f}x",
-            f"{row['bytes_per_parameter']:.2f}",
-        )
-        for row in result["steps"]
-    ]
-    console.print(Table(("step", "ms", "ps per parameter", "of torch", "bytes per parameter"), stepped))
-    ended = [(row["operation"], f"{row['seconds']:.2f}", size(row["bytes"] or 0)) for row in result["files"]]
-    console.print(Table(("operation", "seconds", "size"), ended))
+    tables: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
+        "kernels": {
+            "kernel": lambda row: row["kernel"],
+            "ms": lambda row: f"{row['seconds'] * 1e3:.3f}",
+            "throughput": lambda row: f"{size(row['bytes_per_second'])}/s",
+            "of copy": lambda row: f"{row['of_copy']:.2f}",
+        },
+        "steps": {
+            "step": lambda row: row["step"],
+            "ms": lambda row: f"{row['seconds'] * 1e3:.3f}",
+            "ps per parameter": lambda row: f"{row['seconds_per_parameter'] * 1e12:.1f}",
+            "of torch": lambda row: f"{row['to_torch']:.2f}x",
+            "bytes per parameter": lambda row: f"{row['bytes_per_parameter']:.2f}",
+        },
+        "files": {
+            "operation": lambda row: row["operation"],
+            "seconds": lambda row: f"{row['seconds']:.2f}",
+            "size": lambda row: size(row["bytes"] or 0),
+        },
+    }
+    for key, columns in tables.items():
+        console.print(Table(list(columns), ([cell(row) for cell in columns.values()] for row in result[key])))

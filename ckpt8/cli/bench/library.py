@@ -41,7 +41,9 @@ def survey(path: Path) -> Source:
             for storage in storages:
                 sizes[storage.dtype.label] += storage.nbytes
             name = member.path if directory else ""
-            if storages and _opens(path / name if name else path, member.checkpoint.format):
+            # ``_load_file`` must open it. This reads files in the older format of torch.
+            kind, file = member.checkpoint.format, path / name if name else path
+            if storages and (kind == "safetensors" or (kind in TORCH_FORMATS and is_loadable(file))):
                 loaded.append(name)
         return Source(str(path), bundle.size, directory, tuple(loaded), max(_LAYOUTS, key=lambda name: sizes[name]))
 
@@ -53,52 +55,36 @@ def _load_file(path: Path) -> Any:
     return load_safetensors(path) if is_safetensors else torch.load(path, weights_only=True, mmap=False)
 
 
-def _opens(path: Path, kind: str) -> bool:
-    """Whether ``_load_file`` opens a file of this format. This reads files in the older format of torch."""
-    return kind == "safetensors" or (kind in TORCH_FORMATS and is_loadable(path))
+def _ours(run: Callable[[Job], object], job: Job) -> Callable[[], object]:
+    """An operation of ckpt8 on files."""
+    settle(kernels=True)
+    return partial(run, job)
 
 
-Run = Callable[[], object]
-
-
-def _compress(job: Job, **options: Any) -> Run:
+def _compress(job: Job, **options: Any) -> object:
     """``ckpt8.compress`` with ``options``."""
-    settle(kernels=True)
-    return lambda: ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
+    return ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
 
 
-def _restore(job: Job) -> Run:
-    """``ckpt8.restore``."""
-    settle(kernels=True)
-    return lambda: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)
-
-
-def _verify(job: Job) -> Run:
-    """``ckpt8.verify``."""
-    settle(kernels=True)
-    return lambda: ckpt8.verify(job.container, threads=job.threads)
-
-
-def _load(job: Job) -> Run:
+def _load(job: Job) -> Callable[[], object]:
     """``ckpt8.load`` of every member that ``torch.load`` opens."""
     settle(kernels=False)
     members = [member or None for member in job.source.loaded]
     return lambda: [ckpt8.load(job.container, member=member, threads=job.threads) for member in members]
 
 
-def _torch_load(job: Job) -> Run:
+def _torch_load(job: Job) -> Callable[[], object]:
     """``torch.load`` of the same members."""
     return lambda: [_load_file(file) for file in job.source.files]
 
 
-def _save(job: Job) -> Run:
+def _save(job: Job) -> Callable[[], object]:
     """``ckpt8.save`` of the objects in memory."""
     settle(kernels=True)
-    objects = _objects(job)
-    return lambda: ckpt8.save(objects, job.target, threads=job.threads)
+    return partial(ckpt8.save, _objects(job), job.target, threads=job.threads)
 
 
-def _torch_save(job: Job) -> Run:
+def _torch_save(job: Job) -> Callable[[], object]:
     """``torch.save`` and fsync of the objects in memory."""
     objects = _objects(job)
 
@@ -116,12 +102,12 @@ def _objects(job: Job) -> Any:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "compress": _compress,
-    "compress --no-stats": partial(_compress, stats=False),
-    "compress --preset compact": partial(_compress, preset="compact"),
-    "compress --preset archive": partial(_compress, preset="archive"),
-    "restore": _restore,
-    "verify": _verify,
+    "compress": partial(_ours, _compress),
+    "compress --no-stats": partial(_ours, partial(_compress, stats=False)),
+    "compress --preset compact": partial(_ours, partial(_compress, preset="compact")),
+    "compress --preset archive": partial(_ours, partial(_compress, preset="archive")),
+    "restore": partial(_ours, lambda job: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)),
+    "verify": partial(_ours, lambda job: ckpt8.verify(job.container, threads=job.threads)),
     "load": _load,
     "torch.load": _torch_load,
     "save": _save,

@@ -17,7 +17,6 @@ start of Python. This module imports no torch, whose memory would count for ``cp
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import resource
@@ -26,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -48,16 +47,17 @@ def peak_memory() -> int:
     On Linux ``ru_maxrss`` outlives an exec, and a child of a large process would be as large as that.
     """
     # macOS counts bytes, others kilobytes.
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+    return _size_in(_PROC / "self" / "status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
 
 
-def _status(name: str) -> int:
-    """A size from the kernel's record of this process; 0 where it keeps none."""
-    status = _PROC / "self" / "status"
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+def _size_in(file: Path, name: str) -> int:
+    """A size in a table of the kernel, in bytes; 0 where it has none, or the process has ended."""
+    with contextlib.suppress(OSError):
+        lines = file.read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+    return 0
 
 
 @dataclass(slots=True)
@@ -73,31 +73,20 @@ class SessionPeak:
 
     def sample(self) -> None:
         """Take one sample."""
-        sizes = [size for pid in _members(self.session) if (size := _pss(pid))]
+        sizes = [size for folder in _members(self.session) if (size := _size_in(folder / "smaps_rollup", "Pss:"))]
         self.nbytes = max(self.nbytes, sum(sizes))
         self.processes = max(self.processes, len(sizes))
 
 
-def _members(session: int) -> list[int]:
-    """Processes of a session: all descendants of its first one that did not begin a session of their own."""
-    members = []
+def _members(session: int) -> Iterator[Path]:
+    """Folders of the processes of a session: all descendants of its first one that did not begin one of their own."""
     for folder in _PROC.glob("[0-9]*"):
         # A process may end in between.
         with contextlib.suppress(OSError):
             # The name of the command, in brackets, may have any characters.
             fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[3]) == session:
-                members.append(int(folder.name))
-    return members
-
-
-def _pss(pid: int) -> int:
-    """Proportional set size of a process in bytes; 0 when it ended."""
-    with contextlib.suppress(OSError):
-        for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    return 0
+                yield folder
 
 
 _INTERVAL = 0.01
@@ -112,42 +101,41 @@ Run = Callable[[str, dict[str, Any], bool], dict[str, Any]]
 """Does the job of a module; True also measures ``session_pss`` and ``processes``, which slows it down."""
 
 
+def python(code: str, *arguments: str) -> list[str]:
+    """The command that runs ``code`` with this Python and its ``sys.path``."""
+    path = [os.fspath(place) for place in sys.path]
+    return [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments]
+
+
 def run_child(folder: Path) -> Run:
     """A function that does jobs in processes, with temporary files in ``folder``.
 
     It raises errors of ckpt8 again, all others as Ckpt8Error with their last line.
     """
-    return partial(_run, folder)
 
+    def run(module: str, job: dict[str, Any], watch: bool) -> dict[str, Any]:
+        command = python(f"from {__name__} import main; main(*sys.argv[1:])", module, json.dumps(job))
+        with TemporaryFile(dir=folder) as out, TemporaryFile(dir=folder) as err:
+            child: subprocess.Popen[bytes] | None = None
+            try:
+                with deferred():
+                    environment = {**os.environ, "TMPDIR": str(folder)}
+                    child = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, env=environment)  # noqa: S603
+                peak = SessionPeak(child.pid)
+                while watch and child.poll() is None:
+                    peak.sample()
+                    time.sleep(_INTERVAL)
+                child.wait()
+            except BaseException:
+                if child is not None:
+                    _end(child)
+                raise
+            if child.returncode:
+                raise _failure(child.returncode, _text(err))
+            result: dict[str, Any] = json.loads(_text(out))
+        return result | ({"session_pss": peak.nbytes, "processes": peak.processes} if watch else {})
 
-def python(code: str, *arguments: str) -> list[str]:
-    """The command that runs ``code`` with this Python and its ``sys.path``."""
-    same = f"import sys; sys.path[:] = {[os.fspath(place) for place in sys.path]!r}; "
-    return [sys.executable, "-W", "ignore", "-c", same + code, *arguments]
-
-
-def _run(folder: Path, module: str, job: dict[str, Any], watch: bool) -> dict[str, Any]:
-    command = python(f"from {__name__} import main; main(*sys.argv[1:])", module, json.dumps(job))
-    with TemporaryFile(dir=folder) as out, TemporaryFile(dir=folder) as err:
-        child: subprocess.Popen[bytes] | None = None
-        try:
-            with deferred():
-                child = subprocess.Popen(  # noqa: S603
-                    command, stdout=out, stderr=err, start_new_session=True, env={**os.environ, "TMPDIR": str(folder)}
-                )
-            peak = SessionPeak(child.pid)
-            while watch and child.poll() is None:
-                peak.sample()
-                time.sleep(_INTERVAL)
-            child.wait()
-        except BaseException:
-            if child is not None:
-                _end(child)
-            raise
-        if child.returncode:
-            raise _failure(child.returncode, _text(err))
-        result: dict[str, Any] = json.loads(_text(out))
-    return result | ({"session_pss": peak.nbytes, "processes": peak.processes} if watch else {})
+    return run
 
 
 def _text(file: IO[bytes]) -> str:
@@ -179,7 +167,7 @@ def _failure(code: int, said: str) -> Ckpt8Error:
 def main(module: str, job: str) -> None:
     """Do one job and print its result. Errors of ckpt8 end it with their exit code and one line."""
     try:
-        result = importlib.import_module(module).work(json.loads(job))
+        result = import_module(module).work(json.loads(job))
     except Ckpt8Error as exc:
         sys.stderr.write(f"{exc}\n")
         sys.exit(exc.exit_code)
@@ -289,50 +277,49 @@ def _copy(job: Job) -> Callable[[], object]:
     return run
 
 
-def _zstd(level: int, job: Job) -> Callable[[], object]:
-    """``zstd -LEVEL -T`` and fsync; the files of a directory one after another."""
+def _packed(pack: Callable[[Job, IO[bytes], IO[bytes], int], object], job: Job) -> Callable[[], object]:
+    """``pack`` of every file, one after another, into one, and fsync. It gets both files and the size of the first."""
 
     def run() -> None:
-        compressor = zstandard.ZstdCompressor(level=level, threads=job.threads)
         with job.target.open("wb") as writer:
             for file in _files(Path(job.source.path)):
                 with file.open("rb") as reader:
-                    size = file.stat().st_size
-                    compressor.copy_stream(reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK)
+                    pack(job, reader, writer, file.stat().st_size)
         flush(job.target)
 
     return run
+
+
+def _zstd(level: int, job: Job, reader: IO[bytes], writer: IO[bytes], size: int) -> None:
+    """``zstd -LEVEL -T``."""
+    compressor = zstandard.ZstdCompressor(level=level, threads=job.threads)
+    compressor.copy_stream(reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK)
 
 
 def _zipnn(job: Job) -> Callable[[], object]:
-    """ZipNN in the layout of the checkpoint, piece by piece, and fsync."""
+    """ZipNN in the layout of the checkpoint, piece by piece."""
     zipnn = import_module("zipnn")
 
-    def run() -> None:
-        with job.target.open("wb") as writer:
-            for file in _files(Path(job.source.path)):
-                with file.open("rb") as reader:
-                    while piece := bytearray(reader.read(_PIECE)):
-                        # ZipNN 0.5.4 writes beyond its buffers unless this is a multiple of the size of an element.
-                        piece += bytes(-len(piece) % _ELEMENT)
-                        packed = zipnn.ZipNN(bytearray_dtype=job.source.layout, threads=job.threads).compress(piece)
-                        writer.write(len(packed).to_bytes(_LENGTH_BYTES, "little"))
-                        writer.write(packed)
-        flush(job.target)
+    def pack(job: Job, reader: IO[bytes], writer: IO[bytes], _: int) -> None:
+        while piece := bytearray(reader.read(_PIECE)):
+            # ZipNN 0.5.4 writes beyond its buffers unless this is a multiple of the size of an element.
+            piece += bytes(-len(piece) % _ELEMENT)
+            packed = zipnn.ZipNN(bytearray_dtype=job.source.layout, threads=job.threads).compress(piece)
+            writer.write(len(packed).to_bytes(_LENGTH_BYTES, "little"))
+            writer.write(packed)
 
-    return run
+    return _packed(pack, job)
 
 
 def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
     """The start of each command on tensors: Python, torch and numba."""
-    command = python("from ckpt8.core.workers import settle; settle(kernels=True)")
-    return lambda: subprocess.run(command, check=True)  # noqa: S603
+    return partial(subprocess.run, python("from ckpt8.core.workers import settle; settle(kernels=True)"), check=True)
 
 
 OPERATIONS: dict[str, Operation] = {
     "cp": _copy,
-    "zstd -1": partial(_zstd, 1),
-    "zstd -3": partial(_zstd, 3),
+    "zstd -1": partial(_packed, partial(_zstd, 1)),
+    "zstd -3": partial(_packed, partial(_zstd, 3)),
     ZIPNN: _zipnn,
     START: _start,
 }

@@ -25,26 +25,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import gettempdir
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
 from ckpt8 import __version__
-from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.checkpoint.sources.live_object import recording_pickle, torch_writes, with_crc_fields
-from ckpt8.checkpoint.tree import StorageInfo
+from ckpt8.checkpoint.sources.live_object import torch_writes
 from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench.library import IN_MEMORY, survey
 from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, Run, Source, remove, run_child
 from ckpt8.cli.show.tables import Table
-from ckpt8.container.checks import CRC_BYTES
-from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
-from ckpt8.core.files.atomic import temporary_directory, write_all_at
-from ckpt8.core.files.source_file import combine, crc32, refuse_url
+from ckpt8.core.files.atomic import temporary_directory
+from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.text import counted, printable_tree, size
 from ckpt8.core.workers import default_threads
 
@@ -54,18 +50,13 @@ _UNITS = {
     **{f"{prefix}b": 1000**k for k, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**k for k, prefix in enumerate("kmgt", 1)},
 }
-MOUNTS = Path("/proc/mounts")
-_SIZE = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)")
+_SIZE = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([a-z]*)")
 
 
 def parse_size(text: str, option: str) -> int:
     """Bytes of ``1.5GB``, ``250 MB``, ``8GiB`` or ``2.5e8``. Raises UsageError that names the option."""
     match = _SIZE.fullmatch(text.strip().lower())
-    unit = _UNITS.get(match[2]) if match else None
-    try:
-        count = float(match[1]) * unit if match and unit else math.nan
-    except ValueError:
-        count = math.nan
+    count = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     if not 1 <= count < 1 << 62:
         raise UsageError(f"{option} {text}: expected a number of bytes, as in 1.5GB or 2.5e8")
     return int(count)
@@ -74,35 +65,6 @@ def parse_size(text: str, option: str) -> int:
 def in_gigabytes(count: float) -> str:
     """``1.50 GB``."""
     return f"{count / 1e9:.2f} GB"
-
-
-def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder; of a disk in memory, half of the free memory. Raises OutputError for no folder."""
-    refuse_url(folder)
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as exc:
-        raise OutputError(f"{folder}: cannot be written to: {exc.strerror}") from exc
-    memory = available_memory()
-    return free if memory is None or not _is_memory(folder) else min(free, memory // 2)
-
-
-def _is_memory(folder: Path) -> bool:
-    """Whether the files of a folder take memory, if the system tells."""
-    if not MOUNTS.exists():
-        return False
-    mounts = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
-    places = [(place, kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
-    return max(places, key=lambda place: len(place[0]), default=("", ""))[1] in ("tmpfs", "ramfs")
-
-
-def available_memory() -> int | None:
-    """Free bytes of memory, or None if the system does not say."""
-    table = Path("/proc/meminfo")
-    if not table.exists():
-        return None
-    lines = dict(line.split(":") for line in table.read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 MODULES = {name: module.__name__ for module in (probe, library) for name in module.OPERATIONS}
@@ -129,13 +91,22 @@ class Bench:
     say: Callable[[str], None] = lambda _: None
     failed: dict[str, str] = field(default_factory=dict)
 
+    def check_space(self, nbytes: int, what: str, room: float) -> None:
+        """Raise OutputError if there is no ``room``, in sizes of a checkpoint of ``nbytes`` bytes, for its files."""
+        needed, free = int(nbytes * room) + _SLACK, shutil.disk_usage(self.work).free
+        if free < needed:
+            raise OutputError(
+                f"{self.work}: {what} need {in_gigabytes(needed)} and {in_gigabytes(free)} are free; "
+                "give another folder with --scratch"
+            )
+
     @contextmanager
     def made(self, make: Callable[[Path, int], dict[str, Any]], nbytes: int) -> Iterator[tuple[Path, dict[str, Any]]]:
         """A checkpoint of about ``nbytes`` bytes and what ``make`` says of it; the context removes the file.
 
         Raises OutputError where there is no room for it and its copies, and errors of ``make``.
         """
-        check_space(self.work, nbytes, f"a checkpoint of {in_gigabytes(nbytes)} and its copies", made=True)
+        self.check_space(nbytes, f"a checkpoint of {in_gigabytes(nbytes)} and its copies", _MADE_ROOM)
         target = self.work / f"{make.__name__}.pt"
         self.say(f"making a checkpoint of {in_gigabytes(nbytes)}")
         try:
@@ -151,28 +122,24 @@ class Bench:
         try:
             self._do("compress", {**job, "target": str(container), "keep": True}, "packing the checkpoint")
             for number in range(self.repeat + 1):
-                self._round(number, rows, {**job, "target": str(target)})
+                where = f"round {number} of {self.repeat}" if number else "memory"
+                for name in [name for name in rows if name not in self.failed]:
+                    try:
+                        done = self._do(name, {**job, "target": str(target)}, where, watch=number == 0)
+                    except Ckpt8Error as exc:
+                        if name not in PEERS:
+                            raise
+                        self.failed[name] = str(exc)
+                        remove(target)
+                        continue
+                    if number:
+                        rows[name]["times"].append(done["seconds"])
+                    else:
+                        rows[name] |= done
         finally:
             remove(container)
             remove(target)
         return [_row(name, source, row) for name, row in rows.items() if name not in self.failed]
-
-    def _round(self, number: int, rows: dict[str, dict[str, Any]], job: dict[str, Any]) -> None:
-        """Do every operation once; round 0 measures memory."""
-        where = f"round {number} of {self.repeat}" if number else "memory"
-        for name in [name for name in rows if name not in self.failed]:
-            try:
-                done = self._do(name, job, where, watch=number == 0)
-            except Ckpt8Error as exc:
-                if name not in PEERS:
-                    raise
-                self.failed[name] = str(exc)
-                remove(Path(job["target"]))
-                continue
-            if number:
-                rows[name]["times"].append(done["seconds"])
-            else:
-                rows[name] |= done
 
     def _do(self, name: str, job: dict[str, Any], where: str, *, watch: bool = False) -> dict[str, Any]:
         self.say(f"{where}: {name}, {job['threads']} threads")
@@ -194,40 +161,7 @@ def _row(name: str, source: Source, done: dict[str, Any]) -> dict[str, Any]:
         "output_bytes": output,
         "ratio": source.nbytes / output if output else None,
         "peak_memory": max(done["peak_rss"], done["session_pss"]),
-        "peak_rss": done["peak_rss"],
-        "session_pss": done["session_pss"],
-        "processes": done["processes"],
-    }
-
-
-def check_space(folder: Path, nbytes: int, what: str, *, made: bool) -> None:
-    """Raise OutputError if there is no room for the files made from a checkpoint of ``nbytes`` bytes."""
-    needed, free = int(nbytes * (_MADE_ROOM if made else _ROOM)) + _SLACK, free_bytes(folder)
-    if free < needed:
-        raise OutputError(
-            f"{folder}: {what} need {in_gigabytes(needed)} and {in_gigabytes(free)} are free; "
-            "give another folder with --scratch"
-        )
-
-
-def compare_with_copy(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with ``to_cp``: its ratios to ``cp``."""
-    (copy,) = (row for row in rows if row["operation"] == "cp")
-    keys = ("seconds", "bytes_per_second", "output_bytes", "peak_memory")
-    return [{**row, "to_cp": {key: None if row[key] is None else row[key] / copy[key] for key in keys}} for row in rows]
-
-
-def compare_with_torch(rows: list[dict[str, Any]], nbytes: int) -> dict[str, Any] | None:
-    """Ratios of ``load`` to ``torch.load(mmap=False)``, and the memory of both beyond the bytes of the files."""
-    by_operation = {row["operation"]: row for row in rows}
-    if not {"load", "torch.load"} <= set(by_operation):
-        return None
-    ours, theirs = by_operation["load"], by_operation["torch.load"]
-    return {
-        "seconds": ours["seconds"] / theirs["seconds"],
-        "peak_memory": ours["peak_memory"] / theirs["peak_memory"],
-        "beyond_files": ours["peak_memory"] - nbytes,
-        "torch_beyond_files": theirs["peak_memory"] - nbytes,
+        **{key: done[key] for key in ("peak_rss", "session_pss", "processes")},
     }
 
 
@@ -237,7 +171,7 @@ def opened(
 ) -> Iterator[Bench]:
     """A bench in a temporary folder below ``scratch``. Raises OutputError where there can be none."""
     folder = scratch or Path(gettempdir())
-    free_bytes(folder)
+    refuse_url(folder)
     with ExitStack() as stack:
         try:
             work = stack.enter_context(temporary_directory("ckpt8-bench-", folder))
@@ -263,15 +197,23 @@ def bench(
     with opened(scratch, threads or default_threads(), repeat, say, run) as here:
         if checkpoint is None:
             with here.made(synthetic, size) as (path, facts):
-                return measured(here, survey(path), "a synthetic checkpoint") | {"synthetic": facts}
-        check_space(here.work, size_of(checkpoint), f"the copies of {checkpoint}", made=False)
-        return measured(here, survey(checkpoint), checkpoint.name)
+                return _report(here, survey(path), "a synthetic checkpoint") | {"synthetic": facts}
+        here.check_space(size_of(checkpoint), f"the copies of {checkpoint}", _ROOM)
+        return _report(here, survey(checkpoint), checkpoint.name)
 
 
-def measured(here: Bench, source: Source, name: str) -> dict[str, Any]:
-    """The report on one checkpoint, as plain values. Raises errors of the operations, with their name."""
+def _report(here: Bench, source: Source, name: str) -> dict[str, Any]:
+    """The report on one checkpoint, as plain values. Raises errors of the operations, with their name.
+
+    ``to_cp`` of a row are its ratios to ``cp``; ``load_to_torch`` are those of ``load`` to ``torch.load(mmap=False)``,
+    and the memory of both beyond the bytes of the files.
+    """
     missing = left_out(source)
-    rows = here.measure(source, [operation for operation in MODULES if operation not in missing])
+    rows = {row["operation"]: row for row in here.measure(source, [name for name in MODULES if name not in missing])}
+    compared = ("seconds", "bytes_per_second", "output_bytes", "peak_memory")
+    for row in rows.values():
+        row["to_cp"] = {key: None if row[key] is None else row[key] / rows["cp"][key] for key in compared}
+    ours, theirs = rows.get("load"), rows.get("torch.load")
     return {
         "checkpoint": name,
         "bytes": source.nbytes,
@@ -282,20 +224,28 @@ def measured(here: Bench, source: Source, name: str) -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "left_out": missing | here.failed,
-        "results": compare_with_copy(rows),
-        "load_to_torch": compare_with_torch(rows, source.nbytes),
+        "results": list(rows.values()),
+        "load_to_torch": ours
+        and theirs
+        and {
+            **{key: ours[key] / theirs[key] for key in ("seconds", "peak_memory")},
+            "beyond_files": ours["peak_memory"] - source.nbytes,
+            "torch_beyond_files": theirs["peak_memory"] - source.nbytes,
+        },
     }
 
 
 def left_out(source: Source) -> dict[str, str]:
     """Operations that cannot be measured here, each with the reason."""
-    reasons, available = {}, available_memory()
+    reasons, memory = {}, Path("/proc/meminfo")
     if find_spec("zipnn") is None:
         reasons[ZIPNN] = "is not installed"
     if not source.loaded:
-        reasons |= dict.fromkeys(IN_MEMORY, "torch.load(weights_only=True) opens no file of this checkpoint")
-    elif available is not None and available < 1.2 * source.nbytes + (1 << 29):
-        reasons |= dict.fromkeys(IN_MEMORY, "there is too little memory for the tensors")
+        return reasons | dict.fromkeys(IN_MEMORY, "torch.load(weights_only=True) opens no file of this checkpoint")
+    if memory.exists():
+        free = int(dict(line.split(":") for line in memory.read_text().splitlines())["MemAvailable"].split()[0]) * 1024
+        if free < 1.2 * source.nbytes + (1 << 29):
+            reasons |= dict.fromkeys(IN_MEMORY, "there is too little memory for the tensors")
     return reasons
 
 
@@ -309,7 +259,7 @@ def versions() -> dict[str, str]:
 
 
 _PER_WEIGHT = 12
-"""Of one parameter: fp32 weight and moments."""
+"""Bytes of one parameter: fp32 weight and moments."""
 
 _WIDTH = 64
 _STEPS = 1000
@@ -320,35 +270,28 @@ moments are: steps of AdamW are then about a quarter of the learning rate."""
 _SMOOTH = 4
 """Neighbours in a row whose squares a second moment is the mean of."""
 
-_TILE = 1 << 20
-"""Elements that are drawn at once."""
-
 
 def synthetic(target: Path, nbytes: int) -> dict[str, Any]:
-    """Write a checkpoint of about ``nbytes`` bytes, at least a few kilobytes, tile by tile; and describe it.
+    """Write a checkpoint of about ``nbytes`` bytes, at least a few kilobytes; and describe it.
 
     It is a function of the size alone. Raises OutputError.
     """
-    network = {name: torch.nn.Parameter(torch.empty(shape)) for name, shape in _shapes(nbytes // _PER_WEIGHT).items()}
+    generator = torch.Generator().manual_seed(0)
+    network, states = {}, []
+    for name, shape in _shapes(nbytes // _PER_WEIGHT).items():
+        rows, columns = math.prod(shape[:-1]), shape[-1]
+        noise = torch.randn(rows, columns + _SMOOTH - 1, generator=generator)
+        scale = _MOMENT * torch.randn(rows, 1, generator=generator).exp()
+        moment2 = (_ROOT_RATIO * scale).square() * noise.square().unfold(1, _SMOOTH, 1).mean(2)
+        moments = {"exp_avg": (scale * noise[:, :columns]).view(shape), "exp_avg_sq": moment2.view(shape)}
+        network[name] = torch.nn.Parameter(_WEIGHT * torch.randn(shape, generator=generator))
+        states.append({"step": torch.tensor(float(_STEPS)), **moments})
     optimizer = torch.optim.AdamW(network.values(), lr=3e-4)
-    for weight in network.values():
-        moments = {key: torch.empty_like(weight) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[weight] = {"step": torch.tensor(float(_STEPS)), **moments}
-    saved: dict[str, torch.UntypedStorage] = {}
+    optimizer.state.update(zip(network.values(), states, strict=True))
+    model = {name: weight.detach() for name, weight in network.items()}
     try:
-        # torch leaves holes for the tensors, whose memory nothing has touched.
-        with torch_writes(), torch.serialization.skip_data():
-            model = {name: weight.detach() for name, weight in network.items()}
-            checkpoint = {"model": model, "optimizer": optimizer.state_dict(), "iter_num": _STEPS}
-            torch.save(checkpoint, target, pickle_module=cast("Any", recording_pickle(saved)))
-        with open_checkpoint(target) as skeleton:
-            places = {saved[place.key].data_ptr(): place for place in with_crc_fields(skeleton)}
-        with target.open("r+b") as file:
-            for seed, (parameter, state) in enumerate(optimizer.state.items()):
-                step, *moments = state.values()
-                large = [places[tensor.data_ptr()] for tensor in (parameter, *moments)]
-                _write_tiles(file.fileno(), [places[step.data_ptr()]], iter([[step]]))
-                _write_tiles(file.fileno(), large, _tiles(parameter.shape, seed))
+        with torch_writes():
+            torch.save({"model": model, "optimizer": optimizer.state_dict(), "iter_num": _STEPS}, target)
     except OSError as exc:
         raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
     return {"parameters": sum(weight.numel() for weight in network.values()), "steps": _STEPS}
@@ -368,36 +311,8 @@ def _shapes(parameters: int) -> dict[str, tuple[int, ...]]:
         "mlp.c_proj.weight": (width, 4 * width),
     }
     layers, left = divmod(parameters, width * (12 * width + 9))
-    shapes = {"wte.weight": (max(1, left // width), width)}
-    return shapes | {f"h.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
-
-
-def _tiles(shape: Sequence[int], seed: int) -> Iterator[list[torch.Tensor]]:
-    """Weights, first and second moments of a tensor, some rows at a time; a vector is one row."""
-    generator = torch.Generator().manual_seed(seed)
-    columns = shape[-1]
-    rows = shape[0] if len(shape) > 1 else 1
-    for start in range(0, rows, max(1, _TILE // columns)):
-        count = min(rows - start, max(1, _TILE // columns))
-        noise = torch.randn(count, columns + _SMOOTH - 1, generator=generator)
-        scale = _MOMENT * torch.randn(count, 1, generator=generator).exp()
-        smoothed = noise.square().unfold(1, _SMOOTH, 1).mean(2)
-        weights = _WEIGHT * torch.randn(count, columns, generator=generator)
-        yield [weights, scale * noise[:, :columns], (_ROOT_RATIO * scale).square() * smoothed]
-
-
-def _write_tiles(descriptor: int, places: Sequence[StorageInfo], tiles: Iterator[Sequence[torch.Tensor]]) -> None:
-    """Write tiles, each with one tensor for every place, one after another; and the checksums of what was written."""
-    crcs, done = [0] * len(places), 0
-    for tile in tiles:
-        for number, (place, values) in enumerate(zip(places, tile, strict=True)):
-            content = bytes_of(values.contiguous())
-            write_all_at(descriptor, [content], place.offset + done)
-            crcs[number] = combine(crcs[number], crc32(content), len(content))
-        done += len(bytes_of(tile[0]))
-    for place, crc in zip(places, crcs, strict=True):
-        for offset in place.crc_fields:
-            write_all_at(descriptor, [crc.to_bytes(CRC_BYTES, "little")], offset)
+    blocks = {f"h.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
+    return {"wte.weight": (max(1, left // width), width), **blocks}
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:
@@ -409,18 +324,18 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
         f"{rounds}, bytes of the checkpoint per second",
         soft_wrap=True,
     )
-    if synthetic := result["synthetic"]:
+    if made := result["synthetic"]:
         console.print(
-            f"{synthetic['parameters']:,} parameters and moments of AdamW, drawn at random: "
+            f"{made['parameters']:,} parameters and moments of AdamW, drawn at random: "
             "for the size of a real one, name a checkpoint",
             soft_wrap=True,
         )
     columns = ("operation", "seconds", "range", "of cp", "throughput", "output", "ratio", "peak memory", "of cp")
-    rows = [
+    rows = (
         (
             row["operation"],
             f"{row['seconds']:.2f}",
-            _range(row["spread"]),
+            "{:.2f} to {:.2f}".format(*row["spread"]),
             f"{row['to_cp']['seconds']:.2f}x",
             "-" if row["operation"] == START else f"{size(row['bytes_per_second'])}/s",
             size(row["output_bytes"]) if row["output_bytes"] else "-",
@@ -429,7 +344,7 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
             f"{row['to_cp']['peak_memory']:.1f}x",
         )
         for row in result["results"]
-    ]
+    )
     console.print(Table(columns, rows))
     for name, reason in result["left_out"].items():
         console.print(f"{name}: {reason}", markup=False, soft_wrap=True)
@@ -445,7 +360,3 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
             f"torch.load {size(load['torch_beyond_files'])}",
             soft_wrap=True,
         )
-
-
-def _range(spread: list[float]) -> str:
-    return f"{spread[0]:.2f} to {spread[1]:.2f}"

@@ -50,6 +50,8 @@ def decades(low: float, high: float, most: int = 6) -> list[int]:
     return [exponent for exponent in range(first, last + 1) if exponent % step == 0]
 
 
+TWO_BARS = "Where a row has two bars, the faint one is the original size and the other the stored size."
+
 _BAR, _GAP = 11, 3
 
 Stack = Sequence[tuple[str, float, str]]
@@ -82,20 +84,15 @@ class LogAxis:
     """A logarithmic axis over the whole width, from a power of ten to another, that holds all ``values`` above 0."""
 
     def __init__(self, values: Iterable[float]) -> None:
-        exponents = [math.log10(value) for value in values if value > 0]
-        self._low = math.floor(min(exponents, default=-1) - 1e-9)
-        self._high = max(self._low + 1, math.ceil(max(exponents, default=0) + 1e-9))
-        self._ticks = decades(self._low, self._high, 7)
+        self._low, self._high = _decades_around([value for value in values if value > 0] or [0.1, 1.0])
+        self._ticks = [(self._place(tick), tick) for tick in decades(self._low, self._high, 7)]
 
     def _place(self, exponent: float) -> str:
         return f"{2 + 96 * (exponent - self._low) / (self._high - self._low):.3f}%"
 
     def dots(self, dots: Iterable[tuple[str, float, str]]) -> str:
         """Dots on one line: style, value, description. A value of 0 has no dot."""
-        parts = [
-            f'<line class="grid" x1="{self._place(tick)}" x2="{self._place(tick)}" y1="-6" y2="24"/>'
-            for tick in self._ticks
-        ]
+        parts = [f'<line class="grid" x1="{place}" x2="{place}" y1="-6" y2="24"/>' for place, _ in self._ticks]
         parts += [
             f'<circle class="{css}" cx="{self._place(math.log10(value))}" cy="9" r="4.5">'
             f"<title>{text(words)}</title></circle>"
@@ -107,10 +104,16 @@ class LogAxis:
     def labels(self) -> str:
         """The row below all others, with the numbers of the axis."""
         labels = "".join(
-            f'<text x="{self._place(tick)}" y="13" text-anchor="middle">{power(10, tick)}</text>'
-            for tick in self._ticks
+            f'<text x="{place}" y="13" text-anchor="middle">{power(10, tick)}</text>' for place, tick in self._ticks
         )
         return f'<div class="axis"><div><svg height="18" aria-hidden="true">{labels}</svg></div></div>'
+
+
+def _decades_around(values: Iterable[float]) -> tuple[int, int]:
+    """The exponents of the powers of ten around positive values, at least one decade."""
+    exponents = [math.log10(value) for value in values]
+    low = math.floor(min(exponents) - 1e-9)
+    return low, max(low + 1, math.ceil(max(exponents) + 1e-9))
 
 
 def legend(entries: Iterable[tuple[str, str]]) -> str:
@@ -147,42 +150,26 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
 
     Shares are on a logarithmic axis, since storage changes the tail.
     """
-    sides = [None if side is None else _shares(side) for side in (pair["before"], pair["after"])]
-    drawn = [octave for side in sides if side for octave, share in side.items() if share >= 10.0**_FAINTEST]
+    before, after = (None if side is None else _shares(side) for side in (pair["before"], pair["after"]))
+    sides = {name: side for name, side in (("before", before), ("after", after)) if side is not None}
+    drawn = {octave: share for side in sides.values() for octave, share in side.items() if share >= 10.0**_FAINTEST}
     if not drawn:
         return _frame(axis, _notice("no value other than zero"))
+    least = min(share for side in sides.values() for share in side.values() if share >= 10.0**_FAINTEST)
     low, high = min(drawn), max(drawn) + 1
     short = max(0, _LEAST_OCTAVES - (high - low))
     low, high = low - short // 2, high + short - short // 2
-    least = min(share for side in sides if side for octave, share in side.items() if share >= 10.0**_FAINTEST)
     floor = min(0, math.floor(math.log10(least) - 1e-9))
     x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
     marks = [(x(decade / LOG10_OF_2), power(10, decade)) for decade in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
-    body = [
-        _axes(marks, [(y(exponent), f"{10.0**exponent:g} %") for exponent in range(floor, 3)], axis, "share of values")
-    ]
-    paths = [
-        None
-        if side is None
-        else _steps(
-            [max(floor, math.log10(side[exponent])) if exponent in side else floor for exponent in range(low, high)],
-            low,
-            x,
-            y,
-            floor,
-        )
-        for side in sides
-    ]
-    if paths[0] is not None:
-        body.append(f'<path class="was" d="{paths[0]}Z"/>')
-    body.append(f'<path class="area {css}" d="{paths[1]}Z"/><path class="line {css}" d="{paths[1]}"/>')
+    shares = [(y(exponent), f"{10.0**exponent:g} %") for exponent in range(floor, 3)]
+    body = [_axes(marks, shares, axis, "share of values")]
+    for name, side in sides.items():
+        heights = [max(floor, math.log10(side[at])) if at in side else floor for at in range(low, high)]
+        outline = _steps(heights, low, x, y, floor)
+        body.append(f'<path class="was" d="{outline}Z"/>' if name == "before" else _area(css, outline))
     for octave in range(low, high):
-        words = [
-            f"{name} {side[octave]:.3g} %"
-            for name, side in zip(("before", "after"), sides, strict=True)
-            if side and octave in side
-        ]
-        if words:
+        if words := [f"{name} {side[octave]:.3g} %" for name, side in sides.items() if octave in side]:
             reach = f"{2.0**octave:.2g} to {2.0 ** (octave + 1):.2g}"
             body.append(_hover_area(x(octave), x(octave + 1), f"{reach}: {', '.join(words)}"))
     return _frame(axis, "".join(body))
@@ -192,34 +179,31 @@ def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
     """How often the tensors use every code."""
     counts, first, total = row["counts"], row["first"], max(row["total"], 1)
     shares = [100 * count / total for count in counts]
-    ticks = linear_ticks(max(shares))
-    x, y = _linear(first - 0.5, first + len(counts) - 0.5, _LEFT, _RIGHT), _linear(0, ticks[-1], _BOTTOM, _TOP)
-    last = first + len(counts) - 1
-    marks = sorted({round(first + (last - first) * k / 4) for k in range(5)})
+    ticks, last = linear_ticks(max(shares)), first + len(counts) - 1
+    x, y = _linear(first - 0.5, last + 0.5, _LEFT, _RIGHT), _linear(0, ticks[-1], _BOTTOM, _TOP)
+    marks = [(x(mark), str(mark)) for mark in sorted({round(first + (last - first) * k / 4) for k in range(5)})]
     body = [
-        _axes(
-            [(x(mark), str(mark)) for mark in marks],
-            [(y(t), f"{t:.6g} %") for t in ticks],
-            axis,
-            "share of values with each code",
-        )
+        _axes(marks, [(y(tick), f"{tick:.6g} %") for tick in ticks], axis, "share of values with each code"),
+        _area(css, _steps(shares, first - 0.5, x, y)),
     ]
-    outline = _steps(shares, first - 0.5, x, y)
-    body.append(f'<path class="area {css}" d="{outline}Z"/><path class="line {css}" d="{outline}"/>')
-    for k, count in enumerate(counts):
-        left = x(first + k - 0.5)
-        body.append(_hover_area(left, x(first + k + 0.5), f"code {first + k}: {count:,} ({percent(count, total)})"))
+    body += [
+        _hover_area(x(code - 0.5), x(code + 0.5), f"code {code}: {count:,} ({percent(count, total)})")
+        for code, count in enumerate(counts, first)
+    ]
     return _frame(axis, "".join(body))
+
+
+def _area(css: str, outline: str) -> str:
+    return f'<path class="area {css}" d="{outline}Z"/><path class="line {css}" d="{outline}"/>'
 
 
 def by_step(values: Sequence[float | None], css: str, axis: str) -> str:
     """A figure after every step, from step 1 on, on a logarithmic axis. Only positive figures have a point."""
-    known = [(step, value) for step, value in enumerate(values, 1) if value is not None and value > 0]
-    if not known:
+    points = [(step, value, f"step {step:,}: {number(value)}") for step, value in enumerate(values, 1) if value]
+    if not points:
         return _frame(axis, _notice("zero after every step"))
-    points = [(step, value, f"step {step:,}: {number(value)}") for step, value in known]
-    axis_of_values = log_axis([value for _, value in known])
-    return over_steps([(css, points)], "replayed step", axis, axis_of_values, steps=(1, len(values)))
+    places = log_axis([value for _, value, _ in points])
+    return over_steps([(css, points)], "replayed step", axis, places, steps=(1, len(values)))
 
 
 class Axis(NamedTuple):
@@ -231,9 +215,7 @@ class Axis(NamedTuple):
 
 def log_axis(values: Sequence[float], label: Callable[[int], str] = _POWER) -> Axis:
     """A logarithmic axis for positive values; ``label`` writes a power of ten."""
-    exponents = [math.log10(value) for value in values]
-    low = math.floor(min(exponents) - 1e-9)
-    high = max(low + 1, math.ceil(max(exponents) + 1e-9))
+    low, high = _decades_around(values)
     y = _linear(low, high, _BOTTOM, _TOP)
     return Axis(lambda value: y(math.log10(value)), [(y(decade), label(decade)) for decade in decades(low, high, 5)])
 
@@ -267,9 +249,8 @@ def over_steps(
         thin = list(points[:: max(1, len(points) // _MOST_POINTS)])
         thin += [points[-1]] if thin[-1] != points[-1] else []
         places = [(x(step), axis.place(value), words) for step, value, words in thin]
-        if joined:
-            line = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in places)
-            body.append(f'<polyline class="line {css}" points="{line}"/>')
+        line = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in places)
+        body += [f'<polyline class="line {css}" points="{line}"/>'] if joined else []
         body += [
             f'<circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="2.5"><title>{text(words)}</title></circle>'
             for px, py, words in places
@@ -294,9 +275,8 @@ def _linear(low: float, high: float, start: float, stop: float) -> Place:
 
 def _steps(heights: Sequence[float], first: float, x: Place, y: Place, floor: float = 0) -> str:
     """The outline of bars from the axis, at the height ``floor``, and back to it."""
-    path = [f"M{x(first):.1f} {y(floor):.1f}"]
-    path += [f"V{y(height):.1f}H{x(first + k + 1):.1f}" for k, height in enumerate(heights)]
-    return "".join(path) + f"V{y(floor):.1f}"
+    bars = "".join(f"V{y(height):.1f}H{x(first + k + 1):.1f}" for k, height in enumerate(heights))
+    return f"M{x(first):.1f} {y(floor):.1f}{bars}V{y(floor):.1f}"
 
 
 def _hover_area(left: float, right: float, words: str) -> str:
@@ -316,10 +296,11 @@ def _axes(
         parts.append(f'<line class="base" x1="{place:.1f}" x2="{place:.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"/>')
         anchor = "end" if place > _RIGHT - 12 else "middle"
         parts.append(f'<text x="{place:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{text(label)}</text>')
-    parts.append(f'<line class="base" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>')
-    parts.append(f'<text x="{(_LEFT + _RIGHT) / 2:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(x_title)}</text>')
-    parts.append(f'<text x="2" y="12">{text(y_title)}</text>')
-    return "".join(parts)
+    return (
+        f'{"".join(parts)}<line class="base" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>'
+        f'<text x="{(_LEFT + _RIGHT) / 2:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(x_title)}</text>'
+        f'<text x="2" y="12">{text(y_title)}</text>'
+    )
 
 
 def _notice(words: str) -> str:
@@ -425,7 +406,7 @@ def document(title: str, sections: Iterable[str], data: dict[str, Any]) -> str:
 def _embedded(tree: Any) -> str:
     """JSON in which nothing is markup."""
     plain = json.dumps(tree, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    return plain.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return plain.translate({ord(character): f"\\u{ord(character):04x}" for character in "&<>"})
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
@@ -434,18 +415,34 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{items}</div>'
 
 
-def check_target(target: Path, *, force: bool) -> None:
-    """Raise OutputError if a page cannot be written there, or what is there must stay: see ``no_checkpoint``."""
-    _output(target, force).close()
+def section(name: str, title: str, *parts: str) -> str:
+    """A section of the page."""
+    return f'<section id="{name}"><h2>{title}</h2>{"".join(parts)}</section>'
 
 
-def write_page(target: Path, content: str, sources: Iterable[Path], *, force: bool) -> None:
-    """Write a page of what ``sources`` hold, which is not more open to others than they are. Raises as above."""
-    with as_private_as(*sources), _output(target, force) as output:
-        with output.guard():
-            output.file.write(content.encode())
-        output.publish()
+def figure(name: str, title: str, chart: str, note: str) -> str:
+    """A chart with its title and a note, all of them markup; ``name`` is its kind."""
+    return f'<figure data-chart="{name}"><figcaption>{title}</figcaption>{chart}<p class="note">{note}</p></figure>'
 
 
-def _output(target: Path, force: bool) -> AtomicFile:
-    return AtomicFile(target, force=force, check=no_checkpoint)
+def charts(figures: Iterable[str], style: str = "charts") -> str:
+    """Figures beside each other."""
+    return f'<div class="{style}">{"".join(figures)}</div>'
+
+
+class Page:
+    """A page to write to ``target``.
+
+    Raises OutputError if it cannot be written there, or what is there must stay: see ``no_checkpoint``.
+    """
+
+    def __init__(self, target: Path, *, force: bool) -> None:
+        self._output = partial(AtomicFile, target, force=force, check=no_checkpoint)
+        self._output().close()
+
+    def write(self, content: str, sources: Iterable[Path]) -> None:
+        """Write a page of what ``sources`` hold, which is not more open to others than they are. Raises as above."""
+        with as_private_as(*sources), self._output() as output:
+            with output.guard():
+                output.file.write(content.encode())
+            output.publish()

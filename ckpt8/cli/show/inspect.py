@@ -378,12 +378,11 @@ def _scaled(error: float | None) -> str:
 
 
 def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> None:
-    headings = {
+    for kind, (title, columns) in {
         "update": ("largest update error", {"max |Δu|": "max_error", "max |u|": "max_update", "NMSE": "nmse"}),
         "weight": ("largest mean weight error", {"mean relative": "mean_relative", "max relative": "max_relative"}),
         "lattice": ("lowest SNR of weights", {"SNR dB": "snr_db", "max |Δw|": "max_distance"}),
-    }
-    for kind, (title, columns) in headings.items():
+    }.items():
         if rows := worst[kind]:
             cells = [(_with_figure(row), *(number(row[key]) for key in columns.values())) for row in rows]
             show_table(console, (title, *columns), cells)
@@ -475,6 +474,5 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
         f"in {total_seconds:.2f} s (compressed in {seconds:.2f} s, {size(rate)}/s)"
     )
     _show_errors(console, facts["errors"], facts["steps"])
-    refused = [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")]
-    _show_kept(console, facts, refused)
+    _show_kept(console, facts, [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")])
     _show_unrecognised(console, facts["unrecognised"])

@@ -11,26 +11,29 @@ by layer, and the worst tensors with their histograms; how values and codes are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckpt8 import __version__
 from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.cli.show.charts import (
+    TWO_BARS,
     LogAxis,
+    Page,
     Stack,
     by_step,
-    check_target,
+    charts,
     code_usage,
     document,
+    figure,
     legend,
     magnitudes,
     row,
+    section,
     stacks,
     text,
     tiles,
-    write_page,
 )
 from ckpt8.cli.show.inspect import base_line, flags_by_kind, looked_at, optimizer_line
 from ckpt8.cli.show.tables import (
@@ -65,31 +68,29 @@ _CHARTS = {
 
 def value_section(distributions: dict[str, Any]) -> str:
     """Histograms of weights, moments and updates; empty if there are none."""
-    charts = histograms(distributions["histograms"])
-    if not charts:
+    pairs = distributions["histograms"]
+    if not pairs:
         return ""
     before, after = distributions["before"], distributions["after"]
     sides = f"Before: {before}. After: {after}." if before else f"The values {after}."
-    return (
-        f'<section id="values"><h2>Weights, moments and updates</h2><p class="soft">{text(sides)} '
-        f"A step of a curve is a factor of two in magnitude. Shares are on a logarithmic axis, which shows the "
-        f"tails.{_without_updates(distributions['histograms'])}</p>"
-        f'{sides_legend(distributions)}<div class="charts pairs">{charts}</div>'
-        f"{_refused(distributions['refused'])}</section>"
+    moments, updates = (pairs[what]["after"]["total"] if what in pairs else 0 for what in ("moment1", "update"))
+    undrawn = (
+        " Updates are drawn where they follow from moments alone: CAME's and replayed ones do not, nor unknown ones."
+    )
+    return section(
+        "values",
+        "Weights, moments and updates",
+        f'<p class="soft">{text(sides)} A step of a curve is a factor of two in magnitude. Shares are on a logarithmic '
+        f"axis, which shows the tails.{undrawn if moments > updates else ''}</p>",
+        sides_legend(distributions),
+        charts(histograms(pairs), "charts pairs"),
+        _refused(distributions["refused"]),
     )
 
 
 def sides_legend(distributions: dict[str, Any]) -> str:
     """The colours of the two sides of a histogram, if there are two."""
     return legend([("was", "before"), ("curve", "after")]) if distributions["before"] else ""
-
-
-def _without_updates(pairs: dict[str, Any]) -> str:
-    """A sentence on parameters whose updates are not drawn."""
-    moments, updates = (pairs[what]["after"]["total"] if what in pairs else 0 for what in ("moment1", "update"))
-    if moments <= updates:
-        return ""
-    return " Updates are drawn where they follow from moments alone: CAME's and replayed ones do not, nor unknown ones."
 
 
 def _refused(refused: dict[str, Any]) -> str:
@@ -101,18 +102,12 @@ def _refused(refused: dict[str, Any]) -> str:
     return f"<h3>Kept lossless, for what they hold</h3><ul>{items}{rest}</ul>"
 
 
-def histograms(pairs: dict[str, Any]) -> str:
+def histograms(pairs: dict[str, Any]) -> Iterator[str]:
     """A figure for every pair of histograms."""
-    return "".join(_figure(what, pair) for what, pair in pairs.items())
-
-
-def _figure(what: str, pair: dict[str, Any]) -> str:
-    title, axis = _CHARTS[what]
-    after = pair["after"]
-    return (
-        f'<figure data-chart="{what}"><figcaption>{title} <span>{after["total"]:,} values</span></figcaption>'
-        f'{magnitudes(pair, what, axis)}<p class="note">{text(_outside(pair))}</p></figure>'
-    )
+    for what, pair in pairs.items():
+        title, axis = _CHARTS[what]
+        words = f"{title} <span>{pair['after']['total']:,} values</span>"
+        yield figure(what, words, magnitudes(pair, what, axis), text(_outside(pair)))
 
 
 def _outside(pair: dict[str, Any]) -> str:
@@ -134,24 +129,23 @@ def code_section(distributions: dict[str, Any]) -> str:
     rows = distributions["codes"]
     if not rows:
         return ""
-    ends = ""
     meaning = (
         "A code that is used as often as any other is worth its 8 bits; the entropy coder saves what is below that."
         if any(row["levels"] for row in rows)
         else "Codes count steps, which a budget makes so large that few bits are left."
     )
     if any(row["part"] == "codes" and row["levels"] for row in rows):
-        ends = " In every group of 32 moments the largest has the last code, which therefore stands out."
-    figures = "".join(
-        f'<figure data-chart="codes"><figcaption>{text(_part_words(row))}</figcaption>'
-        f"{code_usage(row, row['role'], 'residual' if row['part'] == 'rho' else 'code')}"
-        f'<p class="note">{text(row["codec"])}: {text(_usage(row))}</p></figure>'
+        meaning += " In every group of 32 moments the largest has the last code, which therefore stands out."
+    figures = [
+        figure(
+            "codes",
+            text(f"{'Residuals' if row['part'] == 'rho' else 'Codes'} of {ROLE_WORDS[row['role']]}"),
+            code_usage(row, row["role"], "residual" if row["part"] == "rho" else "code"),
+            f"{text(row['codec'])}: {text(_usage(row))}",
+        )
         for row in rows
-    )
-    return (
-        f'<section id="codes"><h2>How the codes are used</h2><p class="soft">{meaning}{ends}</p>'
-        f'<div class="charts">{figures}</div></section>'
-    )
+    ]
+    return section("codes", "How the codes are used", f'<p class="soft">{meaning}</p>', charts(figures))
 
 
 def _usage(row: dict[str, Any]) -> str:
@@ -161,10 +155,6 @@ def _usage(row: dict[str, Any]) -> str:
     beyond = f", {percent(row['outside'], row['total'])} of the values beyond the chart" if row["outside"] else ""
     zeros = f", {row['reserved']:,} exact zeros" if row["reserved"] else ""
     return f"{row['used']:,} codes used, entropy {number(row['entropy_bits'])} bits{beyond}{zeros}"
-
-
-def _part_words(row: dict[str, Any]) -> str:
-    return f"{'Residuals' if row['part'] == 'rho' else 'Codes'} of {ROLE_WORDS[row['role']]}"
 
 
 _MOST_BYTES = 32 << 20
@@ -221,22 +211,28 @@ def replay_section(resume: dict[str, Any] | None) -> str:
     if resume is None:
         return ""
     steps = resume["steps"]
-    values = {figure: [step[figure] for step in steps] for figure in _FIGURES}
-    charts = [
-        f'<figure data-chart="replay"><figcaption>{title}</figcaption>{by_step(values[figure], css, axis)}'
-        f'<p class="note">after step {len(steps):,}: {number(values[figure][-1])}</p></figure>'
-        for figure, (css, title, axis) in _FIGURES.items()
-        if any(value is not None for value in values[figure])
+    values = {name: [step[name] for step in steps] for name in _FIGURES}
+    figures = [
+        figure(
+            "replay",
+            title,
+            by_step(values[name], css, axis),
+            f"after step {len(steps):,}: {number(values[name][-1])}",
+        )
+        for name, (css, title, axis) in _FIGURES.items()
+        if any(value is not None for value in values[name])
     ]
-    return (
-        f'<section id="replay"><h2>Resuming from it</h2><p>{len(steps):,} optimizer steps of '
-        f"{resume['parameters']:,} parameters were replayed on the original and on the container, with the same "
-        f"gradients. Replay error, the largest NMSE of a step: <b>{text(number(resume['replay_error']))}</b></p>"
-        f'<div class="charts pairs">{"".join(charts)}</div></section>'
+    return section(
+        "replay",
+        "Resuming from it",
+        f"<p>{len(steps):,} optimizer steps of {resume['parameters']:,} parameters were replayed on the original and "
+        "on the container, with the same gradients. Replay error, the largest NMSE of a step: "
+        f"<b>{text(number(resume['replay_error']))}</b></p>",
+        charts(figures, "charts pairs"),
     )
 
 
-Row = tuple[str, tuple[str, ...]]
+Row = tuple[str, Sequence[str]]
 """The name of a row and its phrases."""
 
 
@@ -244,12 +240,10 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     """The rows of ``facts``; none without a budget."""
     if steps is None:
         return []
-    rows: list[Row] = []
-    if steps["steps"] is not None:
-        rows.append(("error in steps", tuple(figure_phrases(steps))))
+    rows: list[Row] = [("error in steps", figure_phrases(steps))] if steps["steps"] is not None else []
     rows += [("error in steps", (phrase,)) for phrase in outside_phrases(steps)]
     rows += [("learning rate", (phrase,)) for phrase in rate_phrases(steps)]
-    rows.append(("loss drift", tuple(drift_text(steps["drift"]).split(", "))))
+    rows.append(("loss drift", drift_text(steps["drift"]).split(", ")))
     if len(steps["optimizers"]) > 1:
         rows += [_optimizer(optimizer) for optimizer in steps["optimizers"]]
     if capped := steps["capped"]["elements"]:
@@ -261,7 +255,7 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
 
 def _optimizer(optimizer: Mapping[str, Any]) -> Row:
     snr = [] if optimizer["weight_snr_db"] is None else [f"weights' SNR {number(optimizer['weight_snr_db'])} dB"]
-    figures = (
+    return f"optimizer of {counted(optimizer['parameters'], 'parameter')}", (
         f"{number(optimizer['steps'])} steps",
         *part_phrases(optimizer),
         *snr,
@@ -269,22 +263,15 @@ def _optimizer(optimizer: Mapping[str, Any]) -> Row:
         f"NMSE of u {number(optimizer['update_nmse'])}",
         f"loss drift {interval(optimizer['drift'])}",
     )
-    return f"optimizer of {counted(optimizer['parameters'], 'parameter')}", figures
 
 
 def predictions(facts: Mapping[str, Any]) -> str:
     """What every preset and some budgets would make of a checkpoint, as markup."""
-    rows: list[Row] = [
-        (
-            option_of(name),
-            (
-                size(prediction["bytes"]),
-                f"{prediction['ratio']:.2f}x",
-                *_cost(prediction),
-            ),
-        )
-        for name, prediction in facts["predicted"].items()
-    ]
+    rows: list[Row] = []
+    for name, prediction in facts["predicted"].items():
+        drift = f"loss drift {interval(prediction['drift'])}"
+        cost = [] if prediction["steps"] is None else [f"{number(prediction['steps'])} steps", drift]
+        rows.append((option_of(name), (size(prediction["bytes"]), f"{prediction['ratio']:.2f}x", *cost)))
     rows += [
         ("not in steps", (f"{counted(count, 'tensor')}: {reason}",)) for reason, count in facts["unpredicted"].items()
     ]
@@ -295,17 +282,11 @@ def predictions(facts: Mapping[str, Any]) -> str:
     )
 
 
-def _cost(figures: Mapping[str, Any]) -> list[str]:
-    if figures["steps"] is None:
-        return []
-    return [f"{number(figures['steps'])} steps", f"loss drift {interval(figures['drift'])}"]
-
-
 def markup(rows: list[Row]) -> str:
     """Rows of a table. No line break splits a phrase in a span."""
     return "".join(
-        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(figure)}</span>' for figure in figures)}</td></tr>"
-        for name, figures in rows
+        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(phrase)}</span>' for phrase in phrases)}</td></tr>"
+        for name, phrases in rows
     )
 
 
@@ -320,18 +301,15 @@ def size_section(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
     """The section as markup, from the facts of ``inspect`` and their ``layers``."""
     is_compressed = facts["kind"] == "ckpt8"
     present = {entry["role"] for entry in facts["roles"]}
-    colours = legend([(role, words) for role, words in ROLE_WORDS.items() if role in present])
-    note = (
-        '<p class="soft">Where a row has two bars, the faint one is the original size and the other the stored size.'
-        "</p>"
-        if is_compressed
-        else ""
-    )
-    return (
-        f'<section id="sizes"><h2>Where the bytes are</h2>{note}{colours}{_size_totals(facts)}'
-        f"{'' if is_compressed else predictions(facts)}"
-        f'<h3>By role</h3><div id="roles">{_by_role(facts)}</div>'
-        f'<h3>By layer</h3><div id="layers">{_sizes_by_layer(layers, is_compressed=is_compressed)}</div></section>'
+    return section(
+        "sizes",
+        "Where the bytes are",
+        f'<p class="soft">{TWO_BARS}</p>' if is_compressed else "",
+        legend([(role, words) for role, words in ROLE_WORDS.items() if role in present]),
+        _size_totals(facts),
+        "" if is_compressed else predictions(facts),
+        f'<h3>By role</h3><div id="roles">{_by_role(facts)}</div>',
+        f'<h3>By layer</h3><div id="layers">{_sizes_by_layer(layers, is_compressed=is_compressed)}</div>',
     )
 
 
@@ -350,26 +328,25 @@ def _size_totals(facts: dict[str, Any]) -> str:
     for entry in facts["roles"]:
         original_bytes[entry["role"]] += entry["bytes"]
         stored_bytes[entry["role"]] += entry.get("stored_bytes", 0)
-    is_compressed = facts["kind"] == "ckpt8"
-    after = (
-        [facts["stored_bytes"]]
-        if is_compressed
-        else [prediction["bytes"] for prediction in facts["predicted"].values()]
-    )
-    # The container of a small checkpoint is larger than its original.
-    full_bar = max(1, facts["bytes"], *after)
-    rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
-    if is_compressed:
-        overhead = facts["overhead_bytes"]
-        stack = [*_segments(stored_bytes, full_bar), (_NO_ROLE, overhead / full_bar, f"container: {size(overhead)}")]
-        figures = f"{size(facts['stored_bytes'])} <small>{facts['ratio']:.2f}x</small>"
-        rows.append(row(text(facts["asked"]), stacks([stack]), figures))
+    if facts["kind"] == "ckpt8":
+        after = [(facts["asked"], facts["stored_bytes"], facts["ratio"], "container", facts["overhead_bytes"])]
     else:
-        for preset, predicted in facts["predicted"].items():
-            stack = [(_NO_ROLE, predicted["bytes"] / full_bar, f"predicted: {size(predicted['bytes'])}")]
-            figures = f"{size(predicted['bytes'])} <small>{predicted['ratio']:.2f}x</small>"
-            name = preset if preset.startswith("budget ") else f"preset {preset}"
-            rows.append(row(f"{text(name)}, predicted", stacks([stack]), figures))
+        after = [
+            (
+                f"{preset if preset.startswith('budget ') else f'preset {preset}'}, predicted",
+                predicted["bytes"],
+                predicted["ratio"],
+                "predicted",
+                predicted["bytes"],
+            )
+            for preset, predicted in facts["predicted"].items()
+        ]
+    # The container of a small checkpoint is larger than its original.
+    full_bar = max(1, facts["bytes"], *(nbytes for _, nbytes, *_ in after))
+    rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
+    for name, nbytes, ratio, what, rest in after:
+        stack = [*_segments(stored_bytes, full_bar), (_NO_ROLE, rest / full_bar, f"{what}: {size(rest)}")]
+        rows.append(row(text(name), stacks([stack]), f"{size(nbytes)} <small>{ratio:.2f}x</small>"))
     return "".join(rows)
 
 
@@ -377,16 +354,12 @@ def _by_role(facts: dict[str, Any]) -> str:
     full_bar = max((max(entry["bytes"], entry.get("stored_bytes", 0)) for entry in facts["roles"]), default=1)
     rows = []
     for entry in sorted(facts["roles"], key=lambda entry: list(ROLE_WORDS).index(entry["role"])):
-        role = entry["role"]
-        encoding = codec_text(entry.get("codec") or entry["dtype"])
-        name = f'{text(ROLE_WORDS[role])} <span class="soft">{text(encoding)}</span>'
-        bars = [_segments({role: entry["bytes"]}, full_bar)]
-        if "stored_bytes" in entry:
-            bars.append(_segments({role: entry["stored_bytes"]}, full_bar))
-            value = f"{size(entry['bytes'])} → {size(entry['stored_bytes'])}"
-        else:
-            value = f"{size(entry['bytes'])} <small>{percent(entry['bytes'], facts['bytes'])}</small>"
-        rows.append(row(name, stacks(bars), value))
+        role, stored = entry["role"], entry.get("stored_bytes")
+        encoding = text(codec_text(entry.get("codec") or entry["dtype"]))
+        bars = [_segments({role: nbytes}, full_bar) for nbytes in (entry["bytes"], stored) if nbytes is not None]
+        more = f" <small>{percent(entry['bytes'], facts['bytes'])}</small>" if stored is None else f" → {size(stored)}"
+        name = f'{text(ROLE_WORDS[role])} <span class="soft">{encoding}</span>'
+        rows.append(row(name, stacks(bars), size(entry["bytes"]) + more))
     return "".join(rows)
 
 
@@ -396,14 +369,11 @@ def _sizes_by_layer(layers: list[dict[str, Any]], *, is_compressed: bool) -> str
     full_bar = max((sum(layer[column].values()) for layer in largest for column in columns), default=1)
     rows = []
     for layer in largest:
-        total = sum(layer["bytes"].values())
-        if is_compressed:
-            value = f"{size(total)} → {size(sum(layer['stored_bytes'].values()))}"
-        else:
-            value = size(total) + (f" <small>{layer['weights']:,} weights</small>" if layer["weights"] else "")
-        rows.append(
-            row(text(layer["layer"]), stacks([_segments(layer[column], full_bar) for column in columns]), value)
-        )
+        value = " → ".join(size(sum(layer[column].values())) for column in columns)
+        if layer["weights"] and not is_compressed:
+            value += f" <small>{layer['weights']:,} weights</small>"
+        bars = [_segments(layer[column], full_bar) for column in columns]
+        rows.append(row(text(layer["layer"]), stacks(bars), value))
     if others:
         total = sum(sum(other["bytes"].values()) for other in others)
         rows.append(f'<p class="note">{len(others):,} smaller layers together: {size(total)}</p>')
@@ -429,16 +399,17 @@ def error_section(
     ``source`` is ``measured_from`` of ``inspect``, ``steps`` the error in steps of a container under a budget.
     """
     lines = markup(_error_totals(errors, steps))
-    body = f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>"
     where = f", {source['path']}" if source else ""
-    if source and source["differing"]:
-        body += f"<p><b>{text(differing_line(source))}</b></p>"
-    return (
-        f'<section id="errors"><h2>Error of lossy storage</h2>'
+    return section(
+        "errors",
+        "Error of lossy storage",
         f'<p class="soft">Measured on {text(distributions["errors_from"] + where)}. '
-        f"u is the step that the optimizer would take, per unit of learning rate: in update space as its state alone "
-        f"determines it, else the first step that verify --resume-steps replays. NMSE is the energy of the error in "
-        f"it, relative to that of u.</p>{body}{_errors_by_layer(distributions['layers'])}</section>"
+        "u is the step that the optimizer would take, per unit of learning rate: in update space as its state alone "
+        "determines it, else the first step that verify --resume-steps replays. NMSE is the energy of the error in "
+        "it, relative to that of u.</p>",
+        f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>",
+        f"<p><b>{text(differing_line(source))}</b></p>" if source and source["differing"] else "",
+        _errors_by_layer(distributions["layers"]),
     )
 
 
@@ -449,10 +420,9 @@ def _error_totals(errors: dict[str, Any], steps: dict[str, Any] | None) -> list[
         rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
     if weight := errors.get("lattice"):
         rows.append(("weights", (_decibels(weight), f"max error {number(weight['max_distance'])}")))
-    noise = {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], **FIGURE_WORDS}
-    for what, name in noise.items():
+    for what, name in {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], **FIGURE_WORDS}.items():
         if error := errors[what]:
-            rows += [(name, (f"NMSE {number(error['nmse'])}", _decibels(error)))]
+            rows.append((name, (f"NMSE {number(error['nmse'])}", _decibels(error))))
             if what in FIGURE_WORDS:
                 largest = f"max |Δu| {number(error['max_error'])}", f"max |u| {number(error['max_update'])}"
                 rows.append((f"{name}, largest", largest))
@@ -461,7 +431,7 @@ def _error_totals(errors: dict[str, Any], steps: dict[str, Any] | None) -> list[
         for reason, count in errors["update_reasons"].items()
     ]
     if heals := healing_line(errors["update"], steps):
-        rows.append(("update", tuple(heals.split(": "))))
+        rows.append(("update", heals.split(": ")))
     return rows + step_rows(steps)
 
 
@@ -473,20 +443,16 @@ def _errors_by_layer(layers: list[dict[str, Any]]) -> str:
     known = [layer for layer in layers if layer["update"] is not None]
     if not known:
         return ""
-    shown, others = split_largest(known, lambda layer: float(layer["update"]["max_error"]))
-    axis = LogAxis(layer["update"][figure] or 0.0 for layer in shown for figure in ("nmse", "max_error"))
+    largest, others = split_largest(known, lambda layer: float(layer["update"]["max_error"]))
+    axis = LogAxis(layer["update"][key] or 0.0 for layer in largest for key in ("nmse", "max_error"))
     rows = []
-    for layer in shown:
+    for layer in largest:
         update = layer["update"]
-        nmse = update["nmse"] or 0.0
-        dots = [
-            ("update", nmse, f"NMSE {number(nmse)}"),
-            ("moment2 ring", update["max_error"], f"max |Δu| {number(update['max_error'])}"),
-        ]
-        figures = f"{number(update['nmse'])} <small>max |Δu| {number(update['max_error'])}</small>"
-        rows.append(row(text(layer["layer"]), axis.dots(dots), figures))
-    figures_here = {figure for layer in known for figure in layer["figures"]}
-    title = " and ".join(words.capitalize() for kind, words in FIGURE_WORDS.items() if kind in figures_here)
+        nmse, most = update["nmse"] or 0.0, f"max |Δu| {number(update['max_error'])}"
+        dots = axis.dots([("update", nmse, f"NMSE {number(nmse)}"), ("moment2 ring", update["max_error"], most)])
+        rows.append(row(text(layer["layer"]), dots, f"{number(update['nmse'])} <small>{most}</small>"))
+    kinds = {kind for layer in known for kind in layer["figures"]}
+    title = " and ".join(words.capitalize() for kind, words in FIGURE_WORDS.items() if kind in kinds)
     more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
     colours = legend([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
     return f'<h3>{title}, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
@@ -503,17 +469,14 @@ def worst_section(distributions: dict[str, Any]) -> str:
         ("Largest mean error of weights", worst["weight"], _weight_figures),
         ("Lowest SNR of weights", worst["lattice"], _lattice_figures),
     ):
-        if rows:
-            articles.append(f"<h3>{title}</h3>")
+        articles += [f"<h3>{title}</h3>"] if rows else []
         articles += [
-            f"<article><h4>{text(shown(tensor))}</h4>"
-            f'<p class="soft">{text(figures(tensor))}</p>'
-            f'<div class="charts">{histograms(tensor["histograms"])}</div></article>'
+            f'<article><h4>{text(shown(tensor))}</h4><p class="soft">{text(figures(tensor))}</p>'
+            f"{charts(histograms(tensor['histograms']))}</article>"
             for tensor in rows
         ]
     hint = '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
-    sides = sides_legend(distributions) if distributions["before"] else hint
-    return f'<section id="worst"><h2>The worst tensors</h2>{sides}{"".join(articles)}</section>'
+    return section("worst", "The worst tensors", sides_legend(distributions) or hint, *articles)
 
 
 def _update_figures(error: dict[str, Any]) -> str:
@@ -554,12 +517,10 @@ class Report:
         full: bool = False,
         force: bool = False,
     ) -> None:
-        for source in (path, original, replay):
-            if source is not None:
-                refuse_source(target, source)
-        check_target(target, force=force)
-        self._target, self._path, self._original, self._replay = target, path, original, replay
-        self._full, self._force = full, force
+        for source in filter(None, (path, original, replay)):
+            refuse_source(target, source)
+        self._page = Page(target, force=force)
+        self._path, self._original, self._replay, self._full = path, original, replay, full
         self._distributions: dict[str, Any] | None = None
 
     def visit(self, reader: Stored) -> None:
@@ -568,12 +529,10 @@ class Report:
 
     def write(self, facts: dict[str, Any]) -> None:
         """Write the report of what ``inspect`` found. Raises InputError, OutputError."""
-        distributions = self._distributions
-        if distributions is None:
-            distributions = checkpoint_distributions(self._path, full=self._full)
+        distributions = self._distributions or checkpoint_distributions(self._path, full=self._full)
         replay = None if self._replay is None else read_replay(self._replay, facts.get("stored_bytes"))
         sources = [*files_of(self._path, damaged_too=True), *filter(None, (self._original, self._replay))]
-        write_page(self._target, page(facts, distributions, replay), sources, force=self._force)
+        self._page.write(page(facts, distributions, replay), sources)
 
 
 def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str, Any] | None) -> str:
@@ -609,28 +568,29 @@ def _heading(facts: dict[str, Any], name: str) -> str:
 
 def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
     if facts["kind"] == "ckpt8":
-        shown = [
+        pairs = [
             ("original", size(facts["bytes"])),
             ("stored", size(facts["stored_bytes"])),
             ("ratio", f"{facts['ratio']:.2f}x"),
         ]
-        if facts["bytes_per_weight"]:
-            shown.append(("bytes per weight", f"{facts['bytes_per_weight']:.3f}"))
+        pairs += [("bytes per weight", f"{per:.3f}")] if (per := facts["bytes_per_weight"]) else []
     else:
         flash = facts["predicted"]["flash"]
-        shown = [
+        pairs = [
             ("size", size(facts["bytes"])),
             ("preset flash, predicted", size(flash["bytes"])),
             ("predicted ratio", f"{flash['ratio']:.2f}x"),
         ]
     if (steps := facts.get("steps")) is not None and steps["steps"] is not None:
-        shown += [("error in steps", number(steps["steps"])), ("loss drift to expect", number(steps["drift"]["mean"]))]
+        pairs += [("error in steps", number(steps["steps"])), ("loss drift to expect", number(steps["drift"]["mean"]))]
     step = f"the {FIGURE_WORDS['replayed']}"
-    names = {"update": ("NMSE of the update", "max |Δu|"), "replayed": (f"NMSE of {step}", f"max |Δu| of {step}")}
-    for kind, (nmse, largest) in names.items():
+    for kind, nmse, largest in (
+        ("update", "NMSE of the update", "max |Δu|"),
+        ("replayed", f"NMSE of {step}", f"max |Δu| of {step}"),
+    ):
         if update := errors[kind]:
-            shown += [(nmse, number(update["nmse"])), (largest, number(update["max_error"]))]
-    return tiles(shown)
+            pairs += [(nmse, number(update["nmse"])), (largest, number(update["max_error"]))]
+    return tiles(pairs)
 
 
 def _flags(facts: dict[str, Any]) -> str:

@@ -22,8 +22,7 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
     rows: Sequence[Row] = facts["checkpoints"]
     cells = {title: [cell(row) for row in rows] for title, cell in _COLUMNS}
     shown = {title: column for title, column in cells.items() if any(column)}
-    lines = zip((row["name"] for row in rows), *shown.values(), strict=True)
-    console.print(Table(("checkpoint", *shown), list(lines)))
+    console.print(Table(("checkpoint", *shown), list(zip((row["name"] for row in rows), *shown.values(), strict=True))))
     damaged = [(row["name"], row["damage"]) for row in rows if row["damage"] is not None]
     if damaged:
         show_table(console, ("damaged", "reason"), damaged)

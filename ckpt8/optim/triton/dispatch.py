@@ -105,8 +105,7 @@ def describe(
         even=bool(factored) and shape[-1] % 16 == 0,
     )
     stream = signed(stream_key(group["seed"], index), 64)
-    row = Row(addresses, state["step"].data_ptr(), param.numel(), stream, factored, shape if factored else ())
-    return layout, row
+    return layout, Row(addresses, state["step"].data_ptr(), param.numel(), stream, factored, shape if factored else ())
 
 
 class _Known(NamedTuple):

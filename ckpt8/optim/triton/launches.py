@@ -228,8 +228,7 @@ class LaunchPlan:
         if self._partials is None:
             self._partials = torch.zeros(whole + short, dtype=torch.float64, device=self.device)
         for programs, first, masked in ((self.whole, 0, False), (self.short, whole, True)):
-            partials = self._partials[first:]
-            self.launch(sum_kernel, programs, partials, *self._averages, summand=summand, masked=masked)
+            self.launch(sum_kernel, programs, self._partials[first:], *self._averages, summand=summand, masked=masked)
         return self._partials, self._runs
 
     def launch(self, kernel: Any, programs: torch.Tensor, *args: Any, **constants: Any) -> None:

@@ -5,7 +5,6 @@ Jobs run in this process, but for the tests of processes. No test looks at how l
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import json
@@ -28,7 +27,7 @@ from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench import run as sizes
 from ckpt8.cli.bench.library import IN_MEMORY, survey
 from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, run_child
-from ckpt8.cli.bench.run import MODULES, bench, free_bytes, parse_size, show_bench
+from ckpt8.cli.bench.run import MODULES, bench, parse_size, show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 
 OWN = [name for name in MODULES if name not in PEERS]
@@ -231,8 +230,7 @@ def test_a_synthetic_checkpoint_is_measured_and_shown_as_one(scratch, monkeypatc
 
 
 @pytest.mark.parametrize("nbytes", [1, 3_000_000])
-def test_a_synthetic_checkpoint_is_one_that_torch_could_have_saved(nbytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(sizes, "_TILE", 5000)
+def test_a_synthetic_checkpoint_is_one_that_torch_could_have_saved(nbytes, tmp_path):
     paths = [tmp_path / name / "run.pt" for name in "ab"]
     for path in paths:
         path.parent.mkdir()
@@ -253,13 +251,9 @@ def test_a_synthetic_checkpoint_is_one_that_torch_could_have_saved(nbytes, tmp_p
         assert 0.15 < steps.std() < 0.35
 
 
-def test_a_disk_that_is_full_ends_a_synthetic_checkpoint(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(sizes, "write_all_at", full)
-    with pytest.raises(OutputError, match=r"run\.pt: cannot be written: No space left on device$"):
-        sizes.synthetic(tmp_path / "run.pt", 10_000)
+def test_a_folder_that_takes_no_file_ends_a_synthetic_checkpoint(tmp_path):
+    with pytest.raises(OutputError, match=r"run\.pt: cannot be written: "):
+        sizes.synthetic(tmp_path / "missing" / "run.pt", 10_000)
 
 
 def test_names_reach_the_terminal_escaped():
@@ -315,15 +309,6 @@ def test_room_on_the_disk_is_asked_for_before_anything_starts(inputs, scratch, m
     for source in (inputs / "legacy.pt", inputs / "trainer-adamw", None):
         with pytest.raises(OutputError, match=r"--scratch$"):
             bench(source, scratch=scratch, run=never)
-
-
-@pytest.mark.parametrize(("kind", "fits"), [("tmpfs", False), ("ext4", True)])
-def test_a_disk_that_is_memory_is_not_filled(kind, fits, scratch, tmp_path, monkeypatch):
-    (tmp_path / "mounts").write_text(f"none / overlay rw 0 0\nnone {scratch} {kind} rw 0 0\nnone /x tmpfs rw 0 0\n")
-    monkeypatch.setattr(sizes, "MOUNTS", tmp_path / "mounts")
-    monkeypatch.setattr(sizes, "available_memory", lambda: 10 << 30)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(50 << 30, 0, 50 << 30))
-    assert free_bytes(scratch) == (50 << 30 if fits else 5 << 30)
 
 
 @pytest.mark.parametrize(
