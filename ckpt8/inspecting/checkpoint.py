@@ -47,7 +47,7 @@ from ckpt8.inspecting.facts import (
     unrecognised,
     whole_shapes,
 )
-from ckpt8.inspecting.survey import Progress, subject_of, survey
+from ckpt8.inspecting.survey import Progress, survey
 from ckpt8.inspecting.tensors import PER_TENSOR, describe, open_any
 
 
@@ -89,7 +89,7 @@ def inspect_checkpoint(
             "unrecognised": unrecognised(manifest),
             **origin_of(source),
             "layers": layers_of(manifest),
-            **survey(subject_of(source, plan, manifest), full=full, progress=progress),
+            **survey(source, plan, manifest, full=full, progress=progress),
             **predict(source, skeleton_roles(manifest), plans),
         }
         facts["flags"][:0] = foreign_flags(

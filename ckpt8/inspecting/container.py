@@ -426,8 +426,7 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
         before = "" if source.directory is None else f"{name}:"
         for path, node in iter_nodes(member.checkpoint.tree):
             if is_optimizer(node):
-                groups = dict_groups(node)
-                yield from _merged(before + format_path(path), groups, 0)
+                yield from _merged(before + format_path(path), dict_groups(node), 0)
 
 
 def _homes(source: Bundle, members: Iterable[Member]) -> list[DcpCheckpoint]:

@@ -350,10 +350,8 @@ class _View:
 
     def __init__(self, tensor: Tensor, ref: TensorRef, progress: Progress) -> None:
         self._tensor, self._ref, self._progress = tensor, ref, progress
-        storage = tensor.part.data.storage(ref.key)
-        whole = ref.is_contiguous and not ref.offset and ref.nbytes == storage.nbytes
-        plain = whole and not (ref.conj or ref.neg)
-        self._expected = tensor.part.crcs.get(ref.key) if plain else None
+        whole = ref.is_contiguous and not ref.offset and ref.nbytes == tensor.part.data.storage(ref.key).nbytes
+        self._expected = tensor.part.crcs.get(ref.key) if (whole and not (ref.conj or ref.neg)) else None
         self._crc = 0
 
     def read(self, start: int, stop: int) -> torch.Tensor:

@@ -377,8 +377,7 @@ def _base(part: Part, candidate: Candidate) -> str:
 
 
 def _optimizer(part: Part, candidate: Candidate, weight_names: NamesFromWeights) -> Optimizer:
-    groups = dict_groups(candidate.node)
-    known = saved_names(groups)
+    known = saved_names(dict_groups(candidate.node))
     names: dict[Any, str] = {} if isinstance(known, str) else dict(known)
     if not names:
         place = "state" if candidate.path == TOP_LEVEL else f"{candidate.path}.state"

@@ -533,8 +533,7 @@ def _group(stored: Stored, path: str | None, plain: str) -> str:
     if path is not None:
         return layer_of(path) if path else UNNAMED
     if stored.role is Role.WEIGHT:
-        is_master = not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name))
-        return MASTERS if is_master else layer_of(plain)
+        return MASTERS if (not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name))) else layer_of(plain)
     return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else OUTSIDE_LAYERS
 
 

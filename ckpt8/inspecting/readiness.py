@@ -145,8 +145,7 @@ class NumberFormat:
     def overflows(self, magnitudes: torch.Tensor) -> torch.Tensor:
         """Which magnitudes overflow."""
         tie = self.largest + self.step / 2
-        tie_goes_up = self.largest / self.step % 2 == 1
-        return magnitudes >= tie if tie_goes_up else magnitudes > tie
+        return magnitudes >= tie if (self.largest / self.step % 2 == 1) else magnitudes > tie
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The numbers that finite ``x``, float32 or float64, become: float32, saturated if they overflow.
@@ -254,8 +253,7 @@ class Extent:
         """The power of two that brings the RMS near 1; 1 if all is zero."""
         if not self.square:
             return 1.0
-        log2 = 0.5 * math.log2(self.square / self.count) + self.exponent
-        return 2.0 ** _bounded(round(-log2))
+        return 2.0 ** _bounded(round(-(0.5 * math.log2(self.square / self.count) + self.exponent)))
 
 
 def _bounded(exponent: int) -> int:
@@ -287,8 +285,7 @@ class Cast:
         """Noise divided by signal; 0 if all is zero."""
         if not extent.square:
             return 0.0
-        signal = math.ldexp(extent.square, 2 * (math.frexp(extent.unit)[1] - 1 + extent.exponent))
-        return self.noise / signal
+        return self.noise / math.ldexp(extent.square, 2 * (math.frexp(extent.unit)[1] - 1 + extent.exponent))
 
 
 def decibels(nmse: float) -> float | None:
@@ -335,8 +332,7 @@ class Casts:
         if self.extent.smallest * scale < form.smallest_normal:
             nonzero = int(rounded.count_nonzero())
             cast.underflow += int(exact.count_nonzero()) - nonzero
-            normal = int((rounded.abs() >= form.smallest_normal).count_nonzero())
-            cast.subnormal += nonzero - normal
+            cast.subnormal += nonzero - int((rounded.abs() >= form.smallest_normal).count_nonzero())
         error = (rounded - exact).double() * unit
         cast.noise += float(error.dot(error))
 

@@ -213,8 +213,7 @@ def replay(
         raise CheckFailedError(
             "the original and the compressed file have different parameters, so no step can be replayed"
         )
-    jobs = zip(mine, theirs, strict=True)
-    for saved, figures_of in zip(mine, workers.map(both.replay, jobs), strict=True):
+    for saved, figures_of in zip(mine, workers.map(both.replay, zip(mine, theirs, strict=True)), strict=True):
         rule = recognise(saved.state, saved.group, None)
         needs_gradient = isinstance(rule, UpdateRule) and rule.kind == "replayed"
         figures.add(prefix + saved.name, figures_of, saved.unpaired, needs_gradient=needs_gradient)
@@ -267,8 +266,7 @@ class _Sides:
             rule = self._original.rule(saved)
             if isinstance(rule, str):
                 return rule
-            shape = saved.state[rule.form.tensors[0].key].shape
-            if problem := _find_misfit(rule.form, saved, shape):
+            if problem := _find_misfit(rule.form, saved, saved.state[rule.form.tensors[0].key].shape):
                 return problem
             original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
         if rule.needs_weight and original.weight is None:

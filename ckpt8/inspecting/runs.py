@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ckpt8.checkpoint.meaning.nodes import is_optimizer
 from ckpt8.checkpoint.readers import match_reader
@@ -93,26 +93,28 @@ def find(directory: Path) -> Found:
 
 def _visit(root: Path, above: str, into: Found) -> None:
     """Look into the folder ``above``, a path with slashes."""
+    run, _, folder = above.rpartition("/")
     files, folders = _listed(root / above)
-    level = above.count("/") + bool(above)
-    if above.rpartition("/")[2] == KEPT:
-        kept = [name for name in files if is_kept_name(name)]
-        into.bases += [root / above / name for name in kept]
-        files = [name for name in files if name not in kept]
-    run = above.rpartition("/")[0]
+    if folder == KEPT:
+        into.bases += [root / above / name for name in files if is_kept_name(name)]
+        files = [name for name in files if not is_kept_name(name)]
     if _is_whole(files, folders, is_top=not above):
         into.places.append(Place(root / above, above or ".", run, tuple(sorted(_below(root / above, into)))))
         return
     parts = parts_in(root / above, files)
     if parts:
-        into.places.append(Place(root / above, above or ".", run if above else "", tuple(parts)))
+        into.places.append(Place(root / above, above or ".", run, tuple(parts)))
     for name in files:
         if name not in parts and name != TRAINER_STATE and may_be_checkpoint(name):
-            path = f"{above}/{name}" if above else name
-            into.places.append(Place(root / path, path, above))
-    if level < _DEEPEST:
+            into.places.append(Place(root / above / name, _path(above, name), above))
+    if above.count("/") + bool(above) < _DEEPEST:
         for name in folders:
-            _visit(root, f"{above}/{name}" if above else name, into)
+            _visit(root, _path(above, name), into)
+
+
+def _path(above: str, name: str) -> str:
+    """The path of an entry of the folder ``above``, with slashes."""
+    return f"{above}/{name}" if above else name
 
 
 def _listed(folder: Path) -> tuple[list[str], list[str]]:
@@ -122,18 +124,15 @@ def _listed(folder: Path) -> tuple[list[str], list[str]]:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name == METADATA or not entry.name.startswith("."):
-                    if not entry.is_dir():
-                        files += [] if entry.is_symlink() and _stays_below(folder, entry.name) else [entry.name]
-                    elif not entry.is_symlink():
-                        folders.append(entry.name)
+                    # A link to something below its folder, such as ``last.ckpt``, is another name for that.
+                    target = (folder / entry.name).resolve() if entry.is_symlink() else None
+                    if entry.is_dir():
+                        folders += [entry.name] if target is None else []
+                    elif target is None or not target.is_relative_to(folder.resolve()):
+                        files.append(entry.name)
     except OSError as exc:
         raise InputError(f"{folder}: cannot be read: {exc.strerror}") from exc
     return sorted(files), sorted(folders)
-
-
-def _stays_below(folder: Path, link: str) -> bool:
-    """Whether a link is another name for something below its folder, such as ``last.ckpt``."""
-    return (folder / link).resolve().is_relative_to(folder.resolve())
 
 
 def _below(folder: Path, into: Found) -> Iterator[str]:
@@ -143,19 +142,17 @@ def _below(folder: Path, into: Found) -> Iterator[str]:
         above = waiting.pop()
         files, folders = _listed(folder / above)
         for name in files:
-            path = f"{above}/{name}" if above else name
             if above.rpartition("/")[2] == KEPT and is_kept_name(name):
-                into.bases.append(folder / path)
+                into.bases.append(folder / above / name)
             else:
-                yield path
-        waiting += [f"{above}/{name}" if above else name for name in folders]
+                yield _path(above, name)
+        waiting += [_path(above, name) for name in folders]
 
 
 def _is_whole(files: Iterable[str], folders: Iterable[str], *, is_top: bool) -> bool:
     """Whether all below a folder with these entries is one checkpoint. At the top Trainer leaves its last state."""
-    if is_one_checkpoint(files):
-        return True
-    return not is_top and TRAINER_STATE in files and not any(map(_OF_A_RUN.fullmatch, (*files, *folders)))
+    is_trained = not is_top and TRAINER_STATE in files and not any(map(_OF_A_RUN.fullmatch, (*files, *folders)))
+    return is_trained or is_one_checkpoint(files)
 
 
 _LOSS_KEYS = ("loss", "train_loss", "training_loss")
@@ -172,7 +169,6 @@ _VALIDATION_KEYS = (
 _SCORES = ("current_score", "best_model_score")
 """What Lightning's ModelCheckpoint keeps of the quantity that it monitors."""
 
-_TRAINED = "train"
 StepFrom = Literal["file", "name", "optimizer"]
 
 Number = Callable[[Components, TensorRef], float | None]
@@ -190,9 +186,14 @@ class Progress:
 
     def complete(self, other: Progress) -> None:
         """Take from ``other`` what is unknown."""
-        for name in ("step", "epoch", "loss", "val_loss"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(other, name))
+        _complete(self, other, ("step", "epoch", "loss", "val_loss"))
+
+
+def _complete(record: object, other: object, names: Iterable[str]) -> None:
+    """Take those attributes from ``other`` that are None in ``record``."""
+    for name in names:
+        if getattr(record, name) is None:
+            setattr(record, name, getattr(other, name))
 
 
 def step_of(path: str, stated: int | None, counted: int | None) -> tuple[int | None, StepFrom | None]:
@@ -216,9 +217,8 @@ def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Progr
         _first(tree, _VALIDATION_KEYS, number),
     )
     for monitored, score in _scores(tree, number):
-        if "loss" in monitored.lower():
-            is_trained = _TRAINED in monitored.lower()
-            progress.complete(Progress(loss=score) if is_trained else Progress(val_loss=score))
+        if "loss" in monitored:
+            progress.complete(Progress(loss=score) if "train" in monitored else Progress(val_loss=score))
     return progress
 
 
@@ -227,8 +227,7 @@ def of_trainer_state(tree: Any) -> Progress:
     if not isinstance(tree, dict):
         return Progress()
     progress = Progress(_whole(_first(tree, STEP_KEYS, no_tensor)), first_number([tree], EPOCH_KEYS, whole=False))
-    log = tree.get("log_history")
-    for entry in log if isinstance(log, list) else []:
+    for entry in log if isinstance(log := tree.get("log_history"), list) else []:
         if isinstance(entry, dict):
             progress.loss = _finite(entry.get("loss"), progress.loss)
             progress.val_loss = _finite(entry.get("eval_loss"), progress.val_loss)
@@ -241,8 +240,8 @@ def _whole(value: float | None) -> int | None:
 
 def _finite(value: object, other: float | None = None) -> float | None:
     """A finite number; ``other`` for anything else."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < LARGEST else other  # type: ignore[arg-type]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if is_number else other  # type: ignore[arg-type]
 
 
 def no_tensor(_: Components, __: TensorRef) -> None:
@@ -250,7 +249,13 @@ def no_tensor(_: Components, __: TensorRef) -> None:
 
 
 def _first(tree: Mapping[Any, Any], keys: Iterable[str], number: Number) -> float | None:
-    values = (_value(tree.get(key), (key,), number) for key in keys)
+    return _first_known(_value(tree.get(key), (key,), number) for key in keys)
+
+
+T = TypeVar("T")
+
+
+def _first_known(values: Iterable[T | None]) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
@@ -268,12 +273,10 @@ def _scores(tree: Mapping[Any, Any], number: Number) -> Iterator[tuple[str, floa
         if isinstance(state, dict) and isinstance(monitored := state.get("monitor"), str):
             refs = {name: state.get(name) for name in _SCORES}
             # One tensor under two names is stored under one of them.
-            places = [
-                (node, other) for node in refs.values() for other, ref in refs.items() if _share_elements(node, ref)
-            ]
-            values = (_value(node, ("callbacks", str(key), name), number) for node, name in places)
-            if (score := next((value for value in values if value is not None), None)) is not None:
-                yield monitored, score
+            places = ((node, name) for node in refs.values() for name in refs if _share_elements(node, refs[name]))
+            score = _first_known(_value(node, ("callbacks", str(key), name), number) for node, name in places)
+            if score is not None:
+                yield monitored.lower(), score
 
 
 def _share_elements(one: Any, other: Any) -> bool:
@@ -324,69 +327,62 @@ def read_container(path: Path) -> Facts:
     """The facts of a container. Raises InputError for damage."""
     with ContainerReader(path) as reader:
         manifest = reader.manifest
+        rules = (parameter.rule or {} for parameter in manifest.parameters)
         return Facts(
             format=f"ckpt8 {manifest.version}",
             bytes=sum(member.size for member in manifest.members),
             progress=_progress(reader),
-            counted=_rule_step(manifest.parameters),
+            counted=next((step for rule in rules if type(step := rule.get("step")) is int and step > 0), None),
             original=original_name(manifest),
             asked=asked_words(manifest.preset, manifest.budget),
             seal=reader.seal.hex(),
             base=manifest.base,
-            error=_error_in_steps(manifest.parameters),
+            error=_total(read_step_error(parameter.steps) for parameter in manifest.parameters),
         )
 
 
-def _error_in_steps(parameters: Iterable[ParameterRecord]) -> StepError | None:
-    """The error of all parameters together; None where it was not measured, or where all that is lossy is outside."""
-    total = None
-    for parameter in parameters:
-        if (error := read_step_error(parameter.steps)) is not None:
-            total = total or StepError()
-            total.merge(error)
-    return total if total is not None and total.energy > 0 else None
-
-
-def _rule_step(parameters: Iterable[ParameterRecord]) -> int | None:
-    """The step of the first parameter whose update rule has one."""
-    rules = (parameter.rule or {} for parameter in parameters)
-    return next((step for rule in rules if type(step := rule.get("step")) is int and step > 0), None)
+def _total(errors: Iterable[StepError | None]) -> StepError | None:
+    """The sum of errors; None where none was measured, or where all that is lossy is outside."""
+    total = StepError()
+    for error in errors:
+        total.merge(error or StepError())
+    return total if total.energy > 0 else None
 
 
 def _progress(reader: ContainerReader) -> Progress:
     """What the tree of a single file says, or the state of Trainer in a directory."""
-    members = reader.manifest.members
-    if reader.manifest.directory is None:
-        return _of_file(reader)
-    progress = Progress()
-    for index, member in enumerate(members):
-        if member.path.rpartition("/")[2] == TRAINER_STATE and member.size <= _LONGEST_STATE:
-            content = reader.skeleton(index)
-            if content is not None and len(content) == member.size:
-                progress.complete(_of_state(content))
-    for index in range(min(len(members), _MOST_MEMBERS)) if progress.step is None else ():
-        tree = _tree(reader, index)
-        if progress.step is None and tree is not None:
-            progress.step = of_tree(tree, no_tensor, GLOBAL_KEYS).step
-    return progress
 
-
-def _of_state(content: bytes) -> Progress:
-    try:
-        return of_trainer_state(parse_any_json(content, TRAINER_STATE))
-    except InputError:
-        return Progress()  # the file may have been odd before it was compressed
-
-
-def _of_file(reader: ContainerReader) -> Progress:
     def number(path: Components, _: TensorRef) -> float | None:
         place = reader.element(format_path(path))
         return None if place is None else number_of(*place)
 
-    return of_tree(_tree(reader, 0), number)
+    if reader.manifest.directory is None:
+        return of_tree(_tree(reader, 0), number)
+    progress, members = Progress(), reader.manifest.members
+    for index, member in enumerate(members):
+        if member.path.rpartition("/")[2] == TRAINER_STATE and member.size <= _LONGEST_STATE:
+            content = reader.skeleton(index)
+            if content is not None and len(content) == member.size:
+                with suppress(InputError):  # the file may have been odd before it was compressed
+                    progress.complete(of_trainer_state(parse_any_json(content, TRAINER_STATE)))
+    for index in range(min(len(members), _MOST_MEMBERS)):
+        if progress.step is None:
+            progress.step = of_tree(_tree(reader, index), no_tensor, GLOBAL_KEYS).step
+    return progress
 
 
 def _tree(reader: ContainerReader, index: int) -> Any:
+=======
+                with suppress(InputError):  # the file may have been odd before it was compressed
+                    progress.complete(of_trainer_state(parse_any_json(content, TRAINER_STATE)))
+    for member in overview.members[:_MOST_MEMBERS]:
+        if progress.step is None:
+            progress.step = of_tree(_tree(overview, member), no_tensor, GLOBAL_KEYS).step
+    return progress
+
+
+def _tree(overview: Overview, member: Contained) -> Any:
+>>>>>>> 231f608e (survey reads a bundle's tensors directly; verify no longer compares names of parameters, which may differ; the records of a run are put together once)
     """The tree of a member; None where it has none, or a pickle that is longer than what is read of it."""
     head, member = reader.skeleton(index), reader.manifest.members[index]
     with suppress(InputError):
@@ -434,9 +430,8 @@ class RunRecord:
     @property
     def ratio(self) -> float | None:
         """How many times smaller than its original a container is; None for other checkpoints."""
-        if self.kind not in ("key", "delta") or self.bytes is None or not self.stored_bytes:
-            return None
-        return self.bytes / self.stored_bytes
+        is_packed = self.kind in ("key", "delta") and self.stored_bytes
+        return self.bytes / self.stored_bytes if is_packed and self.bytes is not None else None
 
     @property
     def problem(self) -> str | None:
@@ -495,8 +490,11 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        checkpoints = [record.to_json() for record in self.checkpoints]
-        return {"path": self.path, "totals": self.totals(), "checkpoints": checkpoints}
+        return {
+            "path": self.path,
+            "totals": self.totals(),
+            "checkpoints": [record.to_json() for record in self.checkpoints],
+        }
 
 
 _PICKLE = b"\x80"
@@ -518,9 +516,8 @@ def read_file(path: Path) -> Facts | None:
             return Facts(kept(exc, file.source), size)
         if not any(storage.nbytes for storage in checkpoint.storages):
             return None
-        number = _number(checkpoint)
-        progress = of_tree(checkpoint.tree, number)
-        counted = optimizer_step(checkpoint.tree, number) if progress.step is None else None
+        progress = of_tree(checkpoint.tree, _number(checkpoint))
+        counted = optimizer_step(checkpoint.tree, _number(checkpoint)) if progress.step is None else None
         trains = any(is_optimizer(node) for at, node in iter_nodes(checkpoint.tree) if at)
         return Facts(checkpoint.format, size, progress, counted, trains)
 
@@ -546,10 +543,10 @@ def read_folder(path: Path, files: Sequence[str], *, needs_tensors: bool) -> Fac
         for member in members:
             if member.path.rpartition("/")[2] == TRAINER_STATE and member.checkpoint.format == FILE:
                 progress.complete(of_trainer_state(read_json(member.checkpoint)))
-        steps = (optimizer_step(member.checkpoint.tree, _number(member.checkpoint)) for member in members)
         counted = None if is_stated else origin["step"]
         if progress.step is None and counted is None:
-            counted = next((step for step in steps if step is not None), None)
+            checkpoints = (member.checkpoint for member in members)
+            counted = _first_known(optimizer_step(file.tree, _number(file)) for file in checkpoints)
         return Facts(origin["framework"] or "directory", bundle.size, progress, counted)
 
 
@@ -588,7 +585,7 @@ def read(place: Place) -> Row | None:
         return facts
 
     seals: dict[str, str] = {}
-    if any(name == INDEX or is_part(name) for name in place.files):
+    if any(map(_is_index, place.files)):
         attempt(lambda: seals.update(read_index(place.path).files))
         containers = [path for path in containers if not seals or path.name in seals]
         paths = [path for path in paths if path.suffix != CONTAINER or path in containers]
@@ -636,26 +633,23 @@ def _measure(row: Row, paths: Sequence[Path], copies: Sequence[Path]) -> None:
 
 
 def _read_originals(place: Place, containers: set[Path]) -> Facts | None:
-    # They import the readers, which take as long as a hundred containers.
-
     if not place.files:
         return read_file(place.path)
-    indexes = {name for name in place.files if name == INDEX or is_part(name)}
-    files = [name for name in place.files if place.path / name not in containers and name not in indexes]
+    files = [name for name in place.files if place.path / name not in containers and not _is_index(name)]
     return read_folder(place.path, files, needs_tensors=not containers) if files else None
+
+
+def _is_index(name: str) -> bool:
+    return name == INDEX or is_part(name)
 
 
 def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
     """Put together what the files say."""
-    record, error = row.record, None
-    progress, counted = Progress(), None
+    record, error = row.record, _total(facts.error for facts in heads)
+    progress = Progress()
     for facts in heads:
         progress.complete(facts.progress)
-        counted = facts.counted if counted is None else counted
         record.asked = record.asked or facts.asked
-        if facts.error is not None:
-            error = error or StepError()
-            error.merge(facts.error)
     if is_raw:
         record.kind = "raw"
     elif row.seals:
@@ -665,6 +659,7 @@ def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
     record.steps = None if error is None else step_figures(error)["steps"]
     record.seal = row.seals[0] if len(row.seals) == 1 else None
     record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
+    counted = _first_known(facts.counted for facts in heads)
     record.step, record.step_from = step_of(record.name, progress.step, counted)
     if record.epoch is None:
         record.epoch = epoch_in_name(record.name.rpartition("/")[2])
@@ -691,8 +686,7 @@ def runs(directory: str | os.PathLike[str]) -> Run:
     listed = {seal: row.record for row in rows for seal in row.seals}
     for row in rows:
         row.record.base = _base_of(row, listed, root)
-    records = sorted((row.record for row in rows), key=_order)
-    return Run(str(root), records, _kept(files.bases, rows))
+    return Run(str(root), sorted((row.record for row in rows), key=_order), _kept(files.bases, rows))
 
 
 def _joined(rows: Sequence[Row]) -> list[Row]:
@@ -720,28 +714,25 @@ def _container_of(raw: Row, containers: Mapping[Path, Row]) -> Row | None:
 
 def _are_one(container: RunRecord, raw: RunRecord) -> bool:
     """Whether a container was made from this checkpoint, and not from an earlier one of the same name."""
-    if container.damage is not None or raw.damage is not None:
-        return True
+    is_damaged = container.damage is not None or raw.damage is not None
     is_same_step = container.step == raw.step or container.step_from != raw.step_from
-    return is_same_step and container.bytes == raw.bytes
+    return is_damaged or (is_same_step and container.bytes == raw.bytes)
 
 
 def _join(container: Row, raw: Row) -> None:
     ours, theirs = container.record, raw.record
-    ours.raw = theirs.name if ours.raw is None else f"{ours.raw}, {theirs.name}"
+    ours.raw = ", ".join(name for name in (ours.raw, theirs.name) if name is not None)
     ours.raw_bytes += theirs.stored_bytes
     ours.damage = ours.damage or theirs.damage
     container.inodes |= raw.inodes
     if ours.step_from != "file" and theirs.step is not None:
         ours.step, ours.step_from = theirs.step, theirs.step_from
-    for name in ("epoch", "loss", "val_loss"):
-        if getattr(ours, name) is None:
-            setattr(ours, name, getattr(theirs, name))
+    _complete(ours, theirs, ("epoch", "loss", "val_loss"))
 
 
 def _order(record: RunRecord) -> tuple[object, ...]:
-    step, epoch = (math.inf if value is None else value for value in (record.step, record.epoch))
-    return record.run, step, epoch, record.time, record.name
+    progress = (math.inf if value is None else value for value in (record.step, record.epoch))
+    return record.run, *progress, record.time, record.name
 
 
 def _base_of(row: Row, listed: Mapping[str, RunRecord], root: Path) -> str | None:
@@ -752,10 +743,9 @@ def _base_of(row: Row, listed: Mapping[str, RunRecord], root: Path) -> str | Non
 
 def _found(container: Path, base: BaseRecord, record: RunRecord | None, root: Path) -> str:
     # Readers see what is beside the delta, and not what is listed in the folder of another run.
-    if record is not None and root / record.run == container.parent:
-        return record.name
+    is_beside = record is not None and root / record.run == container.parent
     try:
-        path = bases.find_base(container, base, bases.directories())
+        path = container if is_beside else bases.find_base(container, base, bases.directories())
     except InputError:
         return MISSING
     if record is not None:

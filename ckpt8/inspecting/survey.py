@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -45,16 +45,15 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs.companded8 import GROUP
-from ckpt8.compressing.plan import Plan
+from ckpt8.compressing.plan import Plan, read_elements
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
-from ckpt8.inspecting import tensors
 from ckpt8.inspecting.facts import shown_names
-from ckpt8.inspecting.tensors import describe, open_any
+from ckpt8.inspecting.tensors import budget, describe, open_any, windows
 
 FP16_ZERO = 2.0**-25
 """fp16 rounds numbers up to this one, half of its smallest, to zero."""
@@ -68,16 +67,8 @@ _VARIED_IN = 4096
 
 _BITS = {1: DType.UINT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
 _SUMMED = (
-    "numel",
-    "seen",
-    "nan",
-    "inf",
-    "nonzero",
-    "negative",
-    "fp16_zero",
-    "groups",
-    "zero_scales",
-    "subnormal_scales",
+    *("numel", "seen", "nan", "inf", "nonzero", "negative"),
+    *("fp16_zero", "groups", "zero_scales", "subnormal_scales"),
 )
 """The fields of a tally that are counts: those of slices add up."""
 
@@ -96,8 +87,7 @@ class Rows:
 
         ``reads_all`` says that the caller adds all elements, in several calls: rows may then be cut between two calls.
         """
-        stop = start + len(nonzero)
-        first, last = -(-start // self._row), stop // self._row
+        first, last = -(-start // self._row), (start + len(nonzero)) // self._row
         if first > last:  # within one row
             self._alive[start // self._row] |= nonzero.any()
         else:
@@ -205,44 +195,30 @@ class Tally:
         self.subnormal_scales += int(((halves > 0) & (halves.float() < _FP16_NORMAL)).sum())
 
 
-ReadBytes = Callable[[int, int, memoryview], None]
-"""Fills a buffer with bytes of the storage of that index, from that byte on."""
-
 _MOST_STRIDED = 16
 """The survey reads strided views of one storage up to this many times its length; it takes further ones for dense."""
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor over storage number ``storage``; of a slice, ``whole`` is the name of the whole tensor."""
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to read, over storage number ``storage``; of a slice, ``whole`` is the name of the whole tensor.
+
+    Elements count from its first one, over ``span`` elements of its storage. ``numel`` of them are its own: a strided
+    view leaves some of the span out.
+    """
 
     name: str
     role: Role
     storage: int
     ref: TensorRef
-    whole: str | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor to read. Elements count from its first one, over ``span`` elements of its storage.
-
-    ``numel`` of them are its own: a strided view leaves some of the span out.
-    """
-
-    view: View
     span: int
     numel: int
-
-    @property
-    def dtype(self) -> DType:
-        """Element type."""
-        return self.view.ref.dtype
+    whole: str | None = None
 
     @property
     def stop(self) -> int:
         """Where the span ends, in elements of the storage."""
-        return self.view.ref.offset + self.span
+        return self.ref.offset + self.span
 
     @property
     def is_dense(self) -> bool:
@@ -252,7 +228,7 @@ class Piece:
     @property
     def tensor(self) -> str:
         """The name of the whole tensor, whichever files its slices are in."""
-        return whole_name(self.view.name) if self.view.whole else self.view.name
+        return whole_name(self.name) if self.whole else self.name
 
     @cached_property
     def row(self) -> int:
@@ -260,22 +236,25 @@ class Piece:
 
         A slice has rows only if it has them whole.
         """
-        shape = self.view.ref.shape
-        suffix = self.view.name[len(self.view.whole) :].strip("[]").split(",")[1:] if self.view.whole else []
+        shape = self.ref.shape
+        suffix = self.name[len(self.whole) :].strip("[]").split(",")[1:] if self.whole else []
         if len(shape) < 2 or not self.is_dense or any(part != ":" for part in suffix):
             return 0
         row = prod(shape[1:])
-        return row if self.view.ref.stride[0] == row else 0
+        return row if self.ref.stride[0] == row else 0
 
-    def own(self, start: int, count: int) -> torch.Tensor:
-        """A mask of ``count`` elements of the span from ``start`` on: True for those of the tensor."""
+    def read(self, source: Bundle, start: int, count: int) -> torch.Tensor:
+        """Its elements, flat, in their own type, among ``count`` of the span from ``start`` on. Raises InputError."""
+        x = read_elements(source, source.storages[self.storage], self.ref.dtype, self.ref.offset + start, count)
+        if self.is_dense:
+            return x
         left = torch.arange(start, start + count, device="cpu")
         inside = torch.ones(count, dtype=torch.bool, device="cpu")
-        for stride, extent in _steps(self.view.ref):
+        for stride, extent in _steps(self.ref):
             index = left.div(stride, rounding_mode="floor")
             inside &= index < extent
             left -= index * stride
-        return inside & (left == 0)
+        return x[inside & (left == 0)]
 
 
 def _steps(ref: TensorRef) -> list[tuple[int, int]]:
@@ -293,28 +272,25 @@ def _is_nested(ref: TensorRef) -> bool:
     return True
 
 
-def make_pieces(views: Iterable[View]) -> list[Piece]:
-    """The views that add elements, in their given order."""
+def make_pieces(plan: Plan) -> list[Piece]:
+    """The tensors of a plan that add elements, in its order."""
     by_storage: dict[tuple[int, DType], list[tuple[int, Piece]]] = defaultdict(list)
-    for number, view in enumerate(views):
-        if view.ref.dtype.is_floating and 0 not in view.ref.shape:
-            by_storage[view.storage, view.ref.dtype].append((number, _piece(view)))
+    for number, (tensor, index) in enumerate(plan.tensors):
+        ref, steps = tensor.ref, _steps(tensor.ref)
+        if ref.dtype.is_floating and 0 not in ref.shape:
+            span = 1 + sum(stride * (size - 1) for stride, size in steps)
+            numel = prod(size for _, size in steps) if not is_dense(ref) and _is_nested(ref) else span
+            piece = Piece(tensor.name, tensor.role, index, ref, span, numel, tensor.whole)
+            by_storage[index, ref.dtype].append((number, piece))
     pieces = [numbered for views_of_storage in by_storage.values() for numbered in _without_inner(views_of_storage)]
     return [piece for _, piece in sorted(pieces, key=lambda numbered: numbered[0])]
-
-
-def _piece(view: View) -> Piece:
-    ref, steps = view.ref, _steps(view.ref)
-    span = 1 + sum(stride * (size - 1) for stride, size in steps)
-    exact = not is_dense(ref) and _is_nested(ref)
-    return Piece(view, span, prod(size for _, size in steps) if exact else span)
 
 
 def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, Piece]]:
     """The pieces of one storage, without elements that an earlier dense piece has."""
     reached = strided = 0
     most = _MOST_STRIDED * max(piece.stop for _, piece in pieces)
-    for number, piece in sorted(pieces, key=lambda piece: (piece[1].view.ref.offset, -piece[1].span, piece[0])):
+    for number, piece in sorted(pieces, key=lambda piece: (piece[1].ref.offset, -piece[1].span, piece[0])):
         if piece.stop <= reached:
             continue
         if not piece.is_dense:
@@ -322,63 +298,16 @@ def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, P
             if strided <= most:
                 yield number, piece
                 continue
-        exact = piece.is_dense and piece.view.ref.offset >= reached
-        yield number, piece if exact else _from(piece, max(reached, piece.view.ref.offset))
+        start = max(reached, piece.ref.offset)
+        yield number, piece if (piece.is_dense and start == piece.ref.offset) else _from(piece, start)
         reached = piece.stop
 
 
 def _from(piece: Piece, start: int) -> Piece:
     """The span of a piece from element ``start`` of its storage on, as a dense piece."""
     count = piece.stop - start
-    ref = replace(piece.view.ref, offset=start, shape=(count,), stride=(1,))
-    return Piece(replace(piece.view, ref=ref), count, count)
-
-
-class Subject:
-    """The pieces of a checkpoint; ``owners`` are the parameters whose moments are storages of their own.
-
-    ``parameters`` are rows of ``shown_names``, each with the indices of the storages of its moments; ``owners`` are
-    such rows, each with the pieces of its moments.
-    """
-
-    def __init__(
-        self, views: Iterable[View], parameters: Iterable[tuple[dict[str, Any], Iterable[int]]], read: ReadBytes
-    ) -> None:
-        self.pieces = make_pieces(views)
-        self._read = read
-        by_storage: dict[int, list[Piece]] = defaultdict(list)
-        for piece in self.pieces:
-            by_storage[piece.view.storage].append(piece)
-        rows = [(row, [by_storage[index] for index in moments]) for row, moments in parameters]
-        self.owners = [
-            (row, [pieces[0] for pieces in moments])
-            for row, moments in rows
-            if all(len(pieces) == 1 for pieces in moments)
-        ]
-
-    @property
-    def numel(self) -> int:
-        """Elements of all pieces."""
-        return sum(piece.numel for piece in self.pieces)
-
-    def read(self, piece: Piece, start: int, count: int) -> torch.Tensor:
-        """Elements of a piece, flat, in their own type, from ``count`` elements of its span. Raises InputError."""
-        size = piece.dtype.itemsize
-        buffer = bytearray(count * size)
-        self._read(piece.view.storage, (piece.view.ref.offset + start) * size, memoryview(buffer))
-        x = torch.frombuffer(buffer, dtype=torch.uint8).view(piece.dtype.torch)
-        return x if piece.is_dense else x[piece.own(start, count)]
-
-
-def subject_of(source: Bundle, plan: Plan, manifest: Manifest) -> Subject:
-    """All tensors of a source; ``manifest`` describes it."""
-
-    def read(storage: int, start: int, buffer: memoryview) -> None:
-        source.read_into(source.storages[storage].offset + start, buffer)
-
-    views = (View(tensor.name, tensor.role, index, tensor.ref, tensor.whole) for tensor, index in plan.tensors)
-    moments = (parameter.moments.values() for parameter in manifest.parameters)
-    return Subject(views, zip(shown_names(manifest), moments, strict=True), read)
+    ref = replace(piece.ref, offset=start, shape=(count,), stride=(1,))
+    return replace(piece, ref=ref, span=count, numel=count)
 
 
 _KINDS = (
@@ -404,16 +333,19 @@ Progress = Callable[[int], None]
 """Called after each window with the number of its bytes."""
 
 
-def survey(subject: Subject, *, full: bool, progress: Progress = lambda _: None) -> dict[str, Any]:
+def survey(
+    source: Bundle, plan: Plan, manifest: Manifest, *, full: bool, progress: Progress = lambda _: None
+) -> dict[str, Any]:
     """``flags``, sorted by kind and fraction, and ``sample``: {elements, of, full}, in elements of floating tensors.
 
-    The argument ``full`` makes the survey read every element. The ``full`` of ``sample`` says whether it has: a sample
-    of small tensors is all of them, too. Raises InputError.
+    ``manifest`` describes the source. The argument ``full`` makes the survey read every element. The ``full`` of
+    ``sample`` says whether it has: a sample of small tensors is all of them, too. Raises InputError.
     """
-    reading = _Survey(subject, None if full else tensors.budget(len(subject.pieces)), progress)
-    reading.read_all()
-    seen = sum(tally.seen for tally in reading.tallies.values())
-    return {"flags": reading.flags(), "sample": {"elements": seen, "of": subject.numel, "full": seen == subject.numel}}
+    pieces = make_pieces(plan)
+    reading = _Survey(source, None if full else budget(len(pieces)), progress)
+    reading.read_all(pieces, manifest)
+    seen, total = sum(tally.seen for tally in reading.tallies.values()), sum(piece.numel for piece in pieces)
+    return {"flags": reading.flags(), "sample": {"elements": seen, "of": total, "full": seen == total}}
 
 
 def survey_decoded(path: Path) -> dict[str, Any]:
@@ -421,53 +353,56 @@ def survey_decoded(path: Path) -> dict[str, Any]:
     with open_any(path) as source:
         # The plan is needed for tensors, roles and parameters. Its codecs do not matter: nothing is compressed.
         plan = plan_bundle(source, Policy())
-        return survey(subject_of(source, plan, describe(source, plan)), full=True)
+        return survey(source, plan, describe(source, plan), full=True)
 
 
 class _Survey:
-    """Tallies of all tensors of a subject. ``budget`` is the number of elements to read of each; None means all."""
+    """Tallies of the tensors of a source. ``budget`` is the number of elements to read of each; None means all."""
 
-    def __init__(self, subject: Subject, budget: int | None, progress: Progress) -> None:
-        self._subject = subject
-        self._budget = budget
-        self._progress = progress
+    def __init__(self, source: Bundle, budget: int | None, progress: Progress) -> None:
+        self._source, self._budget, self._progress = source, budget, progress
         self.tallies: dict[str, Tally] = {}
         self._parameter_of: dict[str, str] = {}
         self._rows: dict[str, Counter[str]] = defaultdict(Counter)
         self._by_digest: dict[tuple[Any, ...], list[Piece]] = defaultdict(list)
 
-    def read_all(self) -> None:
+    def read_all(self, pieces: Sequence[Piece], manifest: Manifest) -> None:
         """Read every piece once. Raises InputError."""
+        by_storage: dict[int, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            by_storage[piece.storage].append(piece)
         done: set[int] = set()
         # The moments of a parameter come one after the other: a row is dead if all of them are zero.
-        for parameter, moments in self._subject.owners:
-            name, rows = whole_name(parameter["name"]), _row_counter(moments)
+        for record, shown in zip(manifest.parameters, shown_names(manifest), strict=True):
+            stored = [by_storage[index] for index in record.moments.values()]
+            if any(len(pieces_there) != 1 for pieces_there in stored):
+                continue  # its moments are no storages of their own
+            moments = [piece for (piece,) in stored]
+            name, rows = whole_name(shown["name"]), _row_counter(moments)
             for piece in moments:
                 self._tally(piece, rows)
                 done.add(id(piece))
-                if parameter["named"]:
+                if shown["named"]:
                     self._parameter_of[piece.tensor] = name
             if rows is not None:
                 # This adds: other slices of the same parameter have rows, too.
                 self._rows[name].update(count=rows.count, seen=rows.seen, dead=rows.dead)
-        for piece in self._subject.pieces:
+        for piece in pieces:
             if id(piece) not in done:
                 self._tally(piece, None)
 
     def _tally(self, piece: Piece, rows: Rows | None) -> None:
-        tally = Tally(piece.view.role, piece.dtype, piece.numel)
+        tally = Tally(piece.role, piece.ref.dtype, piece.numel)
         # Windows of a weight do not follow its rows: a copy of another shape then has the same windows and digest.
         row = 0 if tally.role is Role.WEIGHT else piece.row
         reads_all = self._budget is None or piece.numel <= self._budget
-        for start, count in tensors.windows(piece.span, self._budget, row):
-            tally.add(self._subject.read(piece, start, count), start, rows, reads_all=reads_all)
-            self._progress(count * piece.dtype.itemsize)
+        for start, count in windows(piece.span, self._budget, row):
+            tally.add(piece.read(self._source, start, count), start, rows, reads_all=reads_all)
+            self._progress(count * piece.ref.dtype.itemsize)
         if _can_be_twin(piece) and tally.is_varied:
-            self._by_digest[piece.dtype, piece.numel, tally.digest.digest()].append(piece)
-        if piece.tensor in self.tallies:
-            self.tallies[piece.tensor].merge(tally)
-        else:
-            self.tallies[piece.tensor] = tally
+            self._by_digest[piece.ref.dtype, piece.numel, tally.digest.digest()].append(piece)
+        if (known := self.tallies.setdefault(piece.tensor, tally)) is not tally:
+            known.merge(tally)
 
     def flags(self) -> list[dict[str, Any]]:
         """All flags, by kind; within a kind those with the largest fraction first."""
@@ -482,18 +417,22 @@ class _Survey:
 
     def _twin_flags(self) -> Iterator[dict[str, Any]]:
         """Flags of weights that agree in all elements read. A survey of all elements compares them byte by byte."""
-        counts: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+        sums: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
         for pieces in self._by_digest.values():
             for twins in self._equal_groups(pieces):
                 names = tuple(dict.fromkeys(piece.tensor for piece in twins))
                 # Views of one storage are tied in the file, too. Slices of one tensor may repeat each other.
-                if len({piece.view.storage for piece in twins}) < 2 or len(names) < 2:
+                if len({piece.storage for piece in twins}) < 2 or len(names) < 2:
                     continue
                 first = twins[0]
-                compared = sum(count for _, count in tensors.windows(first.span, self._budget))
-                counts[names].update(compared=compared, numel=first.numel, nbytes=first.numel * first.dtype.itemsize)
-        for names, sums in counts.items():
-            yield _twin_flag(names, **sums)
+                compared = sum(count for _, count in windows(first.span, self._budget))
+                sums[names].update(compared=compared, numel=first.numel, nbytes=first.numel * first.ref.dtype.itemsize)
+        for names, total in sums.items():
+            compared, numel = total["compared"], total["numel"]
+            sampled = compared < numel
+            same = f"equal in the {compared:,} elements compared, of {numel:,}" if sampled else "byte-identical"
+            message = f"{same}; stored {len(names)} times, {size(total['nbytes'])} each: tied in the model?"
+            yield _flag("stored_twice", names, compared, compared, sampled=sampled, message=message)
 
     def _equal_groups(self, pieces: list[Piece]) -> list[list[Piece]]:
         """Pieces of one digest, in lists of those that are equal byte by byte; of a sample, in one list."""
@@ -503,24 +442,19 @@ class _Survey:
         for piece in pieces:
             equal = next((group for group in groups if self._are_equal(group[0], piece)), None)
             if equal is None:
-                groups.append([piece])
-            else:
-                equal.append(piece)
+                groups.append(equal := [])
+            equal.append(piece)
         return groups
 
     def _are_equal(self, one: Piece, other: Piece) -> bool:
+        both = ((one.read(self._source, *at), other.read(self._source, *at)) for at in windows(one.span, None))
         # As bytes, since a NaN equals no other value.
-        return all(
-            torch.equal(
-                self._subject.read(one, *window).view(torch.uint8), self._subject.read(other, *window).view(torch.uint8)
-            )
-            for window in tensors.windows(one.span, None)
-        )
+        return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in both)
 
 
 def _row_counter(moments: list[Piece]) -> Rows | None:
     """A counter of the rows of a parameter; None where its moments have no rows, rows of other lengths, or too many."""
-    shape, row = moments[0].view.ref.shape, moments[0].row
+    shape, row = moments[0].ref.shape, moments[0].row
     if not row or not 1 < shape[0] <= _MAX_ROWS or any(piece.row != row for piece in moments):
         return None
     return Rows(shape[0], row)
@@ -528,8 +462,8 @@ def _row_counter(moments: list[Piece]) -> Rows | None:
 
 def _can_be_twin(piece: Piece) -> bool:
     """Whether a piece may be a tied weight. Buffers may not: they are alike in every layer."""
-    name = piece.view.name.replace(":", ".").rpartition(".")[2]
-    return piece.view.role is Role.WEIGHT and piece.is_dense and piece.numel >= _MIN_TWIN and name not in BUFFERS
+    name = piece.name.replace(":", ".").rpartition(".")[2]
+    return piece.role is Role.WEIGHT and piece.is_dense and piece.numel >= _MIN_TWIN and name not in BUFFERS
 
 
 def _flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled: bool, message: str) -> dict[str, Any]:
@@ -583,11 +517,3 @@ def _row_flags(name: str, count: int, seen: int, dead: int) -> Iterator[dict[str
     if 0 < dead < seen:
         looked = f"{seen:,} rows" + (f" looked at, of {count:,}" if seen < count else "")
         yield _flag("dead_rows", name, dead, seen, sampled=seen < count, message=f"{dead:,} dead of {looked}")
-
-
-def _twin_flag(names: Sequence[str], compared: int, numel: int, nbytes: int) -> dict[str, Any]:
-    """The flag of tensors of ``numel`` elements and ``nbytes`` bytes each, equal in the ``compared`` elements."""
-    sampled = compared < numel
-    same = f"equal in the {compared:,} elements compared, of {numel:,}" if sampled else "byte-identical"
-    message = f"{same}; stored {len(names)} times, {size(nbytes)} each: tied in the model?"
-    return _flag("stored_twice", names, compared, compared, sampled=sampled, message=message)

@@ -4,21 +4,19 @@ The members are opened like checkpoints, which decodes their structure and no mo
 are facts: names, shapes, element types, places in storages, and the checksum fields.
 
 Roles and parameters are conclusions of the writer, which are compared with what the members show today. A writer may
-know less than today, or other names. So roles and names of parameters may differ, but they must not
-contradict the members, the codecs that follow from them, or each other. The numbers of a rule are facts.
+know less than today. So roles may differ, but they must not contradict the members, the codecs that follow from them,
+or each other. Names of parameters are not compared; the numbers of a rule are facts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
-from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.live_object import with_crc_fields
 from ckpt8.checkpoint.sources.opening import stored_bundle
-from ckpt8.checkpoint.tree import OpenCheckpoint
+from ckpt8.checkpoint.tree import NamedTensor, OpenCheckpoint
 from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.plan import views_of
 from ckpt8.compressing.planning import plan_members
@@ -42,27 +40,16 @@ from ckpt8.optim.cards import role_of
 
 _NUMBERS = ("step", "beta1", "beta2", "eps")
 _MEASURED = {Role.WEIGHT: "weight", Role.MOMENT1: "moment", Role.MOMENT2: "moment"}
-_ALWAYS_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Keys of moments that every version knows."""
-
-_MOST_PREFIXES = 8
-"""Components that a weight may have before the name of its parameter."""
 
 
-class View(NamedTuple):
-    """A tensor of a storage: the names that rules know it by, the first one its own, and its shape."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-
-Views = Mapping[int, Sequence[View]]
-"""The tensors of every storage of the container."""
-
-
-def role_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int, int], views: Views) -> Iterator[str]:
-    """Roles that contradict the tree, or the codec of their storage."""
-    policy = _policy(stated)
+def role_problems(
+    stated: Manifest, actual: Manifest, index_of: Mapping[int, int], views: Mapping[int, Sequence[NamedTensor]]
+) -> Iterator[str]:
+    """Roles that contradict the tree, or the codec of their storage; ``views`` are the tensors of every storage."""
+    try:
+        policy = Policy.of(stated.preset, [text if isinstance(text, str) else "" for text in stated.rules])
+    except UsageError:
+        policy = None  # this version does not know the preset or the rules
     shown = {other: actual.storages[index].role for index, other in index_of.items()}
     skeletons = {member.skeleton for member in stated.members}
     for index, record in enumerate(stated.storages):
@@ -75,17 +62,9 @@ def role_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int, int
             yield f"{record.name}: has the role {role.value} in the manifest, and {problem}"
 
 
-def _policy(stated: Manifest) -> Policy | None:
-    """The preset and the rules of a container; None where this version does not know them."""
-    try:
-        return Policy.of(stated.preset, [text if isinstance(text, str) else "" for text in stated.rules])
-    except UsageError:
-        return None
-
-
-def _codec_problem(record: StorageRecord, views: Sequence[View], policy: Policy) -> str | None:
+def _codec_problem(record: StorageRecord, views: Sequence[NamedTensor], policy: Policy) -> str | None:
     """Why a storage of this role does not have its codec from the preset, or None."""
-    codec, paths = codec_from_config(record.codec), [name for view in views for name in view.names]
+    codec, paths = codec_from_config(record.codec), [path for view in views for path in view.paths]
     if policy.has_rule(paths):
         return None
     kind = "weight" if codec.copied is not None or codec.measured_as == "lattice" else codec.measured_as
@@ -93,105 +72,54 @@ def _codec_problem(record: StorageRecord, views: Sequence[View], policy: Policy)
         return f"is encoded as a {kind}"
     if kind is None and record.reason is None and views:
         spec = TensorSpec(record.name, record.role, record.dtype, (record.numel,))
-        wanted, reason = policy.choose(spec, paths, [view.shape for view in views])
+        wanted, reason = policy.choose(spec, paths, [view.ref.shape for view in views])
         return "is lossless for no reason" if reason or wanted.measured_as is not None else None
     return None
 
 
-def parameter_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int, int], views: Views) -> Iterator[str]:
-    """Parameters with moments of another one, with another name or other numbers, and moments of no parameter."""
+def parameter_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int, int]) -> Iterator[str]:
+    """Parameters that share a moment, have a moment of another slot or parameter, or other numbers in their rule."""
     owners = {
         index_of[index]: (parameter, slot)
         for parameter in actual.parameters
         for slot, index in parameter.moments.items()
         if index in index_of
     }
-    names = _PossibleNames(views)
     taken: set[int] = set()
     for parameter in stated.parameters:
-        moments = parameter.moments.values()
+        moments = list(parameter.moments.values())
         if not taken.isdisjoint(moments) or len(set(moments)) < len(moments):
             yield f"{parameter.name}: shares a moment with another parameter in the manifest"
         taken.update(moments)
-        if problem := _slot_problem(parameter, stated, owners):
+        if problem := _parameter_problem(parameter, stated, owners):
             yield f"{parameter.name}: {problem}"
-            continue
-        owner = next((owners[index][0] for index in moments if index in owners), None)
-        if owner is not None:
-            if problem := _number_problem(parameter, owner):
-                yield f"{parameter.name}: {problem}"
-            tensors = [view for index in moments for view in views.get(index, ())]
-            if not names.fits(parameter.name, owner.name, tensors):
-                yield f"{parameter.name}: is a parameter of the manifest, which the file in it calls {owner.name}"
-    for index in owners:
-        lossy = codec_from_config(stated.storages[index].codec).measured_as is not None
-        if lossy and index not in taken and _is_always_moment(views.get(index, ())):
-            yield f"{stated.storages[index].name}: is a moment of no parameter in the manifest"
 
 
-def _is_always_moment(views: Sequence[View]) -> bool:
-    return any(view.names[0].endswith(tuple(f".{key}" for key in _ALWAYS_MOMENTS)) for view in views)
-
-
-def _slot_problem(
+def _parameter_problem(
     parameter: ParameterRecord, stated: Manifest, owners: Mapping[int, tuple[ParameterRecord, str]]
 ) -> str | None:
-    """Why the moments of a parameter cannot be its own, or None."""
-    parameters: set[int] = set()
+    """Why the moments or the rule of a parameter cannot be its own, or None."""
+    known = {}
     for slot, index in parameter.moments.items():
-        record, (owner, known) = stated.storages[index], owners.get(index, (None, slot))
-        if known != slot:
-            return f"{record.name} is its {slot} in the manifest, and its {known} in the file in it"
+        record, (owner, slot_there) = stated.storages[index], owners.get(index, (None, slot))
+        if slot_there != slot:
+            return f"{record.name} is its {slot} in the manifest, and its {slot_there} in the file in it"
         if record.role not in (Role.OTHER, role_of(slot)):
             return f"{record.name} is its {slot}, and has the role {record.role.value} in the manifest"
-        parameters.update(() if owner is None else [id(owner)])
-    return "has moments of several parameters in the manifest" if len(parameters) > 1 else None
-
-
-def _number_problem(parameter: ParameterRecord, owner: ParameterRecord) -> str | None:
-    """The first number of its rule that is another one, or None."""
-    mine, theirs = parameter.rule, owner.rule
-    if not mine or not theirs or mine.get("kind") != theirs.get("kind"):
-        return None
-    other = next((key for key in _NUMBERS if mine.get(key) != theirs.get(key)), None)
-    return other and f"{other} {mine.get(other)!r} in the manifest, {theirs.get(other)!r} in the file in it"
-
-
-class _PossibleNames:
-    """Whether a parameter may have a name: that of today, the place of its state, or that of a weight like it."""
-
-    def __init__(self, views: Views) -> None:
-        self._views = views
-        self._known: set[tuple[str, tuple[int, ...]]] | None = None
-
-    def fits(self, name: str, today: str, moments: Collection[View]) -> bool:
-        """Whether ``name`` fits, where the tensors of the parameter are ``moments`` and ``today`` is its name now."""
-        if name == today or _is_place(name, moments):
-            return True
-        bare, other = split_member(name)[1], split_member(today)[1]
-        if _is_place(today, moments):
-            return any((bare, view.shape) in self._weights() for view in moments)
-        return f".{bare}".endswith(f".{other}") or f".{other}".endswith(f".{bare}")
-
-    def _weights(self) -> set[tuple[str, tuple[int, ...]]]:
-        """The ends of all names, with the shapes of their tensors."""
-        if self._known is None:
-            self._known = set()
-            for view in (view for views in self._views.values() for view in views):
-                parts = split_member(view.names[0])[1].split(".", _MOST_PREFIXES)
-                self._known |= {(".".join(parts[at:]), view.shape) for at in range(len(parts))}
-        return self._known
-
-
-def _is_place(name: str, moments: Collection[View]) -> bool:
-    """Whether a name is the place of the state that holds ``moments``."""
-    return any(view.names[0].startswith(f"{name}.") for view in moments)
+        if owner is not None:
+            known[id(owner)] = owner
+    if len(known) > 1:
+        return "has moments of several parameters in the manifest"
+    for owner in known.values():
+        mine, theirs = parameter.rule or {}, owner.rule or {}
+        for key in _NUMBERS if mine.get("kind") == theirs.get("kind") else ():
+            if mine.get(key) != theirs.get(key):
+                return f"{key} {mine.get(key)!r} in the manifest, {theirs.get(key)!r} in the file in it"
+    return None
 
 
 _KEPT = (FILE, SYMLINK, DIRECTORY)
 _FACTS = ("dtype", "shape", "stride", "offset", "flags")
-
-MANIFEST, FILE_INSIDE = "the manifest", "the file in it"
 
 
 def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
@@ -203,17 +131,13 @@ def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
     bundle = stored_bundle(reader, workers, decode=False)
     plan = plan_members(bundle, Policy.of("lossless"))
     actual = describe(bundle, plan)
-    pairs = _Pairs(stated, actual, MANIFEST, FILE_INSIDE)
-    views = {
-        pairs.index_of[index]: [View(view.paths, view.ref.shape) for view in views]
-        for index, views in views_of(plan.tensors).items()
-        if index in pairs.index_of
-    }
+    pairs = _Pairs(stated, actual, "the manifest", "the file in it")
+    views = {pairs.index_of.get(index, -1): tensors for index, tensors in views_of(plan.tensors).items()}
     problems = chain(
         pairs.differences(),
         _checksum_problems(stated, bundle),
         role_problems(stated, actual, pairs.index_of, views),
-        parameter_problems(stated, actual, pairs.index_of, views),
+        parameter_problems(stated, actual, pairs.index_of),
     )
     for problem in problems:
         raise InputError(f"{reader.path}: {problem}; the manifest does not belong to what the container holds")
@@ -244,7 +168,10 @@ class _Pairs:
                 self._pair(other, member)
 
     def _pair(self, stated: MemberRecord, actual: MemberRecord) -> None:
-        mine, theirs = _places(self._stated, stated), _places(self._found, actual)
+        mine, theirs = (
+            [((offset, manifest.storages[index].nbytes), index) for offset, index in member.segments]
+            for manifest, member in ((self._stated, stated), (self._found, actual))
+        )
         if [place for place, _ in mine] == [place for place, _ in theirs]:
             self.index_of |= {index: other for (_, other), (_, index) in zip(mine, theirs, strict=True)}
             return
@@ -281,7 +208,8 @@ class _Pairs:
         for fact in _FACTS:
             mine, theirs = getattr(stated, fact), getattr(actual, fact)
             if mine != theirs and (fact != "flags" or sorted(mine) != sorted(theirs)):
-                return f"{fact} {_shown(mine)} in {self._here}, {_shown(theirs)} in {self._there}"
+                texts = [value.label if isinstance(value, DType) else value for value in (mine, theirs)]
+                return f"{fact} {texts[0]} in {self._here}, {texts[1]} in {self._there}"
         expected = self.index_of[actual.storage]
         if stated.storage != expected:
             names = [self._stated.storages[index].name for index in (stated.storage, expected)]
@@ -293,23 +221,16 @@ class _Pairs:
         seen = {tensor.storage for tensor in self._found.tensors}
         for index, other in self.index_of.items():
             mine, theirs = storages[other], self._found.storages[index]
-            if index in seen and mine.name != theirs.name:
+            if index not in seen:
+                continue
+            if mine.name != theirs.name:
                 yield f"{mine.name}: is the storage {theirs.name!r} in {self._there}"
-            elif index in seen and mine.dtype not in (theirs.dtype, DType.UINT8):
+            elif mine.dtype not in (theirs.dtype, DType.UINT8):
                 yield f"{mine.name}: dtype {mine.dtype.label} in {self._here}, {theirs.dtype.label} in {self._there}"
         owned = {index for member in self._stated.members for _, index in [*member.segments, [0, member.skeleton]]}
         for index, record in enumerate(storages):
             if index not in owned and index not in taken:
                 yield f"{record.name}: is a storage of no member"
-
-
-def _places(manifest: Manifest, member: MemberRecord) -> list[tuple[tuple[int, int], int]]:
-    """Offset and length of every storage of a member, with its index."""
-    return [((offset, manifest.storages[index].nbytes), index) for offset, index in member.segments]
-
-
-def _shown(value: object) -> object:
-    return value.label if isinstance(value, DType) else value
 
 
 def _checksum_problems(stated: Manifest, bundle: Bundle) -> Iterator[str]:

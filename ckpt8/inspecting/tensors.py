@@ -58,8 +58,7 @@ def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
     """
     with open_source(path, containers=containers) as bundle:
         # A distributed checkpoint is one even where no tensor in it has elements.
-        known = bundle.holds_tensors or bool(bundle.distributed)
-        if bundle.directory is not None and not known:
+        if bundle.directory is not None and not (bundle.holds_tensors or bool(bundle.distributed)):
             raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
         yield bundle
 
@@ -132,8 +131,7 @@ class ChunkSampling:
     @classmethod
     def of(cls, tensors: int, *, full: bool) -> ChunkSampling:
         """For a checkpoint of ``tensors`` tensors: a container decodes a chunk to show any of it."""
-        chunks = max(1, min(_MOST_CHUNKS, _CHUNKS_IN_ALL // max(tensors, 1)))
-        return cls(None if full else PER_CHART, chunks)
+        return cls(None if full else PER_CHART, max(1, min(_MOST_CHUNKS, _CHUNKS_IN_ALL // max(tensors, 1))))
 
     def __call__(self, numel: int) -> list[tuple[int, list[slice]]]:
         """Chunks of a tensor of ``numel`` elements, and the windows of each, in elements from its beginning."""
@@ -275,8 +273,7 @@ class TensorSource:
         values = self._data.elements(piece, start, stop)
         if tensor.scale is None:
             return values if values.dtype is torch.float64 else values.float()
-        rows = tensor.scale.numel
-        row = piece.numel // rows
+        row = piece.numel // tensor.scale.numel
         first, last = start // row, (stop - 1) // row + 1
         scales = self._data.elements(tensor.scale, first, last).float().repeat_interleave(row)
         return values.float() * scales[start - first * row : stop - first * row]
@@ -435,8 +432,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor, y: torch.Tens
     if a.dtype != b.dtype or a.dtype not in (torch.int64, torch.uint64):
         return wide
     # Modulo 2^64, and so exact if the difference is small enough.
-    exact = (b.view(torch.int64) - a.view(torch.int64)).double()
-    return torch.where(wide.abs() < _EXACT, exact, wide)
+    return torch.where(wide.abs() < _EXACT, (b.view(torch.int64) - a.view(torch.int64)).double(), wide)
 
 
 def _add_energy(into: Change, x: torch.Tensor, difference: torch.Tensor | None) -> None:

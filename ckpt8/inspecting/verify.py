@@ -296,8 +296,7 @@ class Originals:
         source = MemberSource(reader, ByteRange(reader.path, 0, member.size), partial(self._member_file, reader))
         stored = read_member(reader, 0, source)
         places = {(offset, reader.manifest.storages[index].nbytes): index for offset, index in member.segments}
-        original = _Original(self.data, stored, places, refs)
-        return Bundle(self.path, [DirectoryMember(member.path, original)])
+        return Bundle(self.path, [DirectoryMember(member.path, _Original(self.data, stored, places, refs))])
 
 
 class _Original:
