@@ -197,8 +197,7 @@ def _measure_again(stored: Stored, original: Path) -> list[str]:
             for reader, measured in measure_ranks(stored, originals, workers):
                 measured.replace_stated(reader.manifest)
                 differing += measured.differing
-            lines = differing_values(stored, originals, workers)
-            return differing + [line.partition(": differs")[0] for line in lines]
+            return differing + [line.partition(": differs")[0] for line in differing_values(stored, originals, workers)]
 
 
 def _facts(manifest: Manifest, size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -33,6 +33,9 @@ from ckpt8.inspecting.tensors import Change, measure
 
 _LARGEST = 1 << 63
 _LONGEST_TEXT = 1000
+
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,8 @@ def _plain(value: Any) -> Any:
     """For ``--json``: short plain values as they are, all others as text."""
     if isinstance(value, str):
         return value if len(value) <= _LONGEST_TEXT else value[:_LONGEST_TEXT] + "…"
-    if isinstance(value, int):
-        return value if abs(value) < _LARGEST else text(value)
-    if isinstance(value, float):
-        return value if math.isfinite(value) else text(value)
-    return None if value is None else text(value)
+    is_number = isinstance(value, (int, float)) and abs(value) < (_LARGEST if isinstance(value, int) else math.inf)
+    return value if value is None or is_number else text(value)
 
 
 def _facts(tensor: Tensor) -> dict[str, Any]:
@@ -159,16 +159,22 @@ class Difference:
 
         Beside the figures of ``Change`` these are ``tensors``, ``identical`` ones, and the name of the ``worst``.
         """
-        totals = _totals((tensor for tensor in self.tensors if not tensor.is_tied), lambda tensor: tensor.role)
+        totals = self._totals(lambda tensor: tensor.role)
         return {role: totals[role] for role in Role if role in totals}
 
     def layers(self, role: Role) -> dict[str | None, dict[str, Any]]:
         """Such sums by layer, the largest change first; None stands for parameters without names."""
-        totals = _totals(
-            (tensor for tensor in self.tensors if tensor.role is role and not tensor.is_tied),
-            lambda tensor: tensor.layer,
-        )
+        totals = self._totals(lambda tensor: tensor.layer, (role,))
         return dict(sorted(totals.items(), key=lambda item: -_or_infinite(item[1]["relative"])))
+
+    def _totals(
+        self, key: Callable[[TensorDifference], K], roles: Collection[Role] = tuple(Role)
+    ) -> dict[K, dict[str, Any]]:
+        groups: dict[K, list[TensorDifference]] = defaultdict(list)
+        for tensor in self.tensors:
+            if tensor.role in roles and not tensor.is_tied:
+                groups[key(tensor)].append(tensor)
+        return {name: _total(group) for name, group in groups.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values.
@@ -217,24 +223,16 @@ def _or_infinite(relative: float | None) -> float:
     return math.inf if relative is None else relative
 
 
-K = TypeVar("K", bound=Hashable)
-
-
-def _totals(tensors: Iterable[TensorDifference], key: Callable[[TensorDifference], K]) -> dict[K, dict[str, Any]]:
-    groups: dict[K, list[TensorDifference]] = defaultdict(list)
-    for tensor in tensors:
-        groups[key(tensor)].append(tensor)
-    return {name: _total(group) for name, group in groups.items()}
-
-
 def _total(group: list[TensorDifference]) -> dict[str, Any]:
-    total = Change()
-    for change in (tensor.change for tensor in group if tensor.change is not None):
-        total.merge(change)
-    worst = max(group, key=_relative)
-    identical = sum(tensor.identical for tensor in group)
-    name = None if worst.identical else worst.a.name
-    return {"tensors": len(group), "identical": identical, "worst": name, **total.to_json()}
+    total, worst = Change(), max(group, key=_relative)
+    for tensor in group:
+        total.merge(tensor.change or Change())
+    return {
+        "tensors": len(group),
+        "identical": sum(tensor.identical for tensor in group),
+        "worst": None if worst.identical else worst.a.name,
+        **total.to_json(),
+    }
 
 
 _READ = 4 * FRAME
@@ -266,9 +264,16 @@ def make_pair(a: Tensor, b: Tensor) -> Pair:
     """Pair two tensors of one shape. Raises InputError if both repeat more elements than they store, in two ways."""
     first, second, repeat = a.ref, b.ref, 1
     if not (first.is_contiguous and second.is_contiguous):
-        first, second, repeat = _collapsed(first, second)
-        order = sorted(range(len(first.shape)), key=lambda dim: -first.stride[dim])
-        first, second = _permuted(first, order), _permuted(second, order)
+        # Of dimensions that both only repeat, one index is read.
+        dims = range(len(first.shape))
+        repeated = {dim for dim in dims if first.shape[dim] > 1 and first.stride[dim] == second.stride[dim] == 0}
+        repeat = prod(first.shape[dim] for dim in repeated)
+        shape = [1 if dim in repeated else first.shape[dim] for dim in dims]
+        order = sorted(dims, key=lambda dim: -first.stride[dim])
+        first, second = (
+            replace(ref, shape=tuple(shape[dim] for dim in order), stride=tuple(ref.stride[dim] for dim in order))
+            for ref in (first, second)
+        )
         if _is_expanded(a, first) and _is_expanded(b, second):
             if first.stride != second.stride:
                 a.part.data.check_extent(a.name, first)
@@ -277,19 +282,6 @@ def make_pair(a: Tensor, b: Tensor) -> Pair:
     if a.ref.dtype in OPAQUE or b.ref.dtype in OPAQUE:
         first, second = _as_bytes(first), _as_bytes(second)
     return Pair(a, b, first, second, repeat)
-
-
-def _collapsed(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef, int]:
-    """Both with size 1 in dimensions that both only repeat, and how often these repeat every element."""
-    dims = range(len(a.shape))
-    repeated = {dim for dim in dims if a.shape[dim] > 1 and a.stride[dim] == b.stride[dim] == 0}
-    shape = tuple(1 if dim in repeated else a.shape[dim] for dim in dims)
-    return replace(a, shape=shape), replace(b, shape=shape), prod(a.shape[dim] for dim in repeated)
-
-
-def _permuted(ref: TensorRef, order: Sequence[int]) -> TensorRef:
-    shape, stride = (tuple(values[dim] for dim in order) for values in (ref.shape, ref.stride))
-    return replace(ref, shape=shape, stride=stride)
 
 
 def _is_expanded(tensor: Tensor, ref: TensorRef) -> bool:
@@ -307,9 +299,7 @@ def compare(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> list
     changes = [Change() for _ in pairs]
     for number, change in workers.map(_measure, _pieces(pairs, progress), ahead=0):
         changes[number].merge(change)
-    return [
-        change if pair.repeat == 1 else change.times(pair.repeat) for change, pair in zip(changes, pairs, strict=True)
-    ]
+    return [change.times(pair.repeat) for change, pair in zip(changes, pairs, strict=True)]
 
 
 def _measure(piece: _Piece) -> tuple[int, Change]:
@@ -331,42 +321,28 @@ def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
 
     for number in sorted(range(len(pairs)), key=place):
         pair = pairs[number]
-        numel = pair.first.numel
-        if not (numel or pair.a.part.crcs or pair.b.part.crcs):
+        if not (pair.first.numel or pair.a.part.crcs or pair.b.part.crcs):
             continue  # nothing to read, and no checksum of nothing
-        views = _View(pair.a, pair.first, progress), _View(pair.b, pair.second, progress)
-        opaque = pair.first.dtype is DType.UINT8 and pair.a.ref.dtype in OPAQUE
-        itemsize = pair.a.ref.dtype.itemsize if opaque else 0
-        for start in range(0, numel, _READ):
-            a, b = (view.read(start, min(start + _READ, numel)) for view in views)
+        itemsize = pair.a.ref.dtype.itemsize if pair.first.dtype is DType.UINT8 and pair.a.ref.dtype in OPAQUE else 0
+        blocks = _blocks(pair.a, pair.first, progress), _blocks(pair.b, pair.second, progress)
+        for a, b in zip(*blocks, strict=True):
             for at in range(0, len(a), FRAME):
                 yield number, itemsize, a[at : at + FRAME], b[at : at + FRAME]
-        for view in views:
-            view.finish()
 
 
-class _View:
-    """Reads a tensor block by block, and checks its bytes if the source states a checksum for exactly these."""
-
-    def __init__(self, tensor: Tensor, ref: TensorRef, progress: Progress) -> None:
-        self._tensor, self._ref, self._progress = tensor, ref, progress
-        whole = ref.is_contiguous and not ref.offset and ref.nbytes == tensor.part.data.storage(ref.key).nbytes
-        self._expected = tensor.part.crcs.get(ref.key) if (whole and not (ref.conj or ref.neg)) else None
-        self._crc = 0
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop``. The caller reads every block once, in order. Raises InputError."""
-        block = self._tensor.part.data.elements(self._ref, start, stop)
-        if self._expected is not None:
-            self._crc = crc32(bytes_of(block), self._crc)
-        self._progress((stop - start) * self._ref.dtype.itemsize)
-        return block
-
-    def finish(self) -> None:
-        """Raise InputError unless all blocks together have the stated checksum."""
-        if self._expected is not None and self._crc != self._expected:
-            where = f"{self._tensor.part.data.label}: {self._tensor.name}"
-            raise InputError(f"{where}: checksum and bytes do not match; the file is damaged")
+def _blocks(tensor: Tensor, ref: TensorRef, progress: Progress) -> Iterator[torch.Tensor]:
+    """The elements of a tensor, _READ at a time. Raises InputError if the source states another checksum of them."""
+    data, numel, crc = tensor.part.data, ref.numel, 0
+    whole = ref.is_contiguous and not ref.offset and ref.nbytes == data.storage(ref.key).nbytes
+    expected = tensor.part.crcs.get(ref.key) if whole and not (ref.conj or ref.neg) else None
+    for start in range(0, numel, _READ):
+        block = data.elements(ref, start, min(start + _READ, numel))
+        if expected is not None:
+            crc = crc32(bytes_of(block), crc)
+        progress(len(block) * ref.dtype.itemsize)
+        yield block
+    if expected is not None and crc != expected:
+        raise InputError(f"{data.label}: {tensor.name}: checksum and bytes do not match; the file is damaged")
 
 
 V = TypeVar("V")
@@ -431,7 +407,11 @@ def _split(a: Mapping[str, V], b: Mapping[str, V]) -> tuple[list[tuple[V, V]], l
 
 def _compare_tensors(difference: Difference, mine: Found, theirs: Found, workers: Workers, progress: Progress) -> None:
     both, difference.tensors_only_a, difference.tensors_only_b = _split(mine.tensors, theirs.tensors)
-    pairs = {k: make_pair(a, b) for k, (a, b) in enumerate(both) if _comparable(a, b)}
+    pairs = {
+        k: make_pair(a, b)
+        for k, (a, b) in enumerate(both)
+        if a.ref.shape == b.ref.shape and (a.ref.dtype is b.ref.dtype or OPAQUE.isdisjoint((a.ref.dtype, b.ref.dtype)))
+    }
     changes: dict[int, Change] = dict(zip(pairs, compare(list(pairs.values()), workers, progress), strict=True))
     for k, (a, b) in enumerate(both):
         change = changes.get(k)
@@ -444,15 +424,10 @@ def _compare_tensors(difference: Difference, mine: Found, theirs: Found, workers
     ]
 
 
-def _comparable(a: Tensor, b: Tensor) -> bool:
-    has_numbers = OPAQUE.isdisjoint((a.ref.dtype, b.ref.dtype))
-    return a.ref.shape == b.ref.shape and (a.ref.dtype is b.ref.dtype or has_numbers)
-
-
 def _numbers(a: Tensor, b: Tensor) -> tuple[float, float] | None:
     """The values of two tensors of one element, such as steps; None if one of them is no number."""
-    data = ((tensor.part.data, tensor.ref) for tensor in (a, b))
-    first, second = (read_scalar(source, source.storage(ref.key), ref) for source, ref in data)
+    places = ((tensor.part.data, tensor.ref) for tensor in (a, b))
+    first, second = (read_scalar(data, data.storage(ref.key), ref) for data, ref in places)
     return None if first is None or second is None else (first, second)
 
 
@@ -487,11 +462,7 @@ def _same_bytes(a: Checkpoint, b: Checkpoint, progress: Progress) -> bool:
 
 def _json_values(path: str, tree: Any) -> Found:
     """The values of a JSON file, with paths below that of the file."""
-    side = Found()
-    is_leaf = Leaves()
-    taken: dict[str, int] = {}
-    for place, node in iter_nodes(tree, path, is_leaf):
-        if is_leaf(node):
-            name = unique_name(f"{path}:{format_path(place)}", taken)
-            side.values[name] = name, node
-    return side
+    is_leaf, taken = Leaves(), dict[str, int]()
+    nodes = ((place, node) for place, node in iter_nodes(tree, path, is_leaf) if is_leaf(node))
+    names = ((unique_name(f"{path}:{format_path(place)}", taken), node) for place, node in nodes)
+    return Found(values={name: (name, node) for name, node in names})

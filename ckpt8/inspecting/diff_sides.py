@@ -14,10 +14,12 @@ establish. Without a name there is no match.
 
 from __future__ import annotations
 
-from collections import ChainMap, Counter, defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
+from operator import eq
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,9 +91,9 @@ class Side:
 
 def make_sides(a: Bundle, b: Bundle) -> tuple[Side, Side]:
     """Both sides of two open sources. Raises InputError for damage, and for slices by rank that only one side has."""
-    layouts = layout_of(a), layout_of(b)
-    together = None not in layouts and (layouts[0] != layouts[1] or layouts[0] == PER_RANK)
-    return _make(a, layouts[0], together=together), _make(b, layouts[1], together=together)
+    one, other = layout_of(a), layout_of(b)
+    together = one is not None and other is not None and (one != other or one == PER_RANK)
+    return _make(a, one, together=together), _make(b, other, together=together)
 
 
 def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
@@ -108,17 +110,12 @@ def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
         _add_members(side, present, members)
     if not side.parts:
         raise InputError(f"{members.path}: holds no checkpoint that can be read; give one that does")
-    trees = (
-        node
-        for part in side.parts
-        for _, node in iter_nodes(part.data.tree, leaves=frozenset())
-        if isinstance(node, Mapping)
-    )
-    codes = next((names for names in map(quantised_weights, trees) if names), None)
-    if codes:
-        side.notes.append(
-            f"{codes[0]}: quantised for inference; its codes are compared as integers or floats, without their scales"
-        )
+    nodes = (node for part in side.parts for _, node in iter_nodes(part.data.tree, leaves=frozenset()))
+    codes = (names[0] for node in nodes if isinstance(node, Mapping) and (names := quantised_weights(node)))
+    side.notes += [
+        f"{name}: quantised for inference; its codes are compared as integers or floats, without their scales"
+        for name in islice(codes, 1)
+    ]
     return side
 
 
@@ -132,7 +129,7 @@ def _add_members(side: Side, present: list[DirectoryMember], members: Bundle) ->
         content = assemble_distributed(Bundle(members.path, files, ""))
         folder = files[0].path.rpartition("/")[0]
         folders.add(f"{folder}/{METADATA}" if folder else METADATA)
-        crcs = [_crcs(side, file.checkpoint, f"{file.path}/") for file in files]
+        crcs = (_crcs(side, file.checkpoint, f"{file.path}/") for file in files)
         side.parts.append(Part(folder, content.data, content.data, dict(ChainMap(*crcs))))
         side.notes += content.notes
     others = (member for member in present if not isinstance(member, DcpMember) and member.path not in folders)
@@ -186,10 +183,9 @@ class Leaves:
         return kind not in (TensorRef, StorageRef)
 
     def _is_flat(self, values: Any) -> bool:
-        known = self._flat.get(id(values))
-        if known is None:
-            known = self._flat[id(values)] = all(type(value) in _SCALARS for value in values)
-        return known
+        if id(values) not in self._flat:
+            self._flat[id(values)] = all(type(value) in _SCALARS for value in values)
+        return self._flat[id(values)]
 
 
 class Equality:
@@ -202,21 +198,16 @@ class Equality:
     def __call__(self, a: Any, b: Any) -> bool:
         """Whether ``a`` and ``b`` are the same."""
         if type(a) is not type(b):
-            return _is_empty_dictionary(a) and _is_empty_dictionary(b)
+            return all(type(value) in _DICTIONARIES and not value for value in (a, b))
         if type(a) not in (*_SEQUENCES, Inert):
             return _mark(a) == _mark(b)
         pair = id(a), id(b)
         if pair not in self._known:
             if type(a) is Inert:
-                same = a.name == b.name and sorted(map(_mark, a.items)) == sorted(map(_mark, b.items))
+                self._known[pair] = a.name == b.name and sorted(map(_mark, a.items)) == sorted(map(_mark, b.items))
             else:
-                same = len(a) == len(b) and all(_mark(x) == _mark(y) for x, y in zip(a, b, strict=True))
-            self._known[pair] = same
+                self._known[pair] = len(a) == len(b) and all(map(eq, map(_mark, a), map(_mark, b)))
         return self._known[pair]
-
-
-def _is_empty_dictionary(value: Any) -> bool:
-    return type(value) in _DICTIONARIES and not value
 
 
 def _mark(value: Any) -> tuple[str, Any]:
@@ -228,7 +219,7 @@ def _mark(value: Any) -> tuple[str, Any]:
         return kind, (value.real.hex(), value.imag.hex())
     if isinstance(value, Global):
         return kind, value.name
-    return kind, 0 if value is None or _is_empty_dictionary(value) else value
+    return kind, 0 if value is None or isinstance(value, _DICTIONARIES) else value
 
 
 def text(value: Any) -> str:
@@ -325,8 +316,7 @@ def join(base: str, name: object) -> str:
 
 def naming(side: Side) -> Naming:
     """Find the models and optimizers of a source, and the names of their parameters. Raises InputError."""
-    members = [(part.path, part.checkpoint) for part in side.parts] + list(side.files.items())
-    weight_names = NamesFromWeights(members)
+    weight_names = NamesFromWeights([*((part.path, part.checkpoint) for part in side.parts), *side.files.items()])
     evident = evident_weights(*(part.data.tree for part in side.parts))
     candidates = [(part, *find(part.data.tree, evident)) for part in side.parts]
     result = Naming(
@@ -335,9 +325,8 @@ def naming(side: Side) -> Naming:
     )
     for optimizer in result.optimizers:
         plain = plain_names(optimizer.names.values())
-        for key, state in optimizer.states():
-            if key in optimizer.names:
-                result.state_owners[id(state)] = plain[optimizer.names[key]]
+        states = ((id(state), optimizer.names[key]) for key, state in optimizer.states() if key in optimizer.names)
+        result.state_owners.update((state, plain[name]) for state, name in states)
     for model in result.models:
         # With several models, a name alone does not say which one is meant.
         known = plain_names(model.names) if len(result.models) == 1 else model.names
@@ -348,13 +337,12 @@ def naming(side: Side) -> Naming:
 def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
     models: dict[str, list[tuple[Part, Candidate]]] = defaultdict(list)
     for part, candidate in candidates:
-        is_shard = candidate.path == TOP_LEVEL
-        label = f"{part.path.rpartition('/')[0]}:" if is_shard else join(part.prefix, candidate.path)
-        models[label].append((part, candidate))
+        shards = f"{part.path.rpartition('/')[0]}:"
+        models[shards if candidate.path == TOP_LEVEL else join(part.prefix, candidate.path)].append((part, candidate))
     result = []
     for label, parts in models.items():
-        counts = Counter(name for _, candidate in parts for name in candidate.node)
-        if any(count > 1 for count in counts.values()):
+        names = [name for _, candidate in parts for name in candidate.node]
+        if len(set(names)) < len(names):
             result += [_model(join(part.prefix, shard.path), [(part, shard)]) for part, shard in parts]
         else:
             result.append(_model(label, parts))
@@ -394,8 +382,7 @@ def align(a: Naming, b: Naming) -> list[str]:
             notes.append(f"A's model {_shown(model.label)} is compared with B's {_shown(other.label)}")
             if len(model.homes) == len(other.homes) == 1:
                 b.places[next(iter(other.homes))] = next(iter(model.homes.values()))
-        matched = match(model.names, other.names)
-        paths = {name: model.names[same] for name, same in matched.items()}
+        paths = {name: model.names[same] for name, same in match(model.names, other.names).items()}
         b.entries.update(
             (entry, paths.get(name)) for name, entry in other.entries.items() if paths.get(name) != other.names[name]
         )
@@ -417,10 +404,9 @@ def _match_parameters(one: Optimizer, another: Optimizer) -> dict[int, str | Non
     """
     mine = {one.names[key]: key for key, _ in one.states()}
     matched = match(mine, [another.names[key] for key, _ in another.states()])
-    paths = {name: join(join(one.base, "state"), mine[same]) for name, same in matched.items()}
-    base = join(another.base, "state")
-    moved = ((id(state), paths.get(another.names[key]), join(base, key)) for key, state in another.states())
-    return {state: path for state, path, own in moved if path != own}
+    paths = {name: join(one.base, f"state.{mine[same]}") for name, same in matched.items()}
+    places = ((id(state), paths.get(another.names[key]), f"state.{key}") for key, state in another.states())
+    return {state: path for state, path, own in places if path != join(another.base, own)}
 
 
 T = TypeVar("T", Model, Optimizer)
@@ -431,10 +417,8 @@ def _pairs(a: Sequence[T], b: Sequence[T]) -> list[tuple[T, T]]:
     by_label = {item.label: item for item in a}
     pairs = [(by_label[item.label], item) for item in b if item.label in by_label]
     taken = {id(item) for pair in pairs for item in pair}
-    left = [[item for item in side if id(item) not in taken] for side in (a, b)]
-    if len(left[0]) == len(left[1]) == 1:
-        pairs.append((left[0][0], left[1][0]))
-    return pairs
+    ours, theirs = ([item for item in side if id(item) not in taken] for side in (a, b))
+    return pairs + (list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) == 1 else [])
 
 
 def _shown(label: str) -> str:
@@ -502,9 +486,7 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
 
     Raises InputError for a tree that is too deep.
     """
-    collected = Found()
-    own: dict[str, int] = {}
-    taken: dict[str, int] = {}
+    collected, own, taken = Found(), dict[str, int](), dict[str, int]()
     ties: dict[tuple[object, ...], str] = {}
     universal = Universal((part.path, part.checkpoint) for part in side.parts)
     beside = cache(lambda: evident_weights(*(part.data.tree for part in side.parts)))
@@ -516,12 +498,10 @@ def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
             name = f"{_ALONE}{called}" if place.name is None else unique_name(place.name, taken)
             if isinstance(leaf, (TensorRef, StorageRef)):
                 ref = leaf if isinstance(leaf, TensorRef) else _flat(leaf)
-                first = called
-                if ref.numel:  # an empty tensor shares its place with nothing
-                    elements = (id(part), ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg)
-                    first = ties.setdefault(elements, called)
-                role = roles.get(id(leaf), Role.OTHER)
-                parameter = universal.owner(part.path) or place.parameter
+                elements = (id(part), ref.key, ref.dtype, ref.offset, ref.shape, ref.stride, ref.conj, ref.neg)
+                # An empty tensor shares its place with nothing.
+                first = ties.setdefault(elements, called) if ref.numel else called
+                parameter, role = universal.owner(part.path) or place.parameter, roles.get(id(leaf), Role.OTHER)
                 collected.tensors[name] = Tensor(called, ref, part, role, parameter, None if first == called else first)
             else:
                 collected.values[name] = called, leaf

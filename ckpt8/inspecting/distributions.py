@@ -451,8 +451,7 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
             total=sum(unit.numel * len(unit.streams) for unit in units),
         )
         meter = ErrorMeter(source)
-        look = partial(_look_in_checkpoint, source, meter)
-        for unit, seen in look_at(units, gathered.sampling, look, workers):
+        for unit, seen in look_at(units, gathered.sampling, partial(_look_in_checkpoint, source, meter), workers):
             meter.finish(unit, seen.errors)
             _add(gathered, unit, seen)
         source.check_unchanged()
@@ -611,5 +610,4 @@ def _original(source: Bundle, stream: Stream, chunk: int, window: slice) -> torc
     storage = source.storages[stream.index]
     if storage.nbytes != stream.storage.nbytes:
         raise InputError(f"{source.label}: changed while it was read; nothing was written")
-    start = chunk * FRAME + window.start
-    return read_elements(source, storage, stream.spec.dtype, start, window.stop - window.start)
+    return read_elements(source, storage, stream.spec.dtype, chunk * FRAME + window.start, window.stop - window.start)

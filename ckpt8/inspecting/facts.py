@@ -138,8 +138,7 @@ def whole_shapes(manifest: Manifest) -> dict[str, list[int]]:
             if len(ends) == len(tensor.shape):
                 whole = slices[tensor.name] = whole_name(tensor.name)
                 reached = [int(end or size) for end, size in zip(ends, tensor.shape, strict=True)]
-                known = sizes.get(whole, reached)
-                sizes[whole] = [max(pair) for pair in zip(known, reached, strict=False)]
+                sizes[whole] = [max(pair) for pair in zip(sizes.get(whole, reached), reached, strict=False)]
     return {name: sizes[whole] for name, whole in slices.items()}
 
 
@@ -263,8 +262,7 @@ def expected_drift(error: StepError, steps: Iterable[Mapping[str, Any]] = ()) ->
     low = _drift(error.weight, error.step) if is_idle else mean
     if any(step.get("coupled_decay") for step in steps):
         low = 0.0
-    rates = [number(step, "rate") * number(step, "decay") * HORIZON for step in steps]
-    if (decay := max(rates, default=0.0)) > 0:
+    if (decay := max([number(step, "rate") * number(step, "decay") * HORIZON for step in steps], default=0.0)) > 0:
         low *= -math.expm1(-decay) / decay
     is_young = any(0 < number(step, "age") < YOUNG for step in steps)
     return ExpectedDrift(mean * factor, low / WIDTH, mean * factor * WIDTH, factor > 1 or is_idle or is_young)
@@ -533,7 +531,7 @@ def _group(stored: Stored, path: str | None, plain: str) -> str:
     if path is not None:
         return layer_of(path) if path else UNNAMED
     if stored.role is Role.WEIGHT:
-        return MASTERS if (not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name))) else layer_of(plain)
+        return MASTERS if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name)) else layer_of(plain)
     return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else OUTSIDE_LAYERS
 
 

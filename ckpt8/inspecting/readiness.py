@@ -145,7 +145,7 @@ class NumberFormat:
     def overflows(self, magnitudes: torch.Tensor) -> torch.Tensor:
         """Which magnitudes overflow."""
         tie = self.largest + self.step / 2
-        return magnitudes >= tie if (self.largest / self.step % 2 == 1) else magnitudes > tie
+        return magnitudes >= tie if self.largest / self.step % 2 == 1 else magnitudes > tie
 
     def round(self, x: torch.Tensor) -> torch.Tensor:
         """The numbers that finite ``x``, float32 or float64, become: float32, saturated if they overflow.
@@ -586,8 +586,7 @@ def _measure(
             differing += int((y_finite != x_finite).count_nonzero())
             signal.add(x_finite)
             error.add(y_finite.double() - x_finite.double())
-    scale = 2 * (error.exponent - signal.exponent)
-    nmse = math.ldexp(error.square / signal.square, scale) if signal.square else None
+    nmse = math.ldexp(error.square / signal.square, 2 * (error.exponent - signal.exponent)) if signal.square else None
     return {
         "name": theirs.name,
         "differing": differing / max(signal.count, 1),

@@ -43,7 +43,7 @@ from ckpt8.container import bases
 from ckpt8.container.bases import KEPT, is_kept_name
 from ckpt8.container.header import CONTAINER, container_names, is_container
 from ckpt8.container.joined import read_index
-from ckpt8.container.manifest import FILE, BaseRecord, ParameterRecord, original_name
+from ckpt8.container.manifest import FILE, BaseRecord, original_name
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.core.closing import without_collection
@@ -372,17 +372,6 @@ def _progress(reader: ContainerReader) -> Progress:
 
 
 def _tree(reader: ContainerReader, index: int) -> Any:
-=======
-                with suppress(InputError):  # the file may have been odd before it was compressed
-                    progress.complete(of_trainer_state(parse_any_json(content, TRAINER_STATE)))
-    for member in overview.members[:_MOST_MEMBERS]:
-        if progress.step is None:
-            progress.step = of_tree(_tree(overview, member), no_tensor, GLOBAL_KEYS).step
-    return progress
-
-
-def _tree(overview: Overview, member: Contained) -> Any:
->>>>>>> 231f608e (survey reads a bundle's tensors directly; verify no longer compares names of parameters, which may differ; the records of a run are put together once)
     """The tree of a member; None where it has none, or a pickle that is longer than what is read of it."""
     head, member = reader.skeleton(index), reader.manifest.members[index]
     with suppress(InputError):
@@ -659,8 +648,7 @@ def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
     record.steps = None if error is None else step_figures(error)["steps"]
     record.seal = row.seals[0] if len(row.seals) == 1 else None
     record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
-    counted = _first_known(facts.counted for facts in heads)
-    record.step, record.step_from = step_of(record.name, progress.step, counted)
+    record.step, record.step_from = step_of(record.name, progress.step, _first_known(facts.counted for facts in heads))
     if record.epoch is None:
         record.epoch = epoch_in_name(record.name.rpartition("/")[2])
 

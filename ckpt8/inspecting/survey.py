@@ -299,15 +299,14 @@ def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, P
                 yield number, piece
                 continue
         start = max(reached, piece.ref.offset)
-        yield number, piece if (piece.is_dense and start == piece.ref.offset) else _from(piece, start)
+        yield number, piece if piece.is_dense and start == piece.ref.offset else _from(piece, start)
         reached = piece.stop
 
 
 def _from(piece: Piece, start: int) -> Piece:
     """The span of a piece from element ``start`` of its storage on, as a dense piece."""
     count = piece.stop - start
-    ref = replace(piece.ref, offset=start, shape=(count,), stride=(1,))
-    return replace(piece, ref=ref, span=count, numel=count)
+    return replace(piece, ref=replace(piece.ref, offset=start, shape=(count,), stride=(1,)), span=count, numel=count)
 
 
 _KINDS = (

@@ -58,7 +58,7 @@ def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
     """
     with open_source(path, containers=containers) as bundle:
         # A distributed checkpoint is one even where no tensor in it has elements.
-        if bundle.directory is not None and not (bundle.holds_tensors or bool(bundle.distributed)):
+        if bundle.directory is not None and not (bundle.holds_tensors or bundle.distributed):
             raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
         yield bundle
 

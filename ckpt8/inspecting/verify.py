@@ -432,8 +432,7 @@ def differing_values(joined: JoinedReader, originals: Originals, workers: Worker
 
 
 def _assembled(source: Bundle) -> Bundle:
-    members = source.distributed
-    return Bundle.of(assemble_distributed(Bundle(source.path, members, source.directory)).data, source.label)
+    return Bundle.of(assemble_distributed(Bundle(source.path, source.distributed, source.directory)).data, source.label)
 
 
 _OTHER_KIND = "the stored figures are of another kind"

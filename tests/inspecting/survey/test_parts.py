@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import warnings
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +17,12 @@ from survey_kit import as_pairs
 
 import ckpt8
 from ckpt8.checkpoint.meaning.parameter_names import layer_of, plain_path
-from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting import tensors
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.facts import Stored, layers
-from ckpt8.inspecting.survey import Rows, Subject, Tally, View, survey
+from ckpt8.inspecting.survey import Rows, Tally
 
 pytestmark = pytest.mark.usefixtures("without_predictions")
 
@@ -75,19 +76,10 @@ def test_groups_of_a_sample_are_those_of_the_tensor(role, row):
     assert 0 < tally.subnormal_scales < tally.groups
 
 
-def subject_of(views):
-    """A subject over storages that lie in memory: {name: (role, storage, tensor)}."""
-    storages = [x for _, x, _ in views.values()]
-
-    def read(storage, start, buffer):
-        content = bytes(storages[storage].untyped_storage())
-        buffer[:] = content[start : start + len(buffer)]
-
-    found = []
-    for number, (name, (role, x, whole)) in enumerate(views.items()):
-        ref = TensorRef(str(number), DType.FLOAT32, x.storage_offset(), tuple(x.shape), x.stride())
-        found.append(View(name, role, number, ref, whole))
-    return Subject(found, [], read)
+def look_at(tree, path, **options):
+    """The flags and the sample of a checkpoint, all of it read."""
+    torch.save(tree, path)
+    return inspect_checkpoint(path, full=True, **options)
 
 
 @pytest.mark.slow
@@ -101,59 +93,28 @@ def test_a_strided_view_is_looked_at_where_it_is(data):
     mask = torch.ones_like(base, dtype=torch.bool)
     mask[tuple(picks)] = False
     base[mask] = float("inf")
-    found = survey(subject_of({"x": (Role.WEIGHT, view, None)}), full=True)
-    assert as_pairs(found["flags"]) == {("nan", "x"): (inside, view.numel())}
+    with tempfile.TemporaryDirectory() as folder:
+        found = look_at({"model": {"x": view}}, Path(folder) / "x.pt")
+    assert as_pairs(found["flags"]) == {("nan", "model.x"): (inside, view.numel())}
     assert found["sample"]["of"] == view.numel()
 
 
-def test_an_expanded_view_has_its_elements_once():
-    x = torch.tensor([1.0, float("nan")])[:, None].expand(2, 50)
-    found = survey(subject_of({"x": (Role.WEIGHT, x, None)}), full=True)
-    assert found["sample"]["elements"] == 2
-    assert found["flags"][0]["count"] == 1
-
-
-def test_elements_of_several_views_are_looked_at_once():
+def test_elements_of_several_views_are_looked_at_once(tmp_path):
     base = torch.rand(100) + 1
     base[50] = base[99] = float("nan")
-    pairs = {"a": base[:60], "b": base[40:], "c": base[45:55], "d": base[70:90]}
-    views = [
-        View(name, Role.WEIGHT, 0, TensorRef("0", DType.FLOAT32, x.storage_offset(), x.shape, x.stride()))
-        for name, x in pairs.items()
-    ]
-    content = bytes(base.untyped_storage())
-
-    def read(_, start, buffer):
-        buffer[:] = content[start : start + len(buffer)]
-
-    found = survey(Subject(views, [], read), full=True)
+    views = {"a": base[:60], "b": base[40:], "c": base[45:55], "d": base[70:90]}
+    found = look_at({"model": views}, tmp_path / "x.pt")
     assert found["sample"]["of"] == 100
-    assert as_pairs(found["flags"]) == {("nan", "a"): (1, 60), ("nan", "b"): (1, 40)}
+    assert as_pairs(found["flags"]) == {("nan", "model.a"): (1, 60), ("nan", "model.b"): (1, 40)}
+    expanded = torch.tensor([1.0, float("nan")])[:, None].expand(2, 50)
+    found = look_at({"model": {"x": expanded}}, tmp_path / "x.pt")
+    assert (found["sample"]["elements"], found["flags"][0]["count"]) == (2, 1)
 
 
-def test_many_strided_views_are_not_read_one_by_one():
-    base = torch.ones(100, 64)
-    views, done = [], []
-    for k in range(64):
-        x = base[:, k]
-        views.append(View(str(k), Role.WEIGHT, 0, TensorRef("0", DType.FLOAT32, k, x.shape, x.stride())))
-
-    def read(_, start, buffer):
-        done.append(len(buffer))
-        buffer[:] = bytes(len(buffer))
-
-    survey(Subject(views, [], read), full=True)
+def test_many_strided_views_are_not_read_one_by_one(tmp_path):
+    base, done = torch.ones(100, 64), []
+    look_at({"model": {str(k): base[:, k] for k in range(64)}}, tmp_path / "x.pt", progress=done.append)
     assert sum(done) <= 18 * base.numel() * 4
-
-
-def test_slices_of_one_tensor_are_one_tensor():
-    parts = {
-        "0.distcp:a.exp_avg[0:2,:]": (Role.MOMENT1, torch.zeros(2, 40), "0.distcp:a.exp_avg"),
-        "1.distcp:a.exp_avg[2:4,:]": (Role.MOMENT1, torch.ones(2, 40), "1.distcp:a.exp_avg"),
-        "0.distcp:b.exp_avg[0:2,:]": (Role.MOMENT1, torch.zeros(2, 40), "0.distcp:b.exp_avg"),
-        "1.distcp:b.exp_avg[2:4,:]": (Role.MOMENT1, torch.zeros(2, 40), "1.distcp:b.exp_avg"),
-    }
-    assert as_pairs(survey(subject_of(parts), full=True)["flags"]) == {("zero_moment", "b.exp_avg"): (160, 160)}
 
 
 def saved_dcp(root, change):
