@@ -36,13 +36,14 @@ from ckpt8.container.header import (
     REFERENCE_VERSION,
     SHARED_VERSION,
 )
-from ckpt8.core.json_text import Fields
+from ckpt8.core.json_text import Fields, as_count, as_object, as_text, below, or_null
 from ckpt8.core.tensors import DType, PartSpec, Role, Strided, TensorSpec
 
 MOST_LINKS = 255
 """The most containers below a delta."""
 
-_SEAL = re.compile(r"[0-9a-f]{64}")
+SEAL = re.compile(r"[0-9a-f]{64}")
+"""The hexadecimal digits of a seal."""
 _LONGEST_PATH = 4096
 
 
@@ -64,21 +65,18 @@ class BaseRecord:
 
 def read_base(fields: Fields) -> BaseRecord | None:
     """The record at ``base``; None without one. Raises InputError."""
-    stored = fields.optional("base", dict)
+    stored = fields.read("base", or_null(as_object))
     if stored is None:
         return None
     base = fields.nested(stored)
-    record = BaseRecord(
-        seal=base.get("seal", str),
-        path=base.get("path", str),
-        key=base.get("key", str),
-        place=base.count("place"),
-        links=base.count("links", MOST_LINKS + 1),
+    links = below(MOST_LINKS + 1)
+    record = base.record(
+        BaseRecord, {"seal": as_text, "path": as_text, "key": as_text, "place": as_count, "links": links}
     )
     for name, is_sound in (
-        ("seal", _SEAL.fullmatch(record.seal)),
+        ("seal", SEAL.fullmatch(record.seal)),
         ("path", _is_relative(record.path)),
-        ("key", _SEAL.fullmatch(record.key)),
+        ("key", SEAL.fullmatch(record.key)),
         ("links", record.links),
         ("place", record.place >= record.links),
     ):

@@ -43,11 +43,22 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ckpt8.container.checks import name_problem
-from ckpt8.container.manifest import Manifest, TensorRecord
+from ckpt8.container.manifest import SEAL, Manifest, TensorRecord
 from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.atomic import AtomicFile, sync_directory
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.core.json_text import LARGEST, Fields, is_unicode, parse_json
+from ckpt8.core.json_text import (
+    LARGEST,
+    Fields,
+    as_count,
+    as_counts,
+    as_list,
+    as_object,
+    as_text,
+    is_unicode,
+    or_null,
+    parse_json,
+)
 from ckpt8.core.tensors import Box, DType
 from ckpt8.core.text import shown
 
@@ -406,8 +417,6 @@ _LONGEST = 512 << 20
 _FREE_CELLS, _CELLS = 1 << 16, 64
 """Cells of grids that any index may have, and further ones for each of its bytes: a few numbers can say very many."""
 
-_SEAL = re.compile(r"[0-9a-f]{64}")
-
 
 def is_sharded(directory: Path) -> bool:
     """Whether a directory is a checkpoint of containers of ranks, or a part of one; False where it cannot be read."""
@@ -482,23 +491,25 @@ def explain_missing(directory: Path) -> str:
 def parse_index(text: bytes, where: str) -> ShardedIndex:
     """The index of that text. Raises as ``read_file``."""
     fields = Fields(parse_json(text, where), f"{where}:")
-    if fields.get("format", str) != FORMAT:
+    if fields.read("format", as_text) != FORMAT:
         raise InputError(f"{where}: is not the index of a checkpoint of ckpt8")
-    version = fields.get("version", str)
+    version = fields.read("version", as_text)
     if version.partition(".")[0] != VERSION.partition(".")[0]:
         raise UnsupportedError(f"{where}: has version {version}; this ckpt8 reads version {VERSION}")
     files = _read_files(fields, where)
     names = list(files)
     tensors = {
         name: _read_tensor(Fields(value, f"{where}: {shown(name)}"), names)
-        for name, value in fields.get("tensors", dict).items()
+        for name, value in fields.read("tensors", as_object).items()
     }
-    objects = {name: _read_place(fields, name, value, names) for name, value in fields.get("objects", dict).items()}
+    objects = {
+        name: _read_place(fields, name, value, names) for name, value in fields.read("objects", as_object).items()
+    }
     if tensors.keys() & objects.keys():
         raise fields.fail("objects")
     if sum(len(tensor.layout) for tensor in tensors.values()) > _FREE_CELLS + _CELLS * len(text):
         raise fields.fail("tensors")
-    paths = fields.optional("paths", dict)
+    paths = fields.read("paths", or_null(as_object))
     for name, path in (paths or {}).items():
         if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
             raise fields.fail(name)
@@ -507,24 +518,25 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
         if not is_unicode(name):
             raise InputError(f"{where}: names the value {shown(name)}, which is not valid UTF-8")
     known = None if paths is None else {name: tuple(path) for name, path in paths.items()}
-    dcp, save_id = fields.optional("dcp", str), fields.optional("save_id", str)
+    dcp, save_id = (fields.read(key, or_null(as_text)) for key in ("dcp", "save_id"))
     return ShardedIndex(files, tensors, objects, known, dcp, save_id, _read_part(fields))
 
 
 def _read_part(fields: Fields) -> Part | None:
-    stored = fields.optional("part", dict)
+    stored = fields.read("part", or_null(as_object))
     if stored is None:
         return None
-    part = fields.nested(stored)
-    world = part.count("world")
-    return Part(part.count("rank", world), world, part.get("save", str))
+    part = fields.nested(stored).record(Part, {"rank": as_count, "world": as_count, "save": as_text})
+    if part.rank >= part.world:
+        raise fields.fail("rank")
+    return part
 
 
 def _read_files(fields: Fields, where: str) -> dict[str, str]:
     seals: dict[str, str] = {}
-    for pair in fields.get("files", list):
+    for pair in fields.read("files", as_list):
         match pair:
-            case [str(name), str(seal)] if _SEAL.fullmatch(seal) and name not in seals:
+            case [str(name), str(seal)] if SEAL.fullmatch(seal) and name not in seals:
                 if (problem := name_problem(name)) is not None:
                     raise InputError(f"{where}: names the file {shown(name)}, which {problem}")
                 seals[name] = seal
@@ -545,15 +557,20 @@ def _counts(value: Any, length: int) -> bool:
 
 
 def _read_tensor(fields: Fields, names: Sequence[str]) -> GlobalTensor:
-    shape = tuple(fields.counts("shape"))
+    shape = tuple(fields.read("shape", as_counts))
     if prod(max(size, 1) for size in shape) >= LARGEST:
         raise fields.fail("shape")
     read = _read_grid if fields.any("boxes") is None else _read_boxes
-    return GlobalTensor(fields.choice("dtype", DType.from_label), shape, read(fields, shape, len(names)), names)
+    return GlobalTensor(
+        fields.read("dtype", lambda label: DType.from_label(as_text(label))),
+        shape,
+        read(fields, shape, len(names)),
+        names,
+    )
 
 
 def _read_grid(fields: Fields, shape: Shape, files: int) -> Layout:
-    cuts, owners = fields.get("cuts", list), fields.get("owners", list)
+    cuts, owners = fields.read("cuts", as_list), fields.read("owners", as_list)
     if not all(isinstance(runs, list) and all(_counts(run, 2) and all(run) for run in runs) for runs in cuts):
         raise fields.fail("cuts")
     if not all(_is_owner(owner, files) for owner in owners):
@@ -578,7 +595,7 @@ def _is_owner(value: Any, files: int) -> bool:
 def _read_boxes(fields: Fields, shape: Shape, files: int) -> Layout:
     dims = len(shape)
     boxes: list[tuple[int, Shape, Shape]] = []
-    for box in fields.get("boxes", list):
+    for box in fields.read("boxes", as_list):
         match box:
             case [int(file), offsets, sizes] if _counts(offsets, dims) and _counts(sizes, dims) and all(sizes):
                 inside = all(at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
@@ -588,7 +605,7 @@ def _read_boxes(fields: Fields, shape: Shape, files: int) -> Layout:
         raise fields.fail("boxes")
     if len({offsets for _, offsets, _ in boxes}) != len(boxes):
         raise fields.fail("boxes")
-    pickled = fields.optional("pickled", list)
+    pickled = fields.read("pickled", or_null(as_list))
     if pickled is None:
         return Listed(boxes)
     if len(pickled) != len(boxes) or not all(place is None or _counts(place, 2) for place in pickled):

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from ckpt8.core.errors import InputError
@@ -110,6 +111,9 @@ def _finite(text: str) -> float:
 
 
 T = TypeVar("T")
+Reader = Callable[[Any], T]
+"""Returns the value that a value of JSON stands for. Raises KeyError, TypeError or ValueError for one that is wrong."""
+
 LARGEST = 1 << 62
 """Counts are below it."""
 
@@ -117,6 +121,44 @@ LARGEST = 1 << 62
 def is_unicode(text: str) -> bool:
     """Whether a text can be written as UTF-8: JSON may hold half of a surrogate pair."""
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def of_type(value: Any, kind: type[T]) -> T:
+    """A value of that type; an integer is no bool, and a text is valid Unicode. Raises as a ``Reader``."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError
+    if isinstance(value, str) and not is_unicode(value):
+        raise UnicodeError(f"{shown(value)} is not valid UTF-8")
+    return value
+
+
+as_text, as_list, as_object = partial(of_type, kind=str), partial(of_type, kind=list), partial(of_type, kind=dict)
+
+
+def below(limit: int) -> Reader[int]:
+    """Reads integers from 0 to below ``limit``."""
+
+    def read(value: Any) -> int:
+        if type(value) is not int or not 0 <= value < limit:
+            raise ValueError
+        return value
+
+    return read
+
+
+as_count = below(LARGEST)
+
+
+def as_counts(value: Any, limit: int = LARGEST) -> list[int]:
+    """Reads a list of integers from 0 to below ``limit``."""
+    if not all(type(count) is int and 0 <= count < limit for count in as_list(value)):
+        raise ValueError
+    return value  # type: ignore[no-any-return]
+
+
+def or_null(read: Reader[T]) -> Reader[T | None]:
+    """Reads null as None, and any other value by ``read``."""
+    return lambda value: None if value is None else read(value)
 
 
 class Fields:
@@ -131,74 +173,30 @@ class Fields:
         self._value = value
         self._where = where
 
-    def fail(self, key: str, why: str = "") -> InputError:
-        """The error about a field; ``why`` says what is wrong where that is not the type of its value."""
-        return InputError(f"{self._where} is malformed at {key!r}{why and f': {why}'}")
-
-    def get(self, key: str, kind: type[T]) -> T:
-        """A field of that type; an integer is no bool, and a text is valid Unicode. Raises InputError."""
-        value = self._value.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.fail(key)
-        if isinstance(value, str) and not is_unicode(value):
-            raise self.fail(key, f"{shown(value)} is not valid UTF-8")
-        return value
+    def fail(self, key: str, error: Exception | None = None) -> InputError:
+        """The error about a field, which says what is wrong with a text that is not valid."""
+        why = f": {error}" if isinstance(error, UnicodeError) else ""
+        return InputError(f"{self._where} is malformed at {key!r}{why}")
 
     def any(self, key: str) -> Any:
         """A field of any type; None for a missing one."""
         return self._value.get(key)
 
-    def nested(self, value: object, key: str | None = None) -> Fields:
-        """The object ``value`` of this file, or the object ``key`` in it. Raises InputError."""
-        fields = Fields(value, self._where)
-        return fields if key is None else Fields(fields.get(key, dict), self._where)
-
-    def count(self, key: str, below: int = LARGEST) -> int:
-        """An integer from 0 to below ``below``. Raises InputError."""
-        value = self.get(key, int)
-        if not 0 <= value < below:
-            raise self.fail(key)
-        return value
-
-    def optional(self, key: str, kind: type[T]) -> T | None:
-        """A field of type ``kind``, or None where it is null or missing. Raises InputError."""
-        return None if self._value.get(key) is None else self.get(key, kind)
-
-    def counts(self, key: str, below: int = LARGEST) -> list[int]:
-        """A list of integers from 0 to below ``below``. Raises InputError."""
-        values = self.get(key, list)
-        if not all(type(value) is int and 0 <= value < below for value in values):
-            raise self.fail(key)
-        return values
-
-    def values(self, key: str, read: Callable[[Any], T]) -> list[T]:
-        """``read`` of every value of a list; none where it is missing. Raises InputError, also where ``read`` fails."""
+    def read(self, key: str, read: Reader[T]) -> T:
+        """``read`` of a field, of null where it is missing. Raises InputError."""
         try:
-            return [read(value) for value in self.optional(key, list) or ()]
-        except (TypeError, ValueError) as exc:
-            raise self.fail(key) from exc
+            return read(self._value.get(key))
+        except (KeyError, TypeError, ValueError) as exc:
+            raise self.fail(key, exc) from exc
 
-    def pairs(self, key: str, second_below: int) -> list[list[int]]:
-        """A list of pairs of counts, the second below ``second_below``. Raises InputError."""
-        values = self.get(key, list)
-        for value in values:
-            match value:
-                case [int(first), int(second)] if 0 <= first < LARGEST and 0 <= second < second_below:
-                    continue
-            raise self.fail(key)
-        return values
+    def record(self, make: Callable[..., T], readers: Mapping[str, Reader[Any]]) -> T:
+        """``make`` of the fields that have a reader. Raises InputError."""
+        return make(**{key: self.read(key, read) for key, read in readers.items()})
 
-    def choice(self, key: str, lookup: Callable[[str], T]) -> T:
-        """``lookup`` of a text. Raises InputError, also where ``lookup`` raises KeyError or ValueError."""
-        try:
-            return lookup(self.get(key, str))
-        except (KeyError, ValueError) as exc:
-            raise self.fail(key) from exc
+    def nested(self, value: object) -> Fields:
+        """The object ``value`` of this file. Raises InputError."""
+        return Fields(value, self._where)
 
-    def each(self, key: str, read: Callable[[Fields], T]) -> list[T]:
-        """``read`` of every object in a list. Raises InputError."""
-        return [read(Fields(value, self._where)) for value in self.get(key, list)]
-
-    def mapping(self, key: str, read: Callable[[Fields], T]) -> dict[str, T]:
-        """``read`` of every object in an object, by name. Raises InputError."""
-        return {name: read(Fields(value, self._where)) for name, value in self.get(key, dict).items()}
+    def each(self, key: str) -> list[Fields]:
+        """The objects in a list. Raises InputError."""
+        return list(map(self.nested, self.read(key, as_list)))
