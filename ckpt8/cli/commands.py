@@ -166,7 +166,7 @@ def compress_share(
         print_lines(console(), [f"rank {rank} of {world}: {planned.share.slices} slices, {size(planned.share.size)}"])
     if rank:
         return
-    left_out, facts = planned.directory.left_out, inspect_container(output)
+    left_out, facts = planned.left_out, inspect_container(output)
     if as_json:
         print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
         return

@@ -42,7 +42,7 @@ class Families:
         """The key of each value that is part of an optimizer's state."""
         self._of: dict[str, str] = {name: owner for name, (_, owner, _) in states.items()}
         for name in names:
-            if name not in states and (owner := _owner(name, owners)) is not None:
+            if name not in states and (owner := find_owner(name, owners)) is not None:
                 self._of[name] = owner
         tied: dict[str, str] = {}
         for name, first in (ties or {}).items():
@@ -103,18 +103,18 @@ def count_parted(tensors: Mapping[str, GlobalTensor], roles: Container[Role] = f
 
 def _differ(one: Layout, other: Layout) -> bool:
     """Whether a box that both have is in different files."""
-    if isinstance(one, Grid) and isinstance(other, Grid) and _cuts(one) == _cuts(other):
+    if (
+        isinstance(one, Grid)
+        and isinstance(other, Grid)
+        and [cuts.runs for cuts in one.cuts] == [cuts.runs for cuts in other.cuts]
+    ):
         return one.owners != other.owners
-    files = {(offsets, sizes): file for file, offsets, sizes in one.boxes()}
-    return any(files.get((offsets, sizes), file) != file for file, offsets, sizes in other.boxes())
+    files = {tuple(box): file for file, *box in one.boxes()}
+    return any(files.get(tuple(box), file) != file for file, *box in other.boxes())
 
 
-def _cuts(grid: Grid) -> list[Sequence[Sequence[int]]]:
-    return [cuts.runs for cuts in grid.cuts]
-
-
-def _owner(name: str, owners: set[str]) -> str | None:
-    """The longest of ``owners`` that ends a name."""
+def find_owner(name: str, owners: Container[str]) -> str | None:
+    """The longest of ``owners`` that ends a name, or None."""
     while name not in owners:
         _, dot, name = name.partition(".")
         if not dot:
@@ -269,7 +269,9 @@ class _Pieces:
             for group in self._groups(ties, writer)
             for holders, part in self._parts(group)
         ]
-        load = self._unshared_bytes()
+        load = [0] * len(self._plans)
+        for number, rank in enumerate(self._first):
+            load[rank] += 0 if number in self._shared else self._nbytes(number)
         for nbytes, holders, part in sorted(parts, key=lambda part: -part[0]):
             rank = min(holders, key=load.__getitem__) if len(holders) > 1 else holders[0]
             writer.update(dict.fromkeys(part, rank))
@@ -278,11 +280,10 @@ class _Pieces:
 
     def _groups(self, ties: Mapping[str, str], placed: Mapping[int, int]) -> Iterator[list[int]]:
         """Pieces that belong together, where one of them is shared; ``placed`` have a writer already."""
-        first: dict[str, int] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for (name, _), number in self._numbers.items():
-            first.setdefault(name, number)
-        families = Families(first, ties)
-        shapes = {name: self._shape(number) for name, number in first.items()}
+            shapes.setdefault(name, getattr(self._items[number].tensor_data, "size", ()))
+        families = Families(shapes, ties)
         largest = {
             family: max((shapes[name] for name in names), key=prod) for family, names in families.members.items()
         }
@@ -291,7 +292,7 @@ class _Pieces:
             name = self._items[number].index.fqn
             family = families.of(name)
             if number not in placed and shapes[name] == largest[family]:
-                slices[family, self._box(number)] = None
+                slices[family, _box(self._items[number])] = None
         taken: set[int] = set()
         for family, box in slices:
             group = []
@@ -299,7 +300,7 @@ class _Pieces:
                 whole = shapes[name] == largest[family]
                 place = box if whole else families.statistic(name, box)
                 member = None if place is None else self._numbers.get((name, place[0]))
-                if member is not None and member not in taken and self._box(member) == place:
+                if member is not None and member not in taken and _box(self._items[member]) == place:
                     group.append(member)
             taken.update(group)
             yield group
@@ -318,22 +319,6 @@ class _Pieces:
             else:
                 parts.append((own, [number]))
         return [(holders, part) for holders, part in parts if any(number in self._shared for number in part)]
-
-    def _unshared_bytes(self) -> list[int]:
-        """Of each rank, what no other holds."""
-        load = [0] * len(self._plans)
-        for number, rank in enumerate(self._first):
-            if number not in self._shared:
-                load[rank] += self._nbytes(number)
-        return load
-
-    def _shape(self, number: int) -> tuple[int, ...]:
-        data = self._items[number].tensor_data
-        return () if data is None else data.size
-
-    def _box(self, number: int) -> Box:
-        data = self._items[number].tensor_data
-        return ((), ()) if data is None else (data.chunk.offsets, data.chunk.sizes)
 
     def _nbytes(self, number: int) -> int:
         """Bytes of a piece of a tensor; none for a number, and for what is no tensor."""

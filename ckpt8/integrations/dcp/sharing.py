@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ from torch.futures import Future
 
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
-from ckpt8.checkpoint.readers.dcp_metadata import METADATA, DcpRoles, Place, Slice
-from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.readers.dcp_metadata import METADATA, Place, Slice
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
@@ -43,7 +41,7 @@ from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
 from ckpt8.core.files.atomic import as_private_as
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.text import listed, shown
-from ckpt8.integrations.dcp.planner import Families, with_copies
+from ckpt8.integrations.dcp.planner import Families, find_owner, with_copies
 from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
 
 _LISTED = 5
@@ -63,14 +61,21 @@ class Share:
 
 def share_of(home: DcpCheckpoint, rank: int, world: int) -> Share:
     """The share of ``rank`` among ``world`` ranks."""
+    # Where the slice of the first moment begins that a slice of an average belongs to: the first such one.
+    moments: dict[_Place, tuple[int, ...]] = {}
+    for offsets, average in _averages_of(home, home.metadata.slices):
+        moments.setdefault(average, offsets)
+    states = home.roles.states
+    trained = {key.parameter for key in states.values()}
     groups: dict[tuple[str, tuple[int, ...]], list[Slice]] = defaultdict(list)
-    owner, moments = _Owners(home.roles), _moments_of_averages(home)
     for piece in home.metadata.slices:
         if piece.place is None:
             groups["", ()].append(piece)
         else:
-            offsets = moments.get((piece.name, piece.place), piece.place[0])
-            groups[owner(piece.name), offsets if any(offsets) else ()].append(piece)
+            name, state = piece.name, states.get(piece.name)
+            owner = (find_owner(name, trained) or name) if state is None else state.parameter
+            offsets = moments.get((name, piece.place), piece.place[0])
+            groups[owner, offsets if any(offsets) else ()].append(piece)
     sized = sorted(((sum(piece.length for piece in group), key) for key, group in groups.items()), reverse=True)
     items: list[Slice] = []
     loads = [0] * world
@@ -81,154 +86,27 @@ def share_of(home: DcpCheckpoint, rank: int, world: int) -> Share:
     return Share(items, loads[rank], sum(piece.place is not None for piece in items))
 
 
-def _moments_of_averages(home: DcpCheckpoint) -> dict[_Place, tuple[int, ...]]:
-    """Where the slice of the first moment begins that a slice of an average belongs to: the first such one."""
-    places: dict[_Place, tuple[int, ...]] = {}
-    for piece, average in _averages_of(home, home.metadata.slices):
-        assert piece.place is not None  # noqa: S101 - it has averages
-        places.setdefault(average, piece.place[0])
-    return places
-
-
-def _averages_of(home: DcpCheckpoint, pieces: Iterable[Slice]) -> Iterator[tuple[Slice, _Place]]:
-    """Slices of first moments, each with an average that it depends on."""
+def _averages_of(home: DcpCheckpoint, pieces: Iterable[Slice]) -> Iterator[tuple[tuple[int, ...], _Place]]:
+    """Where slices of first moments begin, each with an average that it depends on."""
     families = Families(home.metadata.tensors)
     for piece in pieces if families.averages else ():
         if piece.place is not None:
             for average in families.averages_of(piece.name, piece.place):
-                yield piece, average
-
-
-def needed(home: DcpCheckpoint, share: Share) -> set[Slice]:
-    """The slices that a rank reads: those of its share, averages that these depend on, and numbers.
-
-    Numbers may be steps or settings of what it packs.
-    """
-    averages = {average for _, average in _averages_of(home, share.items)}
-    others = (
-        piece
-        for piece in home.metadata.slices
-        if piece.place is not None and (piece.place == ((), ()) or (piece.name, piece.place) in averages)
-    )
-    return {*share.items, *others}
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A slice of a tensor in an open file."""
-
-    member: DcpMember
-    ref: TensorRef
-    storage: StorageInfo
-
-
-class PlainDirectory:
-    """A directory of torch.distributed.checkpoint, open for a ``share``. ``left_out`` are its files without slices.
-
-    Raises InputError where the directory is not that, or a slice of the share cannot be read, UsageError for several
-    in one.
-    """
-
-    def __init__(self, source: Bundle, share: Share) -> None:
-        self.path, self.check_unchanged = source.path, source.check_unchanged
-        members = source.distributed
-        homes = {id(member.home): member.home for member in members}
-        unread = next((member for member in source.opened if member.holds_tensors), None)
-        if unread is not None:
-            raise InputError(f"{self.path}: {unread.path}: {unread.reason}; it cannot be shared among ranks")
-        if not homes:
-            raise InputError(f"{self.path}: is no directory of torch.distributed.checkpoint, which ranks can share")
-        if len(homes) > 1:
-            folders = listed(sorted({member.path.rpartition("/")[0] for member in members}), _LISTED)
-            raise UsageError(f"{self.path}: holds several checkpoints; give one of them: {folders}")
-        self.home: DcpCheckpoint = next(iter(homes.values()))
-        folder = members[0].path.removesuffix(next(iter(self.home.files)))
-        known = {*(member.path for member in members), f"{folder}{METADATA}"}
-        self.left_out = [member.path for member in source.opened if member.path not in known]
-        self._slices: dict[Slice, _Stored] = {}
-        for member in members:
-            storages = {storage.key: storage for storage in member.checkpoint.storages}
-            self._slices |= {piece: _Stored(member, ref, storages[ref.key]) for piece, ref in member.parts}
-        missing = [piece for piece in share.items if piece.place and piece not in self._slices]
-        if missing:
-            raise InputError(f"{self.path}: {shown(missing[0].name)}: is no plain tensor; it cannot be shared")
-
-    def slice_at(self, name: str, offsets: tuple[int, ...]) -> Slice:
-        """The slice of a tensor that begins at ``offsets``: of the share, or an average that it depends on."""
-        return self._places[name, offsets]
-
-    @cached_property
-    def _places(self) -> Mapping[tuple[str, tuple[int, ...]], Slice]:
-        return {(piece.name, piece.place[0]): piece for piece in self._slices if piece.place is not None}
-
-    def tensor(self, piece: Slice) -> torch.Tensor:
-        """A slice, in pages of its file that the system loads and drops; in memory where the file is compressed.
-
-        Raises InputError where its checksum does not hold.
-        """
-        stored = self._slices[piece]
-        storage, ref, checkpoint = stored.storage, stored.ref, stored.member.checkpoint
-        if piece.transforms:
-            content = host_bytes(storage.nbytes)
-            checkpoint.read_into(storage.offset, bytes_of(content))
-            memory = content.untyped_storage()
-        else:
-            path = self.path / stored.member.path
-            pages = torch.from_file(str(path), shared=False, size=checkpoint.size, dtype=torch.uint8)
-            memory = pages.untyped_storage()[storage.offset : storage.offset + storage.nbytes]
-        if storage.crc32 is not None and storage.nbytes:
-            content = torch.empty(0, dtype=torch.uint8).set_(memory)
-            if crc32(bytes_of(content)) != storage.crc32:
-                where = f"{self.path}: {stored.member.path}: slice {shown(piece.name)}"
-                raise InputError(f"{where}: is damaged: its CRC does not match; copy or download the file again")
-        made = torch.empty(0, dtype=ref.dtype.torch).set_(memory, ref.offset, ref.shape, ref.stride)
-        made = made.conj() if ref.conj else made
-        return torch._neg_view(made) if ref.neg else made
-
-    def value(self, name: str) -> bytes:
-        """A value that is no tensor, as torch.save wrote it. Raises InputError where it is damaged."""
-        return self.home.content(name)
-
-    @cached_property
-    def known(self) -> Mapping[str, Any]:
-        """The values by name, as far as settings and steps of optimizers need them: tensors have one element."""
-        stored = {piece.name: piece for piece in self._slices}
-        values: dict[str, Any] = {}
-        for name, tensor in self.home.metadata.tensors.items():
-            small = tensor.shape == () and name in stored
-            values[name] = self.tensor(stored[name]) if small else torch.empty(tensor.shape, device="meta")
-        for name in self.home.metadata.names:
-            if name not in values:
-                with suppress(Ckpt8Error):
-                    values[name] = load_allowed(io.BytesIO(self.value(name)), f"{self.path}: {shown(name)}")
-        return values
-
-
-class _Owners:
-    """Finds the parameter that a tensor is or belongs to: its name, or that of the tensor itself."""
-
-    def __init__(self, roles: DcpRoles) -> None:
-        self._states = roles.states
-        self._trained = {key.parameter for key in roles.states.values()}
-
-    def __call__(self, name: str) -> str:
-        if name in self._states:
-            return self._states[name].parameter
-        parts = name.split(".")
-        ends = (".".join(parts[at:]) for at in range(len(parts)))
-        return next((end for end in ends if end in self._trained), name)
+                yield piece.place[0], average
 
 
 class SharingPlanner(SavePlanner):
-    """Plans the share of a ``rank`` of a directory, which it opens. Close it."""
+    """Plans the share of a ``rank`` of a directory of torch.distributed.checkpoint, which it opens. Close it.
 
-    directory: PlainDirectory
+    ``left_out`` are the files of the directory without slices.
+    """
 
     def __init__(self, source: Path, rank: int, world: int) -> None:
         self._source, self._rank, self._world = source, rank, world
         self._files = ExitStack()
-        self._items: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
+        self._stored: dict[tuple[str, tuple[int, ...]], tuple[Slice, DcpMember, TensorRef, StorageInfo]] = {}
         self.share = Share((), 0, 0)
+        self.left_out: list[str] = []
         self.state_dict: Mapping[str, Any] = {}
 
     def close(self) -> None:
@@ -241,42 +119,105 @@ class SharingPlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,  # noqa: ARG002
         is_coordinator: bool = False,  # noqa: ARG002
     ) -> None:
-        """Open the directory: an error reaches the other ranks from here. Raises Ckpt8Error."""
-        bundle = self._files.enter_context(open_source(self._source, containers=False, choice=self._choose))
-        self.directory = PlainDirectory(bundle, self.share)
-        self._items = {(piece.name, piece.place[0] if piece.place else None): piece for piece in self.share.items}
-        self.state_dict = self.directory.known
+        """Open the directory: an error reaches the other ranks from here.
+
+        Raises InputError where it is no such directory, or a slice of the share cannot be read, UsageError for several
+        in one.
+        """
+        self.bundle = self._files.enter_context(open_source(self._source, containers=False, choice=self._choose))
+        members, where = self.bundle.distributed, self.bundle.path
+        homes = {id(member.home): member.home for member in members}
+        unread = next((member for member in self.bundle.opened if member.holds_tensors), None)
+        if unread is not None:
+            raise InputError(f"{where}: {unread.path}: {unread.reason}; it cannot be shared among ranks")
+        if not homes:
+            raise InputError(f"{where}: is no directory of torch.distributed.checkpoint, which ranks can share")
+        if len(homes) > 1:
+            folders = listed(sorted({member.path.rpartition("/")[0] for member in members}), _LISTED)
+            raise UsageError(f"{where}: holds several checkpoints; give one of them: {folders}")
+        self._home = members[0].home
+        folder = members[0].path.removesuffix(next(iter(self._home.files)))
+        known = {*(member.path for member in members), f"{folder}{METADATA}"}
+        self.left_out = [member.path for member in self.bundle.opened if member.path not in known]
+        for member in members:
+            storages = {storage.key: storage for storage in member.checkpoint.storages}
+            for piece, ref in member.parts:
+                if piece.place is not None:
+                    self._stored[piece.name, piece.place[0]] = piece, member, ref, storages[ref.key]
+        for piece in self.share.items:
+            if piece.place and (piece.name, piece.place[0]) not in self._stored:
+                raise InputError(f"{where}: {shown(piece.name)}: is no plain tensor; it cannot be shared")
+        self.state_dict = self._known()
 
     def _choose(self, home: DcpCheckpoint) -> set[Slice]:
-        """The slices to read; keeps the share."""
+        """Keep the share. Returns the slices to read: its own, averages that these depend on, and numbers.
+
+        Numbers may be steps or settings of what it packs.
+        """
         self.share = share_of(home, self._rank, self._world)
-        return needed(home, self.share)
+        averages = {average for _, average in _averages_of(home, self.share.items)}
+        others = (
+            piece
+            for piece in home.metadata.slices
+            if piece.place is not None and (piece.place == ((), ()) or (piece.name, piece.place) in averages)
+        )
+        return {*self.share.items, *others}
+
+    def _tensor(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        """A slice, in pages of its file that the system loads and drops; in memory where the file is compressed.
+
+        Raises InputError where its checksum does not hold.
+        """
+        piece, member, ref, storage = self._stored[name, offsets]
+        if piece.transforms:
+            content = host_bytes(storage.nbytes)
+            member.checkpoint.read_into(storage.offset, bytes_of(content))
+            memory = content.untyped_storage()
+        else:
+            path = str(self.bundle.path / member.path)
+            pages = torch.from_file(path, shared=False, size=member.checkpoint.size, dtype=torch.uint8)
+            memory = pages.untyped_storage()[storage.offset : storage.offset + storage.nbytes]
+        if storage.crc32 is not None and storage.nbytes:
+            content = torch.empty(0, dtype=torch.uint8).set_(memory)
+            if crc32(bytes_of(content)) != storage.crc32:
+                where = f"{self.bundle.path}: {member.path}: slice {shown(name)}"
+                raise InputError(f"{where}: is damaged: its CRC does not match; copy or download the file again")
+        made = torch.empty(0, dtype=ref.dtype.torch).set_(memory, ref.offset, ref.shape, ref.stride)
+        made = made.conj() if ref.conj else made
+        return torch._neg_view(made) if ref.neg else made
+
+    def _known(self) -> dict[str, Any]:
+        """The values by name, as far as settings and steps of optimizers need them: tensors have one element."""
+        values: dict[str, Any] = {
+            name: self._tensor(name, ())
+            if tensor.shape == () and (name, ()) in self._stored
+            else torch.empty(tensor.shape, device="meta")
+            for name, tensor in self._home.metadata.tensors.items()
+        }
+        for name in self._home.metadata.names:
+            if name not in values:
+                with suppress(Ckpt8Error):
+                    content = io.BytesIO(self._home.content(name))
+                    values[name] = load_allowed(content, f"{self.bundle.path}: {shown(name)}")
+        return values
 
     def create_local_plan(self) -> SavePlan:
         """The items of the share."""
-        return SavePlan([self._item(piece) for piece in self._items.values()])
+        return SavePlan([self._item(piece) for piece in self.share.items])
 
     def _item(self, piece: Slice) -> WriteItem:
         if piece.place is None:
             return WriteItem(MetadataIndex(piece.name), WriteItemType.BYTE_IO)
-        tensor = self.directory.home.metadata.tensors[piece.name]
-        offsets, sizes = map(torch.Size, piece.place)
-        return WriteItem(
-            MetadataIndex(piece.name, offsets),
-            WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                ChunkStorageMetadata(offsets, sizes),
-                TensorProperties(dtype=tensor.dtype.torch),
-                torch.Size(tensor.shape),
-            ),
-        )
+        tensor, chunk = self._home.metadata.tensors[piece.name], ChunkStorageMetadata(*map(torch.Size, piece.place))
+        data = TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype.torch), torch.Size(tensor.shape))
+        return WriteItem(MetadataIndex(piece.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plans with copies of averages, and what all of them hold."""
         plans, metadata = create_default_global_save_plan(all_plans)
         every = SavePlan([item for plan in plans for item in plan.items])  # each rank can read all
         plans = with_copies(plans, [every] * len(plans), metadata.state_dict_metadata)
-        metadata.planner_data = dict(self.directory.home.metadata.paths) or None
+        metadata.planner_data = dict(self._home.metadata.paths) or None
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -287,9 +228,8 @@ class SharingPlanner(SavePlanner):
         """The content of an item. Raises InputError for damage."""
         name, offset = write_item.index.fqn, write_item.index.offset
         if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(self.directory.value(name))
-        place = name, tuple(offset or ())
-        return self.directory.tensor(self._items[place] if place in self._items else self.directory.slice_at(*place))
+            return io.BytesIO(self._home.content(name))
+        return self._tensor(name, tuple(offset or ()))
 
 
 @contextmanager
@@ -315,7 +255,7 @@ class _Writer(Ckpt8StorageWriter):
         """Write the share of this rank. Raises InputError, OutputError."""
         written = super().write_data(plan, planner)
         assert isinstance(planner, SharingPlanner)  # noqa: S101
-        planner.directory.check_unchanged()
+        planner.bundle.check_unchanged()
         return written
 
 

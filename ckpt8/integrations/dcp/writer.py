@@ -131,47 +131,37 @@ def index_of(directory: Path, metadata: Metadata, files: Sequence[RankFile], sav
         name: value for name, value in metadata.state_dict_metadata.items() if isinstance(value, TensorStorageMetadata)
     }
     layouts = collect(files, {name: tuple(value.size) for name, value in values.items()})
-    names = [file.file for file in files]
-    tensors = {}
-    for name, value in values.items():
-        layout = layouts.get(name, Listed([]))
-        if not _is_complete(layout, value):
-            raise _not_stored(directory, name)
-        tensors[name] = GlobalTensor(DType.from_label(str(value.properties.dtype)), tuple(value.size), layout, names)
+    layouts = {name: layouts.get(name, Listed([])) for name in values}
     places = {name: Place(file.file, *place) for file in files for name, place in file.objects.items()}
-    objects = {}
-    for name in metadata.state_dict_metadata.keys() - values.keys():
-        if name not in places:
-            raise _not_stored(directory, name)
-        objects[name] = places[name]
+    objects = [name for name in metadata.state_dict_metadata if name not in values]
+    missing = [name for name, value in values.items() if not _is_complete(layouts[name], value)]
+    missing += [name for name in objects if name not in places]
+    if missing:
+        raise OutputError(f"{directory}: {missing[0]}: no rank has stored it; nothing was replaced")
+    paths = metadata.planner_data
+    if paths is not None and not (
+        isinstance(paths, Mapping)
+        and all(
+            isinstance(name, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
+            for name, path in paths.items()
+        )
+    ):
+        raise UsageError(
+            "the planner keeps data that JSON cannot hold; use torch's DefaultSavePlanner, or one derived from it"
+        )
+    names = [file.file for file in files]
+    tensors = {
+        name: GlobalTensor(DType.from_label(str(value.properties.dtype)), tuple(value.size), layouts[name], names)
+        for name, value in values.items()
+    }
     seals = {file.file: file.seal for file in files}
-    return ShardedIndex(seals, tensors, objects, _paths(metadata.planner_data), metadata.version, save_id)
-
-
-def _not_stored(directory: Path, name: str) -> OutputError:
-    return OutputError(f"{directory}: {name}: no rank has stored it; nothing was replaced")
+    return ShardedIndex(seals, tensors, {name: places[name] for name in objects}, paths, metadata.version, save_id)
 
 
 def _is_complete(layout: Layout, value: TensorStorageMetadata) -> bool:
     """Whether a layout has all chunks that the planner has planned. A grid has the whole tensor."""
-    if layout.is_whole:
-        return True
-    stored = {offsets for _, offsets, _ in layout.boxes()}
-    return all(tuple(chunk.offsets) in stored for chunk in value.chunks if all(chunk.sizes))
-
-
-def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]] | None:
-    match planner_data:
-        case None:
-            return None
-        case Mapping() if all(
-            isinstance(name, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
-            for name, path in planner_data.items()
-        ):
-            return dict(planner_data)
-    raise UsageError(
-        "the planner keeps data that JSON cannot hold; use torch's DefaultSavePlanner, or one derived from it"
-    )
+    stored = set() if layout.is_whole else {offsets for _, offsets, _ in layout.boxes()}
+    return layout.is_whole or all(tuple(chunk.offsets) in stored for chunk in value.chunks if all(chunk.sizes))
 
 
 _SHOWN = 5
@@ -226,8 +216,11 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory. Raises OutputError, UsageError for a tensor that no container holds."""
         for item in plan.items:
-            if item.tensor_data is not None:
-                _check(item.index.fqn, len(item.tensor_data.size))
+            name, dims = shown(item.index.fqn), 0 if item.tensor_data is None else len(item.tensor_data.size)
+            if item.tensor_data is not None and not is_unicode(item.index.fqn):
+                raise UsageError(f"{name}: is no valid Unicode; give the value another name")
+            if dims > MOST_DIMS:
+                raise UsageError(f"{name}: has {dims} dimensions, more than {MOST_DIMS}; reshape it")
         try:
             self.path.mkdir(mode_of_output(directory=True), parents=True, exist_ok=True)
         except OSError as exc:
@@ -264,23 +257,18 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """Write this rank's file. Raises OutputError."""
         self._spread = not isinstance(planner, Ckpt8SavePlanner)
         results = []
-        uses_averages = self._policy.budget is not None or self._measures
-        if rank := RankPlan(plan if uses_averages else without_copies(plan), planner):
+        has_use_of_averages = self._policy.budget is not None or self._measures
+        if rank := RankPlan(plan if has_use_of_averages else without_copies(plan), planner):
             rank.warn_of_refusals(self.path)
-            target = self._new_file(plan.storage_data)
+            # A name that no file has yet: the old checkpoint stays whole until the new one replaces it. Ranks look for
+            # their own names alone: a list of the directory would be as long as there are ranks.
+            names = (self.path / f"__{plan.storage_data}_{number}.ckpt8" for number in count())
+            target = next(path for path in names if not path.exists())
             written = rank.write(target, self._policy, self._options)
             results.append(WriteResult(MetadataIndex(target.name), target.stat().st_size, written))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
-
-    def _new_file(self, rank: int) -> Path:
-        """A name that no file has yet: the old checkpoint stays whole until the new one replaces it.
-
-        Ranks look for their own names alone: a list of the directory would be as long as there are ranks.
-        """
-        names = (self.path / f"__{rank}_{number}.ckpt8" for number in count())
-        return next(path for path in names if not path.exists())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, which replaces an older checkpoint, and remove the files of that one. Raises OutputError."""
@@ -325,19 +313,24 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def _warn_of_losses(self, index: ShardedIndex, written: Sequence[RankFile]) -> None:
         """Warn of what is larger, or less well known, because no rank has all of it. Once."""
         unspent: Counter[str] = sum((Counter(file.unspent) for file in written), Counter())
-        slices = sum(len(tensor.layout) for tensor in index.tensors.values())
-        kept = f"{unspent.total()} of {slices} slices are kept as flash keeps them, not within the budget"
+        kept = (
+            f"{unspent.total()} of {sum(len(tensor.layout) for tensor in index.tensors.values())} slices are kept as "
+            "flash keeps them, not within the budget"
+        )
         roles = frozenset(Role) if self._measures or unspent else {Role.WEIGHT}
         parted, total = count_parted(index.tensors, roles)
-        if parted:
-            cost = (
+        if parted and not unspent:
+            kept = (
                 "the error of their updates is not measured"
                 if self._measures
                 else "weights do not share bits with masters"
             )
-            advice = "save with Ckpt8SavePlanner()" if self._spread else "no rank has all of them"
-            said = f"{parted} of {total} parameters have weight and moments in different ranks' files"
-            warnings.warn(f"{self.path}: {said}, so {kept if unspent else cost}; {advice}", stacklevel=2)
+        if parted:
+            warnings.warn(
+                f"{self.path}: {parted} of {total} parameters have weight and moments in different ranks' files, so "
+                f"{kept}; {'save with Ckpt8SavePlanner()' if self._spread else 'no rank has all of them'}",
+                stacklevel=2,
+            )
         elif unspent:
             warnings.warn(f"{self.path}: {kept}: {listed(unspent, _SHOWN)}", stacklevel=2)
 
@@ -349,10 +342,3 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a path of the file system."""
         return is_local(checkpoint_id)
-
-
-def _check(name: str, dims: int) -> None:
-    if not is_unicode(name):
-        raise UsageError(f"{shown(name)}: is no valid Unicode; give the value another name")
-    if dims > MOST_DIMS:
-        raise UsageError(f"{shown(name)}: has {dims} dimensions, more than {MOST_DIMS}; reshape it")
