@@ -42,18 +42,15 @@ def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -
     name is in the way, unless ``force`` replaces it.
     """
     places = [path for path in _places(source) if path not in taken]
-    target = next((path for path in places if source_name(path) == source.name), None)
-    is_present = target is not None
-    target = target or next((path for path in places if not os.path.lexists(path)), None)
-    if target is None and force:
-        target = next(iter(places), None)
-    if target is None:
+    own = [path for path in places if source_name(path) == source.name]
+    targets = own or [path for path in places if not os.path.lexists(path)] or (places if force else [])
+    if not targets:
         target = _places(source)[0]
         error = OutputError(f"{target}: is in the way of {source}: it was not made from it; move it away")
         return Job(source, target, settings, problem=error)
-    taken.add(target)
-    is_doubted = is_present and _is_older(target, source)
-    return Job(source, target, settings, force=force, present=is_present, doubted=is_doubted)
+    taken.add(targets[0])
+    is_doubted = bool(own) and _is_older(targets[0], source)
+    return Job(source, targets[0], settings, force=force, present=bool(own), doubted=is_doubted)
 
 
 def _places(source: Path) -> list[Path]:
@@ -139,10 +136,9 @@ class Listing:
         if not count:
             return set()
         once = set(written_once(among))
-        steps = {self.progress[path][0] for path in once} | {math.inf}
+        steps = {math.inf, *(self.progress[path][0] for path in once)}
         counted = [path for path in among if path in once or self.progress[path][0] not in steps] or among
-        slots = dict.fromkeys(map(self._slot, counted))
-        kept = set(list(slots)[-count:])
+        kept = set(list(dict.fromkeys(map(self._slot, counted)))[-count:])
         kept_steps = {self.progress[path][0] for path in counted if self._slot(path) in kept} | {math.inf}
         return {
             path
@@ -153,46 +149,6 @@ class Listing:
     def _slot(self, path: Path) -> tuple[float, float] | Path:
         """What checkpoints of the same state share."""
         return self.progress[path] if self.progress[path][0] < math.inf else path
-
-
-class RunOrder:
-    """Lists the checkpoints in a folder. What it has read in a file it does not read again while the file stays."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._known: dict[Path, tuple[Look, Facts | None]] = {}
-
-    def listing(self) -> Listing:
-        """What is in the folder. Those that have no step come last, by epoch and time. Raises InputError."""
-        rows = []
-        skipped = {}
-        for entry in checkpoints_in(self.folder):
-            try:
-                look = look_at(entry.path)
-                changed = entry.path.stat().st_mtime_ns
-            except OSError:
-                continue
-            facts = None if entry.skipped else self._facts(entry.path, look)
-            step, epoch = (None, None) if facts is None else (facts.progress.step, facts.progress.epoch)
-            problem = entry.skipped
-            if entry.is_doubtful and step is None and not (facts and facts.trains):
-                problem = "no step and no optimizer found"
-            if problem is not None:
-                skipped[entry.path] = problem
-                continue
-            name = entry.path.name
-            step, _ = step_of(name, step, None if facts is None else facts.counted)
-            epoch = epoch_in_name(name) if epoch is None else epoch
-            order = (math.inf if step is None else step, math.inf if epoch is None else epoch)
-            rows.append((order, changed, name, entry.path))
-        return Listing({path: order for order, _, _, path in sorted(rows)}, skipped)
-
-    def _facts(self, path: Path, look: Look) -> Facts | None:
-        """What a checkpoint says; None for a file that is none."""
-        known = self._known.get(path)
-        if known is None or known[0] != look:
-            known = self._known[path] = look, _read(path)
-        return known[1]
 
 
 def _read(path: Path) -> Facts | None:
@@ -226,7 +182,8 @@ class ChainRun:
             raise UsageError(f"a checkpoint is at rest after 0 seconds or more, not {rest}")
         if keep_raw < 0:
             raise UsageError(f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}")
-        self._order = RunOrder(folder)
+        self._folder = folder
+        self._read: dict[Path, tuple[Look, Facts | None]] = {}
         self._settings = settings
         self._force, self._keep_raw, self._watch = force, keep_raw, watch
         self._rest = Rest(rest, watched=watch)
@@ -235,31 +192,35 @@ class ChainRun:
 
     def skipped(self) -> dict[Path, str]:
         """What looks like a checkpoint and is left alone, and why. Raises InputError."""
-        skipped = self._order.listing().skipped if self._is_there() else {}
+        skipped = self._listing().skipped if os.path.lexists(self._folder) else {}
         newest = "its step is the newest" if self._keep_raw == 1 else f"of the newest {self._keep_raw} steps"
         return {**skipped, **dict.fromkeys(sorted(self._raw), f"{newest} (--keep-raw)")}
 
     def packed(self) -> list[str]:
         """The names of the directories that ranks have packed: they are compressed, and stay as they are."""
-        return packed_in(self._order.folder)
+        return packed_in(self._folder)
 
     def keep_bases(self) -> None:
         """Link the bases of all deltas there that have no link, and remove the links that no container needs."""
-        with KeptBases(self._order.folder) as kept:
+        with KeptBases(self._folder) as kept:
             kept.link_needed()
-        drop_unneeded(self._order.folder)
+        drop_unneeded(self._folder)
 
     def jobs(self) -> Iterator[list[Job]]:
         """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
-        folder = self._order.folder
-        while self._watch and not self._is_there():
+        folder = self._folder
+        while self._watch and not os.path.lexists(self._folder):
             time.sleep(_LONGEST_NAP)
         if is_sharded(folder):
             raise InputError(f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run")
         if self._settings.remove and (left := finishing(folder, (), self._settings)):
             yield left
-        if not self._watch:
-            self._refuse_nothing()
+        listing = Listing({}, {}) if self._watch else self._listing()
+        if not (self._watch or listing.progress or any(map(is_container, folder.iterdir())) or self.packed()):
+            skipped = listed(f"{path.name} is left alone, {why}" for path, why in listing.skipped.items())
+            raise InputError(
+                f"{folder}: holds no checkpoints of a run{skipped and ': '}{skipped}; ckpt8 compress takes a single one"
+            )
         while True:
             started = time.monotonic()
             ready, waiting = self._sorted_out()
@@ -268,25 +229,46 @@ class ChainRun:
             elif not waiting and not self._watch:
                 return
             else:
-                took = time.monotonic() - started
-                time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, _IDLE * took))
+                idle = _IDLE * (time.monotonic() - started)
+                time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, idle))
 
-    def _is_there(self) -> bool:
-        return os.path.lexists(self._order.folder)
+    def _listing(self) -> Listing:
+        """What is in the folder. Those that have no step come last, by epoch and time. Raises InputError."""
+        rows = []
+        skipped = {}
+        for entry in checkpoints_in(self._folder):
+            try:
+                look = look_at(entry.path)
+                changed = entry.path.stat().st_mtime_ns
+            except OSError:
+                continue
+            facts = None if entry.skipped else self._facts(entry.path, look)
+            step, epoch = (None, None) if facts is None else (facts.progress.step, facts.progress.epoch)
+            problem = entry.skipped
+            if entry.is_doubtful and step is None and not (facts and facts.trains):
+                problem = "no step and no optimizer found"
+            if problem is not None:
+                skipped[entry.path] = problem
+                continue
+            name = entry.path.name
+            step, _ = step_of(name, step, None if facts is None else facts.counted)
+            epoch = epoch_in_name(name) if epoch is None else epoch
+            order = (math.inf if step is None else step, math.inf if epoch is None else epoch)
+            rows.append((order, changed, name, entry.path))
+        return Listing({path: order for order, _, _, path in sorted(rows)}, skipped)
 
-    def _refuse_nothing(self) -> None:
-        folder, listing = self._order.folder, self._order.listing()
-        if not (listing.progress or any(map(is_container, folder.iterdir())) or self.packed()):
-            skipped = listed(f"{path.name} is left alone, {why}" for path, why in listing.skipped.items())
-            raise InputError(
-                f"{folder}: holds no checkpoints of a run{skipped and ': '}{skipped}; ckpt8 compress takes a single one"
-            )
+    def _facts(self, path: Path, look: Look) -> Facts | None:
+        """What a checkpoint says; None for a file that is none."""
+        known = self._read.get(path)
+        if known is None or known[0] != look:
+            known = self._read[path] = look, _read(path)
+        return known[1]
 
     def _sorted_out(self) -> tuple[list[Job], bool]:
         """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
-        if self._watch and not self._is_there():
+        if self._watch and not os.path.lexists(self._folder):
             return [], False
-        listing = self._order.listing()
+        listing = self._listing()
         problems = {path: self._rest.problem(path) for path in listing.progress}
         left = listing.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
         self._raw = left - self._done.keys()
@@ -355,13 +337,9 @@ def chain_options(
     preset: str | None, budget: float | None, rules: Sequence[str], device: str, threads: int | None, *, delta: bool
 ) -> dict[str, object]:
     """The arguments of ``compress`` for a chain. Raises UsageError for those that no checkpoint can have."""
-    base = AUTO if delta else None
-    return checked_options(preset=preset, budget=budget, rules=rules, device=device, threads=threads, base=base)
-
-
-def target_in(folder: Path, source: Path) -> Path:
-    """The container of ``source`` in ``folder``."""
-    return folder / default_target(source).name
+    return checked_options(
+        preset=preset, budget=budget, rules=rules, device=device, threads=threads, base=AUTO if delta else None
+    )
 
 
 @contextmanager
@@ -376,7 +354,9 @@ def collected(
     the folder.
     """
     checked_options(**settings.options)
-    targets = {source: default_target(source) if folder is None else target_in(folder, source) for source in sources}
+    targets = {
+        source: default_target(source) if folder is None else folder / default_target(source).name for source in sources
+    }
     _refuse_twice(sources, targets)
     is_new = folder is not None and _make(folder, dry=dry)
     try:
@@ -394,8 +374,8 @@ def _batches(targets: dict[Path, Path], settings: Settings, *, force: bool) -> I
         job for folder in folders for job in finishing(folder, [target.parent for target in targets.values()], settings)
     ]
     yield left
-    finished = {job.source for job in left if not os.path.lexists(job.source)}
-    yield [job_for(*pair, settings, force=force) for pair in targets.items() if pair[0] not in finished]
+    gone = {job.source for job in left if not os.path.lexists(job.source)}
+    yield [job_for(*pair, settings, force=force) for pair in targets.items() if pair[0] not in gone]
 
 
 def job_for(source: Path, target: Path, settings: Settings, *, force: bool) -> Job:

@@ -3,7 +3,7 @@
 A checkpoint is removed once its container was verified against it, and never otherwise. It first gets another name in
 one step, ``.NAME.SEAL.ckpt8-removed``, so that it never looks like one with files missing; a directory then becomes
 ``.NAME.SEAL.ckpt8-removing`` before the first of its files goes. A process that is killed leaves one of them.
-``interrupted`` finds these, and ``finish_removal`` verifies again before it removes one.
+``finishing`` finds these, and a job verifies again before it removes one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -106,21 +106,37 @@ def remove_verified(
     It is then still there.
     """
     refuse_removal(source)
-    _discard(source, container, *_verified(source, source, container, threads, progress))
+    looks = _verified(source, source, container, threads, progress)
+    aside = source.with_name(f".{_shortened(source.name)}.{(stated_seal(container) or '')[:_SEAL_KEPT]}{_WHOLE}")
+    try:
+        _check(source, container, looks, source)
+        rename_new(source, aside)
+        try:
+            _check(source, container, looks, aside)
+            sync_directory(aside.parent)
+            going = _going(aside)
+        except BaseException:
+            with suppress(OSError):
+                rename_new(aside, source)
+            raise
+    except OSError as exc:
+        raise OutputError(f"{source}: cannot be removed: {exc.strerror}") from exc
+    _remove(going)
 
 
 def _verified(
     original: Path, source: Path, container: Path, threads: int | None, progress: Progress
-) -> tuple[list[Path], list[Look]]:
+) -> dict[Path, Look]:
     """Verify ``container`` against ``original``, which is or was ``source``.
 
-    Returns the files that it is read from, and how original and files looked before. Raises as ``remove_verified``.
+    Returns how ``source``, then the files that the container is read from, looked before. Raises as
+    ``remove_verified``.
     """
     kept = _needed(container)
     for path in kept:
         if original.resolve() in (path, *path.parents):
             raise UsageError(f"{source}: is kept: {path} in it is what {container} is read from")
-    before = [_look(path) for path in (original, *kept)]
+    looks = {source: _look(original)} | {path: _look(path) for path in kept}
     result = verify(container, original, threads=threads, progress=progress)
     if result.failures:
         raise CheckFailedError(f"{source}: is kept: {container}: {result.failures[0]}")
@@ -128,7 +144,7 @@ def _verified(
         raise CheckFailedError(
             f"{source}: is kept: {container} carries no statistics, so its tensors cannot be checked"
         )
-    return kept, before
+    return looks
 
 
 def _needed(container: Path) -> list[Path]:
@@ -144,32 +160,12 @@ def _look(path: Path) -> Look:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
 
-def _check(source: Path, container: Path, paths: Sequence[Path], verified: Sequence[Look]) -> None:
-    """Raise InputError unless all paths look as they did when ``container`` was ``verified`` against the first."""
-    for path, known in zip(paths, verified, strict=True):
-        if _look(path) != known:
-            name = "it" if path == paths[0] else str(path)
+def _check(source: Path, container: Path, looks: Mapping[Path, Look], place: Path) -> None:
+    """Raise InputError unless ``source``, which is at ``place`` now, and all other paths still have these looks."""
+    for path, known in looks.items():
+        if _look(place if path == source else path) != known:
+            name = "it" if path == source else str(path)
             raise InputError(f"{source}: is kept: {name} changed after {container} was verified against it")
-
-
-def _discard(source: Path, container: Path, kept: Sequence[Path], verified: Sequence[Look]) -> None:
-    """Remove ``source`` if it and ``kept`` still look as they did when ``verified``. Raises InputError, OutputError."""
-    seal = (stated_seal(container) or "")[:_SEAL_KEPT]
-    aside = source.with_name(f".{_shortened(source.name)}.{seal}{_WHOLE}")
-    try:
-        _check(source, container, (source, *kept), verified)
-        rename_new(source, aside)
-        try:
-            _check(source, container, (aside, *kept), verified)
-            sync_directory(aside.parent)
-            going = _going(aside)
-        except BaseException:
-            with suppress(OSError):
-                rename_new(aside, source)
-            raise
-    except OSError as exc:
-        raise OutputError(f"{source}: cannot be removed: {exc.strerror}") from exc
-    _remove(going)
 
 
 def _shortened(name: str) -> str:
@@ -194,24 +190,6 @@ def _remove(path: Path) -> None:
         raise OutputError(f"{path}: was verified and cannot be removed; remove it yourself")
 
 
-def interrupted(folder: Path, homes: Iterable[Path]) -> list[tuple[Path, Path, Path | None]]:
-    """What killed processes left in ``folder``: where it is, where it was, and its container, there or in ``homes``.
-
-    The container is None where there is none with its seal. Then a long name ends with ``…``, since it may have been
-    cut. Empty where a folder cannot be read.
-    """
-    with suppress(OSError):
-        asides = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.fullmatch(path.name))]
-        homes = dict.fromkeys((*homes, folder)) if asides else ()
-        seals = {(stated_seal(path) or "")[:_SEAL_KEPT]: path for home in homes for path in sorted(home.iterdir())}
-        return [
-            (path, folder / _name_of(match[1], seals.get(match[2])), seals.get(match[2]))
-            for path, match in asides
-            if stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR)
-        ]
-    return []
-
-
 def _name_of(start: str, container: Path | None) -> str:
     """The name of a checkpoint that begins so, by its container where it may have been cut."""
     if len(os.fsencode(start)) <= _NAME_KEPT - _LONGEST_CHARACTER:
@@ -223,45 +201,6 @@ def _name_of(start: str, container: Path | None) -> str:
             if name_problem(name) is None and _shortened(name) == start:
                 return name
     return start + _CUT
-
-
-def finish_removal(
-    aside: Path,
-    source: Path,
-    container: Path | None,
-    *,
-    unwanted: Callable[[Manifest], str | None] = lambda _: None,
-    threads: int | None = None,
-    progress: Progress = lambda _: None,
-) -> None:
-    """Verify what ``interrupted`` found: ``container`` against it, and every byte of the files below; then remove it.
-
-    Otherwise, and where ``unwanted`` says that the container is not what was asked for now, it becomes ``source``
-    again, unless that name is taken or files of it are gone. Raises a Ckpt8Error that says why, and where it is.
-    """
-    is_partial = aside.name.endswith(_PARTIAL)
-    try:
-        if container is None:
-            raise InputError("the container that it was verified against is not here")
-        if is_partial:
-            for path in _needed(container):
-                verify(path, threads=threads, progress=progress)
-        else:
-            with ContainerReader(container) as reader:
-                difference = unwanted(reader.manifest)
-            if difference is not None:
-                raise CheckFailedError(f"{container}: {difference}")
-            kept, before = _verified(aside, source, container, threads, progress)
-            for path in kept[1:]:
-                verify(path, threads=threads)
-            _check(source, container, (aside, *kept), before)
-            aside = _going(aside)
-    except (Ckpt8Error, OSError) as exc:
-        reason = str(exc).removeprefix(f"{source}: is kept: ")
-        where = f"what is left of it is {aside}, with files missing" if is_partial else _brought_back(aside, source)
-        error = type(exc) if isinstance(exc, Ckpt8Error) else OutputError
-        raise error(f"{source}: its removal was interrupted, and is not finished: {reason}; {where}") from exc
-    _remove(aside)
 
 
 def _brought_back(aside: Path, source: Path) -> str:
@@ -372,24 +311,19 @@ class Job:
         except Ckpt8Error:
             return 0
 
-    def run(self, progress: Progress = lambda _: None) -> Outcome:
-        """Do it. An exception is part of the outcome."""
-        return self._outcome(lambda outcome: self._run(outcome, progress))
-
-    def preview(self) -> Outcome:
-        """Find out what ``run`` would do, without writing anything. An exception is part of the outcome."""
-        return self._outcome(self._preview)
-
-    def _outcome(self, fill: Callable[[Outcome], None]) -> Outcome:
+    def run(self, progress: Progress = lambda _: None, *, dry: bool = False) -> Outcome:
+        """Do it; if ``dry``, find out what that would do, without writing. An exception is part of the outcome."""
         started = time.perf_counter()
         outcome = Outcome(self.source, self.target)
         with noting_replaced() as replaced:
             try:
-                fill(outcome)
+                if dry:
+                    self._preview(outcome)
+                else:
+                    self._run(outcome, progress)
             except Exception as exc:
                 outcome.error = exc
-        if outcome.replaced is None:
-            outcome.replaced = next(iter(replaced), None)
+        outcome.replaced = outcome.replaced or next(iter(replaced), None)
         outcome.seconds = time.perf_counter() - started
         return outcome
 
@@ -442,10 +376,36 @@ class Job:
         return None if self.target == default_target(self.source) else self.target
 
     def _finish(self, aside: Path, outcome: Outcome, progress: Progress) -> None:
-        """Finish a removal that was interrupted."""
-        container, threads = self.target if self.present else None, self.settings.options.get("threads")
-        unwanted = self.settings.difference
-        finish_removal(aside, self.source, container, unwanted=unwanted, threads=threads, progress=progress)
+        """Verify the container against what was set aside, and every byte of the files below it; then remove that.
+
+        Otherwise, and where the container is not what was asked for now, it becomes the source again, unless that name
+        is taken or files of it are gone. Raises a Ckpt8Error that says why, and where it is.
+        """
+        source, container, threads = self.source, self.target, self.settings.options.get("threads")
+        is_partial = aside.name.endswith(_PARTIAL)
+        try:
+            if not self.present:
+                raise InputError("the container that it was verified against is not here")
+            if is_partial:
+                for path in _needed(container):
+                    verify(path, threads=threads, progress=progress)
+            else:
+                with ContainerReader(container) as reader:
+                    difference = self.settings.difference(reader.manifest)
+                if difference is not None:
+                    raise CheckFailedError(f"{container}: {difference}")
+                looks = _verified(aside, source, container, threads, progress)
+                for path in [*looks][2:]:
+                    verify(path, threads=threads)
+                _check(source, container, looks, aside)
+                aside = _going(aside)
+        except (Ckpt8Error, OSError) as exc:
+            reason = str(exc).removeprefix(f"{source}: is kept: ")
+            where = f"what is left of it is {aside}, with files missing" if is_partial else _brought_back(aside, source)
+            raise (type(exc) if isinstance(exc, Ckpt8Error) else OutputError)(
+                f"{source}: its removal was interrupted, and is not finished: {reason}; {where}"
+            ) from exc
+        _remove(aside)
         self._read(outcome)
         outcome.present = outcome.removed = True
 
@@ -495,8 +455,20 @@ class Job:
 
 
 def finishing(folder: Path, homes: Iterable[Path], settings: Settings) -> list[Job]:
-    """Jobs that finish the removals which killed processes left in ``folder``; the containers may be in ``homes``."""
-    return [
-        Job(source, container or default_target(source), settings, present=container is not None, aside=aside)
-        for aside, source, container in interrupted(folder, homes)
-    ]
+    """Jobs that finish the removals which killed processes left in ``folder``; the containers may be in ``homes``.
+
+    A long name ends with ``…`` where no container has the seal, since it may have been cut. Empty where a folder
+    cannot be read.
+    """
+    jobs = []
+    with suppress(OSError):
+        asides = [(path, match) for path in sorted(folder.iterdir()) if (match := _ASIDE.fullmatch(path.name))]
+        homes = dict.fromkeys((*homes, folder)) if asides else ()
+        seals = {(stated_seal(path) or "")[:_SEAL_KEPT]: path for home in homes for path in sorted(home.iterdir())}
+        for aside, match in asides:
+            if stat.S_IFMT(aside.lstat().st_mode) in (stat.S_IFREG, stat.S_IFDIR):
+                container = seals.get(match[2])
+                source = folder / _name_of(match[1], container)
+                target, is_present = container or default_target(source), container is not None
+                jobs.append(Job(source, target, settings, present=is_present, aside=aside))
+    return jobs

@@ -108,7 +108,7 @@ def run_jobs(batches: Iterable[Sequence[Job]], verb: str, *, quiet: bool, dry: b
         for job, work in zip(jobs, works, strict=True):
             label = f"{verb} {len(tally.outcomes) + 1}/{last} {job.source.name}"
             with progress_bar(label, total=total, done=done, enabled=not (quiet or dry)) as progress:
-                outcome = job.preview() if dry else job.run(progress)
+                outcome = job.run(progress, dry=dry)
             done += work
             line = tally.add(outcome)
             if not quiet and line is not None:

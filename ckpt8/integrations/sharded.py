@@ -70,8 +70,8 @@ def state_to_pack(model: Any, optimizers: Any, *, adapter_only: bool) -> tuple[d
     weights, moments = get_state_dict(model, optimizers)
     if adapter_only:
         groups: Any = moments["param_groups"]
-        stepped = {name for group in groups for name in group["params"]}
-        kept = stepped - _parameters(model, trained=False) | _adapters(model, weights)
+        kept = {name for group in groups for name in group["params"]} - _parameters(model, trained=False)
+        kept |= _adapters(model, weights)
         weights = {name: weight for name, weight in weights.items() if name in kept}
     return weights, moments
 
@@ -102,9 +102,8 @@ def _adapters(model: Any, weights: dict[str, Any]) -> set[str]:
     for name, config in model.peft_config.items():
         if not config.is_prompt_learning:
             saved |= {id(tensor) for tensor in get_peft_model_state_dict(model, weights, adapter_name=name).values()}
-    buffers = set(plain_names(name for name, _ in model.named_buffers()).values())
-    frozen_parts = {name for name, weight in weights.items() if id(weight) in saved}
-    return weights.keys() & (_parameters(model, trained=True) | buffers | frozen_parts)
+    wanted = {name for name, weight in weights.items() if id(weight) in saved} | _parameters(model, trained=True)
+    return weights.keys() & wanted.union(plain_names(name for name, _ in model.named_buffers()).values())
 
 
 def _parameters(model: Any, *, trained: bool) -> set[str]:
@@ -115,15 +114,18 @@ def _parameters(model: Any, *, trained: bool) -> set[str]:
 
 def load_optimizers(folder: Path, key: str, model: Any, optimizers: Any, *, threads: int | None = None) -> None:
     """Load the state under ``key`` into the optimizers of a model."""
-    moments = _read(folder, key, get_optimizer_state_dict(model, optimizers), True, threads)
-    set_optimizer_state_dict(model, optimizers, moments)
+    state = get_optimizer_state_dict(model, optimizers)
+    set_optimizer_state_dict(model, optimizers, _read(folder, key, state, True, threads))
 
 
 def _read(folder: Path, key: str, state: Any, strict: bool, threads: int | None) -> Any:
     """``state``, with the values that ``folder`` has under ``key``."""
     wanted = {key: state}
-    planner = DefaultLoadPlanner(allow_partial_load=not strict)
-    state_dict_loader.load(wanted, storage_reader=Ckpt8StorageReader(folder, threads=threads), planner=planner)
+    state_dict_loader.load(
+        wanted,
+        storage_reader=Ckpt8StorageReader(folder, threads=threads),
+        planner=DefaultLoadPlanner(allow_partial_load=not strict),
+    )
     return wanted[key]
 
 
