@@ -76,7 +76,7 @@ class Workers(Closing):
 
     def _serve(self) -> None:
         while (task := self._queue.get()) is not None:
-            _run(*task)
+            run_task(*task)
             del task
 
     def _submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
@@ -144,7 +144,7 @@ def _cancel(waiting: Iterable[Future[Any]]) -> None:
         future.cancel()
 
 
-def _run(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def run_task(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Run the call and hand its result or exception to ``future``."""
     if not future.set_running_or_notify_cancel():
         return

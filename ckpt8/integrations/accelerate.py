@@ -65,8 +65,8 @@ def save_state(
             models.extend(model for model, _ in pairs)  # hooks of the user's own, which come later, see them
             state: dict[str, Any] = {}
             for (model, own), keys in zip(pairs, _keys(), strict=False):
-                adapters = adapter_only and is_peft_model(model)
-                state |= zip(keys, state_to_pack(model, own, adapter_only=adapters), strict=True)
+                packed = state_to_pack(model, own, adapter_only=adapter_only and is_peft_model(model))
+                state |= zip(keys, packed, strict=True)
             save_packed(Path(folder) / FOLDER, state, options)
 
         hook = accelerator.register_save_state_pre_hook(pack)

@@ -98,8 +98,8 @@ class Ckpt8CheckpointManager(CheckpointManager):
         if from_hf or not is_local(checkpoint_id) or not is_sharded(Path(checkpoint_id)):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        reader = Ckpt8StorageReader(checkpoint_id, threads=self._packing["threads"])
-        state_dict_loader.load(state_dict, storage_reader=reader)
+        threads = self._packing["threads"]
+        state_dict_loader.load(state_dict, storage_reader=Ckpt8StorageReader(checkpoint_id, threads=threads))
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)  # its weights stand flat among the other states
 

@@ -30,6 +30,7 @@ from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError
 from ckpt8.core.public import checked, lazy_names
+from ckpt8.core.workers import run_task
 from ckpt8.inspecting.verify import verify
 from ckpt8.integrations import missing, removing
 from ckpt8.restoring.restore import restore
@@ -61,14 +62,22 @@ def container_of(source: Path) -> Path:
 
 def directories_in(folder: Path) -> dict[int, Path]:
     """The complete directories of checkpoints in a folder, by step."""
-    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in _entries(folder))
-    return {int(match[1]): path for match, path in matches if match is not None and (path / TRAINER_STATE).is_file()}
+    return {
+        int(match[1]): path
+        for path in folder.glob("checkpoint-*")
+        if (match := _CHECKPOINT.fullmatch(path.name)) and (path / TRAINER_STATE).is_file()
+    }
 
 
 def containers_in(folder: Path) -> dict[int, Path]:
     """The containers of checkpoints in a folder, by step, oldest first."""
-    matches = ((_CHECKPOINT.fullmatch(path.stem), path) for path in _entries(folder) if path.suffix == CONTAINER)
-    return dict(sorted((int(match[1]), path) for match, path in matches if match is not None and path.is_file()))
+    return dict(
+        sorted(
+            (int(match[1]), path)
+            for path in folder.glob(f"*{CONTAINER}")
+            if (match := _CHECKPOINT.fullmatch(path.stem)) and path.is_file()
+        )
+    )
 
 
 def rotate(written: Path, limit: int | None, best: Path | None) -> None:
@@ -81,8 +90,8 @@ def rotate(written: Path, limit: int | None, best: Path | None) -> None:
         return
     present = list(containers_in(written.parent).values())
     kept = {present[-1], written, *(path for path in present if best is not None and path.stem == best.name)}
-    surplus = len(present) - max(limit, len(kept))
-    for path in [path for path in present if path not in kept][: max(surplus, 0)]:
+    surplus = max(len(present) - max(limit, len(kept)), 0)
+    for path in [path for path in present if path not in kept][:surplus]:
         with removing(path):
             remove_container(path)
 
@@ -104,7 +113,7 @@ def remove_discarded(folder: Path, threads: int | None) -> None:
 
     Raises CheckFailedError where one does not.
     """
-    for path in _entries(folder):
+    for path in folder.glob(".*"):
         if match := _DISCARDED.fullmatch(path.name):
             _check(folder / match[1], f"{path}: is kept, what is left of {match[1]} is in it", threads)
             shutil.rmtree(path, ignore_errors=True)
@@ -116,10 +125,6 @@ def _check(source: Path, kept: str, threads: int | None) -> None:
         verify(container_of(source), threads=threads)
     except Ckpt8Error as exc:
         raise CheckFailedError(f"{kept}: {exc}") from exc
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 class Ckpt8Callback(TrainerCallback):
@@ -191,21 +196,13 @@ class Ckpt8Callback(TrainerCallback):
         if not source.is_dir():
             self._fail(OutputError(f"{source}: is not where Trainer saves; checkpoints of this run are not compressed"))
             return
-        job: Future[None] = Future()
-        self._job = source, args.save_total_limit, job
-
-        def work() -> None:
-            try:
-                self._compress(source)
-                job.set_result(None)
-            except BaseException as exc:
-                job.set_exception(exc)
-
+        self._job = source, args.save_total_limit, Future()
+        work = self._job[-1], self._compress, (source,)
         # After the last step no training goes on, and Trainer may remove this directory before on_train_end.
         if self._background and not control.should_training_stop:
-            threading.Thread(target=work, name="ckpt8-compress", daemon=False).start()
+            threading.Thread(target=run_task, args=work, name="ckpt8-compress", daemon=False).start()
         else:
-            work()
+            run_task(*work)
             self._harvest(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -221,19 +218,17 @@ class Ckpt8Callback(TrainerCallback):
         self._harvest(state)
 
     def _compress(self, source: Path) -> None:
-        target = container_of(source)
+        target, threads = container_of(source), self._options["threads"]
         compress(source, target, force=True, **self._options)
-        if not self._keep:
-            failures = verify(target, source, threads=self._options["threads"]).failures
-            if failures:
-                raise CheckFailedError(f"{target}: {failures[0]}")
+        if not self._keep and (failures := verify(target, source, threads=threads).failures):
+            raise CheckFailedError(f"{target}: {failures[0]}")
 
     def _harvest(self, state: Any) -> None:
         """Wait for the running job. Removes checkpoints here, in Trainer's own thread, between its steps."""
         if self._job is None:
             return
         (compressed, limit, job), self._job = self._job, None
-        best = _best(state)
+        best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
         if (error := job.exception()) is not None:
             self._fail(error, compressed)
         elif not self._keep:
@@ -259,16 +254,12 @@ class Ckpt8Callback(TrainerCallback):
     def _fail(self, error: BaseException, source: Path | None = None) -> None:
         if self._strict or not isinstance(error, Exception):
             raise error
-        what = "" if source is None else f"{source}: was not compressed: "
-        warnings.warn(f"{what}{error}", RuntimeWarning, stacklevel=2)
+        failure = error if source is None else f"{source}: was not compressed: {error}"
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
 
 def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-def _best(state: Any) -> Path | None:
-    return None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
 
 
 @checked
@@ -285,7 +276,7 @@ def restored_checkpoint(
     >>> restored_checkpoint("outputs") is None  # no checkpoint yet
     True
     """
-    return _on_first_rank(lambda: _restore_newest(Path(output_dir), target, threads)[0])
+    return _on_first_rank(lambda: _restore_newest(Path(output_dir), target, threads, []))
 
 
 @checked
@@ -299,14 +290,8 @@ def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | N
     True
     """
     made: list[Path] = []
-
-    def restore_newest() -> str | None:
-        path, is_new = _restore_newest(Path(output_dir), None, threads)
-        made.extend([Path(path)] if path is not None and is_new else [])
-        return path
-
     try:
-        yield _on_first_rank(restore_newest)
+        yield _on_first_rank(lambda: _restore_newest(Path(output_dir), None, threads, made))
     finally:
         for path in made:
             with contextlib.suppress(FileNotFoundError):
@@ -314,21 +299,20 @@ def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | N
 
 
 def _restore_newest(
-    folder: Path, target: str | os.PathLike[str] | None, threads: int | None
-) -> tuple[str | None, bool]:
-    """The path of the newest checkpoint, and whether this restored it."""
+    folder: Path, target: str | os.PathLike[str] | None, threads: int | None, made: list[Path]
+) -> str | None:
+    """The path of the newest checkpoint. Adds it to ``made`` where this restores it."""
     directories, containers = directories_in(folder), containers_in(folder)
     newest = max([*directories, *containers], default=None)
-    if newest is None:
-        return None, False
-    if newest in directories:
-        return str(directories[newest]), False
+    if newest is None or newest in directories:
+        return None if newest is None else str(directories[newest])
     place = folder / f"checkpoint-{newest}" if target is None else Path(target)
     if target is None and place.exists():
         raise OutputError(
             f"{place}: is not complete (no {TRAINER_STATE}), and in the way of {containers[newest]}; remove it"
         )
-    return str(restore(containers[newest], place, threads=threads)), True
+    made.append(restore(containers[newest], place, threads=threads))
+    return str(made[-1])
 
 
 def _on_first_rank(restore: Callable[[], str | None]) -> str | None:

@@ -35,15 +35,15 @@ class Families:
 
     def __init__(self, names: Iterable[str], ties: Mapping[str, str] | None = None) -> None:
         names = list(names)
-        naming = Naming(names)
-        states = {name: state for name in names if (state := naming.state(name)) is not None}
+        find_state = Naming(names).state
+        states = {name: state for name in names if (state := find_state(name)) is not None}
         owners = {owner for _, owner, _ in states.values()}
         self.keys = {name: key for name, (_, _, key) in states.items()}
         """The key of each value that is part of an optimizer's state."""
         self._of: dict[str, str] = {name: owner for name, (_, owner, _) in states.items()}
-        for name in names:
-            if name not in states and (owner := find_owner(name, owners)) is not None:
-                self._of[name] = owner
+        self._of |= {
+            name: owner for name in names if name not in states and (owner := find_owner(name, owners)) is not None
+        }
         tied: dict[str, str] = {}
         for name, first in (ties or {}).items():
             tied[first] = tied.get(first) or self._of.get(first) or self._of.get(name, "")
@@ -297,8 +297,7 @@ class _Pieces:
         for family, box in slices:
             group = []
             for name in families.members[family]:
-                whole = shapes[name] == largest[family]
-                place = box if whole else families.statistic(name, box)
+                place = box if shapes[name] == largest[family] else families.statistic(name, box)
                 member = None if place is None else self._numbers.get((name, place[0]))
                 if member is not None and member not in taken and _box(self._items[member]) == place:
                     group.append(member)

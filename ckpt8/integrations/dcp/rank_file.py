@@ -93,10 +93,8 @@ class Naming:
 
     def place(self, name: str) -> Components:
         """The path of a tensor. Joined by dots it is its name in the file, unless names collide or are too long."""
-        state = self.state(name)
-        if state is not None:
-            optimizer, parameter, key = state
-            return optimizer, STATE, parameter, key
+        if (state := self.state(name)) is not None:
+            return state[0], STATE, *state[1:]
         return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
 
@@ -324,8 +322,12 @@ def _settled(value: torch.Tensor) -> torch.Tensor:
 
 def is_plain(value: torch.Tensor) -> bool:
     """Whether the elements are all there is to a tensor: no subclass, dense, of a known type."""
-    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-    return plain and not value.is_quantized and str(value.dtype).removeprefix("torch.") in _DTYPES
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and str(value.dtype).removeprefix("torch.") in _DTYPES
+    )
 
 
 def _read(get: Callable[[], torch.Tensor], first: int, buffer: memoryview) -> None:
