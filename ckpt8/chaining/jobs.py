@@ -6,8 +6,6 @@ one step, ``.NAME.SEAL.ckpt8-removed``, so that it never looks like one with fil
 ``finishing`` finds these, and a job verifies again before it removes one.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

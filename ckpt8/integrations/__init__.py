@@ -9,8 +9,6 @@ torchtitan      ``Ckpt8CheckpointManager``
 dcp             ``Ckpt8StorageWriter`` and ``Ckpt8StorageReader`` for torch.distributed.checkpoint
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

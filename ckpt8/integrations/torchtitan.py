@@ -7,8 +7,6 @@
 Everything else is torchtitan's own: its folders, its schedule, what it purges, the step that it resumes from.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import warnings

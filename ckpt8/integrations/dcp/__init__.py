@@ -11,8 +11,6 @@ no tensors are pickled, and loading them allows what ``weights_only`` allows. Wh
 one rank write a parameter and its state, which compression takes together.
 """
 
-from __future__ import annotations
-
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
 from ckpt8.integrations.dcp.reader import Ckpt8StorageReader
 from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter

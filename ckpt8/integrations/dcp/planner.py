@@ -7,8 +7,6 @@ Where rows are cut, every rank has the same ones, of which one rank writes the t
 write copies beside their slices. No index names a copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod

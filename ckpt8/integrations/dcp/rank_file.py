@@ -10,8 +10,6 @@ A state dict has flat names: ``model.layers.0.weight``, ``optimizer.state.layers
 recognises roles and update rules as in any other checkpoint.
 """
 
-from __future__ import annotations
-
 import io
 import mmap
 import re

@@ -3,8 +3,6 @@
 It takes parts of tensors from a container, with only the chunks that they need.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections import Counter, defaultdict
@@ -82,6 +80,36 @@ class _Target:
     box: Box
     missing: int
     into: torch.Tensor | None = None
+
+
+class _RankFile:
+    """One file of the checkpoint, open as ``reader``. Raises InputError unless it ends with ``seal``."""
+
+    def __init__(self, reader: ContainerReader, seal: str, workers: Workers) -> None:
+        if reader.seal.hex() != seal:
+            raise InputError(f"{reader.path}: belongs to another save than the {INDEX} beside it")
+        self._reader = reader
+        self._workers = workers
+        self._slices = slices_of(reader.manifest)
+
+    def fill(self, name: str, tensor: GlobalTensor, part: Slice, box: Box, target: torch.Tensor) -> None:
+        """Fill ``target`` with a ``box`` of a tensor, which lies in a slice of it. Raises InputError."""
+        record = self._slices.get((name, part.offsets))
+        problem = slice_problem(self._reader.manifest, record, tensor, part)
+        if record is None or problem is not None:
+            raise InputError(f"{self._reader.path}: {name[:80]}: {problem}")
+        inside = [at - first for at, first in zip(box[0], part.offsets, strict=True)]
+        fill_box(self._reader, record.storage, tensor.dtype, part.sizes, target, inside, self._workers)
+
+    def load(self, place: Place, where: str) -> Any:
+        """A value that torch.save wrote. Raises InputError."""
+        record = objects_of(self._reader.manifest)
+        nbytes = 0 if record is None else self._reader.manifest.storages[record.storage].nbytes
+        if record is None or place.start + place.length > nbytes:
+            raise InputError(f"{self._reader.path}: ends before a value that {INDEX} names")
+        content = torch.empty(place.length, dtype=torch.uint8, device="cpu")
+        fill_box(self._reader, record.storage, DType.UINT8, (nbytes,), content, (place.start,), self._workers)
+        return load_allowed(io.BytesIO(bytes_of(content)), where)
 
 
 class Ckpt8StorageReader(InDirectory, StorageReader):
@@ -228,33 +256,3 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory with such a checkpoint."""
         return is_local(checkpoint_id) and is_sharded(Path(checkpoint_id))
-
-
-class _RankFile:
-    """One file of the checkpoint, open as ``reader``. Raises InputError unless it ends with ``seal``."""
-
-    def __init__(self, reader: ContainerReader, seal: str, workers: Workers) -> None:
-        if reader.seal.hex() != seal:
-            raise InputError(f"{reader.path}: belongs to another save than the {INDEX} beside it")
-        self._reader = reader
-        self._workers = workers
-        self._slices = slices_of(reader.manifest)
-
-    def fill(self, name: str, tensor: GlobalTensor, part: Slice, box: Box, target: torch.Tensor) -> None:
-        """Fill ``target`` with a ``box`` of a tensor, which lies in a slice of it. Raises InputError."""
-        record = self._slices.get((name, part.offsets))
-        problem = slice_problem(self._reader.manifest, record, tensor, part)
-        if record is None or problem is not None:
-            raise InputError(f"{self._reader.path}: {name[:80]}: {problem}")
-        inside = [at - first for at, first in zip(box[0], part.offsets, strict=True)]
-        fill_box(self._reader, record.storage, tensor.dtype, part.sizes, target, inside, self._workers)
-
-    def load(self, place: Place, where: str) -> Any:
-        """A value that torch.save wrote. Raises InputError."""
-        record = objects_of(self._reader.manifest)
-        nbytes = 0 if record is None else self._reader.manifest.storages[record.storage].nbytes
-        if record is None or place.start + place.length > nbytes:
-            raise InputError(f"{self._reader.path}: ends before a value that {INDEX} names")
-        content = torch.empty(place.length, dtype=torch.uint8, device="cpu")
-        fill_box(self._reader, record.storage, DType.UINT8, (nbytes,), content, (place.start,), self._workers)
-        return load_allowed(io.BytesIO(bytes_of(content)), where)

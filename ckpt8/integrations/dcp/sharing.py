@@ -4,8 +4,6 @@ Every rank reads the ``.metadata`` and comes to the same shares, so that none ha
 are cut. Weight and moments of one slice go to one rank, the largest first to the rank that has least so far.
 """
 
-from __future__ import annotations
-
 import io
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence

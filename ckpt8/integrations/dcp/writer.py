@@ -4,8 +4,6 @@ Ranks may save without waiting for each other: they find an id alike, and learn 
 the directory is put in the terms of torch.distributed.checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import os
