@@ -132,7 +132,7 @@ def restore_original(
         Workers(threads) as workers,
     ):
         result = Restored.at(sources, target, reader)
-        writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))
+        writer = MemberWriter(reader, workers, progress)
         if reader.manifest.directory is not None:
             with new_directory(result.path, reader, force=force) as directory:
                 # Links first: one that leads out of the directory is refused before gigabytes are written.

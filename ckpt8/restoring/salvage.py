@@ -16,7 +16,7 @@ A member is in one of four states:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -53,47 +53,33 @@ _AHEAD = 1
 
 @dataclass(frozen=True, slots=True)
 class MemberWriter:
-    """Writes members of ``reader``. ``open_member`` opens the member with an index."""
+    """Writes members of ``reader``."""
 
     reader: ContainerReader
     workers: Workers
     progress: Progress
-    open_member: Callable[[int], MemberFile]
 
     def add(self, index: int, directory: AtomicDirectory) -> None:
-        """Write a link, a directory or a file to its path in ``directory``. Raises InputError, OutputError."""
+        """Write a link, a directory or a file to its path in ``directory``. Raises InputError, OutputError.
+
+        A link that leads out of the directory is an InputError.
+        """
         member = self.reader.manifest.members[index]
         if member.format == SYMLINK:
-            directory.add_link(member.path, self._link_target(index))
+            target = os.fsdecode(MemberFile(self.reader, index).read())
+            if not link_stays_inside(member.path, target):
+                leads_out = f"holds a link {member.path[:80]!r} that leads out of its directory"
+                raise InputError(f"{self.reader.path}: {leads_out}; nothing is written")
+            directory.add_link(member.path, target)
         elif member.format == DIRECTORY:
             directory.make_directory(member.path)
         else:
             with directory.new_file(member.path) as descriptor:
                 self.write(index, descriptor, directory.guard)
 
-    def _link_target(self, index: int) -> str:
-        """The target of a link. Raises InputError for one that leads out of the directory."""
-        path = self.reader.manifest.members[index].path
-        target = os.fsdecode(self.open_member(index).read())
-        if not link_stays_inside(path, target):
-            raise InputError(
-                f"{self.reader.path}: holds a link {path[:80]!r} that leads out of its directory; nothing is written"
-            )
-        return target
-
     def write(self, index: int, descriptor: int, guard: Guard) -> None:
         """Write a member to an empty file, with its checksums in place. Raises InputError, OutputError."""
-        member = self.open_member(index)
-        with guard():
-            os.ftruncate(descriptor, member.size)
-        crcs = self._copy(member, descriptor, guard)
-        with guard():
-            for storage, crc in crcs.items():
-                for place, field in member.patch_crc(storage, crc):
-                    os.pwrite(descriptor, field, place)
-
-    def _copy(self, member: MemberFile, descriptor: int, guard: Guard) -> dict[int, int]:
-        """Decode and write every piece; return the crc32 of every storage whose bytes changed."""
+        member, buffers = MemberFile(self.reader, index), Buffers(host_bytes)
 
         def decode(batch: list[list[Piece]]) -> list[tuple[list[Piece], torch.Tensor, list[int]]]:
             return [decode_run(run, needed=run is not batch[-1]) for run in batch]
@@ -111,23 +97,25 @@ class MemberWriter:
                 member.lend(run[0], buffer[:length])
             return run, buffer, changed
 
-        def write(run: list[Piece], buffer: torch.Tensor, changed: list[int]) -> None:
-            start, length = run[0].start, run[-1].stop - run[0].start
-            with guard():
-                write_at(descriptor, bytes_of(buffer)[:length], start)
-            buffers.give(buffer)
-            for piece, crc in zip(run, changed, strict=True):
-                if member.needs_crc(piece.storage):
-                    crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, piece.stop - piece.start)
-            self.progress(length)
-
-        buffers = Buffers(host_bytes)
+        with guard():
+            os.ftruncate(descriptor, member.size)
         crcs: dict[int, int] = {}
         # One thread writes: several would only wait for each other at the file.
         for batch in self.workers.map(decode, member.batches(), _AHEAD):
             while batch:
-                write(*batch.pop(0))
-        return crcs
+                run, buffer, changed = batch.pop(0)
+                start, length = run[0].start, run[-1].stop - run[0].start
+                with guard():
+                    write_at(descriptor, bytes_of(buffer)[:length], start)
+                buffers.give(buffer)
+                for piece, crc in zip(run, changed, strict=True):
+                    if member.needs_crc(piece.storage):
+                        crcs[piece.storage] = combine(crcs.get(piece.storage, 0), crc, piece.stop - piece.start)
+                self.progress(length)
+        with guard():
+            for storage, crc in crcs.items():
+                for place, field_ in member.patch_crc(storage, crc):
+                    os.pwrite(descriptor, field_, place)
 
 
 _LISTED = 10
@@ -152,12 +140,12 @@ class Restored:
     @classmethod
     def at(cls: type[R], sources: Sequence[Path], given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
         """A new result at the path that was given, or the default for the first source. Raises OutputError for any."""
-        source = sources[0]
-        path = restored_path(source, reader.manifest) if given is None else Path(given)
+        path = restored_path(sources[0], reader.manifest) if given is None else Path(given)
         original = original_name(reader.manifest)
         refuse_any(path, sources)
-        has_other = given is None and path.name != original
-        return cls(path=path, original=original, other_name=original if has_other else None)
+        return cls(
+            path=path, original=original, other_name=original if given is None and path.name != original else None
+        )
 
     def lines(self) -> list[str]:
         """What to tell the user about these names, as lines of text."""
@@ -196,20 +184,16 @@ def restored_path(source: Path, manifest: Manifest) -> Path:
 
     Raises OutputError where that name cannot be used.
     """
-    known = source.suffix.lower() in (CONTAINER, *SUFFIXES)
-    name = source.stem if known else source.name
-    suffix = _suffix(manifest)
+    name = source.stem if source.suffix.lower() in (CONTAINER, *SUFFIXES) else source.name
+    suffix = Path(original_name(manifest)).suffix
+    if suffix.lower() not in SUFFIXES:
+        suffix = _OF_FORMAT.get(manifest.members[0].format, _OF_BYTES)
     alike = TORCH if suffix.lower() in TORCH else (SAFETENSORS,)
     if manifest.directory is None and Path(name).suffix.lower() not in alike:
         name += suffix
     if not is_plain_name(name):
         raise OutputError(f"{source}: its name leaves none for the directory in it; give one with -o")
     return default_path(source.with_name(name))
-
-
-def _suffix(manifest: Manifest) -> str:
-    stored = Path(original_name(manifest)).suffix
-    return stored if stored.lower() in SUFFIXES else _OF_FORMAT.get(manifest.members[0].format, _OF_BYTES)
 
 
 _LABELS: dict[DType, str] = {dtype: label for label, dtype in DTYPES.items() if dtype is not DType.FLOAT4_E2M1FN_X2}
@@ -223,15 +207,15 @@ class TensorFile:
 
     def __init__(self, reader: ContainerReader, tensors: Sequence[TensorRecord]) -> None:
         self._reader = reader
-        self._tensors = [tensor for tensor in tensors if self._is_writable(tensor)]
+        self._tensors = [
+            tensor
+            for tensor in tensors
+            for nbytes in (reader.manifest.storages[tensor.storage].nbytes,)
+            if not tensor.flags and tensor.dtype in _LABELS and tensor.name != header.METADATA
+            if not tensor.span or (tensor.offset + tensor.span) * tensor.dtype.itemsize <= nbytes
+            if tensor.nbytes <= nbytes
+        ]
         self.names = {tensor.name for tensor in self._tensors}
-
-    def _is_writable(self, tensor: TensorRecord) -> bool:
-        if tensor.flags or tensor.dtype not in _LABELS or tensor.name == header.METADATA:
-            return False
-        nbytes = self._reader.manifest.storages[tensor.storage].nbytes
-        fits = not tensor.span or (tensor.offset + tensor.span) * tensor.dtype.itemsize <= nbytes
-        return fits and tensor.nbytes <= nbytes
 
     def write(self, descriptor: int, guard: Guard) -> None:
         """Write the file from its start. Raises OutputError."""
@@ -256,10 +240,9 @@ class TensorFile:
             flat = decode_storage(self._reader, tensor.storage).view(tensor.dtype.torch)
             yield flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()
             return
-        record = self._reader.manifest.storages[tensor.storage]
         start = tensor.offset * tensor.dtype.itemsize
         stop = start + tensor.nbytes
-        step = frames.FRAME * record.dtype.itemsize
+        step = frames.FRAME * self._reader.manifest.storages[tensor.storage].dtype.itemsize
         for chunk in range(start // step, -(-stop // step)):
             content = self._reader.read_chunk(tensor.storage, chunk).view(torch.uint8)
             yield content[max(start - chunk * step, 0) : stop - chunk * step]
@@ -334,8 +317,7 @@ class Salvage(Restored):
     @property
     def complete(self) -> bool:
         """Whether the container is undamaged."""
-        is_damaged = self.lost or self.damage is not None or self.base is not None
-        return not is_damaged and all(member.state == WHOLE for member in self.members)
+        return not (self.lost or self.damage or self.base) and all(member.state == WHOLE for member in self.members)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values, and ``complete``."""
@@ -347,8 +329,7 @@ class Salvage(Restored):
         lines = [f"{self.path}: {summary}", *Restored.lines(self)]
         if self.damage is not None:
             lines.append(f"{self.damage}; nothing proves the names, shapes and offsets that its manifest states")
-        if self.base is not None:
-            lines.append(self.base)
+        lines += [] if self.base is None else [self.base]
         lines += [
             f"{member.path}: {member.state}" + (f", see {member.written}" if member.state == TENSORS else "")
             for member in self.members
@@ -381,25 +362,23 @@ def salvage_container(
         find_lost(reader, workers)
         result = Salvage.at(sources, target, reader)
         result.damage, result.base = reader.damage, reader.damage_below()
-        salvaging = _Salvaging(reader, workers, progress)
+        salvaging = _Salvaging(reader, MemberWriter(reader, workers, progress), result)
         if reader.manifest.directory is not None:
             with new_directory(result.path, reader, force=force) as directory:
-                salvaging.write_directory(directory, result)
+                salvaging.write_directory(directory)
                 directory.publish()
             result.replaced = directory.replaced
         else:
-            salvaging.write_file(result, file_check(target), force=force)
-        salvaging.list_tensors(result)
+            salvaging.write_file(file_check(target), force=force)
+        salvaging.list_tensors()
         return result
 
 
 class _Salvaging:
     """Writes the members of one damaged container by their states."""
 
-    def __init__(self, reader: DamagedContainer, workers: Workers, progress: Progress) -> None:
-        self._reader = reader
-        self._manifest = reader.manifest
-        self._writer = MemberWriter(reader, workers, progress, partial(MemberFile, reader))
+    def __init__(self, reader: DamagedContainer, writer: MemberWriter, result: Salvage) -> None:
+        self._reader, self._manifest, self._writer, self._result = reader, reader.manifest, writer, result
         self._states = [self._state(member) for member in self._manifest.members]
         # Names of intact tensors that a safetensors file cannot hold; _open_tensor_file adds them.
         self._unwritten: set[str] = set()
@@ -410,7 +389,7 @@ class _Salvaging:
             return LOST if member.format in (FILE, SYMLINK, DIRECTORY) else TENSORS
         return DAMAGED if any(storage in lost for _, storage in member.segments) else WHOLE
 
-    def write_file(self, result: Salvage, check: Check, *, force: bool) -> None:
+    def write_file(self, check: Check, *, force: bool) -> None:
         """Write the only member. Raises InputError if nothing of it is intact."""
         (member,) = self._manifest.members
         if self._states[0] == LOST:
@@ -420,20 +399,20 @@ class _Salvaging:
             if not tensors.names:
                 raise InputError(f"{self._reader.path}: no tensor is intact; nothing can be recovered")
             # The user did not give this name, so it replaces checkpoints only.
-            result.path = default_path(result.path.with_name(result.path.name + SAFETENSORS))
+            self._result.path = default_path(self._result.path.with_name(self._result.path.name + SAFETENSORS))
             check = checkpoint_file
-            refuse_source(result.path, self._reader.path)
-        with AtomicFile(result.path, force=force, check=check) as output:
+            refuse_source(self._result.path, self._reader.path)
+        with AtomicFile(self._result.path, force=force, check=check) as output:
             if self._states[0] == TENSORS:
                 tensors.write(output.file.fileno(), output.guard)
             else:
                 self._writer.write(0, output.file.fileno(), output.guard)
                 self._mend_checksums(output.path, output.guard)
             output.publish()
-        result.replaced = output.replaced
-        result.members.append(SalvagedMember(member.path, self._states[0], str(result.path)))
+        self._result.replaced = output.replaced
+        self._result.members.append(SalvagedMember(member.path, self._states[0], str(self._result.path)))
 
-    def write_directory(self, output: AtomicDirectory, result: Salvage) -> None:
+    def write_directory(self, output: AtomicDirectory) -> None:
         """Write every member, or its tensors, unless it is lost."""
         paths = [PurePosixPath(member.path) for member in self._manifest.members]
         taken = {str(path) for file in paths for path in (file, *file.parents)}
@@ -451,7 +430,7 @@ class _Salvaging:
                     state = LOST
             elif state != LOST:
                 self._writer.add(index, output)
-            result.members.append(SalvagedMember(member.path, state, None if state == LOST else written))
+            self._result.members.append(SalvagedMember(member.path, state, None if state == LOST else written))
         self._mend_checksums(output.path, output.guard)
 
     def _mend_checksums(self, path: Path, guard: Guard) -> None:
@@ -498,21 +477,21 @@ class _Salvaging:
         ]
         return [[start, stop] for start, stop in runs if start < end and stop > tensor.offset]
 
-    def list_tensors(self, result: Salvage) -> None:
+    def list_tensors(self) -> None:
         """Count the tensors written intact; list the others, and damaged storages that no damaged tensor lies in."""
         owner = {storage: member.path for member in self._manifest.members for _, storage in member.segments}
         named = set()
         for tensor in self._manifest.tensors:
-            record = self._manifest.storages[tensor.storage]
             elements = self._lost_elements(tensor)
             named |= {tensor.storage} if elements else set()
             if elements or tensor.name in self._unwritten:
-                count = record.nbytes // tensor.dtype.itemsize
-                result.lost.append(LostTensor(owner.get(tensor.storage, ""), tensor.name, elements, count))
+                count = self._manifest.storages[tensor.storage].nbytes // tensor.dtype.itemsize
+                path = owner.get(tensor.storage, "")
+                self._result.lost.append(LostTensor(path, tensor.name, elements, count))
             else:
-                result.tensors += 1
+                self._result.tensors += 1
         for storage in sorted(self._reader.lost.keys() - named):
             record = self._manifest.storages[storage]
             path = owner.get(storage) or next(m.path for m in self._manifest.members if m.skeleton == storage)
             runs = [list(run) for run in self._reader.lost_runs(storage)]
-            result.lost.append(LostTensor(path, record.name, runs, record.numel))
+            self._result.lost.append(LostTensor(path, record.name, runs, record.numel))

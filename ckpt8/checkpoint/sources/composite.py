@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,15 +26,11 @@ PIECE = 8 * FRAME
 """Elements to read at once: the copy needs 32 MiB of memory for float32."""
 
 
-class Fill(Protocol):
-    """A live value, mostly a tensor, that takes the values of one saved tensor."""
+class Fill(NamedTuple):
+    """Fills a live value, mostly a tensor: ``write`` reads the saved tensor ``ref``, and may raise InputError."""
 
-    @property
-    def ref(self) -> TensorRef:
-        """The saved tensor."""
-
-    def fill(self, streamer: Streamer) -> None:
-        """Read the saved tensor and write the live one. Raises InputError."""
+    ref: TensorRef
+    write: Callable[[Streamer], None]
 
 
 class Streamer:
@@ -54,7 +50,7 @@ class Streamer:
     def run(self, fills: Iterable[Fill]) -> None:
         """Run all ``fills`` in the order of the file. Raises InputError for damage and failed reads."""
         for fill in sorted(fills, key=lambda fill: (self._storages[fill.ref.key].offset, fill.ref.offset)):
-            fill.fill(self)
+            fill.write(self)
 
     def values(self, ref: TensorRef) -> Iterator[tuple[int, torch.Tensor]]:
         """The elements of ``ref`` as float32, flat, in the order of its dimensions: the start of a piece and the piece.

@@ -7,8 +7,9 @@ same optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import CHECKS, Candidate
-from ckpt8.checkpoint.sources.composite import Streamer
+from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.sources.objects import ValueBuilder
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.core.errors import ResumeError
@@ -29,31 +30,21 @@ from ckpt8.optim.known_optimizers import setting_names
 EXTRA_STATE = "_extra_state"
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copies one saved tensor into a live one of its shape; values are rounded where that has fewer bits."""
-
-    name: str
-    ref: TensorRef
-    target: torch.Tensor
-
-    def fill(self, streamer: Streamer) -> None:
-        """Copy the values."""
-        streamer.copy(self.ref, self.target.detach())
+def copy_of(ref: TensorRef, target: torch.Tensor) -> Fill:
+    """Copies a saved tensor into a live one of its shape; values are rounded where that has fewer bits."""
+    return Fill(ref, lambda streamer: streamer.copy(ref, target.detach()))
 
 
 @dataclass(slots=True)
 class ModelPlan:
-    """What to copy into a model, and what does not fit.
+    """What to copy into a model, as name, saved and live tensor, and what does not fit.
 
-    ``extra`` has the extra states of modules, by their names in the model; ``filled`` the saved tensor of each live
-    one, by ``id``.
+    ``extra`` has the extra states of modules, by their names in the model.
     """
 
-    copies: list[Copy] = field(default_factory=list)
+    copies: list[tuple[str, TensorRef, torch.Tensor]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
-    filled: dict[int, TensorRef] = field(default_factory=dict)
 
 
 def fitting_models(candidates: list[Candidate], model: nn.Module) -> list[Candidate]:
@@ -64,17 +55,15 @@ def fitting_models(candidates: list[Candidate], model: nn.Module) -> list[Candid
     if len(candidates) == 1:
         return candidates
     live = model.state_dict()
+    matched = {candidate: match(candidate.node, live) for candidate in candidates}
     same = [candidate for candidate in candidates if candidate.node.keys() == live.keys()]
-    same = same or [
-        candidate for candidate in candidates if len(match(candidate.node, live)) == len(live) == len(candidate.node)
-    ]
-    return [candidate for candidate in same if _has_shapes(candidate, live)] or same
+    same = same or [one for one in candidates if len(matched[one]) == len(live) == len(one.node)]
 
+    def has_shapes(candidate: Candidate) -> bool:
+        saved = ((live[name], candidate.node[key]) for name, key in matched[candidate].items())
+        return all(ref.shape == tensor.shape for tensor, ref in saved if isinstance(ref, TensorRef))
 
-def _has_shapes(candidate: Candidate, live: dict[str, Any]) -> bool:
-    """Whether a state dict has tensors of the shapes of the live ones."""
-    saved = {name: candidate.node[key] for name, key in match(candidate.node, live).items()}
-    return all(ref.shape == live[name].shape for name, ref in saved.items() if isinstance(ref, TensorRef))
+    return list(filter(has_shapes, same)) or same
 
 
 def plan_model(
@@ -87,8 +76,7 @@ def plan_model(
     live = model.state_dict(keep_vars=True)
     owned = {id(t) for _, t in (*model.named_parameters(), *model.named_buffers())}
     saved_name = match(candidate.node, live)
-    plan = ModelPlan()
-    filled = plan.filled
+    plan, filled = ModelPlan(), dict[int, TensorRef]()
     for name, tensor in live.items():
         if name not in saved_name:
             continue
@@ -104,23 +92,16 @@ def plan_model(
             plan.problems.append(f"{name}: {problem}")
         elif id(tensor) not in filled:
             filled[id(tensor)] = value
-            plan.copies.append(Copy(name, value, tensor))
+            plan.copies.append((name, value, tensor))
         elif not streamer.equal(filled[id(tensor)], value):
             plan.problems.append(f"{name}: is tied in the model, but was saved with other values than its twin")
-    plan.problems += _unmatched(candidate, live, saved_name)
-    return plan
-
-
-def _unmatched(candidate: Candidate, live: dict[str, Any], saved_name: dict[str, str]) -> list[str]:
     # A tied tensor is there if it was saved under any of its names.
-    present = {id(live[name]) for name in saved_name}
-    missing = [name for name, tensor in live.items() if name not in saved_name and id(tensor) not in present]
-    taken = set(saved_name.values())
-    extra = [name for name in candidate.node if name not in taken]
-    return [
-        *(f"{name}: is missing from the checkpoint" for name in missing),
-        *(f"{name}: is in the checkpoint but not in the model" for name in extra),
-    ]
+    present, taken = {id(live[name]) for name in saved_name}, set(saved_name.values())
+    missing = (name for name, tensor in live.items() if name not in saved_name and id(tensor) not in present)
+    plan.problems += [f"{name}: is missing from the checkpoint" for name in missing]
+    extra = (name for name in candidate.node if name not in taken)
+    plan.problems += [f"{name}: is in the checkpoint but not in the model" for name in extra]
+    return plan
 
 
 def _mismatch(ref: TensorRef, tensor: Tensor, *, is_half: bool) -> str | None:
@@ -196,10 +177,10 @@ def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: M
 
 def length_problem(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> str | None:
     """Why ``betas`` or ``eps`` have another number of values than here, or None."""
-    for key in ("betas", "eps"):
-        mine, theirs = live.get(key), saved.get(key)
-        if _length(mine) != _length(theirs) and key in saved and key in live:
-            return f"its {key} are {theirs}, here they are {mine}"
+    for key in (key for key in ("betas", "eps") if key in saved and key in live):
+        lengths = {len(group[key]) if isinstance(group[key], (tuple, list)) else 1 for group in (saved, live)}
+        if len(lengths) > 1:
+            return f"its {key} are {saved[key]}, here they are {live[key]}"
     return None
 
 
@@ -209,36 +190,23 @@ def foreign_settings(saved: Mapping[Any, Any], arguments: Collection[str]) -> st
     return f"its parameter groups have {listed(sorted(foreign))}" if foreign else None
 
 
-def _length(value: object) -> int:
-    return len(value) if isinstance(value, (tuple, list)) else 1
-
-
 def added_entries(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a group that a scheduler or the user added to the settings of the optimizer."""
     known = STRUCTURE | IMPLEMENTATION | _hyperparameters() | _BOOKKEEPING
     return {key: value for key, value in saved.items() if key not in known and value is not None}
 
 
-def look_permuted(saved: Sequence[Mapping[Any, Any]], live: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the groups have the same weight decays in another order: pairing them by order would mix them up."""
-    before = [group.get("weight_decay") for group in saved]
-    now = [group.get("weight_decay") for group in live]
-    numbers = all(isinstance(value, (int, float)) for value in (*before, *now))
-    return numbers and before != now and sorted(before) == sorted(now)  # type: ignore[type-var]
-
-
 def restored(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a live group takes from ``saved``, which holds plain values and tensors."""
     values = {}
     for key, value in saved.items():
-        if key in STRUCTURE or (key in IMPLEMENTATION and live.get(key) is not None):
-            continue
         current = live.get(key)
+        if key in STRUCTURE or (key in IMPLEMENTATION and current is not None):
+            continue
+        values[key] = value.clone() if isinstance(value, torch.Tensor) else value
         if isinstance(current, torch.Tensor):
             new = torch.as_tensor(value, dtype=current.dtype, device=current.device).clone()
             values[key] = new.reshape(current.shape) if new.numel() == current.numel() else new
-        else:
-            values[key] = value.clone() if isinstance(value, torch.Tensor) else value
     return values
 
 
@@ -263,17 +231,28 @@ class GroupPair:
     pairs: list[Pair]
 
 
+NewState = tuple[dict[str, Any], list[Fill]]
+"""The new state of one parameter, its tensors still empty, and what fills them."""
+
+
 @dataclass(slots=True)
-class ParameterMap:
-    """The live groups in their order, each with its saved group; ``problems`` lists parameters without a partner."""
+class OptimizerPlan:
+    """What resume is going to do to an optimizer: new states, and new values for each live group.
 
-    groups: list[GroupPair] = field(default_factory=list)
+    ``pairs`` are the live groups in their order. ``states`` has for each parameter a function that allocates its state,
+    or None where the checkpoint has none, as for a parameter that never had a gradient. ``wrong`` says why nothing of
+    the checkpoint fits; ``problems`` are those of single parameters. ``rounded`` fills live parameters that take only
+    the upper half of their saved weights, by ``id``. An optimizer that loads its state itself has ``build`` in place of
+    states and groups: it makes the state dict.
+    """
+
+    pairs: list[GroupPair] = field(default_factory=list)
+    states: list[tuple[torch.Tensor, Callable[[], NewState] | None]] = field(default_factory=list)
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """The pairs of all groups."""
-        return [pair for group in self.groups for pair in group.pairs]
+    wrong: str | None = None
+    rounded: dict[int, Fill] = field(default_factory=dict)
+    build: Callable[[], dict[str, Any]] | None = None
 
 
 def live_names(optimizer: Optimizer, model: nn.Module | None) -> dict[int, list[str]]:
@@ -288,7 +267,7 @@ def live_names(optimizer: Optimizer, model: nn.Module | None) -> dict[int, list[
     return names
 
 
-def map_parameters(saved: Sequence[Saved], optimizer: Optimizer, model: nn.Module | None) -> ParameterMap:
+def map_parameters(saved: Sequence[Saved], optimizer: Optimizer, model: nn.Module | None) -> OptimizerPlan:
     """Pair saved and live parameters. Raises ResumeError where only a guess could do that."""
     names_there, names_here = saved_names(saved), live_names(optimizer, model)
     if isinstance(names_there, str):
@@ -306,14 +285,14 @@ def _map_by_name(
     names_there: Mapping[int | str, str],
     live: Sequence[dict[str, Any]],
     names_here: Mapping[int, list[str]],
-) -> ParameterMap:
+) -> OptimizerPlan:
     identifier_of = {name: identifier for identifier, name in names_there.items()}
     matched = match(
         names_there.values(),
         (name for group in live for identifier in group["params"] for name in names_here[id(identifier)]),
     )
     group_of = {identifier: k for k, group in enumerate(saved) for identifier in group["params"]}
-    result = ParameterMap()
+    result = OptimizerPlan()
     for group in live:
         pairs = []
         for parameter in group["params"]:
@@ -325,24 +304,21 @@ def _map_by_name(
             else:
                 result.problems.append(f"{names_here[id(parameter)][0]}: is not in the optimizer of the checkpoint")
         numbers = sorted({group_of[pair.identifier] for pair in pairs})
-        if any(_settings(saved[number]) != _settings(saved[numbers[0]]) for number in numbers):
+        settings = [{key: value for key, value in saved[at].items() if key not in STRUCTURE} for at in numbers]
+        if any(own != settings[0] for own in settings):
             raise ResumeError(
                 f"parameters of one group here belong to groups {listed(numbers)} with other hyperparameters"
             )
-        result.groups.append(GroupPair(group, saved[numbers[0]] if numbers else None, pairs))
-    taken = {pair.identifier for pair in result.pairs}
-    extra = [name for identifier, name in names_there.items() if identifier not in taken]
+        result.pairs.append(GroupPair(group, saved[numbers[0]] if numbers else None, pairs))
+    taken = {pair.identifier for group in result.pairs for pair in group.pairs}
+    extra = (name for identifier, name in names_there.items() if identifier not in taken)
     result.problems += [f"{name}: is in the optimizer of the checkpoint but not in this one" for name in extra]
     return result
 
 
-def _settings(group: Saved) -> dict[Any, Any]:
-    return {key: value for key, value in group.items() if key not in STRUCTURE}
-
-
 def _map_by_order(
     saved: Sequence[Saved], live: Sequence[dict[str, Any]], names_here: Mapping[int, list[str]]
-) -> ParameterMap:
+) -> OptimizerPlan:
     """Pair by the running index over the groups, which means the same parameter only where the groups are equal."""
     before, now = ([len(group["params"]) for group in groups] for groups in (saved, live))
     if before != now:
@@ -350,17 +326,18 @@ def _map_by_order(
             f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names; "
             "give this optimizer the groups of the saved one"
         )
-    if look_permuted(saved, live):
+    decays, decays_here = ([group.get("weight_decay") for group in groups] for groups in (saved, live))
+    are_numbers = all(isinstance(decay, (int, float)) for decay in (*decays, *decays_here))
+    if are_numbers and decays != decays_here and sorted(decays) == sorted(decays_here):  # type: ignore[type-var]
         raise ResumeError(
             "its parameter groups have the weight decays of those here in another order, and the file has no names; "
             "give this optimizer its groups in the saved order"
         )
-    result = ParameterMap()
-    number = 0
+    result, numbers = OptimizerPlan(), count()
     for there, group in zip(saved, live, strict=True):
-        pairs = []
-        for identifier, parameter in zip(there["params"], group["params"], strict=True):
-            pairs.append(Pair(parameter, identifier, names_here.get(id(parameter), [f"parameter {number}"])[0]))
-            number += 1
-        result.groups.append(GroupPair(group, there, pairs))
+        pairs = [
+            Pair(parameter, identifier, names_here.get(id(parameter), [f"parameter {number}"])[0])
+            for identifier, parameter, number in zip(there["params"], group["params"], numbers, strict=False)
+        ]
+        result.pairs.append(GroupPair(group, there, pairs))
     return result

@@ -1,8 +1,7 @@
 """The new state of a live optimizer: what fills it, and how the packed state of ``ckpt8.optim`` is made of a saved one.
 
 A live tensor takes what a checkpoint holds in one of three ways: copied, taken packed as it is stored, or encoded on
-the way. Encoding rounds to nearest, on the device of the parameter, in pieces of bounded size. ``OptimizerPlan``
-collects what resume is going to do to an optimizer, before anything changes.
+the way. Encoding rounds to nearest, on the device of the parameter, in pieces of bounded size.
 
 ``DeviceCopy`` fills tensors on a GPU from stored parts: it uploads these, 5 bytes a parameter of ``flash``, and decodes
 them there.
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,9 +46,10 @@ from ckpt8.optim.packed import PackedOptimizer, check_group, exact_names, layout
 from ckpt8.optim.packed_tensor import weight_check, write_master
 from ckpt8.optim.state_conversion import bf16_from_planes
 from ckpt8.restoring.resume.live import (
-    Copy,
-    ParameterMap,
+    NewState,
+    OptimizerPlan,
     added_entries,
+    copy_of,
     foreign_settings,
     length_problem,
     restored,
@@ -59,110 +59,14 @@ _ENCODED_AT_ONCE = 1 << 20
 """Elements."""
 
 
-NewState = tuple[dict[str, Any], list[Fill]]
-"""The new state of one parameter, its tensors still empty, and what fills them."""
+def _pieces(streamer: Streamer, ref: TensorRef) -> Iterator[tuple[int, torch.Tensor]]:
+    """The saved values as flat float32, in pieces that are encoded at once, and where each starts."""
+    for start, values in streamer.values(ref):
+        for at in range(0, len(values), _ENCODED_AT_ONCE):
+            yield start + at, values[at : at + _ENCODED_AT_ONCE]
 
 
-@dataclass(slots=True)
-class OptimizerPlan:
-    """New states, and new values for each live group.
-
-    ``states`` has for each parameter a function that allocates its state, or None where the checkpoint has none, as for
-    a parameter that never had a gradient. ``wrong`` says why nothing of the checkpoint fits; ``problems`` are those of
-    single parameters. ``rounded`` fills live parameters that take only the upper half of their saved weights, by
-    ``id``. An optimizer that loads its state itself has ``build`` in place of states and groups: it makes the state
-    dict.
-    """
-
-    states: list[tuple[torch.Tensor, Callable[[], NewState] | None]] = field(default_factory=list)
-    groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    wrong: str | None = None
-    rounded: dict[int, Fill] = field(default_factory=dict)
-    build: Callable[[], dict[str, Any]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedFill:
-    """Fills packed state from ``ref``. With ``stored``, the parts go in as they are, else ``codec`` makes them."""
-
-    ref: TensorRef
-    codec: Codec
-    stored: StoredParts | None
-
-    def _pieces(self, streamer: Streamer) -> Iterator[tuple[int, torch.Tensor]]:
-        """The saved values as flat float32, in pieces that are encoded at once, and where each starts."""
-        for start, values in streamer.values(self.ref):
-            for at in range(0, len(values), _ENCODED_AT_ONCE):
-                yield start + at, values[at : at + _ENCODED_AT_ONCE]
-
-
-@dataclass(frozen=True, slots=True)
-class MomentFill(_PackedFill):
-    """Fills the codes and scales of moment ``name`` in ``state``.
-
-    Values that the codec refuses stay in fp32, as they would in a file.
-    """
-
-    name: str
-    state: dict[str, torch.Tensor]
-
-    def fill(self, streamer: Streamer) -> None:
-        """Take the parts, or encode the values."""
-        codes, scales = self.state[f"{self.name}_codes"], self.state[f"{self.name}_scales"]
-        try:
-            for start, parts in self._parts(streamer, codes.device):
-                assign(codes.view(-1), start, parts["codes"])
-                assign(scales, start // GROUP, parts["scales"])
-        except RefusedError:
-            del self.state[f"{self.name}_codes"], self.state[f"{self.name}_scales"]
-            self.state[self.name] = torch.empty(self.ref.shape, dtype=torch.float32, device=codes.device)
-            streamer.copy(self.ref, self.state[self.name])
-
-    def _parts(self, streamer: Streamer, device: torch.device) -> Iterator[tuple[int, Parts]]:
-        if self.stored is not None:
-            return self.stored.chunks(self.ref, "codes", "scales")
-        return ((start, self.codec.encode(piece.to(device))) for start, piece in self._pieces(streamer))
-
-
-@dataclass(frozen=True, slots=True)
-class ResidualFill(_PackedFill):
-    """Fills ``residual``, flat: the difference between fp32 weights and a bf16 parameter."""
-
-    residual: torch.Tensor
-
-    def fill(self, streamer: Streamer) -> None:
-        """Take the stored residual, or split the values."""
-        if self.stored is not None:
-            name, _ = _residual(self.codec)
-            for start, parts in self.stored.chunks(self.ref, name):
-                assign(self.residual, start, parts[name])
-            return
-        for start, piece in self._pieces(streamer):
-            part = self.residual[start : start + len(piece)]
-            _split(piece.to(part.device), part, self.codec)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedFill(_PackedFill):
-    """Fills a bf16 parameter of any strides with the upper half of fp32 weights. See ``ResidualFill``."""
-
-    param: torch.Tensor
-
-    def fill(self, streamer: Streamer) -> None:
-        """Take the stored upper half, or split the values."""
-        target = self.param.detach()
-        target = target if target.dim() else target.view(1)
-        if self.stored is not None:
-            for start, parts in self.stored.chunks(self.ref, "exponent", "mantissa"):
-                assign(target, start, bf16_from_planes(parts))
-            return
-        for start, piece in self._pieces(streamer):
-            residual = torch.empty_like(piece, dtype=_residual(self.codec)[1])
-            assign(target, start, _split(piece, residual, self.codec))
-
-
-def _residual(codec: Codec) -> tuple[str, torch.dtype]:
+def _residual_of(codec: Codec) -> tuple[str, torch.dtype]:
     """Name and element type of the part that completes a bf16 weight."""
     assert codec.residual is not None  # noqa: S101 - the group was checked
     return codec.residual[0], codec.residual[1].torch
@@ -260,23 +164,22 @@ class PackedPlanner:
         problem = foreign_settings(saved, arguments) or foreign.class_problem(saved, rule, arguments)
         return problem or length_problem(foreign.packed_group(saved, rule, arguments), self.optimizer.defaults)
 
-    def plan(self, node: Mapping[str, Any], mapped: ParameterMap) -> OptimizerPlan:
-        """The plan for the saved optimizer ``node``; ``mapped`` pairs its parameters."""
-        plan = OptimizerPlan(problems=list(mapped.problems))
+    def plan(self, node: Mapping[str, Any], plan: OptimizerPlan) -> None:
+        """Plan the states of the saved optimizer ``node``; ``plan`` pairs its parameters."""
         checks = {key: check for group in node["param_groups"] for key, check in weight_checks(group).items()}
-        for mapped_group in mapped.groups:
-            if mapped_group.saved is None:
+        for paired in plan.pairs:
+            if paired.saved is None:
                 continue
-            live = mapped_group.live
-            hyper = {key: self.builder.build(value) for key, value in mapped_group.saved.items() if key != "params"}
-            states = [node["state"].get(pair.identifier) for pair in mapped_group.pairs]
+            live = paired.live
+            hyper = {key: self.builder.build(value) for key, value in paired.saved.items() if key != "params"}
+            states = [node["state"].get(pair.identifier) for pair in paired.pairs]
             try:
                 group = self._group(live, hyper, states)
             except UsageError as exc:
                 plan.wrong = plan.wrong or str(exc)
                 continue
             plan.groups.append((live, {key: value for key, value in group.items() if key != "params"}))
-            for pair, state in zip(mapped_group.pairs, states, strict=True):
+            for pair, state in zip(paired.pairs, states, strict=True):
                 try:
                     self._check_weight(pair.parameter, state, checks.get(pair.identifier))
                     plan.states.append((pair.parameter, self._plan_state(pair.parameter, state, group, hyper)))
@@ -284,17 +187,11 @@ class PackedPlanner:
                     plan.problems.append(f"{pair.name}: {exc}")
                 if (rounded := self._round_weight(pair.parameter, group)) is not None:
                     plan.rounded[id(pair.parameter)] = rounded
-            if self._mixes(live, group, plan):
-                plan.wrong = (
-                    plan.wrong or "the codecs of its state are not those of parameters that would be left alone"
-                )
-        return plan
-
-    def _mixes(self, live: dict[str, Any], group: dict[str, Any], plan: OptimizerPlan) -> bool:
-        """Whether a group would change its codecs while some of its parameters keep state of the old ones."""
-        replaced = {id(parameter) for parameter, _ in plan.states}
-        kept = [p for p in live["params"] if id(p) not in replaced and self.optimizer.state.get(p)]
-        return bool(kept) and any(group[key] != live[key] for key in ("master", "moment1", "moment2"))
+            replaced = {id(parameter) for parameter, _ in plan.states}
+            is_kept = any(id(p) not in replaced and self.optimizer.state.get(p) for p in live["params"])
+            if is_kept and any(group[key] != live[key] for key in ("master", "moment1", "moment2")):
+                mixes = "the codecs of its state are not those of parameters that would be left alone"
+                plan.wrong = plan.wrong or mixes
 
     def _check_weight(self, param: torch.Tensor, state: Any, expected: Any) -> None:
         """Raise UsageError where a state belongs to another 16-bit weight than the one that this parameter takes."""
@@ -309,28 +206,27 @@ class PackedPlanner:
             )
 
     def _group(self, live: dict[str, Any], hyper: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
-        """The new values of the group ``live``, codecs included. Raises UsageError."""
+        """The new values of the group ``live``, codecs included. Raises UsageError.
+
+        A codec is the most frequent one of stored codes that is no coarser than the group's own; else the group's own.
+        """
         if is_packed_group(hyper):
             group = {**live, **restored(hyper, live)}
         else:
             taken = foreign.packed_group(hyper, self.optimizer.rule_id, self.optimizer.rule_arguments)
             group = {**live, **restored({**added_entries(hyper), **taken}, live)}
             kinds: tuple[StateKey, ...] = ("moment1", "moment2")
+            refs = [ref for state in states if isinstance(state, dict) for ref in state.values()]
             for kind in kinds:
-                group[kind] = self._common_codec(group, kind, states)
+                mine = codec_from_config(group[kind]).codes
+                codecs = Counter(
+                    codec
+                    for codec in map(self._codec, refs)
+                    if mine and codec and codec.trains(kind) and codec.codes and codec.codes.highest >= mine.highest
+                )
+                group[kind] = config_of(codecs.most_common(1)[0][0]) if codecs else dict(group[kind])
         check_group(group)
         return group
-
-    def _common_codec(self, group: dict[str, Any], kind: StateKey, states: Sequence[Any]) -> dict[str, Any]:
-        """The most frequent codec of stored codes that is no coarser than the group's own; else the group's own."""
-        mine = codec_from_config(group[kind]).codes
-        refs = (ref for state in states if isinstance(state, dict) for ref in state.values())
-        codecs = Counter(
-            codec
-            for codec in map(self._codec, refs)
-            if mine and codec and codec.trains(kind) and codec.codes and codec.codes.highest >= mine.highest
-        )
-        return config_of(codecs.most_common(1)[0][0]) if codecs else dict(group[kind])
 
     def _codec(self, ref: object) -> Codec | None:
         return self.stored.codec(ref) if self.stored is not None and isinstance(ref, TensorRef) else None
@@ -397,7 +293,7 @@ class PackedPlanner:
         """New state, to be copied from saved state of the same layout."""
         exact = exact_names(_types_and_shapes(saved))
         state = self.optimizer.initial_state(group, param, exact)
-        fills: list[Fill] = [Copy(key, ref, state[key]) for key, ref in saved.items()]
+        fills = [copy_of(ref, state[key]) for key, ref in saved.items()]
         if not {"residual", "master"} & saved.keys():
             fills += self._complete_weight(param, group, state, exact)
         return state, fills
@@ -411,15 +307,34 @@ class PackedPlanner:
             exact.add("residual")
         state = self.optimizer.initial_state(group, param, exact)
         state["step"].fill_(step)
-        fills: list[Fill] = []
-        for name in (*moments, *self.optimizer.factored(shape)) if saved else ():
-            ref = saved[name]
-            if name in state:
-                fills.append(Copy(name, ref, state[name]))
-            else:
-                codec = self.optimizer.codec(group, moments[name], param)
-                fills.append(MomentFill(ref, codec, self._if_stored(ref, codec), name, state))
+        fills = [
+            copy_of(saved[name], state[name])
+            if name in state
+            else self._moment(saved[name], self.optimizer.codec(group, moments[name], param), name, state)
+            for name in ((*moments, *self.optimizer.factored(shape)) if saved else ())
+        ]
         return state, fills + self._complete_weight(param, group, state, exact)
+
+    def _moment(self, ref: TensorRef, codec: Codec, name: str, state: dict[str, torch.Tensor]) -> Fill:
+        """Fills the codes and scales of moment ``name``: takes the stored parts, or encodes the values.
+
+        Values that the codec refuses stay in fp32, as they would in a file.
+        """
+        stored = self._if_stored(ref, codec)
+
+        def write(streamer: Streamer) -> None:
+            codes, scales = state[f"{name}_codes"], state[f"{name}_scales"]
+            encoded = ((start, codec.encode(piece.to(codes.device))) for start, piece in _pieces(streamer, ref))
+            try:
+                for start, parts in encoded if stored is None else stored.chunks(ref, "codes", "scales"):
+                    assign(codes.view(-1), start, parts["codes"])
+                    assign(scales, start // GROUP, parts["scales"])
+            except RefusedError:
+                del state[f"{name}_codes"], state[f"{name}_scales"]
+                state[name] = torch.empty(ref.shape, dtype=torch.float32, device=codes.device)
+                streamer.copy(ref, state[name])
+
+        return Fill(ref, write)
 
     def _complete_weight(
         self, param: torch.Tensor, group: dict[str, Any], state: dict[str, torch.Tensor], exact: set[str]
@@ -427,22 +342,40 @@ class PackedPlanner:
         """The fill for the master of a parameter, or for the residual of one that takes half of its fp32 weights."""
         weight = self.weights.get(id(param))
         if weight is not None and "master" in state:
-            return [Copy("master", weight, state["master"])]
+            return [copy_of(weight, state["master"])]
         if weight is None or self._weight_to_halve(param) is None:
             return []
-        codec = self.optimizer.codec(group, "master", param, exact)
-        return [ResidualFill(weight, codec, self._if_stored(weight, codec), state["residual"].view(-1))]
+        codec, residual = self.optimizer.codec(group, "master", param, exact), state["residual"].view(-1)
+        stored, name = self._if_stored(weight, codec), _residual_of(codec)[0]
+
+        def write(streamer: Streamer) -> None:
+            for start, parts in () if stored is None else stored.chunks(weight, name):
+                assign(residual, start, parts[name])
+            for start, piece in _pieces(streamer, weight) if stored is None else ():
+                part = residual[start : start + len(piece)]
+                _split(piece.to(part.device), part, codec)
+
+        return [Fill(weight, write)]
 
     def _is_exact(self, ref: object) -> bool:
         return self.stored is not None and isinstance(ref, TensorRef) and self.stored.is_exact(ref)
 
     def _round_weight(self, param: torch.Tensor, group: dict[str, Any]) -> Fill | None:
-        """The upper half of fp32 weights into a bf16 parameter, rounded as its residual expects."""
+        """The upper half of fp32 weights into a bf16 parameter of any strides, rounded as its residual expects."""
         weight = self._weight_to_halve(param)
         if weight is None or param.dtype != torch.bfloat16:
             return None
         codec = self.optimizer.codec(group, "master", param, {"residual"} if self._is_exact(weight) else ())
-        return RoundedFill(weight, codec, self._if_stored(weight, codec), param)
+        stored, kind = self._if_stored(weight, codec), _residual_of(codec)[1]
+
+        def write(streamer: Streamer) -> None:
+            target = param.detach() if param.dim() else param.detach().view(1)
+            for start, parts in () if stored is None else stored.chunks(weight, "exponent", "mantissa"):
+                assign(target, start, bf16_from_planes(parts))
+            for start, piece in _pieces(streamer, weight) if stored is None else ():
+                assign(target, start, _split(piece, torch.empty_like(piece, dtype=kind), codec))
+
+        return Fill(weight, write)
 
 
 def _types_and_shapes(saved: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, tuple[int, ...]] | None]:

@@ -17,9 +17,10 @@ hyperparameters would go in without complaint. The cards of known classes tell t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 
 from ckpt8.checkpoint.meaning.optimizer_state import parameter_shape
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, is_packed_group
-from ckpt8.checkpoint.sources.composite import Fill, Streamer
+from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.objects import ValueBuilder, is_plain
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
@@ -38,14 +39,16 @@ from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published, is
 from ckpt8.optim.packed import PackedOptimizer
 from ckpt8.restoring.resume.live import (
     STRUCTURE,
-    Copy,
+    GroupPair,
+    NewState,
+    OptimizerPlan,
     Pair,
-    ParameterMap,
     class_problem,
+    copy_of,
     map_parameters,
     restored,
 )
-from ckpt8.restoring.resume.new_state import NewState, OptimizerPlan, PackedPlanner
+from ckpt8.restoring.resume.new_state import PackedPlanner
 
 WHOLE_GROUP = "group"
 """Key of a reference to the parameter group, which optimi with gradient release keeps in each state."""
@@ -119,8 +122,7 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     if layout.published.step != "tensor":
         return step.clone() if isinstance(step, torch.Tensor) else step
     wide = isinstance(step, torch.Tensor) and step.dtype == torch.float64
-    on_device = bool(group.get("capturable") or group.get("fused"))
-    device = pair.parameter.device if on_device else "cpu"
+    device = pair.parameter.device if group.get("capturable") or group.get("fused") else "cpu"
     made = torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32, device=device)
     if made.item() != value:
         raise ResumeError(f"{pair.name}: step {value} cannot be held exactly by a float32")
@@ -258,46 +260,39 @@ def loads_itself(optimizer: Optimizer, node: Mapping[str, Any]) -> bool:
     return not all(is_plain(value) for state in states for value in state.values())
 
 
-def plan_own_state(node: Mapping[str, Any], mapped: ParameterMap, builder: ValueBuilder) -> OptimizerPlan:
-    """The plan for an optimizer that loads the saved state ``node`` itself, as a whole or not at all."""
-    states, pairs = node["state"], mapped.pairs
+def plan_own_state(node: Mapping[str, Any], plan: OptimizerPlan, builder: ValueBuilder) -> None:
+    """Plan for an optimizer that loads the saved state ``node`` itself, as a whole or not at all."""
     known = {identifier for group in node["param_groups"] for identifier in group["params"]}
-    has_names = any(isinstance(identifier, str) for identifier in known)
     # Some classes keep sums over all parameters among the states, under a name, or next to them.
-    sums = {key: value for key, value in states.items() if key not in known}
+    sums = {key: value for key, value in node["state"].items() if key not in known}
     shared = sums | {key: value for key, value in node.items() if key not in _FORM}
-    by_name = [
-        (pair.name, foreign_state_problem(states.get(pair.identifier), pair, group.saved or {}, builder))
-        for group in mapped.groups
-        for pair in group.pairs
-    ]
-    problems = [*mapped.problems, *(f"{name}: {problem}" for name, problem in by_name if problem)]
+    pairs = [(group.saved or {}, pair) for group in plan.pairs for pair in group.pairs]
+    for saved, pair in pairs:
+        if problem := foreign_state_problem(node["state"].get(pair.identifier), pair, saved, builder):
+            plan.problems.append(f"{pair.name}: {problem}")
+    has_names = any(isinstance(identifier, str) for identifier in known)
     if unlisted := [key for key in sums if has_names or not isinstance(key, str)]:
-        problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
-    if shared and [pair.identifier for pair in pairs] != list(range(len(pairs))):
-        problems.append(f"{listed(shared)}: may count parameters, which are in another order here")
+        plan.problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
+    if shared and [pair.identifier for _, pair in pairs] != list(range(len(pairs))):
+        plan.problems.append(f"{listed(shared)}: may count parameters, which are in another order here")
     if problem := builder.problem("its state dict", shared):
-        problems.append(problem)
-    wrong = "its state is taken as a whole or not at all" if problems else None
-    return OptimizerPlan(problems=problems, wrong=wrong, build=partial(_build, node, sums, mapped, builder))
+        plan.problems.append(problem)
+    plan.wrong = "its state is taken as a whole or not at all" if plan.problems else None
+    plan.build = partial(_build, node, sums, plan.pairs, builder)
 
 
 def _build(
-    node: Mapping[str, Any], sums: Mapping[Any, Any], mapped: ParameterMap, builder: ValueBuilder
+    node: Mapping[str, Any], sums: Mapping[Any, Any], paired: Sequence[GroupPair], builder: ValueBuilder
 ) -> dict[str, Any]:
     """The state dict. Raises InputError for damage, ResumeError for parts that do not make a tensor."""
-    states = node["state"]
-    number_of = {id(pair): number for number, pair in enumerate(mapped.pairs)}
-    state = {
-        number_of[id(pair)]: _with_objects_on(pair.parameter.device, builder.build(states[pair.identifier]))
-        for pair in mapped.pairs
-        if pair.identifier in states
-    }
-    groups = []
-    for group in mapped.groups:
+    states, state, groups, numbers = node["state"], dict[Any, Any](), [], count()
+    for group in paired:
+        own = {next(numbers): pair for pair in group.pairs}
+        for number, pair in own.items():
+            if pair.identifier in states:
+                state[number] = _with_objects_on(pair.parameter.device, builder.build(states[pair.identifier]))
         plain = {key: builder.build(value) for key, value in (group.saved or {}).items() if key not in STRUCTURE}
-        numbers = [number_of[id(pair)] for pair in group.pairs]
-        groups.append({**group.live, **restored(plain, group.live), "params": numbers})
+        groups.append({**group.live, **restored(plain, group.live), "params": list(own)})
     state |= {key: builder.build(value) for key, value in sums.items()}
     others = {key: builder.build(value) for key, value in node.items() if key not in _FORM}
     return {**others, "state": state, "param_groups": groups}
@@ -371,22 +366,24 @@ def plan_optimizer(
     hyper = [{key: value for key, value in group.items() if key not in STRUCTURE} for group in saved]
     if problem := builder.problem("a parameter group", hyper):
         raise ResumeError(problem)
-    mapped = map_parameters(saved, optimizer, model)
+    plan = map_parameters(saved, optimizer, model)
     if packed is None and loads_itself(optimizer, node):
-        return plan_own_state(node, mapped, builder)
-    listed_ids = {identifier for group in saved for identifier in group["params"]}
-    if unlisted := [str(identifier) for identifier in node["state"] if identifier not in listed_ids]:
-        mapped.problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
-    return packed.plan(node, mapped) if packed else _plan_states(node["state"], mapped, optimizer, builder)
+        plan_own_state(node, plan, builder)
+        return plan
+    known = {identifier for group in saved for identifier in group["params"]}
+    if unlisted := [str(identifier) for identifier in node["state"] if identifier not in known]:
+        plan.problems.append(f"state of {listed(unlisted)}: belongs to no parameter of its groups")
+    if packed:
+        packed.plan(node, plan)
+    else:
+        _plan_states(node["state"], plan, optimizer, builder)
+    return plan
 
 
-def _plan_states(
-    states: Mapping[Any, Any], mapped: ParameterMap, optimizer: Optimizer, builder: ValueBuilder
-) -> OptimizerPlan:
-    """The plan of an optimizer of another package: it takes its state as saved."""
-    plan = OptimizerPlan(problems=list(mapped.problems))
+def _plan_states(states: Mapping[Any, Any], plan: OptimizerPlan, optimizer: Optimizer, builder: ValueBuilder) -> None:
+    """Plan for an optimizer of another package: it takes its state as saved."""
     layout = layout_of(optimizer)
-    for group in mapped.groups:
+    for group in plan.pairs:
         if group.saved is None:
             continue
         keeps_step = layout is not None and layout.published.step == "group"
@@ -399,34 +396,27 @@ def _plan_states(
             saved = states.get(pair.identifier)
             if problem := state_problem(saved, pair, layout, optimizer, group.saved, builder):
                 plan.problems.append(f"{pair.name}: {problem}")
-            elif saved is None:
-                plan.states.append((pair.parameter, None))
-            else:
-                values = {
-                    key: value if isinstance(value, TensorRef) else builder.build(value)
-                    for key, value in saved.items()
-                    if key != WHOLE_GROUP
-                }
-                if "step" in values and layout is not None:
-                    values["step"] = exact_step(builder.build(saved["step"]), layout, group.live, pair)
-                plan.states.append((pair.parameter, partial(_new_state, values, pair)))
-    return plan
+                continue
+            kept = {key: value for key, value in (saved or {}).items() if key != WHOLE_GROUP}
+            values = {key: ref if isinstance(ref, TensorRef) else builder.build(ref) for key, ref in kept.items()}
+            if "step" in kept and layout is not None:
+                values["step"] = exact_step(builder.build(kept["step"]), layout, group.live, pair)
+            allocate = partial(_new_state, values, pair.parameter.device)
+            plan.states.append((pair.parameter, None if saved is None else allocate))
 
 
-def _new_state(values: dict[str, Any], pair: Pair) -> NewState:
+def _new_state(values: dict[str, Any], device: torch.device) -> NewState:
     """``values`` with an empty tensor in the place of every TensorRef, and the copies that fill these."""
-    fills: list[Fill] = []
+    fills = []
     for key, ref in values.items():
         if isinstance(ref, TensorRef):
-            values[key] = _empty(ref, pair.parameter.device if key != "step" else None)
-            fills.append(Copy(f"{pair.name}: {key}", ref, values[key]))
+            place, kind = device if key != "step" else None, ref.dtype.torch
+            if is_dense(ref):
+                values[key] = torch.empty_strided(ref.shape, ref.stride, dtype=kind, device=place)
+            else:
+                values[key] = torch.empty(ref.shape, dtype=kind, device=place)
+            fills.append(copy_of(ref, values[key]))
     return values, fills
-
-
-def _empty(ref: TensorRef, device: torch.device | None) -> Tensor:
-    if is_dense(ref):
-        return torch.empty_strided(ref.shape, ref.stride, dtype=ref.dtype.torch, device=device)
-    return torch.empty(ref.shape, dtype=ref.dtype.torch, device=device)
 
 
 def apply(plan: OptimizerPlan, optimizer: Optimizer, checkpoint: Checkpoint, streamer: Streamer) -> None:

@@ -15,7 +15,8 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -33,8 +34,8 @@ from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.public import checked, described
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import optimizer as optimizers
-from ckpt8.restoring.resume.live import ModelPlan, fitting_models, plan_model
-from ckpt8.restoring.resume.new_state import DeviceCopy, OptimizerPlan, PackedPlanner
+from ckpt8.restoring.resume.live import ModelPlan, OptimizerPlan, copy_of, fitting_models, plan_model
+from ckpt8.restoring.resume.new_state import DeviceCopy, PackedPlanner
 from ckpt8.restoring.resume.optimizer import packed_optimizer, unwrapped
 
 T = TypeVar("T")
@@ -62,25 +63,8 @@ class Given(Generic[T]):
     keys: list[str] | None = None
 
 
-def given_models(value: Any, at: Paths) -> Given[nn.Module]:
-    """The models of an argument. Raises UsageError for anything that is none."""
-    return _given(
-        "model", value, at, _check_model, lambda model: {id(tensor) for tensor in _tensors(model)} or {id(model)}
-    )
-
-
-def given_optimizers(value: Any, at: Paths) -> Given[Optimizer]:
-    """The optimizers of an argument. Raises UsageError for anything that is none."""
-    return _given("optimizer", value, at, _check_optimizer, lambda optimizer: {id(unwrapped(optimizer))})
-
-
-def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _given(
-    what: str, value: Any, at: Paths, check: Callable[[str, Any], None], parts: Callable[[Any], set[int]]
-) -> Given[Any]:
+def _given(what: str, value: Any, at: Paths, check: Callable[[str, Any], set[int]]) -> Given[Any]:
+    """The objects of an argument. ``check`` returns the ``id`` of what makes one, and raises UsageError for another."""
     if value is None:
         if at is not None:
             raise UsageError(f"resume: {what}_at is given, and {what} is not")
@@ -91,21 +75,21 @@ def _given(
             raise UsageError(f"resume: {what}_at is {described(at)}; give one path in the tree, as text")
         return Given(what, [value], [what], [at])
     keys = list(value) if isinstance(value, Mapping) else None
-    objects = list(value.values()) if isinstance(value, Mapping) else list(value)
-    if keys is not None and (_is_state_dict(keys, objects) or not all(isinstance(key, str) for key in keys)):
-        kind = "a state dict" if _is_state_dict(keys, objects) else "a dict whose keys are no texts"
-        raise UsageError(f"resume: {what} is {kind}; give the live {what} itself, or a dict of several by name")
+    objects = list(value.values() if isinstance(value, Mapping) else value)
+    if keys is not None:
+        is_state_dict = {"state", "param_groups"} <= set(keys) or (
+            bool(objects) and all(isinstance(obj, torch.Tensor) for obj in objects)
+        )
+        if is_state_dict or not all(isinstance(key, str) for key in keys):
+            kind = "a state dict" if is_state_dict else "a dict whose keys are no texts"
+            raise UsageError(f"resume: {what} is {kind}; give the live {what} itself, or a dict of several by name")
     if not objects:
         raise UsageError(f"resume: {what} is an empty {type(value).__name__}; leave it out, or give a {what}")
     labels = [f"{what}[{key!r}]" for key in (keys or range(len(objects)))]
-    for label, obj in zip(labels, objects, strict=True):
-        check(label, obj)
-    owned = [parts(obj) for obj in objects]
+    owned = [check(label, obj) for label, obj in zip(labels, objects, strict=True)]
     for place, mine in enumerate(owned):
-        if mine in owned[:place]:
-            raise UsageError(
-                f"resume: {labels[owned.index(mine)]} and {labels[place]} are the same {what}; give it once"
-            )
+        if (first := owned.index(mine)) < place:
+            raise UsageError(f"resume: {labels[first]} and {labels[place]} are the same {what}; give it once")
     return Given(what, objects, labels, _paths(what, at, keys, len(objects)), True, keys)
 
 
@@ -124,20 +108,16 @@ def _paths(what: str, at: Any, keys: list[str] | None, count: int) -> list[str |
     return cast("list[str | None]", paths)
 
 
-def _is_state_dict(keys: Sequence[Any], values: Sequence[Any]) -> bool:
-    return {"state", "param_groups"} <= set(keys) or (
-        bool(values) and all(isinstance(value, torch.Tensor) for value in values)
-    )
-
-
-def _check_model(label: str, value: Any) -> None:
+def _check_model(label: str, value: Any) -> set[int]:
     if not isinstance(value, nn.Module):
         raise UsageError(f"resume: {label} is {described(value)}; give a torch.nn.Module, or a list or dict of several")
+    tensors = [*value.parameters(), *value.buffers()]
     wrapped = any(type(part).__name__ == _FSDP for part in value.modules())
-    _refuse_sharded(label, [_FSDP] if wrapped else [type(part).__name__ for part in _tensors(value)])
+    _refuse_sharded(label, [_FSDP] if wrapped else [type(part).__name__ for part in tensors])
+    return set(map(id, tensors)) or {id(value)}
 
 
-def _check_optimizer(label: str, value: Any) -> None:
+def _check_optimizer(label: str, value: Any) -> set[int]:
     takes_state = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
     if isinstance(value, (type, nn.Module)) or not (isinstance(value, Optimizer) or takes_state):
         raise UsageError(
@@ -145,6 +125,7 @@ def _check_optimizer(label: str, value: Any) -> None:
         )
     groups = getattr(value, "param_groups", None) or ()
     _refuse_sharded(label, (type(identifier).__name__ for group in groups for identifier in group["params"]))
+    return {id(unwrapped(value))}
 
 
 def _refuse_sharded(label: str, kinds: Iterable[str]) -> None:
@@ -181,120 +162,73 @@ def match_several(path: Path, given: Given[Any], candidates: list[Candidate], fi
     Where one object and one candidate are left, it gets what does not fit, so that the caller can say why. Raises
     UsageError where the choice is not clear.
     """
-    matching = _Matching(path, given, candidates, fits)
-    matching.by_path()
-    matching.by_key()
-    matching.by_fit()
+    matching = _Matching(path, given, candidates)
+    if len(candidates) < len(given.objects):
+        raise matching.unclear(f"{len(given.objects)} were given")
+    for number, at in enumerate(given.at):
+        if at is not None:
+            matching.choose(number, candidates_at(path, candidates, at, f"{given.what}_at")[0])
+    for number, key in enumerate(given.keys or ()):
+        if number not in matching.chosen:
+            same = [candidate for candidate in candidates if candidate.path == key]
+            same = same or [candidate for candidate in candidates if f".{candidate.path}".endswith(f".{key}")]
+            if len(same) == 1:
+                matching.choose(number, same[0])
+    matching.settle(fits)
     return [matching.chosen[number] for number in range(len(given.objects))]
 
 
+@dataclass(slots=True)
 class _Matching:
-    def __init__(self, path: Path, given: Given[Any], candidates: list[Candidate], fits: Fits) -> None:
-        self._path, self._given, self._candidates, self._fits = path, given, candidates, fits
-        self.chosen: dict[int, Candidate] = {}
-        if len(candidates) < len(given.objects):
-            raise self._unclear(f"{len(given.objects)} were given")
+    """The candidates that are ``chosen`` so far, by the number of the object."""
 
-    def _unclear(self, why: str) -> UsageError:
-        paths = listed((candidate.path for candidate in self._candidates), _SHOWN)
+    path: Path
+    given: Given[Any]
+    candidates: list[Candidate]
+    chosen: dict[int, Candidate] = field(default_factory=dict)
+
+    def unclear(self, why: str) -> UsageError:
+        paths = listed((candidate.path for candidate in self.candidates), _SHOWN)
         if not paths:
-            return UsageError(f"{self._path}: holds no state dict of any {self._given.what}, and {why}")
-        holds = f"{counted(len(self._candidates), f'{self._given.what} state')} ({paths})"
+            return UsageError(f"{self.path}: holds no state dict of any {self.given.what}, and {why}")
+        holds = f"{counted(len(self.candidates), f'{self.given.what} state')} ({paths})"
         return UsageError(
-            f"{self._path}: holds {holds}, and {why}; give a dict with these keys, or {self._given.what}_at="
+            f"{self.path}: holds {holds}, and {why}; give a dict with these keys, or {self.given.what}_at="
         )
 
-    def _choose(self, number: int, candidate: Candidate) -> None:
+    def choose(self, number: int, candidate: Candidate) -> None:
         for other, taken in self.chosen.items():
             if taken is candidate:
-                both = f"{self._given.labels[other]} and {self._given.labels[number]}"
-                raise self._unclear(f"both {both} may be {candidate.path}")
+                both = f"{self.given.labels[other]} and {self.given.labels[number]}"
+                raise self.unclear(f"both {both} may be {candidate.path}")
         self.chosen[number] = candidate
 
-    def _open(self) -> tuple[list[int], list[Candidate]]:
-        """The objects without a candidate, and the candidates without an object."""
-        taken = {id(candidate) for candidate in self.chosen.values()}
-        numbers = [number for number in range(len(self._given.objects)) if number not in self.chosen]
-        return numbers, [candidate for candidate in self._candidates if id(candidate) not in taken]
-
-    def by_path(self) -> None:
-        for number, at in enumerate(self._given.at):
-            if at is not None:
-                candidates = candidates_at(self._path, self._candidates, at, f"{self._given.what}_at")
-                self._choose(number, candidates[0])
-
-    def by_key(self) -> None:
-        for number, key in enumerate(self._given.keys or ()):
-            if number not in self.chosen:
-                same = [candidate for candidate in self._candidates if candidate.path == key]
-                same = same or [candidate for candidate in self._candidates if f".{candidate.path}".endswith(f".{key}")]
-                if len(same) == 1:
-                    self._choose(number, same[0])
-
-    def by_fit(self) -> None:
-        while self._settle_one():
-            pass
-        for number, fitting in self._options().items():
-            if fitting:
-                paths = listed((candidate.path for candidate in fitting), _SHOWN)
-                raise self._unclear(f"{self._given.labels[number]} may be one of {paths}")
-        numbers, left = self._open()
-        if numbers and not len(numbers) == len(left) == 1:
-            raise self._unclear(f"none fits {self._given.labels[numbers[0]]}")
-        for number in numbers:
-            self._choose(number, left[0])
-
-    def _options(self) -> dict[int, list[Candidate]]:
-        """The open candidates that fit each open object best."""
-        numbers, left = self._open()
-        fits = {number: [self._fits(number, candidate) for candidate in left] for number in numbers}
-        return {
-            number: [candidate for candidate, fit in zip(left, own, strict=True) if fit == max(own) > 0]
-            for number, own in fits.items()
-        }
-
-    def _settle_one(self) -> bool:
-        """Choose for an object that one open candidate fits, and no other object alone. Whether there was one."""
-        options = self._options()
-        for number, fitting in options.items():
-            if len(fitting) == 1 and list(options.values()).count(fitting) == 1:
-                self._choose(number, fitting[0])
-                return True
-        return False
+    def settle(self, fits: Fits) -> None:
+        """Choose by fit: first where one open candidate fits an object, and no other object alone."""
+        while True:
+            taken = set(map(id, self.chosen.values()))
+            left = [candidate for candidate in self.candidates if id(candidate) not in taken]
+            options: dict[int, list[Candidate]] = {}
+            for number in (number for number in range(len(self.given.objects)) if number not in self.chosen):
+                own = [fits(number, candidate) for candidate in left]
+                options[number] = [one for one, fit in zip(left, own, strict=True) if fit == max(own) > 0]
+            fitting = list(options.values())
+            alone = [number for number, fit in options.items() if len(fit) == 1 and fitting.count(fit) == 1]
+            if not alone:
+                break
+            self.choose(alone[0], options[alone[0]][0])
+        for number, fit in options.items():
+            if fit:
+                paths = listed((candidate.path for candidate in fit), _SHOWN)
+                raise self.unclear(f"{self.given.labels[number]} may be one of {paths}")
+        if options and not len(options) == len(left) == 1:
+            raise self.unclear(f"none fits {self.given.labels[next(iter(options))]}")
+        self.chosen.update(dict.fromkeys(options, left[0]) if options else {})
 
 
-Weights = set[tuple[str, int]]
-"""Saved tensors, each as the key of its storage and where it begins in it."""
-
-
-def saved_weights(optimizer: Optimizer, filled: Mapping[int, TensorRef]) -> Weights:
-    """The saved tensors that fill the parameters of a live optimizer; ``filled`` has those of all, by ``id``."""
-    refs = (filled.get(id(identifier)) for group in optimizer.param_groups for identifier in group["params"])
-    return {(ref.key, ref.offset) for ref in refs if ref is not None}
-
-
-class TrainedWeights:
-    """Which weights the optimizers of a file train."""
-
-    def __init__(self, tree: object, optimizers: Sequence[Candidate]) -> None:
-        pairs = zip(optimizers, owners(optimizers, find_trees(tree), by_order=False), strict=True)
-        self._owners = {id(optimizer): owner for optimizer, owner in pairs}
-
-    def has(self, optimizer: Candidate, weights: Weights) -> bool:
-        """Whether the optimizer trains the model of the weights for certain."""
-        model = self._owners[id(optimizer)].model
-        return model is not None and not weights.isdisjoint(_weights_in(model))
-
-    def elsewhere(self, optimizer: Candidate, weights: Weights) -> str:
-        """The paths of the models to which the key of the optimizer belongs, if none of them has the weights."""
-        keyed = self._owners[id(optimizer)].keyed if weights else ()
-        if any(not weights.isdisjoint(_weights_in(candidate)) for candidate in keyed):
-            return ""
-        return listed((candidate.path for candidate in keyed), _SHOWN)
-
-
-def _weights_in(model: Candidate) -> Weights:
-    return {(ref.key, ref.offset) for ref in model.node.values() if isinstance(ref, TensorRef)}
+def _places_of(refs: Iterable[object]) -> set[tuple[str, int]]:
+    """Saved tensors, each as the key of its storage and where it begins in it."""
+    return {(ref.key, ref.offset) for ref in refs if isinstance(ref, TensorRef)}
 
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
@@ -350,7 +284,8 @@ def resume(
     {'step': 1}
     """
     path = Path(path)
-    models_here, optimizers_here = given_models(model, model_at), given_optimizers(optimizer, optimizer_at)
+    models_here = _given("model", model, model_at, _check_model)
+    optimizers_here = _given("optimizer", optimizer, optimizer_at, _check_optimizer)
     with open_member(path, member=member, threads=threads) as source:
         plan = _Plan(source, models_here, optimizers_here)
         plan.decide()
@@ -403,21 +338,19 @@ class _Plan:
 
     def _decide_models(self, candidates: list[Candidate]) -> dict[int, TensorRef]:
         """Plan every model. Returns the saved tensors of all live ones, by ``id``."""
-        given, plans = self._models, dict[tuple[int, int], ModelPlan]()
+        given = self._models
 
+        @cache
         def plan(number: int, candidate: Candidate) -> ModelPlan:
-            key = number, id(candidate)
-            if key not in plans:
-                live = given.objects[number]
-                plans[key] = plan_model(candidate, live, self._streamer, self._values, self._halves)
-            return plans[key]
+            return plan_model(candidate, given.objects[number], self._streamer, self._values, self._halves)
 
         def fits(number: int, candidate: Candidate) -> int:
             return not plan(number, candidate).problems
 
-        numbers = range(len(given.objects)) if given.many else ()
-        unfit = (number for number in numbers if not any(fits(number, candidate) for candidate in candidates))
-        if given.keys or any(given.at) or next(unfit, None) is not None:
+        def all_fit() -> bool:
+            return all(any(fits(number, one) for one in candidates) for number in range(len(given.objects)))
+
+        if given.keys or any(given.at) or (given.many and not all_fit()):
             candidates = find_trees(self._source.checkpoint.tree)
         if given.many:
             chosen = match_several(self._source.path, given, candidates, fits)
@@ -428,44 +361,43 @@ class _Plan:
             self._weights.append(plan(number, candidate))
             self.problems += [f"{label} {problem}" for problem in self._weights[-1].problems]
             self.consumed.append(candidate.value)
-            for copy in self._weights[-1].copies:
-                first = filled.setdefault(id(copy.target), copy.ref)
-                if first.dtype is not copy.ref.dtype or not self._streamer.equal(first, copy.ref):
-                    self.problems.append(f"{label} {copy.name}: is shared by two models, but was saved with two values")
+            for name, ref, target in self._weights[-1].copies:
+                first = filled.setdefault(id(target), ref)
+                if first.dtype is not ref.dtype or not self._streamer.equal(first, ref):
+                    self.problems.append(f"{label} {name}: is shared by two models, but was saved with two values")
         return filled
 
     def _decide_optimizers(self, candidates: list[Candidate], filled: Mapping[int, TensorRef]) -> None:
         """Plan every optimizer; ``filled`` are the saved tensors of live weights, by ``id``."""
-        given, path, plans = self._optimizers, self._source.path, dict[tuple[int, int], OptimizerPlan]()
+        given, path = self._optimizers, self._source.path
         for obj in given.objects:
             if problem := optimizers.form_problem(obj):
                 raise ResumeError(f"{path}: {problem}; nothing was changed", (problem,))
-        packed = [
-            None
-            if optimizer is None
-            else PackedPlanner(optimizer, self._values, self._streamer, filled, self._source.stored)
-            for optimizer in self._packed
+        weights = [
+            _places_of(filled.get(id(parameter)) for group in obj.param_groups for parameter in group["params"])
+            for obj in given.objects
         ]
+        models = find_trees(self._source.checkpoint.tree) if any(weights) else []
+        owned = dict(zip(candidates, owners(candidates, models, by_order=False), strict=True))
 
-        weights = [saved_weights(obj, filled) for obj in given.objects]
-        trained = TrainedWeights(self._source.checkpoint.tree, candidates) if any(weights) else None
+        def has(number: int, model: Candidate) -> bool:
+            return not weights[number].isdisjoint(_places_of(model.node.values()))
 
+        @cache
         def plan(number: int, candidate: Candidate) -> OptimizerPlan:
-            key = number, id(candidate)
-            if key not in plans:
-                plans[key] = self._plan_optimizer(candidate, given.objects[number], packed[number])
-                others = trained.elsewhere(candidate, weights[number]) if trained else ""
-                if others and given.at[number] is None:
-                    plans[
-                        key
-                    ].wrong = f"belongs to {others}, whose weights this one does not step; or give optimizer_at="
-            return plans[key]
+            trial = self._plan_optimizer(candidate, number, filled)
+            keyed = owned[candidate].keyed if weights[number] and given.at[number] is None else ()
+            if keyed and not any(has(number, model) for model in keyed):
+                others = listed((model.path for model in keyed), _SHOWN)
+                trial.wrong = f"belongs to {others}, whose weights this one does not step; or give optimizer_at="
+            return trial
 
         def fits(number: int, candidate: Candidate) -> int:
             trial = plan(number, candidate)
             if trial.wrong is not None or trial.problems:
                 return 0
-            return 2 if trained and trained.has(candidate, weights[number]) else 1
+            model = owned[candidate].model
+            return 2 if model is not None and has(number, model) else 1
 
         if given.many:
             chosen = match_several(path, given, candidates, fits)
@@ -483,12 +415,12 @@ class _Plan:
         """Decide what fills each weight. Half of a weight does not change alone while the optimizer keeps the other."""
         alone = self._halves - {id(parameter) for state in states for parameter, _ in state.states}
         rounded = {target: fill for state in states for target, fill in state.rounded.items()}
-        for copy in (copy for weights in self._weights for copy in weights.copies):
-            has_state = any(optimizer is not None and optimizer.state.get(copy.target) for optimizer in self._packed)
-            if id(copy.target) in alone and (has_state or copy.ref.dtype.itemsize > 2):
-                self.problems.append(f"model {copy.name}: cannot change alone: the optimizer keeps its other half")
+        for name, ref, target in (copy for weights in self._weights for copy in weights.copies):
+            has_state = any(optimizer is not None and optimizer.state.get(target) for optimizer in self._packed)
+            if id(target) in alone and (has_state or ref.dtype.itemsize > 2):
+                self.problems.append(f"model {name}: cannot change alone: the optimizer keeps its other half")
             else:
-                self._fills.append(rounded.get(id(copy.target), copy))
+                self._fills.append(rounded.get(id(target)) or copy_of(ref, target))
 
     def _choose_model(self, model: nn.Module, saved: list[Candidate], at: str | None) -> Candidate:
         candidates = candidates_at(self._source.path, saved, at, "model_at")
@@ -503,17 +435,17 @@ class _Plan:
             )
         return fitting[0]
 
-    def _plan_optimizer(
-        self, candidate: Candidate, optimizer: Optimizer, packed: PackedPlanner | None
-    ) -> OptimizerPlan:
+    def _plan_optimizer(self, candidate: Candidate, number: int, filled: Mapping[int, TensorRef]) -> OptimizerPlan:
+        optimizer, packed = self._optimizers.objects[number], self._packed[number]
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        owners = [
-            model for model in self._models.objects if any(id(parameter) in owned for parameter in model.parameters())
-        ]
+        models = [model for model in self._models.objects if not owned.isdisjoint(map(id, model.parameters()))]
         # Models can have the same names: those of several do not tell their parameters apart.
-        model = owners[0] if len(owners) == 1 else None
+        model = models[0] if len(models) == 1 else None
+        planner = None
+        if packed is not None:
+            planner = PackedPlanner(packed, self._values, self._streamer, filled, self._source.stored)
         try:
-            return optimizers.plan_optimizer(candidate, optimizer, model, self._values, packed)
+            return optimizers.plan_optimizer(candidate, optimizer, model, self._values, planner)
         except ResumeError as exc:
             return OptimizerPlan(wrong=str(exc))
 
@@ -521,13 +453,9 @@ class _Plan:
         """Give the optimizers their new state, then fill the models; when that fails, give the old state back."""
         source = self._source
         streamer = Streamer(source.checkpoint, DeviceCopy(source.stored).copy if source.stored is not None else None)
-        changing = [
-            (label, state, optimizer)
-            for label, state, optimizer in zip(
-                self._optimizers.labels, self._states, self._optimizers.objects, strict=True
-            )
-            if state is not None
-        ]
+        given = self._optimizers
+        plans = zip(given.labels, self._states, given.objects, strict=True)
+        changing = [(label, state, optimizer) for label, state, optimizer in plans if state is not None]
         with torch.no_grad(), ExitStack() as undone:
             for _, _, optimizer in changing:
                 undone.enter_context(optimizers.undone_on_error(optimizer))
@@ -537,7 +465,12 @@ class _Plan:
                 except ResumeError as exc:
                     raise ResumeError(f"{source.path}: {label}: {exc}; nothing was changed", (str(exc),)) from exc
             source.checkpoint.check_unchanged()
-            _copy_model(source, streamer, self._fills)
+            try:
+                streamer.run(self._fills)
+            except Exception as exc:
+                raise InputError(
+                    f"{source.path}: could be read a moment ago but not now ({exc}); the model is partly overwritten"
+                ) from exc
         for model, weights in zip(self._models.objects, self._weights, strict=True):
             for name, value in weights.extra.items():
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -549,8 +482,8 @@ def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candid
         raise UsageError(f"{path}: holds no optimizer state")
     if len(candidates) == 1:
         return candidates[0]
-    best = max(fits(0, candidate) for candidate in candidates)
-    fitting = [candidate for candidate in candidates if fits(0, candidate) == best > 0]
+    how = [fits(0, candidate) for candidate in candidates]
+    fitting = [candidate for candidate, fit in zip(candidates, how, strict=True) if fit == max(how) > 0]
     if len(fitting) == 1:
         return fitting[0]
     paths = listed((candidate.path for candidate in candidates), 10)
@@ -558,12 +491,3 @@ def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candid
     raise UsageError(
         f"{path}: holds {len(candidates)} optimizers ({paths}), of which {which}; choose with optimizer_at="
     )
-
-
-def _copy_model(source: OpenMember, streamer: Streamer, fills: Iterable[Fill]) -> None:
-    try:
-        streamer.run(fills)
-    except Exception as exc:
-        raise InputError(
-            f"{source.path}: could be read a moment ago but not now ({exc}); the model is partly overwritten"
-        ) from exc

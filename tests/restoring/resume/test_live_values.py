@@ -14,7 +14,8 @@ from resume_kit import same, snapshot
 from torch import nn
 
 import ckpt8
-from ckpt8.core.errors import ResumeError, ResumeWarning
+from ckpt8.checkpoint.sources.composite import Fill
+from ckpt8.core.errors import InputError, ResumeError, ResumeWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -262,8 +263,8 @@ def test_a_model_that_cannot_be_filled_leaves_the_optimizer(tmp_path, monkeypatc
     def broken(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr("ckpt8.restoring.resume.resume._copy_model", broken)
-    with pytest.raises(OSError, match="the disk is gone"):
+    monkeypatch.setattr("ckpt8.restoring.resume.resume.copy_of", lambda ref, _: Fill(ref, broken))
+    with pytest.raises(InputError, match="the disk is gone"):
         ckpt8.resume(path, other, fresh)
     assert same(fresh.state_dict(), before)
 
