@@ -11,7 +11,6 @@ from functools import partial
 import former_presets
 import pytest
 import torch
-from neighbour_kit import registered
 
 from ckpt8 import codecs
 from ckpt8.codecs import codec_class, codec_from_config, config_of, parse_codec
@@ -32,12 +31,11 @@ BUDGETED = {"rclog/1": {"S": 1 << 19, "C": 48, "columns": True}}
 
 
 def _codecs():
-    """Every codec of the registry and of presets, today's and former, and one that needs more than any of them."""
+    """Every codec of the registry and of presets, today's and former."""
     seen = {}
-    with registered():
-        for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED):
-            codec = codec_class(codec_id)(**BUDGETED.get(codec_id, {}))
-            seen[json.dumps(config_of(codec))] = codec
+    for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED):
+        codec = codec_class(codec_id)(**BUDGETED.get(codec_id, {}))
+        seen[json.dumps(config_of(codec))] = codec
     for codec in (*former_presets.COMPACT, *(codec for preset in PRESETS.values() for codec in preset.values())):
         seen.setdefault(json.dumps(config_of(codec)), codec)
     return list(seen.values())
@@ -49,12 +47,6 @@ LOSSY = [codec for codec in CODECS_UNDER_TEST if codec.measured_as is not None]
 each_codec = pytest.mark.parametrize("codec", CODECS_UNDER_TEST, ids=repr)
 each_that_is_cut = pytest.mark.parametrize("codec", CUT_ANYWHERE, ids=repr)
 each_lossy = pytest.mark.parametrize("codec", LOSSY, ids=repr)
-
-
-@pytest.fixture(autouse=True)
-def _with_the_neighbour():
-    with registered():
-        yield
 
 
 def spec_of(codec, dtype, numel) -> TensorSpec | None:

@@ -68,73 +68,69 @@ def _frames(path):
 
 def _bits(tensor):
     """The bytes of a tensor's elements in order, whatever its layout and flags."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _storage(tensor):
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
+CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+LAYOUT = ("dtype", "shape", "requires_grad", "layout", "device")
+
+
 class Comparison:
-    """Walks two trees side by side. Types, structure and sharing must be equal; storages are paired for later."""
+    """Walks two trees side by side. Types, structure and sharing must be equal; tensors are paired for later."""
 
-    def __init__(self):
-        self.objects = {}
-        self.storages = {}
+    def __init__(self, a, b):
+        self.known = {}
         self.tensors = []
+        self._compare(a, b, ())
 
-    def _same_sharing(self, table, a, b):
+    @property
+    def is_equal(self):
+        """Whether all storages have the same bytes."""
+        return all(torch.equal(_storage(a), _storage(b)) for _, a, b in self.tensors)
+
+    def _is_new(self, a, b):
         """Whatever is one thing on the left is one thing on the right, and the other way round."""
-        assert table.setdefault(("left", a), b) == b
-        assert table.setdefault(("right", b), a) == a
+        is_new = ("left", a) not in self.known
+        assert self.known.setdefault(("left", a), b) == b
+        assert self.known.setdefault(("right", b), a) == a
+        return is_new
 
-    def compare(self, a, b, path=()):
+    def _compare(self, a, b, path):
         assert type(a) is type(b), path
         if isinstance(a, torch.Tensor):
             self._tensor(a, b, path)
-        elif isinstance(a, (dict, list, tuple, set)) or hasattr(a, "__dict__"):
-            if not isinstance(a, (tuple, type, types.FunctionType, types.BuiltinFunctionType)):
-                known = ("left", id(a)) in self.objects
-                self._same_sharing(self.objects, id(a), id(b))
-                if known:
-                    return
-            self._children(a, b, path)
-        elif type(a).__module__ == "numpy":
-            assert a.dtype == b.dtype
-            assert a.tobytes() == b.tobytes()
-        elif isinstance(a, float):
-            assert struct.pack("<d", a) == struct.pack("<d", b), path
-        else:
-            assert a == b, path
-
-    def _children(self, a, b, path):
-        if isinstance(a, dict):
-            assert list(a) == list(b)
-            for key in a:
-                self.compare(a[key], b[key], (*path, str(key)))
-        elif isinstance(a, (list, tuple)):
-            assert len(a) == len(b)
-            for index, (left, right) in enumerate(zip(a, b, strict=True)):
-                self.compare(left, right, (*path, str(index)))
-        elif isinstance(a, (set, type, types.FunctionType, types.BuiltinFunctionType)):
-            assert a == b
-        if hasattr(a, "__dict__") and not isinstance(a, (type, types.FunctionType, types.BuiltinFunctionType)):
-            assert list(vars(a)) == list(vars(b))
-            for key in vars(a):
-                self.compare(vars(a)[key], vars(b)[key], (*path, key))
+        elif isinstance(a, CODE) or not (isinstance(a, (dict, list, tuple, set)) or hasattr(a, "__dict__")):
+            assert _plain(a) == _plain(b), path
+        elif isinstance(a, tuple) or self._is_new(("object", id(a)), ("object", id(b))):
+            assert not isinstance(a, set) or a == b
+            for left, right in ((_children(a), _children(b)), (getattr(a, "__dict__", {}), getattr(b, "__dict__", {}))):
+                assert list(left) == list(right), path
+                for key in left:
+                    self._compare(left[key], right[key], (*path, str(key)))
 
     def _tensor(self, a, b, path):
-        for what in ("dtype", "shape", "requires_grad", "layout", "device"):
-            assert getattr(a, what) == getattr(b, what), path
-        assert a.stride() == b.stride(), path
-        assert a.storage_offset() == b.storage_offset(), path
-        assert (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg()), path
-        left, right = a.untyped_storage(), b.untyped_storage()
-        assert left.nbytes() == right.nbytes(), path
-        if left.nbytes():
-            self._same_sharing(self.storages, left.data_ptr(), right.data_ptr())
+        assert a.untyped_storage().nbytes() == b.untyped_storage().nbytes(), path
+        assert [getattr(a, what) for what in LAYOUT] == [getattr(b, what) for what in LAYOUT], path
+        views = [(t.stride(), t.storage_offset(), t.is_conj(), t.is_neg()) for t in (a, b)]
+        assert views[0] == views[1], path
+        if a.untyped_storage().nbytes():
+            self._is_new(*(("storage", t.untyped_storage().data_ptr()) for t in (a, b)))
         self.tensors.append((path, a, b))
+
+
+def _children(value):
+    return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, (list, tuple)) else {}
+
+
+def _plain(value):
+    """What tells plain values apart: NaN and zeros by their bits."""
+    if type(value).__module__ == "numpy":
+        return value.dtype, value.tobytes()
+    return struct.pack("<d", value) if isinstance(value, float) else value
 
 
 def _as_float(storage, dtype):
@@ -195,16 +191,6 @@ def _check_rclog(x, y, config, ulp):
     assert ((bits[1] - bits[0]).abs()[x > 0] <= config["S"] // 2 + 1 + int(ulp * 2**23)).all()
 
 
-def _adam_divisor(v, config):
-    """What the rule of Adam divides first moments by."""
-    return config["bias1"] * (v.sqrt() / config["root_bias2"] + config["eps"])
-
-
-def _came_divisor(row, column):
-    """The same of CAME, from its factored confidence."""
-    return (row / row.mean()).sqrt()[:, None] * column.sqrt()[None]
-
-
 def _check_vscaled(x, y, divisors, config, ulp):
     """In steps of the divisor of the rule, before and after: an update within half of u_max."""
     u, again = (m / divisor for m, divisor in zip((x, y), divisors, strict=True))
@@ -220,8 +206,9 @@ def _divisors(found, path, tensor, config):
 
     if isinstance(config["second"], list):
         pairs = zip(sides("exp_avg_res_row"), sides("exp_avg_res_col"), strict=True)
-        return [_came_divisor(*pair).flatten() for pair in pairs]
-    return [_adam_divisor(v, config) for v in sides("max_exp_avg_sq", "exp_avg_sq")]
+        return [((row / row.mean()).sqrt()[:, None] * column.sqrt()[None]).flatten() for row, column in pairs]
+    roots = [v.sqrt() / config["root_bias2"] for v in sides("max_exp_avg_sq", "exp_avg_sq")]
+    return [config["bias1"] * (root + config["eps"]) for root in roots]
 
 
 def _check_values(comparison, preset, container):
@@ -261,10 +248,6 @@ def _check_values(comparison, preset, container):
     return len(changed)
 
 
-def _zip_is_sound(path):
-    return zipfile.ZipFile(path).testzip() is None
-
-
 @pytest.fixture(scope="session")
 def round_trips(tmp_path_factory):
     """(container, restored file) of a fixture and a preset, made once."""
@@ -286,33 +269,18 @@ every_preset = pytest.mark.parametrize("preset", PRESETS)
 lossy_presets = pytest.mark.parametrize("preset", PRESETS[:3])
 
 
-def test_all_fixtures_are_there():
-    assert len(NAMES) >= 9
-
-
-@every_fixture
-@every_preset
-def test_verify_agrees_with_the_original(name, preset, round_trips):
-    container, _ = round_trips(name, preset)
-    result = ckpt8.verify(container, INPUTS / name)
-    assert result.failures == ()
-    assert result.against
-    with ckpt8.open(container) as file:
-        lossy = sum(storage.codec["id"] != "lossless/1" for storage in file.manifest.storages)
-    assert (result.statistics > 0) == (lossy > 0)
-
-
 @every_fixture
 @every_preset
 def test_the_restored_file_loads_as_an_equal_structure(name, preset, round_trips):
     container, restored = round_trips(name, preset)
-    comparison = Comparison()
-    comparison.compare(_load(INPUTS / name, name), _load(restored, name))
-    assert comparison.tensors
+    result = ckpt8.verify(container, INPUTS / name)
+    assert result.failures == ()
+    assert result.against
+    comparison = Comparison(_load(INPUTS / name, name), _load(restored, name))
     changed = _check_values(comparison, preset, container)
     # Every fixture but the module of small layers has tensors that are large enough to be changed.
-    if preset != "lossless" and name != "module.pt":
-        assert changed
+    assert bool(changed) == (preset != "lossless" and name != "module.pt")
+    assert (result.statistics > 0) >= bool(changed)
 
 
 @pytest.mark.by_default(most=3)
@@ -341,27 +309,21 @@ def test_bytes_outside_the_storages_change_only_where_checksums_are(name, preset
             assert left.testzip() is right.testzip() is None
 
 
-@pytest.mark.by_default("compact-crc_off.pt", "compact-views.pt", "archive-module.pt")
+@pytest.mark.by_default("flash-crc_off.pt", "compact-views.pt", "archive-module.pt")
 @every_fixture
-@pytest.mark.parametrize("preset", BUDGETED)
-def test_a_restored_file_has_another_lattice(name, preset, round_trips, tmp_path):
+@lossy_presets
+def test_a_restored_file_is_compressed_to_the_same_frames_or_on_another_lattice(name, preset, round_trips, tmp_path):
     container, restored = round_trips(name, preset)
     again = ckpt8.compress(restored, tmp_path / "again.ckpt8", preset=preset)
-    with ckpt8.open(container) as file:
-        salts, later = ({s.codec.get("salt") for s in each.storages} - {None} for each in (file.manifest, again))
-    assert not salts & later
-    assert len(salts) == len(later)
-
-
-@pytest.mark.by_default(most=3)
-@every_fixture
-@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in BUDGETED])
-def test_compressing_the_restored_file_gives_the_same_frames(name, preset, round_trips, tmp_path):
-    container, restored = round_trips(name, preset)
-    ckpt8.compress(restored, tmp_path / "again.ckpt8", preset=preset)
-    assert _frames(tmp_path / "again.ckpt8") == _frames(container)
-    again = ckpt8.restore(tmp_path / "again.ckpt8", tmp_path / "again.pt")
-    assert again.read_bytes() == restored.read_bytes()
+    if preset in BUDGETED:
+        with ckpt8.open(container) as file:
+            salts, later = ({s.codec.get("salt") for s in each.storages} - {None} for each in (file.manifest, again))
+        assert not salts & later
+        assert len(salts) == len(later)
+    else:
+        assert _frames(tmp_path / "again.ckpt8") == _frames(container)
+        again = ckpt8.restore(tmp_path / "again.ckpt8", tmp_path / "again.pt")
+        assert again.read_bytes() == restored.read_bytes()
 
 
 @every_fixture
@@ -375,9 +337,8 @@ def test_load_is_torch_load_of_the_restored_file(name, preset, round_trips):
             torch.load(restored)
         return
     for threads in (1, 3):
-        comparison = Comparison()
-        comparison.compare(torch.load(restored, weights_only=True), ckpt8.load(container, threads=threads))
-        assert all(torch.equal(_storage(a), _storage(b)) for _, a, b in comparison.tensors)
+        loaded = ckpt8.load(container, threads=threads)
+        assert Comparison(torch.load(restored, weights_only=True), loaded).is_equal
 
 
 def _named(tree, path=()):
@@ -439,17 +400,6 @@ def test_the_figures_that_are_reported_are_those_of_the_files(preset, round_trip
     assert errors["update_unknown"] == 0
 
 
-# Updates
-
-
-def _scaled(factor):
-    tree = torch.load(INPUTS / "gpt_adamw.pt", weights_only=True)
-    for state in tree["optimizer"]["state"].values():
-        state["exp_avg"] *= factor
-        state["exp_avg_sq"] *= factor * factor
-    return tree
-
-
 def _round_trip(tree, folder, **options):
     torch.save(tree, folder / "a.pt")
     manifest = ckpt8.compress(folder / "a.pt", folder / "a.ckpt8", **options)
@@ -463,19 +413,17 @@ def _codecs(manifest, suffix):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-8])
-@pytest.mark.parametrize("dead", [False, True])
-def test_small_gradients_stay_compressed_and_lose_no_second_moment(dead, factor, tmp_path):
-    """Rows that have decayed to subnormals do not hurt their neighbours either."""
-    tree = _scaled(factor)
+@pytest.mark.parametrize("factor", [1.0, 1e-8])
+def test_small_gradients_stay_compressed_and_lose_no_second_moment(factor, tmp_path):
+    """Rows that have decayed to subnormals do not hurt their neighbours either, nor dead elements in live groups."""
+    tree = torch.load(INPUTS / "gpt_adamw.pt", weights_only=True)
+    for state in tree["optimizer"]["state"].values():
+        state["exp_avg"] *= factor
+        state["exp_avg_sq"] *= factor * factor
     state = tree["optimizer"]["state"][0]
-    if dead:
-        for rows in (slice(1, None, 3), slice(5, 9)):
-            state["exp_avg"][rows] = 5.6e-45
-            state["exp_avg_sq"][rows] = 1.3e-44
-        # And dead elements inside groups that are alive.
-        state["exp_avg"][0, ::5] = -5.6e-45
-        state["exp_avg_sq"][0, ::5] = 1.3e-44
+    for rows in ((slice(1, None, 3),), (slice(5, 9),), (0, slice(None, None, 5))):
+        state["exp_avg"][rows] = 5.6e-45
+        state["exp_avg_sq"][rows] = 1.3e-44
     manifest, after = _round_trip(tree, tmp_path)
     nmse, largest, _ = update_errors(tree["optimizer"], after["optimizer"])
     assert nmse <= 1e-4
@@ -524,97 +472,11 @@ def _trained(optimizer_class, **options):
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-@pytest.mark.slow
-def test_an_unknown_rule_is_compressed_without_a_figure_and_kept_exact_under_a_bound(tmp_path):
-    tree = _trained(torch.optim.NAdam, lr=1e-3)
-    groups = tree["optimizer"]["param_groups"]
-    tree["optimizer"]["param_groups"] = [{key: group[key] for key in ("lr", "params")} for group in groups]
-    manifest, after = _round_trip(tree, tmp_path)
-    assert _codecs(manifest, ".0.exp_avg") == {"optimizer.state.0.exp_avg": "companded8/1"}
-    assert not torch.equal(tree["optimizer"]["state"][0]["exp_avg"], after["optimizer"]["state"][0]["exp_avg"])
-    parameter = next(p for p in manifest.parameters if p.name == "0.weight")
-    assert parameter.rule is None
-    assert parameter.error is None
-    assert parameter.reason
-    assert inspect_container(tmp_path / "a.ckpt8")["errors"]["update"] is None
-    (tmp_path / "a.ckpt8").unlink()
-    (tmp_path / "restored.pt").unlink()
-    manifest, after = _round_trip(tree, tmp_path, max_update_error=1e9)
-    for slot in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(tree["optimizer"]["state"][0][slot], after["optimizer"]["state"][0][slot])
-        (storage,) = (s for s in manifest.storages if s.name == f"optimizer.state.0.{slot}")
-        assert "unknown" in storage.reason
-
-
-@pytest.mark.parametrize(
-    ("optimizer_class", "options", "kind"),
-    [
-        (torch.optim.AdamW, {"amsgrad": True}, "adam"),
-        (torch.optim.Adam, {}, "adam"),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum"),
-    ],
-)
-def test_optimizers_of_torch(optimizer_class, options, kind, tmp_path):
-    tree = _trained(optimizer_class, **options)
-    manifest, after = _round_trip(tree, tmp_path)
-    (parameter,) = (p for p in manifest.parameters if p.error is not None)
-    assert parameter.rule["kind"] == kind
-    before_state, after_state = tree["optimizer"]["state"][0], after["optimizer"]["state"][0]
-    if kind == "momentum":
-        left, right = before_state["momentum_buffer"].double(), after_state["momentum_buffer"].double()
-    else:
-        denominator = "max_exp_avg_sq" if "amsgrad" in options else "exp_avg_sq"
-        left, right = (
-            s["exp_avg"].double() / (1 - 0.9**6) / ((s[denominator].double() / (1 - 0.999**6)).sqrt() + 1e-8)
-            for s in (before_state, after_state)
-        )
-    error = parameter.error
-    assert error["max_error"] == pytest.approx((right - left).abs().max().item(), rel=1e-4)
-    assert error["max_update"] == pytest.approx(left.abs().max().item(), rel=1e-4)
-    assert error["sum_square_error"] / error["sum_square"] == pytest.approx(
-        (((right - left) ** 2).sum() / (left**2).sum()).item(), rel=1e-4
-    )
-
-
 def test_without_statistics_the_frames_are_the_same(tmp_path, round_trips):
     container, _ = round_trips("gpt_adamw.pt", "flash")
     manifest = ckpt8.compress(INPUTS / "gpt_adamw.pt", tmp_path / "x.ckpt8", stats=False)
     assert _frames(tmp_path / "x.ckpt8") == _frames(container)
     assert all(record.error is None for record in [*manifest.storages, *manifest.parameters])
-
-
-# Policy
-
-
-@pytest.mark.slow
-def test_rules_override_by_name_and_the_first_match_wins(tmp_path):
-    tree = torch.load(INPUTS / "gpt_adamw.pt", weights_only=True)
-    rules = ["*.h.0.*.weight=lossless", "*.h.*.weight=split24(R=7)", "*.exp_avg_sq=lossless", "*.exp_avg_sq=split24"]
-    manifest, after = _round_trip(tree, tmp_path, rules=rules)
-    assert manifest.rules == rules
-    codecs = {storage.name: storage.codec for storage in manifest.storages}
-    for name, weight in tree["model"].items():
-        same = torch.equal(weight, after["model"][name])
-        if ".h.0." in name or (weight.dim() == 1 and ".h." not in name):
-            assert same, name
-        elif ".h.1." in name and name.endswith(".weight"):
-            assert codecs[f"model.{name}"] == {"id": "split24/1", "R": 7}
-            assert not same, name
-        elif weight.dim() > 1 and name != "lm_head.weight":
-            assert codecs[f"model.{name}"] == {"id": "split24/1", "R": 127}
-            assert not same, name
-    for k, state in tree["optimizer"]["state"].items():
-        assert torch.equal(state["exp_avg_sq"], after["optimizer"]["state"][k]["exp_avg_sq"])
-        assert torch.equal(state["exp_avg"], after["optimizer"]["state"][k]["exp_avg"]) == (state["exp_avg"].dim() < 2)
-
-
-def test_a_rule_for_second_moments_needs_no_sign(tmp_path):
-    """Second moments are unsigned without being told."""
-    manifest, _ = _round_trip(
-        torch.load(INPUTS / "crc_off.pt", weights_only=True), tmp_path, rules=["*.exp_avg_sq=companded8(Q=200, p=0.5)"]
-    )
-    found = [storage.codec for storage in manifest.storages if storage.name.endswith("exp_avg_sq")]
-    assert {"id": "companded8/1", "signed": False, "Q": 200, "p": 0.5} in found
 
 
 @pytest.mark.by_default(most=3)
@@ -625,10 +487,7 @@ def test_what_cannot_be_represented_is_lossless_with_its_payload(bits, where, tm
     tree = _trained(torch.optim.AdamW)
     target = tree["model"]["0.weight"] if where == "model" else tree["optimizer"]["state"][0][where]
     target.view(torch.int32)[5, 7] = bits
-    torch.save(tree, tmp_path / "a.pt")
-    manifest = ckpt8.compress(tmp_path / "a.pt")
-    restored = ckpt8.restore(tmp_path / "a.ckpt8", tmp_path / "restored.pt")
-    after = torch.load(restored, weights_only=True)
+    manifest, after = _round_trip(tree, tmp_path)
     found = after["model"]["0.weight"] if where == "model" else after["optimizer"]["state"][0][where]
     name = "model.0.weight" if where == "model" else f"optimizer.state.0.{where}"
     (storage,) = (s for s in manifest.storages if s.name == name)
@@ -642,7 +501,6 @@ def test_what_cannot_be_represented_is_lossless_with_its_payload(bits, where, tm
         assert storage.error is None
         reported = {row["reason"]: row["names"] for row in inspect_container(tmp_path / "a.ckpt8")["lossless"]}
         assert name in reported[storage.reason]
-    assert not ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "a.pt").failures
     others = {s.name: s.codec["id"] for s in manifest.storages if s.name.endswith("0.weight") and s.name != name}
     assert set(others.values()) <= {"split24/1"}
 
@@ -674,50 +532,33 @@ def large(tmp_path_factory):
 
 @pytest.mark.slow
 @every_preset
-def test_storages_of_several_frames(preset, large, tmp_path):
-    ckpt8.compress(large, tmp_path / "x.ckpt8", preset=preset)
-    assert not ckpt8.verify(tmp_path / "x.ckpt8", large).failures
-    restored = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "restored.pt")
-    assert _zip_is_sound(restored)
-    comparison = Comparison()
-    comparison.compare(torch.load(large, weights_only=True), torch.load(restored, weights_only=True))
+def test_storages_of_several_frames_do_not_depend_on_the_number_of_threads(preset, large, tmp_path):
+    container, restored, seen, digests = tmp_path / "x.ckpt8", tmp_path / "restored.pt", [], set()
+    for threads in (1, 3):
+        ckpt8.compress(large, container, preset=preset, threads=threads, force=True, progress=seen.append)
+        ckpt8.restore(container, restored, threads=threads, force=True, progress=seen.append)
+        digests.add(tuple(hashlib.sha256(path.read_bytes()).hexdigest() for path in (container, restored)))
+    assert len(digests) == 1
+    assert sum(seen) == 4 * large.stat().st_size
+    assert not ckpt8.verify(container, large).failures
+    assert zipfile.ZipFile(restored).testzip() is None
+    before, after = (torch.load(path, weights_only=True) for path in (large, restored))
     # Under a budget the half of the weights is that of the decoded ones. The codes of moments do not take updates that
     # are so large, and flash errs by more than the budget: they stay exact.
     expected = {"lossless": 0, "flash": 3}.get(preset, 2)
-    assert _check_values(comparison, preset, tmp_path / "x.ckpt8") == expected
-    loaded = Comparison()
-    loaded.compare(torch.load(restored, weights_only=True), ckpt8.load(tmp_path / "x.ckpt8"))
-    assert all(torch.equal(_storage(a), _storage(b)) for _, a, b in loaded.tensors)
-    with ckpt8.open(tmp_path / "x.ckpt8") as file:
+    assert _check_values(Comparison(before, after), preset, container) == expected
+    assert Comparison(after, ckpt8.load(container)).is_equal
+    with ckpt8.open(container) as file:
         assert file.keys()[:2] == ["model.a", "model.tied"]
         assert len(file.manifest.storages) == 7
-        (parameter,) = file.manifest.parameters
-        assert parameter.name == "a"
-
-
-@pytest.mark.slow
-@lossy_presets
-def test_a_container_does_not_depend_on_the_number_of_threads(preset, large, tmp_path):
-    for source in (large, INPUTS / "gpt_came.pt"):
-        digests = set()
-        for threads in (1, 3):
-            ckpt8.compress(source, tmp_path / "x.ckpt8", preset=preset, threads=threads, force=True)
-            digests.add(hashlib.sha256((tmp_path / "x.ckpt8").read_bytes()).hexdigest())
-        assert len(digests) == 1
-        restored = {
-            hashlib.sha256(
-                ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y", threads=threads, force=True).read_bytes()
-            ).hexdigest()
-            for threads in (1, 3)
-        }
-        assert len(restored) == 1
+        assert [parameter.name for parameter in file.manifest.parameters] == ["a"]
 
 
 # save
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSAFE])
+@pytest.mark.parametrize("name", ["crc_off.pt", "gpt_came.pt", "views.pt"])
 @lossy_presets
 def test_save_is_compress_of_torch_save(name, preset, tmp_path):
     tree = torch.load(INPUTS / name, weights_only=True)
@@ -731,10 +572,8 @@ def test_save_is_compress_of_torch_save(name, preset, tmp_path):
     assert all(failure.startswith("ckpt8.skeleton") for failure in failures)
     restored = ckpt8.restore(tmp_path / "a.ckpt8", tmp_path / "saved.pt")
     compressed = ckpt8.restore(tmp_path / "compressed.ckpt8", tmp_path / "compressed.pt")
-    assert _zip_is_sound(restored)
-    comparison = Comparison()
-    comparison.compare(torch.load(compressed, weights_only=True), torch.load(restored, weights_only=True))
-    assert all(torch.equal(_storage(a), _storage(b)) for _, a, b in comparison.tensors)
+    assert zipfile.ZipFile(restored).testzip() is None
+    assert Comparison(*(torch.load(path, weights_only=True) for path in (compressed, restored))).is_equal
     loaded = ckpt8.load(tmp_path / "a.ckpt8")
     again = ckpt8.save(loaded, tmp_path / "again.ckpt8", preset=preset)
     dithered = any("salt" in storage.codec for storage in again.storages)
@@ -747,9 +586,8 @@ def test_save_keeps_objects_and_live_flags(tmp_path):
     tree = {"parameter": linear.weight, "grad": torch.ones(3, requires_grad=True), "n": 2**70, "t": (1, "x", None)}
     tree["same"] = tree["grad"]
     ckpt8.save(tree, tmp_path / "a.ckpt8")
-    comparison = Comparison()
-    comparison.compare(tree, ckpt8.load(tmp_path / "a.ckpt8"))
-    assert all(torch.equal(_bits(a), _bits(b)) for _, a, b in comparison.tensors)
+    loaded = Comparison(tree, ckpt8.load(tmp_path / "a.ckpt8"))
+    assert all(torch.equal(_bits(a), _bits(b)) for _, a, b in loaded.tensors)
 
 
 def test_save_replaces_unless_told_not_to(tmp_path):
@@ -792,8 +630,8 @@ def _record(path, suffix):
     return info.header_offset + 30 + name_length + extra_length, info.file_size
 
 
-@pytest.mark.parametrize("record", ["/data/0", "/data/1", "/data.pkl", "/version"])
-@every_preset
+@pytest.mark.parametrize("record", ["/data/0", "/data.pkl", "/version"])
+@pytest.mark.parametrize("preset", ["flash", "archive"])
 def test_a_record_that_does_not_match_its_checksum_is_refused(record, preset, tmp_path):
     source = tmp_path / "a.pt"
     source.write_bytes((INPUTS / "gpt_came.pt").read_bytes())
@@ -806,16 +644,6 @@ def test_a_record_that_does_not_match_its_checksum_is_refused(record, preset, tm
         ckpt8.compress(source, preset=preset)
     assert list(tmp_path.iterdir()) == [source]
     assert source.read_bytes() == damaged
-
-
-@pytest.mark.slow
-def test_progress_counts_every_byte(large, tmp_path):
-    seen = []
-    ckpt8.compress(large, tmp_path / "x.ckpt8", progress=seen.append)
-    assert sum(seen) == large.stat().st_size
-    seen.clear()
-    ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y", progress=seen.append)
-    assert sum(seen) == large.stat().st_size
 
 
 @pytest.mark.slow
@@ -862,7 +690,5 @@ def test_small_tensors_share_the_calls_to_the_system(tmp_path, monkeypatch):
     ckpt8.compress(tmp_path / "run.pt")
     ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back.pt")
     assert (tmp_path / "back.pt").read_bytes() == (tmp_path / "run.pt").read_bytes()
-    assert calls["preadv"] < 2500, (
-        "two of them for each tensor, as large ones have; its record in the zip file adds none"
-    )
+    assert calls["preadv"] < 2500  # two of them for each tensor, as large ones have
     assert calls["pwritev"] < 100
