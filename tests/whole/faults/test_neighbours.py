@@ -16,9 +16,12 @@ from faults_kit import INPUTS, LEFTOVER, digest, make_run
 
 import ckpt8
 from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
 from ckpt8.core.files.atomic import IDLE_SECONDS, AtomicDirectory, AtomicFile, partial_path
+from ckpt8.core.workers import Workers
+from ckpt8.inspecting.verify import measure
 
 
 def names(folder):
@@ -262,7 +265,7 @@ def test_two_runs_write_one_file(tmp_path):
     for preset in ("flash", "lossless"):
         ckpt8.compress(source, target, preset=preset, force=True)
         whole.add(digest(target))
-    said = race(code % "flash", code % "lossless", 30)
+    said = race(code % "flash", code % "lossless", 10)
     assert said == ""
     assert digest(target) in whole
     assert ckpt8.verify(target).failures == ()
@@ -290,24 +293,20 @@ def test_two_runs_write_one_directory(force, tmp_path):
 # The source
 
 
-CHANGES = ("touched", "longer", "shorter", "other bytes", "replaced", "removed")
+def swap(path):
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content[::-1])
 
 
-def change(path, how):
-    if how == "touched":
-        os.utime(path, ns=(5, 5))
-    elif how == "longer":
-        with path.open("ab") as file:
-            file.write(b"x")
-    elif how == "shorter":
-        os.truncate(path, path.stat().st_size // 2)
-    elif how == "other bytes":
-        path.write_bytes(path.read_bytes()[::-1])
-    else:
-        content = path.read_bytes()
-        path.unlink()
-        if how == "replaced":
-            path.write_bytes(content[::-1])
+CHANGES = {
+    "touched": lambda path: os.utime(path, ns=(5, 5)),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "shorter": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "other bytes": lambda path: path.write_bytes(path.read_bytes()[::-1]),
+    "replaced": swap,
+    "removed": Path.unlink,
+}
 
 
 @pytest.fixture
@@ -319,7 +318,7 @@ def large(tmp_path):
     return path
 
 
-@pytest.mark.by_default("compress-touched", "compress-shorter")
+@pytest.mark.by_default("compress-touched", "compress-shorter", "verify-removed")
 @pytest.mark.parametrize("how", CHANGES)
 @pytest.mark.parametrize("command", ["compress", "verify"])
 def test_a_source_that_changes(command, how, large, tmp_path):
@@ -330,18 +329,14 @@ def test_a_source_that_changes(command, how, large, tmp_path):
     done = []
 
     def interfere(nbytes):
-        if not done and (command == "compress" or len(done) == 0):
+        if not done:
             done.append(nbytes)
-            change(large, how)
+            CHANGES[how](large)
 
     def run():
         if command == "compress":
             ckpt8.compress(large, target, preset="lossless", threads=1, progress=interfere)
         else:
-            from ckpt8.container.reader import ContainerReader
-            from ckpt8.core.workers import Workers
-            from ckpt8.inspecting.verify import measure
-
             with ContainerReader(target) as reader, Workers(1) as workers:
                 assert measure(reader, large, workers, interfere).differing == []
 
@@ -375,7 +370,9 @@ def test_read_only(tmp_path):
                 os.chdir(folder)
                 os.setgid(65534)
                 os.setuid(65534)
-            code = _try_read_only()
+            ckpt8.compress("run.pt", "run.ckpt8", threads=1)
+        except OutputError as exc:
+            code = 0 if "Permission denied" in str(exc) else 2
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -391,18 +388,9 @@ def test_read_only(tmp_path):
     assert ckpt8.verify(folder / "run.ckpt8").failures == ()
 
 
-def _try_read_only():
-    """In the child, inside the folder; 0 where it is as it should be."""
-    try:
-        ckpt8.compress("run.pt", "run.ckpt8", threads=1)
-    except OutputError as exc:
-        return 0 if "Permission denied" in str(exc) else 2
-    return 1
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root may mount a file system")
-@pytest.mark.parametrize("kilobytes", [16, 128, 512])
+@pytest.mark.parametrize("kilobytes", [16, 512])
 def test_a_file_system_that_is_full(kilobytes, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

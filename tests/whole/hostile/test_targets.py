@@ -12,6 +12,7 @@ import zstandard
 from hostile_kit import container_of, one_line, outcome, sealed
 from rich.console import Console
 from safetensors.torch import save_file
+from test_outputs import snapshot
 
 import ckpt8
 from ckpt8.cli.show.inspect import show
@@ -21,14 +22,6 @@ from ckpt8.core.text import printable
 from ckpt8.inspecting.container import inspect_container
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202e"
-
-
-def snapshot(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
-        for path in folder.rglob("*")
-        if not path.is_symlink()
-    }
 
 
 def test_reading_leaves_no_trace(run_command, tmp_path, monkeypatch):

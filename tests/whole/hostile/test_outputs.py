@@ -1,16 +1,21 @@
-"""What ``--force`` replaces: a checkpoint; and of what else has the name of the output not one byte is lost."""
+"""What an output is called and what it replaces.
+
+An output that nobody named has the name of the input, never one that a container states. ``--force`` replaces a
+checkpoint; of what else has the name of the output not one byte is lost.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from hostile_kit import container_of
 from safetensors.torch import save_file
-from test_target_names import TREE, damaged, names, packed, packed_directory
 
 import ckpt8
 from ckpt8.checkpoint import replacing
@@ -18,12 +23,161 @@ from ckpt8.container.header import SEAL
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files import atomic
 
+TREE = {"model": {"w": torch.arange(6400.0).reshape(80, 80)}}
+
+
+def packed(folder, stored, container, write=torch.save):
+    """A container in ``folder`` of a file that was called ``stored``; nothing else is there."""
+    source = folder / "elsewhere" / stored
+    source.parent.mkdir(parents=True)
+    # torch writes to no name that is all suffix.
+    write(TREE["model"] if write is save_file else TREE, source.with_name("new"))
+    source.with_name("new").rename(source)
+    ckpt8.compress(source, folder / container)
+    shutil.rmtree(source.parent)
+    return folder / container
+
+
+def packed_directory(folder, stored, container):
+    """A container of a directory that was called ``stored``."""
+    root = folder / "elsewhere" / stored
+    root.mkdir(parents=True)
+    save_file(TREE["model"], root / "model.safetensors")
+    (root / "config.json").write_text("{}")
+    ckpt8.compress(root, folder / container)
+    shutil.rmtree(root.parent)
+    return folder / container
+
+
+def legacy(tree, path):
+    torch.save(tree, path, _use_new_zipfile_serialization=False)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+FILES = [  # name of the original, of the container, of the target
+    ("run.pt", "run.ckpt8", "run.pt"), ("run.pt", "best.ckpt8", "best.pt"), ("run.ckpt", "best.ckpt8", "best.ckpt"),
+    ("pytorch_model.bin", "pytorch_model.ckpt8", "pytorch_model.bin"), ("RUN.PTH", "RUN.CKPT8", "RUN.PTH"),
+    ("epoch=1-loss=0.5.pt", "epoch=1-loss=0.5.ckpt8", "epoch=1-loss=0.5.pt"), ("weights", "w.ckpt8", "w.pt"),
+    ("weights.model", "weights.ckpt8", "weights.pt"), ("torch.py", "run.ckpt8", "run.pt"),
+    (".bashrc", "run.ckpt8", "run.pt"), (".profile.pt", "run.ckpt8", "run.pt"), ("run.ckpt8", "x.ckpt8", "x.pt"),
+    ("last.pt", "last.ckpt", "last.pt"), ("run.pt", "downloaded", "downloaded.pt"), ("run.pt", "run.v2", "run.v2.pt"),
+    ("last.ckpt", "last.ckpt.ckpt8", "last.ckpt"), ("last.ckpt", "best.pt.ckpt8", "best.pt"),
+    ("run.pt", "a.safetensors.ckpt8", "a.safetensors.pt"), ("run.pt", ".ckpt8", ".ckpt8.pt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stored", "container", "target"), FILES)
+def test_a_file_has_the_name_of_its_container(stored, container, target, tmp_path):
+    assert ckpt8.restore(packed(tmp_path, stored, container)) == tmp_path / target
+    assert names(tmp_path) == sorted([container, target])
+    restored = torch.load(tmp_path / target, weights_only=True)["model"]["w"]
+    assert torch.allclose(restored, TREE["model"]["w"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("write", "suffix"), [(torch.save, ".pt"), (legacy, ".pt"), (save_file, ".safetensors")])
+def test_the_suffix_says_what_the_file_is(write, suffix, tmp_path):
+    assert ckpt8.restore(packed(tmp_path, "weights.model", "x.ckpt8", write)) == tmp_path / f"x{suffix}"
+
+
+def test_bytes_of_no_known_format(tmp_path):
+    (tmp_path / "x.ckpt8").write_bytes(container_of(b"import os", "file", name="torch.py"))
+    assert ckpt8.restore(tmp_path / "x.ckpt8") == tmp_path / "x.bin"
+    assert names(tmp_path) == ["x.bin", "x.ckpt8"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "", ".", "..", "a\0b", "x/", "./x"])
+def test_a_stored_name_that_is_a_path_is_not_used(name, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "x.ckpt8").write_bytes(container_of(b"abc", "file", name=name))
+    assert ckpt8.restore(folder / "x.ckpt8") == folder / "x.bin"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "x.bin", "x.ckpt8"]
+
+
+DIRECTORIES = [
+    ("checkpoint-1.5", "checkpoint-1.5.ckpt8", "checkpoint-1.5"), ("Documents", "run.ckpt8", "run"),
+    (".ssh", "run.ckpt8", "run"), ("run", "best.CKPT8", "best"), ("torch", "run.v2.ckpt8", "run.v2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stored", "container", "target"), DIRECTORIES)
+def test_a_directory_has_the_name_of_its_container(stored, container, target, tmp_path):
+    path = packed_directory(tmp_path, stored, container)
+    assert ckpt8.restore(path) == tmp_path / target
+    assert names(tmp_path) == sorted([container, target])
+    assert names(tmp_path / target) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("container", ["..ckpt8", "...ckpt8", "run"])
+def test_a_container_whose_name_is_no_name_for_a_directory(container, tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = packed_directory(folder, "Documents", container)
+    monkeypatch.chdir(tmp_path)
+    for force in (False, True):
+        with pytest.raises(OutputError, match="give"):
+            ckpt8.restore(path, force=force)
+    assert names(folder) == [container]
+    assert ckpt8.restore(path, folder / "given") == folder / "given"
+
+
+def damaged(path, entry):
+    """The container with one byte of an entry changed."""
+    data = bytearray(path.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    start, _ = json.loads(data[8 : 8 + length])[entry]["data_offsets"]
+    data[8 + length + start] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def test_what_is_salvaged_has_the_same_name(tmp_path):
+    for folder in "abc":
+        (tmp_path / folder).mkdir()
+    path = damaged(packed(tmp_path / "a", "torch.py", "best.ckpt8"), SEAL)
+    found = ckpt8.restore(path, salvage=True)
+    assert (found.path, found.original) == (tmp_path / "a" / "best.pt", "torch.py")
+    path = damaged(packed_directory(tmp_path / "b", "Documents", "best.ckpt8"), SEAL)
+    assert ckpt8.restore(path, salvage=True).path == tmp_path / "b" / "best"
+    path = damaged(packed(tmp_path / "c", ".bashrc", "best.ckpt8"), "ckpt8.skeleton/bytes")
+    assert ckpt8.restore(path, salvage=True).path == tmp_path / "c" / "best.pt.safetensors"
+
+
+def test_the_command_says_what_the_original_was_called(run_command, tmp_path):
+    path = packed(tmp_path, "run.pt", "best.ckpt8")
+    code, out, err = run_command("restore", path)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{tmp_path / 'best.pt'}: ")
+    assert "the original was called 'run.pt'" in out
+    code, out, err = run_command("restore", path, "--force", "--json")
+    facts = json.loads(out)
+    assert (facts["target"], facts["original"]) == (str(tmp_path / "best.pt"), "run.pt")
+    path.rename(tmp_path / "run.ckpt8")
+    code, out, err = run_command("restore", tmp_path / "run.ckpt8")
+    assert "called" not in out
+    code, out, err = run_command("restore", tmp_path / "run.ckpt8", "--salvage", "-o", tmp_path / "other.pt")
+    assert "called" not in out
+
+
+def test_a_stored_name_is_shown_as_text(run_command, tmp_path):
+    (tmp_path / "x.ckpt8").write_bytes(container_of(b"abc", "file", name="\x1b[2J\n" + "x" * 5000))
+    for option in ((), ("--salvage",)):
+        code, out, _ = run_command("restore", tmp_path / "x.ckpt8", *option)
+        assert code == 0
+        assert "the original was called '\\x1b[2J" in out
+        assert all(line.isprintable() and len(line) < 500 for line in out.split("\n"))
+        (tmp_path / "x.bin").unlink()
+
+
+# What is replaced
+
 
 def snapshot(folder):
-    return {
-        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else path.is_dir()
-        for path in sorted(folder.rglob("*"))
-    }
+    paths = [path for path in sorted(folder.rglob("*")) if not path.is_symlink()]
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def weights(path):
@@ -267,24 +421,19 @@ def test_a_directory_in_which_the_container_is_a_link_stays(sources, tmp_path):
 # Files that nobody named
 
 
-KEPT_FILES = {
-    "text": lambda path: path.write_text("mine"),
-    "firmware": lambda path: path.write_bytes(b"\x7fELF" + bytes(100)),
-    "a document": office,
-}
-REPLACED_FILES = {
-    "a checkpoint": saved,
-    "cut off": cut_off,
-    "empty": Path.touch,
-    "a container": lambda path: (ckpt8.save(TREE, path.with_suffix(".x")), path.with_suffix(".x").rename(path)),
-}
+def firmware(path):
+    path.write_bytes(b"\x7fELF" + bytes(100))
 
 
-@pytest.mark.parametrize("kind", KEPT_FILES)
-def test_a_file_that_is_no_checkpoint_is_replaced_only_by_name(kind, tmp_path):
-    path = packed(tmp_path, "firmware.bin", "firmware.ckpt8")
-    mine = tmp_path / "firmware.bin"
-    KEPT_FILES[kind](mine)
+def container(path):
+    ckpt8.save(TREE, path.with_suffix(".x"))
+    path.with_suffix(".x").rename(path)
+
+
+@pytest.mark.parametrize("write", [text, firmware, office])
+def test_a_file_that_is_no_checkpoint_is_replaced_only_by_name(write, tmp_path):
+    path, mine = packed(tmp_path, "firmware.bin", "firmware.ckpt8"), tmp_path / "firmware.bin"
+    write(mine)
     before = snapshot(tmp_path)
     for salvage in (False, True):
         with pytest.raises(OutputError, match=r"is no checkpoint.*-o"):
@@ -294,10 +443,10 @@ def test_a_file_that_is_no_checkpoint_is_replaced_only_by_name(kind, tmp_path):
     assert torch.load(mine, weights_only=True)
 
 
-@pytest.mark.parametrize("kind", REPLACED_FILES)
-def test_a_checkpoint_of_the_default_name_is_replaced(kind, tmp_path):
+@pytest.mark.parametrize("write", [saved, cut_off, Path.touch, container])
+def test_a_checkpoint_of_the_default_name_is_replaced(write, tmp_path):
     path = packed(tmp_path, "run.bin", "run.ckpt8")
-    REPLACED_FILES[kind](tmp_path / "run.bin")
+    write(tmp_path / "run.bin")
     ckpt8.restore(path, force=True)
     assert torch.load(tmp_path / "run.bin", weights_only=True)
 
@@ -314,23 +463,16 @@ def test_tensors_alone_replace_no_other_file(tmp_path):
     assert ckpt8.restore(path, tmp_path / "out.pt", force=True, salvage=True).path == mine
 
 
-def test_compress_replaces_no_other_file(tmp_path):
+def test_compress_replaces_no_other_file(run_command, tmp_path):
     torch.save(TREE, tmp_path / "run.pt")
     mine = tmp_path / "run.ckpt8"
     mine.write_text("mine")
     with pytest.raises(OutputError, match=r"is no checkpoint.*-o"):
         ckpt8.compress(tmp_path / "run.pt", force=True)
-    assert mine.read_text() == "mine"
-    ckpt8.compress(tmp_path / "run.pt", mine, force=True)
-    ckpt8.compress(tmp_path / "run.pt", force=True)
-
-
-def test_the_compress_command_replaces_no_other_file(run_command, tmp_path):
-    torch.save(TREE, tmp_path / "run.pt")
-    (tmp_path / "run.ckpt8").write_text("mine")
     assert run_command("compress", tmp_path / "run.pt", "--force")[0] == 4
-    assert (tmp_path / "run.ckpt8").read_text() == "mine"
-    assert run_command("compress", tmp_path / "run.pt", "--force", "-o", tmp_path / "run.ckpt8")[0] == 0
+    assert mine.read_text() == "mine"
+    assert run_command("compress", tmp_path / "run.pt", "--force", "-o", mine)[0] == 0
+    ckpt8.compress(tmp_path / "run.pt", force=True)
 
 
 # Links
@@ -382,24 +524,28 @@ def test_a_link_is_followed_to_a_checkpoint_alone(tmp_path):
 def test_the_commands_say_what_they_replaced(sources, run_command, tmp_path):
     target = tmp_path / "out"
     make(target, TRAINER)
-    count = len(names(target))
     nbytes = sum(path.stat().st_size for path in target.iterdir())
-    said = f"replaced {target}: {count} files, {nbytes:,} bytes"
-    code, out, _ = run_command("restore", sources["whole"], "-o", target, "--force")
-    assert code == 0
-    assert said in out
-    said = f"{target}: 2 files, "
-    code, out, _ = run_command("restore", sources["whole"], "-o", target, "--force", "--json")
-    assert json.loads(out)["replaced"].startswith(said)
-    _, out, _ = run_command("restore", sources["broken"], "-o", target, "--force", "--salvage", "--json")
-    assert json.loads(out)["replaced"].startswith(said)
-    _, out, _ = run_command("restore", sources["broken"], "-o", target, "--force", "--salvage")
-    assert f"replaced {said}" in out
-    _, out, _ = run_command("convert", sources["run"], target, "--to", "trainer", "--force")
-    assert f"replaced {said}" in out
-    _, out, _ = run_command("convert", sources["run"], target, "--to", "dcp", "--force", "--json")
-    assert json.loads(out)["replaced"].startswith(said)
-    code, out, _ = run_command("restore", sources["whole"], "-o", tmp_path / "new", "--json")
+    said = f"{target}: {len(names(target))} files, {nbytes:,} bytes"
+    restore, salvage = (
+        ("restore", sources["whole"], "-o", target),
+        ("restore", sources["broken"], "--salvage", "-o", target),
+    )
+    to = "convert", sources["run"], target, "--to"
+    for command in (
+        restore,
+        (*restore, "--json"),
+        (*salvage, "--json"),
+        salvage,
+        (*to, "trainer"),
+        (*to, "dcp", "--json"),
+    ):
+        _, out, _ = run_command(*command, "--force")
+        if "--json" in command:
+            assert json.loads(out)["replaced"].startswith(said)
+        else:
+            assert f"replaced {said}" in out
+        said = f"{target}: 2 files, "
+    _, out, _ = run_command("restore", sources["whole"], "-o", tmp_path / "new", "--json")
     assert json.loads(out)["replaced"] is None
     link = tmp_path / "link"
     link.symlink_to(target)
