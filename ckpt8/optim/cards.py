@@ -26,18 +26,12 @@ Update = Literal["adam", "stable_adamw", "came", "momentum", "replayed"]
 Reach = Literal["element", "tensor", "matrix"]
 
 
-_MOMENTS = {"moment1": Role.MOMENT1, "moment2": Role.MOMENT2}
+_ROLES = {"weight": Role.WEIGHT, "moment1": Role.MOMENT1, "moment2": Role.MOMENT2}
 
 
 def role_of(slot: str) -> Role:
     """What presets take the tensor in a slot for."""
-    if slot == "weight":
-        return Role.WEIGHT
-    return next((role for name, role in _MOMENTS.items() if name in slot), Role.OTHER)
-
-
-def _same(shape: Shape) -> Shape:
-    return shape
+    return next((role for name, role in _ROLES.items() if name in slot), Role.OTHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ class StateTensor:
 
     key: str
     slot: Slot
-    shape: Callable[[Shape], Shape] = _same
+    shape: Callable[[Shape], Shape] = tuple
     when: str = ""
     packable: bool = True
 
@@ -219,11 +213,26 @@ def _optimi(name: str, *, step: Literal["group"] | None = "group") -> Published:
 def _rows_and_columns(*names: str, kept: bool = False) -> tuple[StateTensor, ...]:
     """Averages over rows and columns, in turn; ``kept``: the averaged dimension stays, with size 1."""
     one = (1,) if kept else ()
-    shapes: tuple[Callable[[Shape], Shape], ...] = (
-        lambda shape: (*shape[:-1], *one),
-        lambda shape: (*shape[:-2], *one, shape[-1]),
-    )
+    shapes = (lambda shape: (*shape[:-1], *one)), (lambda shape: (*shape[:-2], *one, shape[-1]))
     return tuple(StateTensor(name, "statistic", shapes[at % 2]) for at, name in enumerate(names))
+
+
+def _adam(rule_id: str, name: str, *, decoupled: bool) -> Card:
+    """AdamW, or Adam."""
+    group = {**_TORCH_ADAM, "decoupled_weight_decay": decoupled}
+    return Card(
+        rule_id=rule_id,
+        name=name,
+        cls=f"ckpt8.optim.optimizers:{name}",
+        settings=_ADAM_SETTINGS,
+        matrix=_ADAM,
+        fixed={"decoupled": decoupled},
+        signs=_ADAM_SIGNS,
+        counts=True,
+        kernels=True,
+        flashoptim=True,
+        published=(Published("torch", name, step="tensor", group=group), _optimi(name)),
+    )
 
 
 TRAINED = (
@@ -238,7 +247,7 @@ TRAINED = (
             "came",
             "tensor",
         ),
-        vector=Form("ckpt8.optim.optimizers:came_vector", (_M, _V), "momentum", "tensor"),
+        vector=Form("ckpt8.optim.optimizers:came", (_M, _V), "momentum", "tensor"),
         signs=frozenset({"RMS"}),
         kernels=True,
         published=(
@@ -269,38 +278,8 @@ TRAINED = (
             Published("pytorch_optimizer", "StableAdamW", step="group", state=_KAHAN, sign="kahan_comp", widened=True),
         ),
     ),
-    Card(
-        rule_id="adamw",
-        name="AdamW",
-        cls="ckpt8.optim.optimizers:AdamW",
-        settings=_ADAM_SETTINGS,
-        matrix=_ADAM,
-        fixed={"decoupled": True},
-        signs=_ADAM_SIGNS,
-        counts=True,
-        kernels=True,
-        flashoptim=True,
-        published=(
-            Published("torch", "AdamW", step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": True}),
-            _optimi("AdamW"),
-        ),
-    ),
-    Card(
-        rule_id="adam",
-        name="Adam",
-        cls="ckpt8.optim.optimizers:Adam",
-        settings=_ADAM_SETTINGS,
-        matrix=_ADAM,
-        fixed={"decoupled": False},
-        signs=_ADAM_SIGNS,
-        counts=True,
-        kernels=True,
-        flashoptim=True,
-        published=(
-            Published("torch", "Adam", step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": False}),
-            _optimi("Adam"),
-        ),
-    ),
+    _adam("adamw", "AdamW", decoupled=True),
+    _adam("adam", "Adam", decoupled=False),
     Card(
         rule_id="sgd",
         name="SGD",
@@ -488,14 +467,11 @@ def _belief_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -
 
 def _known(rule: str, *tensors: StateTensor, **more: Any) -> dict[str, Any]:
     """The form, and settings of Adam with two betas unless ``more`` has others, of an optimizer with a rule."""
-    form = Form(f"ckpt8.optim.recognised_rules:{rule}", tensors, "replayed", more.pop("reach", "element"))
-    counts = more.pop("counts", True)
     settings = {**_SETTINGS, "betas": more.pop("betas", 2), **more.pop("settings", {})}
     return {
-        "matrix": form,
+        "matrix": Form(f"ckpt8.optim.recognised_rules:{rule}", tensors, "replayed", more.pop("reach", "element")),
         "settings": {name: count for name, count in settings.items() if count >= 0},
-        "counts": counts,
-        "choices": more.pop("choices", {}),
+        "counts": True,
         **more,
     }
 

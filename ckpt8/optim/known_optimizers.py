@@ -63,19 +63,16 @@ def trained_cards() -> list[Card]:
 
 def card_of(rule_id: str) -> Card:
     """The card of an optimizer of ``ckpt8.optim``. Raises UsageError for an unknown rule."""
-    card = next((card for card in trained_cards() if card.rule_id == rule_id), None)
-    if card is None:
-        known = ", ".join(card.rule_id for card in trained_cards())
-        raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {known}")
-    return card
+    cards = {card.rule_id: card for card in trained_cards()}
+    if rule_id not in cards:
+        raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {', '.join(cards)}")
+    return cards[rule_id]
 
 
 def find_published(package: str, name: str) -> tuple[Card, Published] | None:
     """The card and the entry of the class ``name`` of a top-level package; None for an unknown class."""
     every = ((card, published) for card in trained_cards() for published in card.published)
-    return next(
-        ((card, published) for card, published in every if (published.package, published.name) == (package, name)), None
-    )
+    return next((pair for pair in every if (pair[1].package, pair[1].name) == (package, name)), None)
 
 
 def first_moments() -> list[str]:
@@ -94,8 +91,7 @@ def setting(group: Mapping[Any, Any], name: str) -> Any:
     parts = SPELLINGS.get(name, ())
     if not parts or not set(parts) <= group.keys():
         return group.get(name)
-    third = ("beta3",) if name == "betas" and "beta3" in group else ()
-    return [group[part] for part in (*parts, *third)]
+    return [group[part] for part in (*parts, *(("beta3",) if name == "betas" and "beta3" in group else ()))]
 
 
 def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
@@ -109,18 +105,19 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
     own = CARDS.get(str(group.get("rule")))
     if own is not None and own.cls:  # saved by ckpt8.optim
         return _form_of(own, tensors)
-    for card in CARDS.values():
-        if (card.signs and card.signs.isdisjoint(keys)) or not card.lacks.isdisjoint(keys):
-            continue
-        if not all(_holds(group, name, card.settings.get(name, 1)) for name in card.needs):
-            continue
-        if not all(group.get(name) in allowed for name, allowed in {**VARIANTS, **card.choices}.items()):
-            continue
-        if card.agrees is not None and not card.agrees(group):
-            continue
-        if (known := _form_of(card, tensors)) is not None:
-            return known
-    return None
+    candidates = (_form_of(card, tensors) for card in CARDS.values() if _agrees(card, keys, group))
+    return next(filter(None, candidates), None)
+
+
+def _agrees(card: Card, keys: Collection[Any], group: Mapping[Any, Any]) -> bool:
+    """Whether a state may be of the optimizer by its ``keys`` and settings."""
+    return (
+        (not card.signs or not card.signs.isdisjoint(keys))
+        and card.lacks.isdisjoint(keys)
+        and all(_holds(group, name, card.settings.get(name, 1)) for name in card.needs)
+        and all(group.get(name) in allowed for name, allowed in {**VARIANTS, **card.choices}.items())
+        and (card.agrees is None or card.agrees(group))
+    )
 
 
 def _form_of(card: Card, tensors: Collection[str]) -> tuple[Card, Form] | None:
@@ -131,9 +128,9 @@ def why_unknown(tensors: Collection[str], state: Collection[Any], group: Mapping
     """Why the step of an optimizer is not known although ckpt8 recognises its state, or None."""
     keys = {*state, *group}
     unknown = [card for card in CARDS.values() if card.unknown]
-    by_sign = (card.unknown for card in unknown if not card.signs.isdisjoint(keys))
-    by_state = (card.unknown for card in unknown if not card.signs and _fits(card.matrix, tensors))
-    return next(by_sign, None) or next(by_state, None)
+    matching = [card for card in unknown if not card.signs.isdisjoint(keys)]
+    matching += [card for card in unknown if not card.signs and _fits(card.matrix, tensors)]
+    return matching[0].unknown if matching else None
 
 
 def is_projected(state: Collection[Any], group: Collection[Any]) -> bool:
@@ -149,8 +146,8 @@ def state_objects() -> frozenset[str]:
 def state_roles(tensors: Collection[str]) -> dict[str, Role]:
     """Roles of the tensors of a state by all their keys together, where a key alone says too little; else empty."""
     forms = (form for card in CARDS.values() if not card.cls for form in card.forms)
-    matching = next((form for form in forms if form.tensors and _fits(form, tensors)), None)
-    return {} if matching is None else {tensor.key: tensor.role for tensor in matching.tensors}
+    matching = (form.tensors for form in forms if form.tensors and _fits(form, tensors))
+    return {tensor.key: tensor.role for tensor in next(matching, ())}
 
 
 def _fits(form: Form, tensors: Collection[str]) -> bool:
@@ -160,9 +157,9 @@ def _fits(form: Form, tensors: Collection[str]) -> bool:
 
 
 def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:
-    value = setting(group, name)
     if count == 1:
         return name in group
+    value = setting(group, name)
     return isinstance(value, (list, tuple)) and len(value) == count and all(isinstance(n, (int, float)) for n in value)
 
 

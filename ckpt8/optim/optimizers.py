@@ -8,7 +8,6 @@ step, counted from 1, and b1, b2, b3 the betas.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,11 +15,11 @@ import torch
 from ckpt8.codecs.companded8.reference import divide, square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.optim.packed import PackedOptimizer, Params
-from ckpt8.optim.packed_tensor import Block, Factored, Values, clipping, inverse_root, power, root_mean
+from ckpt8.optim.packed_tensor import Block, Blocks, Factored, Updates, Values, clipping, inverse_root, power, root_mean
 
 
 def adam(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -30,7 +29,7 @@ def adam(
     weight_decay: float,
     decoupled: bool,
     amsgrad: bool = False,
-) -> Iterator[Values]:
+) -> Updates:
     """AdamW and Adam (Loshchilov and Hutter, arXiv 1711.05101; Kingma and Ba, arXiv 1412.6980), as torch computes them.
 
     AdamW: theta = theta (1 - lr wd)                    Adam: g = g + wd theta
@@ -117,7 +116,7 @@ def _second_moment(u: torch.Tensor, square: torch.Tensor, beta2: float) -> torch
 
 
 def stable_adamw(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -126,7 +125,7 @@ def stable_adamw(
     eps: float,
     weight_decay: float,
     clip_threshold: float = 1.0,
-) -> Iterator[Values]:
+) -> Updates:
     """StableAdamW (Wortsman et al., arXiv 2304.13013): AdamW with Adafactor's update clipping and decay rates.
 
         b^  = b (1 - b^(t-1)) / (1 - b^t)                   for b in b1, b2: the moments stay free of bias (Shazeer and
@@ -183,7 +182,7 @@ class StableAdamW(PackedOptimizer):
 
 
 def came(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -192,7 +191,7 @@ def came(
     eps: tuple[float, float],
     clip_threshold: float,
     weight_decay: float,
-) -> Iterator[Values]:
+) -> Updates:
     """CAME (Luo et al., arXiv 2307.02047), as in came-pytorch: no bias correction.
 
         s  = g^2 + eps1;     R = b2 R + (1-b2) mean_-1(s);     C = b2 C + (1-b2) mean_-2(s)
@@ -205,11 +204,13 @@ def came(
     passes: R and C; RMS(u); Rr and Cr; the update. Each computes u and m again from the stored state. Row and column
     averages are fp32 tensors of the whole parameter, summed in float64 over blocks that depend on the shape alone.
 
-    One step for a tensor of two dimensions or more.
-
-    ``whole`` holds ``exp_avg_sq_row``, ``exp_avg_sq_col``, ``exp_avg_res_row`` and ``exp_avg_res_col``. Yields
-    ``param`` and ``exp_avg`` of every block, then the new statistics.
+    From two dimensions on ``whole`` holds ``exp_avg_sq_row``, ``exp_avg_sq_col``, ``exp_avg_res_row`` and
+    ``exp_avg_res_col``. Yields ``param`` and ``exp_avg`` of every block, then the new statistics; below two dimensions
+    ``param``, ``exp_avg`` and ``exp_avg_sq``.
     """
+    if not whole:
+        yield from _came_vector(blocks, lr, betas, eps[0], clip_threshold, weight_decay)
+        return
     square = Factored(whole["exp_avg_sq_row"], whole["exp_avg_sq_col"])
     instability = Factored(whole["exp_avg_res_row"], whole["exp_avg_res_col"])
     for block in blocks:
@@ -233,27 +234,16 @@ def came(
         (param,), (_, m) = block.load("param"), moved(block)
         param.mul_(1 - lr * weight_decay).sub_((m * instability.factor(block)).mul_(lr))
         yield {"param": param, "exp_avg": m}
-    sq = {f"exp_avg_sq_{axis}": values for axis, values in squares.items()}
-    yield sq | {f"exp_avg_res_{axis}": values for axis, values in instabilities.items()}
+    averages = {"exp_avg_sq": squares, "exp_avg_res": instabilities}
+    yield {f"{key}_{axis}": values for key, both in averages.items() for axis, values in both.items()}
 
 
-# A rule names the settings of its card, so both rules of CAME have the same signature.
-def came_vector(
-    blocks: Sequence[Block],
-    whole: Values,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float, float],
-    eps: tuple[float, float],
-    clip_threshold: float,
-    weight_decay: float,
-) -> Iterator[Values]:
-    """One step below two dimensions; yields ``param``, ``exp_avg`` and ``exp_avg_sq``. See ``came``."""
-
+def _came_vector(
+    blocks: Blocks, lr: float, betas: tuple[float, float, float], eps: float, clip_threshold: float, weight_decay: float
+) -> Updates:
     def second(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         grad, v = block.load("grad", "exp_avg_sq")
-        v.mul_(betas[1]).add_((grad * grad).add_(eps[0]).mul_(1 - betas[1]))
+        v.mul_(betas[1]).add_((grad * grad).add_(eps).mul_(1 - betas[1]))
         return grad.mul_(inverse_root(v)), v
 
     clip = clipping(blocks, lambda block: second(block)[0], clip_threshold)
@@ -294,14 +284,8 @@ class CAME(PackedOptimizer):
 
 
 def lion(
-    blocks: Sequence[Block],
-    whole: Values,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> Iterator[Values]:
+    blocks: Blocks, whole: Values, *, step: int, lr: float, betas: tuple[float, float], weight_decay: float
+) -> Updates:
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2).
 
     c = b1 m + (1-b1) g;     theta = theta (1 - lr wd) - lr sign(c);     m = b2 m + (1-b2) g
@@ -340,7 +324,7 @@ class Lion(PackedOptimizer):
 
 
 def sgd(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -349,7 +333,7 @@ def sgd(
     dampening: float,
     weight_decay: float,
     nesterov: bool,
-) -> Iterator[Values]:
+) -> Updates:
     """SGD with momentum (Sutskever et al., ICML 2013), as torch computes it.
 
     g = g + wd theta;     b = g at the first step, then mu b + (1 - dampening) g
@@ -408,7 +392,7 @@ class SGD(PackedOptimizer):
 
 
 def adafactor(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -417,7 +401,7 @@ def adafactor(
     eps: tuple[float | None, float],
     d: float,
     weight_decay: float,
-) -> Iterator[Values]:
+) -> Updates:
     """Adafactor (Shazeer and Stern, arXiv 1804.04235), as torch computes it: no momentum, a factored second moment.
 
         w  = t^gamma;     rho = min(lr, 1/sqrt(t));     alpha = max(eps2, RMS(theta)) rho

@@ -28,7 +28,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from functools import cached_property, partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 
@@ -47,10 +47,9 @@ from ckpt8.optim.packed_tensor import (
     Moment,
     PackedTensor,
     StateLayout,
-    exact_residual,
     flat_blocks,
+    groups_of,
     master_part,
-    moment_layout,
     row_blocks,
     stream_key,
     weight_check,
@@ -71,8 +70,7 @@ def as_codec(given: Any) -> Codec:
     if not isinstance(given, str):
         raise UsageError(f"{given!r} is neither the name of a codec nor a stored configuration")
     cls, fields = parse_codec(given)
-    codec: Codec = cls(**fields)
-    return codec
+    return cast("Codec", cls(**fields))
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -148,8 +146,7 @@ def _matched_tensors(
         name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
         for name, value in given.items()
     }
-    problem = layout_problem(optimizer, group, param, content)
-    if problem is not None:
+    if (problem := layout_problem(optimizer, group, param, content)) is not None:
         raise UsageError(f"{what}: {problem}")
     state = optimizer.initial_state(group, param, exact_names(content))
     for name, tensor in state.items():
@@ -170,8 +167,7 @@ def layout_problem(
     if content.keys() != layout.keys():
         return f"has {', '.join(sorted(content))}, expected {', '.join(sorted(layout))}"
     for name, (dtype, shape) in layout.items():
-        what = content[name]
-        if what != (dtype, shape):
+        if (what := content[name]) != (dtype, shape):
             return f"{name} is {'no tensor' if what is None else f'{what[0]} {what[1]}'}, expected {dtype} {shape}"
     return None
 
@@ -200,6 +196,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     """
 
     rule_id: ClassVar[str]
+    fused: bool | None = None
     tile: int = TILE
     _step_supports_amp_scaling = True
 
@@ -217,7 +214,7 @@ class PackedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.fused = fused
         packing = {"master": master, "moment1": moment1, "moment2": moment2, "maximize": maximize, "seed": seed}
-        super().__init__(params, {**defaults, **packing, "rule": self.card.rule_id})
+        super().__init__(params, {**defaults, **packing, "rule": self.rule_id})
 
     @property
     def card(self) -> Card:
@@ -255,12 +252,15 @@ class PackedOptimizer(torch.optim.Optimizer):
         """
         shape = tuple(param.shape)
         layout: StateLayout = {"step": (torch.int64, ())}
-        part = master_part(param.dtype, self.codec(group, "master", param, exact))
-        if part is not None:
+        if (part := master_part(param.dtype, self.codec(group, "master", param, exact))) is not None:
             layout[part[0]] = (part[1], shape)
         for name, kind in self.moments(group, shape).items():
             codec = Lossless() if name in exact else self.codec(group, kind, param)
-            layout |= moment_layout(name, codec, shape, param.numel())
+            if codec.codes is None:
+                layout[name] = (torch.float32, shape)
+            else:
+                layout[f"{name}_codes"] = (torch.uint8 if codec.stores_roots else torch.int8, shape)
+                layout[f"{name}_scales"] = (torch.uint16, (groups_of(param.numel()),))
         return layout | {name: (torch.float32, size) for name, size in self.factored(shape).items()}
 
     def initial_state(
@@ -281,16 +281,17 @@ class PackedOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], param: torch.Tensor, state: dict[str, torch.Tensor]
     ) -> tuple[Codec, torch.Tensor | None, dict[str, Moment]]:
         """Flat views of a parameter's state: codec of the master weights, residual or fp32 master, moments by name."""
-        codec = self.codec(group, "master", param, exact_residual(state))
-        part = master_part(param.dtype, codec)
-        kinds = self.moments(group, tuple(param.shape)).items()
-        moments = {name: Moment.of(name, self.codec(group, kind, param), state) for name, kind in kinds}
-        return codec, None if part is None else state[part[0]].view(-1), moments
+        residual = state.get("residual")
+        # A residual of 16 bits is exact.
+        exact = ("residual",) if residual is not None and residual.dtype == torch.int16 else ()
+        part, kinds = state.get("master", residual), self.moments(group, tuple(param.shape))
+        moments = {name: Moment.of(name, self.codec(group, kind, param), state) for name, kind in kinds.items()}
+        return self.codec(group, "master", param, exact), None if part is None else part.view(-1), moments
 
     def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
         """Every parameter with its index over all groups, which selects its random bits, and its group."""
-        pairs = [(group, param) for group in self.param_groups for param in group["params"]]
-        return [(index, group, param) for index, (group, param) in enumerate(pairs)]
+        pairs = ((group, param) for group in self.param_groups for param in group["params"])
+        return [(index, *pair) for index, pair in enumerate(pairs)]
 
     def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
         """The blocks of a tensor: rows where it has row averages. ``load(start, stop, shape, names)`` reads one."""
@@ -322,8 +323,7 @@ class PackedOptimizer(torch.optim.Optimizer):
         for _, _, param in work:
             _check_gradient(param)
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        fused: list[Work] = []
-        plain: list[Work] = []
+        fused, plain = list[Work](), list[Work]()
         for index, group, param in work:
             (fused if self._fused.takes(index, param) else plain).append((index, group, param))
         self._fused.update(fused, scale, found_inf)
@@ -363,14 +363,14 @@ class PackedOptimizer(torch.optim.Optimizer):
         step = int(state["step"])
         assert param.grad is not None  # noqa: S101
         weights, grad = param.detach().reshape(-1), param.grad.reshape(-1)
-        factor = -grad_factor if group["maximize"] else grad_factor
-        key = stream_key(group["seed"], index, step)
+        factor, key = -grad_factor if group["maximize"] else grad_factor, stream_key(group["seed"], index, step)
         tensor = PackedTensor(weights, grad, *self.views(group, param, state), key, factor)
         cuts = self.cuts(param.shape, tensor.load)
         whole = {name: state[name] for name in self.factored(tuple(param.shape))}
         arguments = {name: group[name] for name in self.rule_arguments} | {"lr": float(group["lr"])}
-        rule = resolve(self.card.form(param.dim()).rule)
-        results = rule([block for _, _, block in cuts], whole, step=step, **self.card.fixed, **arguments)
+        results = resolve(self.card.form(param.dim()).rule)(
+            [block for _, _, block in cuts], whole, step=step, **self.card.fixed, **arguments
+        )
         for start, stop, _ in cuts:
             tensor.store(start, stop, next(results))
         for values in results:
@@ -400,10 +400,13 @@ class PackedOptimizer(torch.optim.Optimizer):
         """The packed state in torch's layout. Groups of 16-bit parameters also hold ``weight_checks``."""
         saved = super().state_dict()
         for group, saved_group in zip(self.param_groups, saved["param_groups"], strict=True):
-            completed = [bool({"residual", "master"} & self.state.get(p, {}).keys()) for p in group["params"]]
-            if any(completed):
-                pairs = zip(group["params"], completed, strict=True)
-                saved_group[CHECKS] = [weight_check(param) if own else None for param, own in pairs]
+            states = [self.state.get(param, {}) for param in group["params"]]
+            checks = [
+                weight_check(param) if {"residual", "master"} & state.keys() else None
+                for param, state in zip(group["params"], states, strict=True)
+            ]
+            if any(check is not None for check in checks):
+                saved_group[CHECKS] = checks
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ fp32 copy of anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import cast
@@ -189,7 +189,6 @@ CHECKS = "weight_checks"
 """Key of a saved group: the ``weight_check`` of each parameter; None for one without residual or master."""
 
 _MASK63 = (1 << 63) - 1
-_ODD = 0x9E3779B1
 _CHECKED = 1 << 20
 
 
@@ -200,15 +199,10 @@ def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | N
     if dtype == torch.float16:
         return "master", torch.float32
     if dtype == torch.bfloat16:
-        return "residual", residual_dtype(codec)
+        assert codec.residual is not None  # noqa: S101 - as check_group has found
+        return "residual", codec.residual[1].torch
     name = DType.from_label(str(dtype)).label
     raise UsageError(f"parameters of {name} cannot be trained; use float32, bfloat16 or float16")
-
-
-def residual_dtype(codec: Codec) -> torch.dtype:
-    """Element type of the residual of a bf16 parameter: int8 for split24, int16 for split32."""
-    assert codec.residual is not None  # noqa: S101 - as check_group has found
-    return codec.residual[1].torch
 
 
 def weight_check(param: torch.Tensor, first: int = 0) -> int:
@@ -220,16 +214,9 @@ def weight_check(param: torch.Tensor, first: int = 0) -> int:
     total = 0
     for start in range(0, len(bits), _CHECKED):
         piece = bits[start : start + _CHECKED].to(torch.int64)
-        place = first + start
-        places = torch.arange(place, place + len(piece), device=bits.device).mul_(_ODD).bitwise_or_(1)
-        total += int(piece.mul_(places).sum())
+        places = torch.arange(first + start, first + start + len(piece), device=bits.device)
+        total += int(piece.mul_(places.mul_(GOLDEN32).bitwise_or_(1)).sum())
     return total & _MASK63
-
-
-def exact_residual(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """``("residual",)`` for a state with a residual of 16 bits, which is exact; else nothing."""
-    residual = state.get("residual")
-    return ("residual",) if residual is not None and residual.dtype == torch.int16 else ()
 
 
 def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) -> torch.Tensor:
@@ -238,11 +225,9 @@ def read_master(param: torch.Tensor, part: torch.Tensor | None, codec: Codec) ->
         return (param if part is None else part).clone()
     bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     if codec.codes is not None:
-        d = part.float().mul_(32768).div_(codec.codes.highest).round_().clamp_(-32767, 32767).to(torch.int32)
-    else:
-        d = part.to(torch.int32)
+        part = part.float().mul_(32768).div_(codec.codes.highest).round_().clamp_(-32767, 32767)
     # A parameter that somebody set to zero may keep a negative residual.
-    mag = (bits & _MAGNITUDE).add_(d).clamp_min_(0)
+    mag = (bits & _MAGNITUDE).add_(part.to(torch.int32)).clamp_min_(0)
     return mag.bitwise_or_(bits.bitwise_and_(~_MAGNITUDE)).view(torch.float32)
 
 
@@ -251,9 +236,8 @@ def write_master(
 ) -> None:
     """Store a flat fp32 tile; ``bits`` are random int32 for split24, or None to round to nearest."""
     if part is None or part.dtype == torch.float32:
-        if part is not None:
-            part.copy_(weight)
-        param.copy_(weight)
+        for kept in (param,) if part is None else (part, param):
+            kept.copy_(weight)
         return
     raw = weight.view(torch.int32)
     mag = (raw & _MAGNITUDE).clamp_max_(QUIET_NAN)
@@ -293,6 +277,10 @@ class Block:
     rows: slice = field(default_factory=lambda: slice(None))
 
 
+Blocks = Sequence[Block]
+Updates = Iterator[Values]
+"""What a rule yields: the new values of every block, in order, then those of the whole tensor."""
+
 Load = Callable[[int, int, tuple[int, ...], tuple[str, ...]], list[torch.Tensor]]
 """Reads values: (first element, last element + 1, shape, names) -> new fp32 tensors."""
 
@@ -306,8 +294,7 @@ def flat_blocks(numel: int, load: Load, size: int = TILE) -> list[tuple[int, int
 def block_sums(x: torch.Tensor) -> list[float]:
     """Sums of 4096 elements each, in float64."""
     flat = x.reshape(-1).double()
-    short = -flat.numel() % SUM_BLOCK
-    if short:
+    if short := -flat.numel() % SUM_BLOCK:
         flat = torch.nn.functional.pad(flat, (0, short))
     sums: list[float] = flat.view(-1, SUM_BLOCK).sum(1).tolist()
     return sums
@@ -355,9 +342,8 @@ class Factored:
 
 def root_mean(blocks: Sequence[Block], squares: Callable[[Block], torch.Tensor]) -> float:
     """The square root of the mean of ``squares(block)`` over all elements of a tensor."""
-    sums, count = [], 0
-    for block in blocks:
-        x = squares(block)
+    sums, count = list[float](), 0
+    for x in map(squares, blocks):
         count += x.numel()
         sums += block_sums(x)
     # fsum rounds once, whatever the order; it raises where Inf meets NaN.
@@ -384,35 +370,24 @@ def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block
         stop = start + math.prod(view)
         blocks.append((start, stop, Block(lambda *names: load(start, stop, view, names), batch, rows)))
 
-    if batches == 1 or (size > _ROW_BLOCK and size % GROUP == 0):
-        step = _multiple(width)
+    by_rows = batches == 1 or (size > _ROW_BLOCK and size % GROUP == 0)
+    # So many rows, or matrices, make a block of whole groups, of about ``_ROW_BLOCK`` elements.
+    piece = width if by_rows else size
+    unit = GROUP // math.gcd(GROUP, piece)
+    step = max(unit, _ROW_BLOCK // piece // unit * unit)
+    if by_rows:
         for batch, row in product(range(batches), range(0, height, step)):
             count = min(step, height - row)
             add(batch * size + row * width, (1, count, width), slice(batch, batch + 1), slice(row, row + count))
     else:
-        step = _multiple(size)
         for batch in range(0, batches, step):
             count = min(step, batches - batch)
             add(batch * size, (count, height, width), slice(batch, batch + count), slice(None))
     return blocks
 
 
-def _multiple(size: int) -> int:
-    """How many pieces of ``size`` elements make a block of whole groups, of about ``_ROW_BLOCK`` elements."""
-    unit = GROUP // math.gcd(GROUP, size)
-    return max(unit, _ROW_BLOCK // size // unit * unit)
-
-
 StateLayout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Element type and shape of the tensors of a state, by key."""
-
-
-def moment_layout(name: str, codec: Codec, shape: tuple[int, ...], numel: int) -> StateLayout:
-    """Keys of the state of moment ``name``: itself in fp32, or ``_codes`` of the parameter's shape and ``_scales``."""
-    if codec.codes is None:
-        return {name: (torch.float32, shape)}
-    codes = torch.uint8 if codec.stores_roots else torch.int8
-    return {f"{name}_codes": (codes, shape), f"{name}_scales": (torch.uint16, (groups_of(numel),))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,13 +457,15 @@ class PackedTensor:
         return [self._read(name, start, stop).view(shape) for name in names]
 
     def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        run = slice(start, stop)
         if name == "param":
-            return read_master(self.param[run], None if self.part is None else self.part[run], self.codec)
+            return read_master(*self._weight(start, stop), self.codec)
         if name == "grad":
-            grad = self.grad[run].to(torch.float32, copy=True)
+            grad = self.grad[start:stop].to(torch.float32, copy=True)
             return grad if self.grad_factor == 1.0 else grad.mul_(self.grad_factor)
         return self.moments[name].read(start, stop)
+
+    def _weight(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.param[start:stop], None if self.part is None else self.part[start:stop]
 
     def store(self, start: int, stop: int, values: Values) -> None:
         """Store new values of the elements ``start`` (a multiple of 32) to ``stop``, by name."""
@@ -496,10 +473,7 @@ class PackedTensor:
         draws |= any(moment.codec is not None and moment.codec.stores_roots for moment in self.moments.values())
         bits = random_bits(self.key, start, stop - start, self.param.device) if draws else None
         for name, value in values.items():
-            flat = value.reshape(-1)
             if name == "param":
-                run = slice(start, stop)
-                part = None if self.part is None else self.part[run]
-                write_master(flat, self.param[run], part, self.codec, bits)
+                write_master(value.reshape(-1), *self._weight(start, stop), self.codec, bits)
             else:
-                self.moments[name].write(start, stop, flat, bits)
+                self.moments[name].write(start, stop, value.reshape(-1), bits)

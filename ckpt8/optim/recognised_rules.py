@@ -52,16 +52,15 @@ y = (1-c) y + c z - lr (1 - b1 (1-c)) u;     z = z - lr u
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 
 import torch
 
 from ckpt8.codecs.companded8.reference import divide, square_root
-from ckpt8.optim.packed_tensor import Block, Values, power
+from ckpt8.optim.packed_tensor import Blocks, Updates, Values, power
 
 
 def rmsprop(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -71,7 +70,7 @@ def rmsprop(
     weight_decay: float,
     momentum: float,
     centered: bool,
-) -> Iterator[Values]:
+) -> Updates:
     """One step; yields ``param``, ``square_avg``, and ``grad_avg`` and ``momentum_buffer`` where there are any."""
     for block in blocks:
         param, grad, v = block.load("param", "grad", "square_avg")
@@ -90,15 +89,8 @@ def rmsprop(
 
 
 def adagrad(
-    blocks: Sequence[Block],
-    whole: Values,
-    *,
-    step: int,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-) -> Iterator[Values]:
+    blocks: Blocks, whole: Values, *, step: int, lr: float, lr_decay: float, eps: float, weight_decay: float
+) -> Updates:
     """One step; yields ``param`` and ``sum``."""
     step_size = lr / (1 + (step - 1) * lr_decay)
     for block in blocks:
@@ -109,15 +101,8 @@ def adagrad(
 
 
 def adadelta(
-    blocks: Sequence[Block],
-    whole: Values,
-    *,
-    step: int,
-    lr: float,
-    rho: float,
-    eps: float,
-    weight_decay: float,
-) -> Iterator[Values]:
+    blocks: Blocks, whole: Values, *, step: int, lr: float, rho: float, eps: float, weight_decay: float
+) -> Updates:
     """One step; yields ``param``, ``square_avg`` and ``acc_delta``."""
     for block in blocks:
         param, grad, v, deltas = block.load("param", "grad", "square_avg", "acc_delta")
@@ -129,15 +114,8 @@ def adadelta(
 
 
 def adamax(
-    blocks: Sequence[Block],
-    whole: Values,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> Iterator[Values]:
+    blocks: Blocks, whole: Values, *, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Updates:
     """One step; yields ``param``, ``exp_avg`` and ``exp_inf``."""
     beta1, beta2 = betas
     step_size = lr / (1 - power(beta1, step))
@@ -150,7 +128,7 @@ def adamax(
 
 
 def nadam(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -159,7 +137,7 @@ def nadam(
     eps: float,
     weight_decay: float,
     momentum_decay: float,
-) -> Iterator[Values]:
+) -> Updates:
     """One step; yields ``param``, ``exp_avg`` and ``exp_avg_sq``."""
     beta1, beta2 = betas
     mu, mu_next = (beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay)) for t in (step, step + 1))
@@ -189,15 +167,8 @@ def _mu_product(beta1: float, momentum_decay: float, step: int) -> float:
 
 
 def radam(
-    blocks: Sequence[Block],
-    whole: Values,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> Iterator[Values]:
+    blocks: Blocks, whole: Values, *, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Updates:
     """One step; yields ``param``, ``exp_avg`` and ``exp_avg_sq``."""
     beta1, beta2 = betas
     bias2 = 1 - power(beta2, step)
@@ -216,15 +187,8 @@ def radam(
 
 
 def adabelief(
-    blocks: Sequence[Block],
-    whole: Values,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> Iterator[Values]:
+    blocks: Blocks, whole: Values, *, step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Updates:
     """One step; yields ``param``, ``exp_avg`` and ``exp_avg_var``."""
     beta1, beta2 = betas
     step_size, root_correction = lr / (1 - power(beta1, step)), math.sqrt(1 - power(beta2, step))
@@ -238,7 +202,7 @@ def adabelief(
 
 
 def ademamix(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -247,7 +211,7 @@ def ademamix(
     eps: float,
     weight_decay: float,
     alpha: float,
-) -> Iterator[Values]:
+) -> Updates:
     """One step; yields ``param``, ``exp_avg``, ``exp_avg_sq`` and ``exp_avg_slow``."""
     beta1, beta2, beta3 = betas
     bias1, root_correction = 1 - power(beta1, step), math.sqrt(1 - power(beta2, step))
@@ -262,7 +226,7 @@ def ademamix(
 
 
 def adan(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -274,7 +238,7 @@ def adan(
     last: str,
     weight_decouple: float = 0,
     no_prox: float = 0,
-) -> Iterator[Values]:
+) -> Updates:
     """One step; yields ``param``, ``exp_avg``, ``exp_avg_diff``, ``exp_avg_sq`` and the last gradient.
 
     ``last`` is the key of the last gradient, which is stored with its sign turned. ``debiased`` averages are stored
@@ -306,7 +270,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def muon(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -320,7 +284,7 @@ def muon(
     ns_steps: float = 5,
     adjust_lr_fn: str | None = None,
     use_adjusted_lr: bool = False,
-) -> Iterator[Values]:
+) -> Updates:
     """One step of one block that is the matrix; yields ``param`` and ``momentum_buffer``."""
     for block in blocks:
         param, grad, m = block.load("param", "grad", "momentum_buffer")
@@ -357,7 +321,7 @@ def _orthogonal(
 
 
 def schedule_free_adamw(
-    blocks: Sequence[Block],
+    blocks: Blocks,
     whole: Values,
     *,
     step: int,
@@ -371,7 +335,7 @@ def schedule_free_adamw(
     weight_sum: float,
     lr_max: float,
     taken: int,
-) -> Iterator[Values]:
+) -> Updates:
     """One step; yields ``param``, ``z``, ``exp_avg_sq``. ``weight_sum`` and ``lr_max`` are those of step ``taken``."""
     beta1, beta2 = betas
     rate, weight = lr, 0.0

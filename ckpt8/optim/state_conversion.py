@@ -54,8 +54,8 @@ def plain_group(group: Mapping[str, Any], steps: set[int]) -> dict[str, Any]:
     published = CARDS[rule].published[0]
     if group.get("maximize") and not published.takes_maximize:
         raise UsageError(f"the published {rule} has no maximize")
-    known = _OURS if published.takes_maximize else _OURS | {"maximize"}
-    plain = {key: value for key, value in group.items() if key not in known} | dict(published.group)
+    ours = _OURS if published.takes_maximize else _OURS | {"maximize"}
+    plain = {key: value for key, value in group.items() if key not in ours} | dict(published.group)
     if published.splits_betas:
         plain["beta1"], plain["beta2"] = plain.pop("betas")
     if published.step == "group":
@@ -119,17 +119,15 @@ def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence
 
     Raises UsageError for moments with another bias convention, for amsgrad, and for decoupled learning rates.
     """
-    if given.get("amsgrad"):
-        raise UsageError("amsgrad is not supported")
-    if given.get("decouple_lr"):
-        raise UsageError("decouple_lr is not supported")
+    for key in ("amsgrad", "decouple_lr"):
+        if given.get(key):
+            raise UsageError(f"{key} is not supported")
     update = CARDS[rule].matrix.update if rule else None
     if (update == "adam" and "beta1" in given) or (update == "stable_adamw" and "amsgrad" in given):
         raise UsageError(f"the moments have another convention than {rule}; see adamw_to_stable_adamw and its inverse")
     spelled = {name: tuple(given[part] for part in parts) for name, parts in SPELLINGS.items() if parts[0] in given}
-    settings = {**given, **spelled}
     kept = {*arguments, "maximize", "initial_lr", "param_names"}
-    return {key: value for key, value in settings.items() if key in kept}
+    return {key: value for key, value in {**given, **spelled}.items() if key in kept}
 
 
 StateDict = dict[str, Any]
@@ -142,16 +140,15 @@ def join_weight(param: torch.Tensor, residual: torch.Tensor | None, codec: Codec
 
     ``residual`` is the residual of a bf16 parameter, the fp32 master of an fp16 one, or None for an fp32 parameter.
     """
-    part = None if residual is None else residual.reshape(-1)
-    return read_master(param.detach().reshape(-1), part, codec).float().view(param.shape)
+    flat = param.detach().reshape(-1), None if residual is None else residual.reshape(-1)
+    return read_master(*flat, codec).float().view(param.shape)
 
 
 def bf16_from_planes(parts: Parts) -> torch.Tensor:
     """The bf16 parameter, flat, from the planes ``exponent`` and ``mantissa`` of split24/1 or split32/1."""
     # A byte of ``mantissa`` holds the sign in bit 7 and the seven bits of a bf16 mantissa.
-    mantissa = parts["mantissa"].to(torch.int32)
-    bits = ((mantissa >> 7) << 15) | (parts["exponent"].to(torch.int32) << 7) | (mantissa & 0x7F)
-    return bits.to(torch.int16).view(torch.bfloat16)
+    exponent, mantissa = (parts[plane].to(torch.int32) for plane in ("exponent", "mantissa"))
+    return (((mantissa >> 7) << 15) | (exponent << 7) | (mantissa & 0x7F)).to(torch.int16).view(torch.bfloat16)
 
 
 # --- packed -> plain ----------------------------------------------------------------------------------------------
@@ -216,18 +213,16 @@ def _rebias(plain: Mapping[str, Any], rule: str, power: int) -> StateDict:
     """
     groups, state = [], {}
     for given in plain["param_groups"]:
-        arguments = ("lr", "betas", "eps", "weight_decay")
-        group = {"params": given["params"], **packed_group(given, None, arguments), "rule": rule}
-        steps = set()
-        for i in given["params"]:
-            source = plain["state"].get(i)
-            if not source or not (step := step_of(source, given)):
-                continue
-            steps.add(step)
-            factors = [(1 - beta**step) ** power for beta in group["betas"]]
-            names = ("exp_avg", "exp_avg_sq")
+        settings = packed_group(given, None, ("lr", "betas", "eps", "weight_decay"))
+        group = {"params": given["params"], **settings, "rule": rule}
+        sources = {i: source for i in given["params"] if (source := plain["state"].get(i))}
+        steps = {i: step for i, source in sources.items() if (step := step_of(source, given))}
+        for i, step in steps.items():
             # In fp64, so that each moment is rounded to fp32 once.
-            scaled = {name: source[name].double().mul(f).float() for name, f in zip(names, factors, strict=True)}
+            scaled = {
+                name: sources[i][name].double().mul((1 - beta**step) ** power).float()
+                for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+            }
             state[i] = plain_state(group, step, scaled)
-        groups.append(plain_group(group, steps))
+        groups.append(plain_group(group, set(steps.values())))
     return {"state": state, "param_groups": groups}

@@ -63,14 +63,6 @@ def test_json_is_that_of_python(run, run_command):
     assert json.loads(out) == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json())), **failure}
 
 
-def test_names_command_no_terminal(tmp_path, run_command):
-    train(tmp_path, (1,))
-    (tmp_path / "step-10.pt").rename(tmp_path / "[bold]\x1b[31m-10.pt")
-    code, out, _ = run_command("runs", tmp_path)
-    assert code == 0
-    assert "[bold]\\x1b[31m-10.pt" in out
-
-
 def test_usage(tmp_path, run_command, run):
     assert run_command("runs", tmp_path / "none")[0] == 3
     assert run_command("runs", "https://example.org/run")[0] == 2
@@ -80,12 +72,6 @@ def test_usage(tmp_path, run_command, run):
     assert (code, out, err.count("\n"), page.read_text()) == (4, "", 1, "mine")
     assert run_command("runs", run, "--html", page, "--force")[0] == 3
     assert page.read_text().startswith("<!doctype html>")
-
-
-def test_a_run_without_steps_has_a_page(tmp_path, run_command, inputs):
-    shutil.copy(inputs / "module.pt", tmp_path / "module.pt")
-    assert run_command("runs", tmp_path, "--html", tmp_path / "page.html")[0] == 0
-    assert "module.pt" in (tmp_path / "page.html").read_text()
 
 
 def test_a_base_in_another_folder(inputs, tmp_path, run_command):

@@ -179,7 +179,7 @@ class Fused:
                 raise UsageError("take a step with these parameters before capturing one in a CUDA graph")
             # Parameters that have no gradient this time stay, so that they may come and go.
             streams = {row.stream for row in rows}
-            absent = [] if plan is None else [row for row in plan.rows if row.stream not in streams]
+            absent = (row for row in (plan.rows if plan else ()) if row.stream not in streams)
             plan = self._plans[key] = LaunchPlan(layout, [*rows, *absent], device)
         if capturing:
             # The graph reads these tables when it is replayed, and has to set the gradients itself.
@@ -202,8 +202,7 @@ class Fused:
         ):
             state["step"] = state["step"].to(param.device)
             if any(tensor.device != param.device for tensor in state.values()):
-                place = repr(str(param.device))
-                raise UsageError(f"the state of parameter {index} is not on {place}, where the parameter is")
-            described = describe(self._optimizer, index, group, param)
-            known = self._known[index] = _Known(tensors, addresses, setup, *described)
+                raise UsageError(f"the state of parameter {index} is not on '{param.device}', where the parameter is")
+            known = _Known(tensors, addresses, setup, *describe(self._optimizer, index, group, param))
+            self._known[index] = known
         return known

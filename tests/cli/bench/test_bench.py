@@ -23,7 +23,6 @@ import zstandard
 from rich.console import Console
 
 import ckpt8
-from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench import run as sizes
 from ckpt8.cli.bench.library import IN_MEMORY, survey
 from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, run_child
@@ -104,19 +103,6 @@ def test_the_smaller_presets_and_saves_are_what_ckpt8_and_torch_write(inputs, tm
     assert all(torch.equal(weights[name], tensor) for name, tensor in tree["model"].items())
     done("save", source, tmp_path, tmp_path / "own.ckpt8")
     assert ckpt8.load(tmp_path / "own.ckpt8").keys() == tree.keys()
-
-
-def test_both_loads_are_given_the_same(folder, tmp_path, monkeypatch):
-    ckpt8.compress(folder, tmp_path / "packed.ckpt8", preset="lossless")
-    made = []
-    for name in ("load", "torch.load"):
-        job = probe.Job(survey(folder), tmp_path / "packed.ckpt8", tmp_path / "out", 1)
-        made.append(library.OPERATIONS[name](job)())
-        assert not (tmp_path / "out").exists(), name
-    ours, theirs = ({n: t for part in tree for n, t in part.items() if torch.is_tensor(t)} for tree in made)
-    assert len(ours) > 5
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_zipnn_gives_back_what_it_was_given(inputs, tmp_path, monkeypatch):
@@ -350,18 +336,6 @@ def test_errors_of_a_process_arrive_as_they_are(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@posix
-def test_a_process_is_watched_while_it_works(inputs, tmp_path):
-    if not Path("/proc/self/smaps_rollup").exists():
-        pytest.skip("no PSS here")
-    source = asdict(survey(inputs / "legacy.pt"))
-    job = {"source": source, "container": "", "target": str(tmp_path / "out"), "threads": 1, "keep": True}
-    result = run_child(tmp_path)(MODULES["cp"], {**job, "name": "cp"}, True)
-    assert (tmp_path / "out").read_bytes() == (inputs / "legacy.pt").read_bytes()
-    assert result["processes"] >= 1
-    assert 1 << 22 < result["session_pss"] < 1 << 30
-
-
 @pytest.mark.slow
 @posix
 @pytest.mark.parametrize(
@@ -396,16 +370,3 @@ def _bytes(path):
         return path.read_bytes()
     except OSError:
         return b""
-
-
-@posix
-@pytest.mark.slow
-def test_the_command_prints_one_object(folder, scratch):
-    command = [sys.executable, "-m", "ckpt8", "bench", folder, "--scratch", scratch, "--repeat", "1", "--json"]
-    before = content(folder)
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=900, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
-    printed = json.loads(result.stdout)
-    assert printed.pop("schema") == 1
-    check_rows(printed, sum(map(len, before.values())))
-    assert content(folder) == before

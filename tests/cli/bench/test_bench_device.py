@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt8.cli.bench.device import CODECS, Clock, bench_device
+from ckpt8.cli.bench.device import CODECS, bench_device
 
 ELEMENTS, PARAMETERS = 1 << 14, 1 << 16
 
@@ -47,9 +47,3 @@ def test_files_are_written_and_read(result):
     assert rows["torch.save"]["bytes"] > 12 * PARAMETERS
     assert rows["ckpt8.save"]["bytes"] < 6 * PARAMETERS
     assert all(row["seconds"] > 0 for row in rows.values())
-
-
-def test_the_clock_gives_the_median_of_warm_runs():
-    calls = []
-    Clock(torch.device("cpu"), 5).seconds(lambda: calls.append(None))
-    assert len(calls) == 3 + 5

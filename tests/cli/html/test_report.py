@@ -25,25 +25,6 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.slow
-def test_the_same_input_gives_the_same_bytes(packed, inspect, tmp_path):
-    original, container = packed
-    for path, options in ((original, ()), (container, ("--against", original))):
-        once, again = (inspect(path, tmp_path / name, "--force", *options)[1] for name in ("a.html", "b.html"))
-        assert once == again
-
-
-@pytest.mark.slow
-def test_without_the_original_nothing_is_shown_as_before(packed, inspect, tmp_path):
-    original, container = packed
-    _, alone, tree = inspect(container, tmp_path / "a.html")
-    assert tree["distributions"]["before"] is None
-    assert b'class="was"' not in alone
-    assert "--against ORIGINAL" in assert_inert(alone)
-    _, beside, _ = inspect(container, tmp_path / "b.html", "--against", original)
-    assert beside.count(b'<path class="was"') == 4 + 3 * 5 + 5
-
-
 def test_a_container_without_statistics(inputs, inspect, tmp_path):
     container = tmp_path / "x.ckpt8"
     ckpt8.compress(inputs / "gpt_adamw.pt", container, stats=False)
@@ -122,12 +103,6 @@ def test_no_bar_is_wider_than_the_page(inspect, tmp_path):
         assert all(float(x) >= 0 and float(x) + float(width) <= 100.01 for x, width in bars)
 
 
-def test_a_file_without_weights(inspect, tmp_path):
-    torch.save({"step": torch.tensor(3), "empty": torch.zeros(0)}, tmp_path / "x.pt")
-    _, content, _ = inspect(tmp_path / "x.pt", tmp_path / "a.html")
-    assert "No error was measured." in assert_inert(content)
-
-
 def test_a_weight_of_zeros(inspect, tmp_path):
     torch.save({"zero": torch.zeros(64, 64)}, tmp_path / "x.pt")
     _, content, _ = inspect(tmp_path / "x.pt", tmp_path / "a.html")
@@ -177,16 +152,6 @@ def test_no_report_replaces_a_checkpoint(run_command, packed, tmp_path):
             assert "a report never replaces one" in err
         assert (tmp_path / name).read_bytes() == content
     assert {path.name for path in tmp_path.iterdir()} == {*named, container.name}
-
-
-def test_a_report_in_the_checkpoint_itself_is_refused(run_command, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    torch.save({"a": torch.ones(64, 64)}, folder / "x.pt")
-    code, _, err = run_command("inspect", folder, "--html", folder / "r.html")
-    assert code == 4
-    assert "outside of it" in err
-    assert [path.name for path in folder.iterdir()] == ["x.pt"]
 
 
 def test_damage_leaves_no_report(run_command, packed, tmp_path):
@@ -242,13 +207,6 @@ def test_what_is_no_json_is_refused(content, run_command, packed, replay, tmp_pa
     code, _, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--replay", replay)
     assert code == 3
     assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
-
-
-@pytest.mark.slow
-def test_a_replay_of_a_checkpoint_is_refused(run_command, packed, replay, tmp_path):
-    code, _, err = run_command("inspect", packed[0], "--html", tmp_path / "r.html", "--replay", replay)
-    assert code == 3
-    assert "another container" in err
 
 
 def test_figures_of_the_replay(inspect, packed, replay, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from browser_kit import BROWSER, browse
 from page_kit import assert_inert
 from runs_kit import train
 
@@ -41,17 +40,3 @@ def test_the_page_is_inert_and_holds_the_facts(made):
             assert f"{record.name}: step {record.step:,}, loss {record.loss:.3g}" in text
             assert f"{record.name}: step {record.step:,}, {size(record.stored_bytes)}" in text
     assert next(record.damage for record in run if record.damage) in text
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
-@pytest.mark.parametrize("width", [360, 1200])
-def test_the_page_in_a_browser(made, width, tmp_path):
-    run, page = made
-    seen = browse(page, tmp_path, width=width)
-    assert (seen["console"], seen["asked"], seen["resources"]) == ([], ["/", "/page.html"], [])
-    assert (seen["width"], seen["scroll"], seen["beyond"], seen["cut"]) == (width, width, 0, [])
-    assert seen["headings"] == ["run", "By step", "Checkpoints"]
-    assert dict(seen["tiles"])["checkpoints"] == "4"
-    assert [chart["kind"] for chart in seen["charts"]] == ["sizes", "losses"]
-    assert all(f"{record.ratio:.2f}x" in seen["text"] for record in run if record.ratio)
