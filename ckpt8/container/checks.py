@@ -325,6 +325,36 @@ NOWHERE: Places = {}
 """The places of a storage that has no frames of its own."""
 
 
+def layout_of(record: StorageRecord | Pack, codec: Codec) -> dict[str, PartSpec]:
+    """The specification of each part of a storage or a pack."""
+    spec = TensorSpec(record.name, record.role, record.dtype, (record.numel,))
+    if isinstance(record, StorageRecord):
+        return codec.layout(spec)
+    return {part: own for part, (own, _) in header.pack_layout(codec, spec, record.numels).items()}
+
+
+def slab_entries(
+    record: StorageRecord | Pack, layout: Mapping[str, PartSpec], slab: int
+) -> Iterator[tuple[range, list[tuple[str, str, range]]]]:
+    """The chunks of every slab, and its entries: the part, the name and the numbers of the frames of each."""
+    shares = isinstance(record, Pack)
+    slabs = header.slab_chunks(record.numel, slab)
+    for number, chunks in enumerate(slabs):
+        yield (
+            chunks,
+            [
+                (
+                    part,
+                    header.pack_entry(record.name, part)
+                    if shares
+                    else header.entry_name(record.name, part, number, len(slabs)),
+                    range(chunks.start * planes(spec), chunks.stop * planes(spec)),
+                )
+                for part, spec in layout.items()
+            ],
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Locator:
     """Takes the ``entries`` of storages and packs from those of the container. Raises InputError.
@@ -337,47 +367,24 @@ class Locator:
     slab: int
     entries: dict[str, Entry]
 
-    def storage(self, record: StorageRecord, codec: Codec) -> Places:
-        """The places of a storage that is in no pack."""
-        expected = codec.layout(self._checked(record, codec))
-        self._check_names(record, expected)
-        if not expected:
-            return NOWHERE
-        check_frame_count(record, self.where)
-        slabs = header.slab_chunks(record.numel, self.slab)
-        return {
-            part: self._part(
-                record,
-                part,
-                spec,
-                {
-                    header.entry_name(record.name, part, k, len(slabs)): len(chunks) * planes(spec)
-                    for k, chunks in enumerate(slabs)
-                },
-            )
-            for part, spec in expected.items()
-        }
-
-    def pack(self, pack: Pack, codec: Codec) -> Places:
-        """The places of a pack."""
-        if codec.companions or codec.copied is not None:
-            raise InputError(f"{self.where}: {pack.name}: storages that share entries cannot depend on others")
-        layout = header.pack_layout(codec, self._checked(pack, codec), pack.numels)
-        self._check_names(pack, layout)
-        names = ((part, spec, header.pack_entry(pack.name, part)) for part, (spec, _) in layout.items())
-        return {
-            part: self._part(pack, part, spec, {name: planes(spec)} if pack.numel else {}) for part, spec, name in names
-        }
-
-    def _checked(self, record: StorageRecord | Pack, codec: Codec) -> TensorSpec:
-        spec = TensorSpec(record.name, record.role, record.dtype, (record.numel,))
-        if not codec.accepts(spec):
+    def places(self, record: StorageRecord | Pack, codec: Codec) -> Places:
+        """The places of a pack, or of a storage that is in none."""
+        if isinstance(record, Pack) and (codec.companions or codec.copied is not None):
+            raise InputError(f"{self.where}: {record.name}: storages that share entries cannot depend on others")
+        if not codec.accepts(TensorSpec(record.name, record.role, record.dtype, (record.numel,))):
             raise InputError(f"{self.where}: {record.name}: {codec.id} does not hold {record.dtype.label}")
-        return spec
-
-    def _check_names(self, record: StorageRecord | Pack, expected: Mapping[str, object]) -> None:
-        if set(record.parts) != set(expected):
+        layout = layout_of(record, codec)
+        if set(record.parts) != set(layout):
             raise InputError(f"{self.where}: {record.name}: parts do not fit its codec")
+        if not layout:
+            return NOWHERE
+        if isinstance(record, StorageRecord):
+            check_frame_count(record, self.where)
+        names: dict[str, dict[str, int]] = {part: {} for part in layout}
+        for _, entries in slab_entries(record, layout, self.slab):
+            for part, name, frames in entries:
+                names[part][name] = len(frames)
+        return {part: self._part(record, part, spec, names[part]) for part, spec in layout.items()}
 
     def _part(self, record: StorageRecord | Pack, part: str, spec: PartSpec, names: Mapping[str, int]) -> PartPlace:
         """Where the frames of a part lie; ``names`` are those of its entries, each with its number of frames."""

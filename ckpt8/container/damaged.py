@@ -11,20 +11,20 @@ import contextlib
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zstandard
 
-from ckpt8.container import bases, header
-from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count
+from ckpt8.codecs import Codec
+from ckpt8.container import header
+from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count, layout_of, slab_entries
 from ckpt8.container.header import Entry
-from ckpt8.container.manifest import BaseRecord, Pack, StorageRecord, planes
+from ckpt8.container.manifest import Pack, StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import FilePool, crc32
+from ckpt8.core.files.source_file import crc32
 from ckpt8.core.tensors import Parts
 
 if TYPE_CHECKING:
@@ -48,16 +48,12 @@ class DamagedContainer(ContainerReader):
     every storage that the caller found to be lost: floats in them read as NaN, all else as zeros.
     """
 
-    def __init__(self, path: Path, *, base_dirs: Sequence[Path] | None = None, pool: FilePool | None = None) -> None:
+    accepts_damage = True
+
+    def __init__(self, path: Path, **options: Any) -> None:
         self.damage: str | None = None
         self.lost = defaultdict[int, set[int]](set)
-        super().__init__(path, base_dirs=base_dirs, pool=pool)
-
-    def _find_base(self, record: BaseRecord) -> Path:
-        return bases.find_base(self.path, record, self.base_dirs, damaged_too=True)
-
-    def _open_base(self, path: Path) -> ContainerReader:
-        return DamagedContainer(path, base_dirs=self.base_dirs)
+        super().__init__(path, **options)
 
     def damage_below(self) -> str | None:
         """What is wrong with the base of a delta, or with those below it, as ``damage``, or that one is missing."""
@@ -97,7 +93,7 @@ class DamagedContainer(ContainerReader):
         named = [entry for entry in self._read_entries(by_header) if entry.name == header.MANIFEST]
         start, stored = self._find_manifest([entry.start + by_header for entry in named])
         self.manifest = self._open_manifest(stored)
-        by_manifest = start - sum(record.stored_bytes for record in self._stored_records())
+        by_manifest = start - sum(record.stored_bytes for _, record in self.owners())
         if by_manifest < header.LENGTH_BYTES:
             raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
         # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
@@ -160,27 +156,15 @@ class DamagedContainer(ContainerReader):
             pass
         return None
 
-    def _stored_records(self) -> Iterator[StorageRecord | Pack]:
-        """What has frames: the storages in no pack, and the packs."""
-        yield from (record for record in self.manifest.storages if record.pack is None)
-        yield from self.manifest.packs
-
     def _locate(self, entries: dict[str, Entry]) -> dict[int | Pack, Places]:
         if self.damage is None:
             return super()._locate(entries)
         locator = Locator(str(self.path), self._data_start, self.manifest.slab, self._place_entries(entries.values()))
-        located: dict[int | Pack, Places] = {}
-        for index, record in enumerate(self.manifest.storages):
-            if record.pack is None:
-                codec = self.codec(index)
-                located[index] = self._located_or_lost(record, partial(locator.storage, record, codec))
-        for pack in self.manifest.packs:
-            located[pack] = self._located_or_lost(pack, partial(locator.pack, pack, self.pack_codec(pack)))
-        return located
+        return {owner: self._located_or_lost(locator, record, self.codec(owner)) for owner, record in self.owners()}
 
-    def _located_or_lost(self, record: StorageRecord | Pack, locate: Callable[[], Places]) -> Places:
+    def _located_or_lost(self, locator: Locator, record: StorageRecord | Pack, codec: Codec) -> Places:
         try:
-            return locate()
+            return locator.places(record, codec)
         except InputError:
             if not record.parts or record.stored_bytes < record.numel // header.FRAME * _SMALLEST_FRAME:
                 raise
@@ -206,24 +190,15 @@ class DamagedContainer(ContainerReader):
 
     def _expected_entries(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
         """For every entry its name, its length, and the length and the checksum of its first frame."""
-        for index, record in enumerate(self.manifest.storages):
-            if record.pack is not None:
-                continue
+        for owner, record in self.owners():
             check_frame_count(record, str(self.path))
-            slabs = header.slab_chunks(record.numel, self.manifest.slab)
-            layouts = self.codec(index).layout(self.spec(index))
-            for part, table in record.parts.items():
-                count = planes(layouts[part]) if part in layouts else 0
-                for k, chunks in enumerate(slabs):
-                    lengths = table.lengths[chunks.start * count : chunks.stop * count]
-                    if lengths:
-                        facts = sum(lengths), lengths[0], table.crcs[chunks.start * count]
-                        yield header.entry_name(record.name, part, k, len(slabs)), facts
-        for pack in self.manifest.packs:
-            for part, table in pack.parts.items():
-                if table.lengths:
-                    facts = sum(table.lengths), table.lengths[0], table.crcs[0]
-                    yield header.pack_entry(pack.name, part), facts
+            layout = layout_of(record, self.codec(owner))
+            layout = {part: layout[part] for part in record.parts if part in layout}
+            for _, entries in slab_entries(record, layout, self.manifest.slab):
+                for part, name, frames in entries:
+                    table = record.parts[part]
+                    if lengths := table.lengths[frames.start : frames.stop]:
+                        yield name, (sum(lengths), lengths[0], table.crcs[frames.start])
 
     def _fill_hole(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> Iterator[Entry]:
         """Find entries of ``missing`` one after the other from ``start`` on, and remove them from it."""

@@ -12,7 +12,7 @@ import struct
 import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,107 +50,15 @@ _MOST_CHUNKS = 64
 _KEPT = 16
 """Packs that a thread keeps: more than a checkpoint has roles and element types."""
 
-ReadPart = Callable[[Pack, str, PartSpec, str], "torch.Tensor"]
-"""Reads one part of a pack for the storage of a name. Raises InputError for damage."""
-
 
 @dataclass(slots=True)
 class _Open:
     """A pack in memory: its parts, where each storage begins in them, and its elements if these were asked for."""
 
     record: Pack
-    codec: Codec
     specs: dict[str, tuple[PartSpec, list[int]]]
     parts: Parts
     elements: torch.Tensor | None = None
-
-
-class PackReader:
-    """Gives the parts and the elements of storages in packs. Thread-safe."""
-
-    def __init__(self, codec_of: Callable[[Pack], Codec], read: ReadPart) -> None:
-        self._codec_of = codec_of
-        self._read = read
-        self._local = threading.local()
-
-    def parts(self, record: StorageRecord, only: Collection[str] | None = None) -> Parts:
-        """The parts of one storage, all or ``only`` some."""
-        pack, at = self._open(record), record.place
-        parts = self._read_parts(pack, record, only)
-        return {part: parts[part][pack.specs[part][1][at] : pack.specs[part][1][at + 1]] for part in parts}
-
-    def elements(self, record: StorageRecord, backend: Backend | None) -> torch.Tensor | None:
-        """The decoded elements of one storage; None where its codec decodes it only on its own."""
-        pack = self._open(record)
-        if not pack.codec.by_element:
-            return None
-        if pack.elements is None:
-            parts = self._read_parts(pack, record, None)
-            pack.elements = pack.codec.decode(parts, pack.record.spec, backend=backend)
-        starts = pack.record.starts
-        return pack.elements[starts[record.place] : starts[record.place + 1]]
-
-    def _read_parts(self, pack: _Open, record: StorageRecord, only: Collection[str] | None) -> Parts:
-        """The parts of the whole pack, all or ``only`` some."""
-        wanted = [part for part in pack.specs if only is None or part in only]
-        for part in wanted:
-            if part not in pack.parts:
-                pack.parts[part] = self._read(pack.record, part, pack.specs[part][0], record.name)
-        return {part: pack.parts[part] for part in wanted}
-
-    def _open(self, record: StorageRecord) -> _Open:
-        owner = record.pack
-        assert owner is not None  # noqa: S101
-        kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("kept", OrderedDict())
-        pack = kept.get(owner)
-        if pack is None:
-            codec = self._codec_of(owner)
-            pack = kept[owner] = _Open(owner, codec, header.pack_layout(codec, owner.spec, owner.numels), {})
-            if len(kept) > _KEPT:
-                kept.popitem(last=False)
-        else:
-            kept.move_to_end(owner)
-        return pack
-
-
-class Base(Closing):
-    """The base of the container ``delta``, which ``deltas`` opens. Thread-safe."""
-
-    def __init__(self, delta: ContainerReader, open_base: Callable[[], ContainerReader]) -> None:
-        self._delta = delta
-        self._open = open_base
-        self._reader: ContainerReader | None = None
-        self._problem: InputError | None = None
-        self._lock = threading.Lock()
-
-    def reader(self) -> ContainerReader:
-        """The open base. Raises InputError where it is missing or damaged, or does not fit."""
-        with self._lock:
-            if self._problem is not None:
-                raise self._problem
-            if self._reader is None:
-                try:
-                    self._reader = self._opened()
-                except InputError as exc:
-                    # Each chunk of a delta asks again.
-                    self._problem = exc
-                    raise
-            return self._reader
-
-    def _opened(self) -> ContainerReader:
-        base = self._open()
-        try:
-            _check_base(self._delta, base)
-        except BaseException:
-            base.close()
-            raise
-        return base
-
-    def close(self) -> None:
-        """Close the base, if it is open."""
-        with self._lock:
-            if self._reader is not None:
-                self._reader.close()
 
 
 def _check_base(delta: ContainerReader, base: ContainerReader) -> None:
@@ -187,6 +95,8 @@ class ContainerReader(Closing):
     ``base_dirs``, by default those of ``bases.looked_for_in``. A ``pool`` bounds how many files are open at a time.
     """
 
+    accepts_damage = False
+
     def __init__(
         self,
         path: Path,
@@ -198,10 +108,10 @@ class ContainerReader(Closing):
         self.path = path
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._kernels = kernels
-        self._base: Base | None = None
+        self._base: ContainerReader | InputError | None = None
+        self._lock = threading.Lock()
         self._file = SourceFile(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
         self._codecs: dict[int | Pack, Codec] = {}
-        self._packs = PackReader(self.pack_codec, self._read_pack_part)
         self._local = threading.local()
         try:
             with without_collection():
@@ -214,31 +124,44 @@ class ContainerReader(Closing):
         entries, stored = self._open_header()
         self.manifest = self._open_manifest(stored)
         nbytes = sum(record.nbytes for record in self.manifest.storages)
-        self.backend = for_checkpoint(nbytes) if self._kernels else "torch"
+        self.backend: Backend | None = for_checkpoint(nbytes) if self._kernels else "torch"
         self.places = self._locate({entry.name: entry for entry in entries})
-        check_references(self.manifest, self.codec, str(self.path))
-        check_companions(self.manifest, self.codec, str(self.path))
-        check_deltas(self.manifest, self.codec, str(self.path))
-        check_members(self.manifest, str(self.path))
-        check_paths(self.manifest, str(self.path))
-        if (record := self.manifest.base) is not None:
-            self._base = Base(self, lambda: self._open_base(self._find_base(record)))
+        where = str(self.path)
+        for check in (check_references, check_companions, check_deltas):
+            check(self.manifest, self.codec, where)
+        check_members(self.manifest, where)
+        check_paths(self.manifest, where)
 
     def close(self) -> None:
         """Close the file, and the files below it."""
         self._file.close()
-        if self._base is not None:
+        if isinstance(self._base, ContainerReader):
             self._base.close()
 
     def base(self) -> ContainerReader | None:
         """The base of a delta, open; None for other containers. Raises InputError where it is missing or damaged."""
-        return None if self._base is None else self._base.reader()
+        record = self.manifest.base
+        if record is None:
+            return None
+        with self._lock:
+            if self._base is None:
+                try:
+                    self._base = self._open_base(record)
+                except InputError as exc:
+                    self._base = exc  # each chunk of a delta asks again
+            if isinstance(self._base, InputError):
+                raise self._base
+            return self._base
 
-    def _find_base(self, record: BaseRecord) -> Path:
-        return bases.find_base(self.path, record, self.base_dirs)
-
-    def _open_base(self, path: Path) -> ContainerReader:
-        return ContainerReader(path, kernels=self._kernels, base_dirs=self.base_dirs)
+    def _open_base(self, record: BaseRecord) -> ContainerReader:
+        path = bases.find_base(self.path, record, self.base_dirs, damaged_too=self.accepts_damage)
+        base = type(self)(path, kernels=self._kernels, base_dirs=self.base_dirs)
+        try:
+            _check_base(self, base)
+        except BaseException:
+            base.close()
+            raise
+        return base
 
     def links(self) -> list[ContainerReader]:
         """The containers below a delta, open, its base first. Raises InputError where one is missing or damaged."""
@@ -271,21 +194,13 @@ class ContainerReader(Closing):
             raise InputError(f"{where}: manifest is malformed at 'slab'")
         return manifest
 
-    def codec(self, storage: int) -> Codec:
-        """The codec of a storage. Raises UnsupportedError."""
-        record = self.manifest.storages[storage]
-        if record.pack is not None:
-            return self.pack_codec(record.pack)
-        codec = self._codecs.get(storage)
+    def codec(self, owner: int | Pack) -> Codec:
+        """The codec of a storage, or of all storages of a pack. Raises UnsupportedError."""
+        codec = self._codecs.get(owner)
         if codec is None:
-            codec = self._codecs[storage] = codec_from_config(record.codec)
-        return codec
-
-    def pack_codec(self, pack: Pack) -> Codec:
-        """The codec of all storages of a pack. Raises UnsupportedError."""
-        codec = self._codecs.get(pack)
-        if codec is None:
-            codec = self._codecs[pack] = codec_from_config(pack.codec)
+            record = owner if isinstance(owner, Pack) else self.manifest.storages[owner]
+            shared = record.pack if isinstance(record, StorageRecord) else None
+            codec = self._codecs[owner] = codec_from_config(record.codec) if shared is None else self.codec(shared)
         return codec
 
     def spec(self, storage: int) -> TensorSpec:
@@ -297,15 +212,15 @@ class ContainerReader(Closing):
         """The specification of one chunk of a storage."""
         return header.chunk_spec(self.spec(storage), chunk)
 
+    def owners(self) -> Iterator[tuple[int | Pack, StorageRecord | Pack]]:
+        """What has entries of its own, and its record: storages in no pack, by their index, and packs."""
+        yield from ((index, record) for index, record in enumerate(self.manifest.storages) if record.pack is None)
+        yield from ((pack, pack) for pack in self.manifest.packs)
+
     def _locate(self, entries: dict[str, Entry]) -> dict[int | Pack, Places]:
         """Where all frames lie: by storage, or by pack. Raises InputError."""
         locator = Locator(str(self.path), self._data_start, self.manifest.slab, entries)
-        located: dict[int | Pack, Places] = {
-            index: locator.storage(record, self.codec(index))
-            for index, record in enumerate(self.manifest.storages)
-            if record.pack is None
-        }
-        located.update((pack, locator.pack(pack, self.pack_codec(pack))) for pack in self.manifest.packs)
+        located = {owner: locator.places(record, self.codec(owner)) for owner, record in self.owners()}
         if entries:
             raise InputError(f"{self.path}: holds {next(iter(entries))[:80]!r}, which the manifest does not know")
         return located
@@ -332,7 +247,13 @@ class ContainerReader(Closing):
         """
         record, base = self.manifest.storages[storage], self.base_of(storage)
         if record.pack is not None:
-            return self._packs.parts(record, only), {}
+            pack, at = self._open_pack(record.pack), record.place
+            self._read_pack(pack, record.name, only)
+            return {
+                part: pack.parts[part][bounds[at] : bounds[at + 1]]
+                for part, (_, bounds) in pack.specs.items()
+                if only is None or part in only
+            }, {}
         if base is None:
             return self._read_own(storage, chunk, only, reuse=reuse)
         from ckpt8.container.symbols import total, unpack_parts
@@ -363,7 +284,8 @@ class ContainerReader(Closing):
     def base_of(self, storage: int) -> tuple[ContainerReader, int] | None:
         """The base of a storage that is kept as a difference, open, and its index there. Raises InputError."""
         index = self.manifest.storages[storage].base
-        return None if index is None or self._base is None else (self._base.reader(), index)
+        base = None if index is None else self.base()
+        return None if index is None or base is None else (base, index)
 
     def _read_own(
         self, storage: int, chunk: int, only: Collection[str] | None, *, reuse: bool
@@ -417,25 +339,47 @@ class ContainerReader(Closing):
         """How messages name a storage."""
         return f"{self.path}: {self.manifest.storages[storage].name}"
 
-    def _read_pack_part(self, pack: Pack, part: str, spec: PartSpec, name: str) -> torch.Tensor:
-        """One part of a pack. Raises InputError that names the tensor ``name``, for which it is read."""
+    def _open_pack(self, owner: Pack) -> _Open:
+        """A pack, kept for this thread."""
+        kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("packs", OrderedDict())
+        pack = kept.get(owner)
+        if pack is None:
+            layout = header.pack_layout(self.codec(owner), owner.spec, owner.numels)
+            pack = kept[owner] = _Open(owner, layout, {})
+            if len(kept) > _KEPT:
+                kept.popitem(last=False)
+        else:
+            kept.move_to_end(owner)
+        return pack
+
+    def _read_pack(self, pack: _Open, name: str, only: Collection[str] | None = None) -> None:
+        """Read parts of a pack, all or ``only`` some. Raises InputError that names the tensor ``name``."""
         from ckpt8.container import frames
         from ckpt8.container.symbols import unpack_parts
 
-        if not pack.numel:
-            return frames.host_bytes(0).view(spec.dtype.torch)
-        where = f"{self.path}: {name}"
-        stored, packing = frames.read_part(self._file, self.places[pack].get(part), spec, 0, where, reuse=True)
-        return unpack_parts({part: stored}, {} if packing is None else {part: packing}, where, self.backend)[part]
+        places, where = self.places[pack.record], f"{self.path}: {name}"
+        for part, (spec, _) in pack.specs.items():
+            if part in pack.parts or not (only is None or part in only):
+                continue
+            if pack.record.numel:
+                stored, packing = frames.read_part(self._file, places.get(part), spec, 0, where, reuse=True)
+                packings = {} if packing is None else {part: packing}
+                pack.parts |= unpack_parts({part: stored}, packings, where, self.backend)
+            else:
+                pack.parts[part] = frames.host_bytes(0).view(spec.dtype.torch)
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
         """Fill ``out`` with the elements of a chunk. Raises InputError for damage."""
-        record = self.manifest.storages[storage]
-        elements = None if record.pack is None else self._packs.elements(record, self.backend)
-        if elements is None:
+        record, codec = self.manifest.storages[storage], self.codec(storage)
+        if record.pack is None or not codec.by_element:
             self.decode_chunk(storage, chunk, out)
-        else:
-            out.copy_(elements)
+            return
+        pack = self._open_pack(record.pack)
+        if pack.elements is None:
+            self._read_pack(pack, record.name)
+            pack.elements = codec.decode(pack.parts, pack.record.spec, backend=self.backend)
+        start, stop = pack.record.starts[record.place : record.place + 2]
+        out.copy_(pack.elements[start:stop])
 
     def is_plain(self, storage: int) -> bool:
         """Whether a storage is kept as plain bytes, as skeletons are."""

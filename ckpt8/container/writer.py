@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckpt8.container import frames, header
 from ckpt8.container.bases import sources_of
+from ckpt8.container.checks import layout_of, slab_entries
 from ckpt8.container.header import Entry, pack_manifest
 from ckpt8.container.kept_bases import drop_unneeded, refuse_needed, unneeded_file
 from ckpt8.container.manifest import FrameTable, Manifest, Pack, Packing
@@ -139,12 +140,16 @@ Encoded = dict[str, tuple[frames.Frames, Packing | None]]
 
 
 class _Slab(NamedTuple):
-    """A slab of a storage, or a pack; ``chunks`` are its chunks, ``number`` is that of the slab among its ``slabs``."""
+    """A slab of a storage, or a pack, of ``nbytes`` in memory, whose first entry begins at ``offset``.
+
+    ``entries`` are the part, the name and the numbers of the frames of each.
+    """
 
     owner: int | Pack
     chunks: range
-    number: int = 0
-    slabs: int = 1
+    entries: list[tuple[str, str, range]]
+    offset: int
+    nbytes: int
 
 
 @checked
@@ -190,8 +195,7 @@ def write_whole(
     """Write the container of ``reader`` without a base. Raises InputError, OutputError."""
     storages = reader.manifest.storages
     whole = {k: partial(reader.read_parts, k) for k, record in enumerate(storages) if record.base is not None}
-    records = [replace(record, base=None) for record in storages]
-    manifest = replace(reader.manifest, base=None, storages=records)
+    manifest = replace(reader.manifest, base=None, storages=[replace(record, base=None) for record in storages])
     write_again(reader, target, workers, manifest, whole, force=force, progress=progress)
 
 
@@ -209,27 +213,26 @@ def write_again(
 
     ``changed`` gives the parts of each of their chunks; their records get new tables. All else is copied as it is.
     """
-    slabs = sorted(_slabs(reader), key=lambda slab: _offset(reader, slab))
-    names = [name for slab in slabs for name in _names(reader, slab)]
+    slabs = sorted(_slabs(reader), key=lambda slab: slab.offset)
+    names = [name for slab in slabs for _, name, _ in slab.entries]
     tables: dict[int, Tables] = {index: {} for index in changed}
-    room = partial(_room, reader, changed)
-    with ContainerWriter(target, names, force=force, room=room) as writer:
+
+    def check_replaced(final: Path) -> None:
+        if str(final) == os.path.realpath(reader.path):
+            reader.check_in_place()
+
+    with ContainerWriter(target, names, force=force, room=partial(_room, reader, changed)) as writer:
         for slab in slabs:
             if isinstance(slab.owner, int) and slab.owner in changed:
                 encoded = workers.map(partial(_encode, reader, changed[slab.owner]), slab.chunks)
-                _write(reader, writer, slab, encoded, tables[slab.owner])
+                _write(writer, slab, encoded, tables[slab.owner])
             else:
-                _copy(reader, writer, slab)
-            progress(_nbytes(reader, slab))
+                for part, name, frames_of_part in slab.entries:
+                    writer.append(name, [reader.stored_frame(slab.owner, part, index) for index in frames_of_part])
+            progress(slab.nbytes)
         for index, parts in tables.items():
             manifest.storages[index].parts = parts or manifest.storages[index].parts
-        writer.finish(manifest, partial(_check_replaced, reader))
-
-
-def _check_replaced(reader: ContainerReader, target: Path) -> None:
-    """Raise InputError where the container of ``reader`` is to be replaced, and another one has taken its place."""
-    if str(target) == os.path.realpath(reader.path):
-        reader.check_in_place()
+        writer.finish(manifest, check_replaced)
 
 
 def _room(reader: ContainerReader, changed: Iterable[int]) -> str:
@@ -245,50 +248,12 @@ def _room(reader: ContainerReader, changed: Iterable[int]) -> str:
 
 def _slabs(reader: ContainerReader) -> Iterator[_Slab]:
     """Everything that has entries."""
-    for owner, places in reader.places.items():
-        if isinstance(owner, Pack):
-            if owner.numel:
-                yield _Slab(owner, range(1))
-        elif places:
-            slabs = header.slab_chunks(reader.manifest.storages[owner].numel, reader.manifest.slab)
-            yield from (_Slab(owner, chunks, k, len(slabs)) for k, chunks in enumerate(slabs))
-
-
-def _offset(reader: ContainerReader, slab: _Slab) -> int:
-    """Where its first entry begins."""
-    return min(
-        place.offsets[slab.chunks.start * (len(place.offsets) // _chunks(reader, slab.owner))]
-        for place in reader.places[slab.owner].values()
-    )
-
-
-def _chunks(reader: ContainerReader, owner: int | Pack) -> int:
-    return 1 if isinstance(owner, Pack) else header.chunk_count(reader.manifest.storages[owner].numel)
-
-
-def _nbytes(reader: ContainerReader, slab: _Slab) -> int:
-    """The size of its elements in bytes."""
-    if isinstance(slab.owner, Pack):
-        return slab.owner.numel * slab.owner.dtype.itemsize
-    record = reader.manifest.storages[slab.owner]
-    stop = min(slab.chunks.stop * header.FRAME, record.numel)
-    return (stop - slab.chunks.start * header.FRAME) * record.dtype.itemsize
-
-
-def _names(reader: ContainerReader, slab: _Slab) -> list[str]:
-    """The names of its entries, in the order of its parts."""
-    if isinstance(slab.owner, Pack):
-        return [header.pack_entry(slab.owner.name, part) for part in slab.owner.parts]
-    record = reader.manifest.storages[slab.owner]
-    return [header.entry_name(record.name, part, slab.number, slab.slabs) for part in record.parts]
-
-
-def _copy(reader: ContainerReader, writer: ContainerWriter, slab: _Slab) -> None:
-    """Write its entries as they are stored."""
-    for name, (part, place) in zip(_names(reader, slab), reader.places[slab.owner].items(), strict=True):
-        planes = len(place.offsets) // _chunks(reader, slab.owner)
-        run = range(slab.chunks.start * planes, slab.chunks.stop * planes)
-        writer.append(name, [reader.stored_frame(slab.owner, part, index) for index in run])
+    for owner, record in reader.owners():
+        layout, places = layout_of(record, reader.codec(owner)), reader.places[owner]
+        for chunks, entries in slab_entries(record, layout, reader.manifest.slab) if layout else ():
+            offset = min(places[part].offsets[frames_of_part.start] for part, _, frames_of_part in entries)
+            numel = min(chunks.stop * header.FRAME, record.numel) - chunks.start * header.FRAME
+            yield _Slab(owner, chunks, entries, offset, numel * record.dtype.itemsize)
 
 
 def _encode(reader: ContainerReader, parts_of: Callable[[int], Parts], chunk: int) -> Encoded:
@@ -299,14 +264,12 @@ def _encode(reader: ContainerReader, parts_of: Callable[[int], Parts], chunk: in
     }
 
 
-def _write(
-    reader: ContainerReader, writer: ContainerWriter, slab: _Slab, chunks: Iterable[Encoded], tables: Tables
-) -> None:
+def _write(writer: ContainerWriter, slab: _Slab, chunks: Iterable[Encoded], tables: Tables) -> None:
     """Write its entries from encoded chunks, and add their frames to ``tables``."""
-    entries: dict[str, list[bytes | memoryview]] = {part: [] for part in reader.places[slab.owner]}
+    entries: dict[str, list[bytes | memoryview]] = {part: [] for part, _, _ in slab.entries}
     for encoded in chunks:
         for part, (stored, packing) in encoded.items():
             tables.setdefault(part, FrameTable()).add(stored, packing)
             entries[part] += [frame for frame, _ in stored]
-    for name, content in zip(_names(reader, slab), entries.values(), strict=True):
-        writer.append(name, content)
+    for part, name, _ in slab.entries:
+        writer.append(name, entries[part])

@@ -102,7 +102,7 @@ def test_a_base_that_is_replaced_between_a_look_at_its_seal_and_its_opening(tmp_
     wholes = [moved(key, tmp_path / f"whole-{seed}.ckpt8", seed) for seed in (1, 2, 3)]
     first, other = (delta(whole, key, tmp_path / f"{k}.ckpt8") for k, whole in enumerate(wholes[:2]))
     path = delta(wholes[2], first, tmp_path / "last.ckpt8")
-    monkeypatch.setattr(bases, "find_base", lambda container, *_: other if container == path else key)
+    monkeypatch.setattr(bases, "find_base", lambda container, *_, **__: other if container == path else key)
     with pytest.raises(InputError, match=f"its base {other} was replaced"):
         ckpt8.verify(path)
 
