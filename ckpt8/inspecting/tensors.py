@@ -32,7 +32,7 @@ import torch
 from ckpt8 import __version__
 from ckpt8.checkpoint.meaning.parameter_names import SLICE, without_file
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.composite import Composite, Stretch
+from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8 import GROUP
@@ -225,8 +225,7 @@ class TensorSource:
                 self.left_out["with more elements than are stored"] += 1
                 continue
             if ref.key not in self._data:
-                storage = self.bundle.storages[index]
-                self._data.add(Stretch(self.bundle, storage.offset, storage.nbytes), storage.dtype, ref.key)
+                self._data.add_storage(self.bundle, self.bundle.storages[index], ref.key)
             name = tensor.whole or tensor.name
             parameter = parameters.get(index)
             parameter = parameter and SLICE.sub("", parameter)
