@@ -183,21 +183,14 @@ def _rank_facts(stored: Stored) -> dict[str, Any] | None:
 def _measure_again(stored: Stored, original: Path) -> list[str]:
     """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
-    from ckpt8.inspecting.verify import measure
+    from ckpt8.inspecting.verify import compare
 
     with Workers() as workers:
-        if isinstance(stored, ContainerReader):
-            measured = measure(stored, original, workers)
-            measured.replace_stated(stored.manifest)
-            return measured.differing
-        from ckpt8.inspecting.verify import differing_values, measure_ranks, open_originals
-
-        with open_originals(stored, original, workers) as originals:
-            differing = []
-            for reader, measured in measure_ranks(stored, originals, workers):
-                measured.replace_stated(reader.manifest)
-                differing += measured.differing
-            return differing + [line.partition(": differs")[0] for line in differing_values(stored, originals, workers)]
+        measured, values, _ = compare(stored, original, workers)
+    for reader, errors in measured:
+        errors.replace_stated(reader.manifest)
+    differing = [name for _, errors in measured for name in errors.differing]
+    return differing + [line.partition(": differs")[0] for line in values]
 
 
 def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
