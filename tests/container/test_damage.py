@@ -18,7 +18,7 @@ import zlib
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -65,6 +65,14 @@ def pack(manifest, entries, metadata=None, *, stored=None):
     return seal(text, b"".join(entries.values()), stored)
 
 
+def edited(parts, change, path):
+    """The path of a container whose manifest ``change`` has changed, under a valid seal."""
+    metadata, entries, manifest = copy.deepcopy(parts)
+    change(manifest)
+    path.write_bytes(pack(manifest, entries, metadata))
+    return path
+
+
 def seal(text, frames, stored):
     head = struct.pack("<Q", len(text)) + text
     return head + frames + stored + hashlib.sha256(head + stored).digest()
@@ -92,17 +100,7 @@ def parts(small):
 @pytest.fixture
 def written(parts, tmp_path):
     """A function that writes the container with its manifest changed, under a valid seal."""
-    metadata, entries, manifest = parts
-
-    def write(change):
-        changed = copy.deepcopy(manifest)
-        change(changed)
-        assert json.dumps(changed) != json.dumps(manifest)
-        path = tmp_path / "x.ckpt8"
-        path.write_bytes(pack(changed, entries, metadata))
-        return path
-
-    return write
+    return lambda change: edited(parts, change, tmp_path / "x.ckpt8")
 
 
 def is_detected(path):
@@ -125,24 +123,6 @@ def test_the_sample_holds_every_codec_and_its_parts_make_a_valid_file_again(smal
 
 
 # Damage
-
-
-def _flips(data, path, positions):
-    missed = []
-    for position, bit in positions:
-        damaged = bytearray(data)
-        damaged[position] ^= 1 << bit
-        path.write_bytes(damaged)
-        if not is_detected(path):
-            missed.append((position, bit))
-    return missed
-
-
-@pytest.mark.slow
-def test_every_flipped_bit_is_detected(small, tmp_path):
-    data = small.read_bytes()
-    assert not is_detected(small)
-    assert _flips(data, tmp_path / "x.ckpt8", [(k, bit) for k in range(len(data)) for bit in range(8)]) == []
 
 
 def test_a_file_cut_off_anywhere_or_with_bytes_added_is_detected(small, tmp_path):
@@ -590,13 +570,9 @@ NAMES = ["../x", "/etc/x", "a/b", "", ".", "..", "a\0b", "x/", "./x", "\ud800"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_member_cannot_name_a_file_elsewhere(name, parts, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    changed["members"][0]["path"] = name
     folder = tmp_path / "folder"
     folder.mkdir()
-    path = folder / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+    path = edited(parts, _set("members", 0, "path", name), folder / "x.ckpt8")
     if name == "\ud800":
         with pytest.raises(InputError):
             ckpt8.restore(path)
@@ -797,11 +773,4 @@ def _mutations(parts, data, small, folder):
 @given(data=st.data())
 def test_a_mutated_manifest_is_read_or_refused(data, parts, small, tmp_path):
     """Whatever the manifest says, there is a result or an InputError, soon, and nothing is left of a failure."""
-    _mutations(parts, data, small, tmp_path)
-
-
-@pytest.mark.slow
-@settings(max_examples=1000, derandomize=True)
-@given(data=st.data())
-def test_many_mutated_manifests_are_read_or_refused(data, parts, small, tmp_path):
     _mutations(parts, data, small, tmp_path)

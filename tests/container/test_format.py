@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from budget_kit import run_of
 from plain_reader import CHUNK, Plain
 from reference_kit import LAYOUTS, masters
 from safetensors import safe_open
@@ -305,6 +306,48 @@ def test_a_slab_of_two_chunks(tmp_path, monkeypatch):
         ["w/bytes@0", "w/bytes@1"],
         ["w/bytes@0", "w/bytes@1", "w/bytes@2"],
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_chunks_and_slabs_under_a_budget(dtype, tmp_path, monkeypatch):
+    """Rows and columns of factors begin anew in every chunk, the dither and the rows of the tensor do not."""
+    monkeypatch.setattr(layout, "SLAB", CHUNK)
+    torch.save(run_of([(1100, 1000), (70_000,)], dtype=dtype), tmp_path / "a.pt")
+    manifest = ckpt8.compress(tmp_path / "a.pt", budget=1)
+    plain = agrees(tmp_path / "a.ckpt8")
+    assert {storage["codec"]["id"] for storage in plain.storages} >= {"lattice/1", "rclog/1", "vscaled/1"}
+    section = FORMAT.partition("## Manifest")[2].partition("## Storages")[0]
+    fields = {*plain.manifest["budget"], *plain.manifest["parameters"][0]["steps"], "modes", "budget", "steps"}
+    assert all(field in section for field in fields)
+    assert {
+        (each.codec["C"], each.codec["columns"]) for each in manifest.storages if each.codec["id"] == "rclog/1"
+    } == {
+        (1000, True),
+        (64, False),
+    }
+    assert "model.layers.0.weight/codes@1" in plain.entries
+
+
+@pytest.mark.slow
+def test_packs_of_symbols(tmp_path):
+    """Second moments share entries where all else of their parameters is kept exactly."""
+    rules = ["model.*=lossless", "*.exp_avg=lossless"]
+    torch.save(run_of([(64, 72), (70, 64)] * 20), tmp_path / "a.pt")
+    manifest = ckpt8.compress(tmp_path / "a.pt", budget=2, rules=rules)
+    packed = [storage.codec["C"] for storage in manifest.storages if storage.pack and "C" in storage.codec]
+    assert sorted(packed) == [64] * 20 + [72] * 20
+    assert agrees(tmp_path / "a.ckpt8").manifest["version"] in ("1.4", "1.6")
+
+
+@pytest.mark.parametrize("preset", ["flash", "lossless"])
+def test_files_without_a_budget_state_nothing_of_it(preset, inputs, tmp_path):
+    ckpt8.compress(inputs / "gpt_adamw.pt", tmp_path / "x.ckpt8", preset=preset)
+    manifest = Plain((tmp_path / "x.ckpt8").read_bytes()).manifest
+    assert manifest["version"] == "1.3"
+    assert "budget" not in manifest
+    assert not any("steps" in parameter for parameter in manifest["parameters"])
+    assert not any("modes" in part for storage in manifest["storages"] for part in storage["parts"].values())
 
 
 # The arithmetic of the codecs in exact fractions: what the second reader leaves to torch

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from chain_kit import chain, delta, moved
-from test_damage import exercise, pack, unpack
+from test_damage import edited, exercise, unpack
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader
@@ -152,12 +150,7 @@ def test_a_base_is_found_by_its_seal_under_any_name(named, parts, files):
 
 def changed(parts, change, files):
     """A delta with another manifest, beside its base."""
-    metadata, entries, manifest = parts
-    manifest = copy.deepcopy(manifest)
-    change(manifest)
-    path = files[0].with_name("x.ckpt8")
-    path.write_bytes(pack(manifest, entries, metadata))
-    return path
+    return edited(parts, change, files[0].with_name("x.ckpt8"))
 
 
 def test_what_is_changed_here_is_sound_before(parts, files):

@@ -11,9 +11,7 @@ import torch
 import zstandard
 from budget_kit import run_of
 from hostile_kit import bounded
-from hypothesis import given
-from hypothesis import strategies as st
-from test_damage import INFINITE, _mutations, exercise, is_detected, pack, unpack
+from test_damage import INFINITE, edited, exercise, is_detected, pack, unpack
 
 import ckpt8
 from ckpt8.container.manifest import PLANES, Mode
@@ -174,11 +172,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_manifests_that_are_not_sound(name, parts, small, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    MALFORMED[name](changed)
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+    path = edited(parts, MALFORMED[name], tmp_path / "x.ckpt8")
     with bounded(), pytest.raises(InputError) as caught:
         ckpt8.verify(path, threads=1)
     assert len(str(caught.value)) < 500
@@ -197,11 +191,7 @@ def test_manifests_that_are_not_sound(name, parts, small, tmp_path):
     ids=str,
 )  # fmt: skip
 def test_fields_that_no_codec_has(name, fields, parts, tmp_path):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    storage(changed, name)["codec"].update(fields)
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+    path = edited(parts, codec(name, **fields), tmp_path / "x.ckpt8")
     with bounded(), pytest.raises(UnsupportedError) as caught:
         ckpt8.verify(path, threads=1)
     assert len(str(caught.value)) < 500
@@ -290,9 +280,3 @@ def test_frames_built_the_same_way_are_read(parts, tmp_path):
     path = tmp_path / "x.ckpt8"
     path.write_bytes(with_planes(parts, W, (0, 6, 0, -1), [bytes_of(THIRD, at9=215)]))
     assert not is_detected(path)
-
-
-@pytest.mark.slow
-@given(data=st.data())
-def test_a_mutated_manifest_with_symbols_is_read_or_refused(data, parts, small, tmp_path):
-    _mutations(parts, data, small, tmp_path)

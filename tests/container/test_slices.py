@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from plain_reader import Plain
-from test_damage import pack, unpack
+from test_damage import edited, unpack
 
 import ckpt8
 from ckpt8.container.sharded import slices_of
@@ -94,9 +94,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_slices_are_refused_in_one_line(case, saved, tmp_path):
-    metadata, entries, manifest = unpack(saved[0].read_bytes())
-    HOSTILE[case](manifest)
-    (tmp_path / "x.ckpt8").write_bytes(pack(manifest, entries, metadata))
+    edited(unpack(saved[0].read_bytes()), HOSTILE[case], tmp_path / "x.ckpt8")
     with pytest.raises(InputError) as caught:
         ckpt8.open(tmp_path / "x.ckpt8")
     assert str(caught.value).startswith(f"{tmp_path / 'x.ckpt8'}: manifest is malformed at ")

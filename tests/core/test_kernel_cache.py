@@ -175,18 +175,6 @@ def test_what_is_made_is_for_the_user_alone(run, tmp_path):
     assert [stat.S_IMODE(path.stat().st_mode) for path in made] == [0o700] * 4 + [0o600]
 
 
-def test_a_sticky_folder_above_is_fine(run, good):
-    good.parent.chmod(0o1777)
-    assert run(START, HOME=good) == ("1", "")
-
-
-@pytest.mark.parametrize("target", ["{}/elsewhere", "../../elsewhere"], ids=["absolute", "relative"])
-def test_a_link_that_nobody_else_can_change_is_fine(run, target, good):
-    (good / ".cache" / "ckpt8").rename(good.parent / "elsewhere")
-    (good / ".cache" / "ckpt8").symlink_to(target.format(good.parent))
-    assert run(START, HOME=good) == ("1", "")
-
-
 def turned(content):
     """One bit in the machine code."""
     middle = len(content) // 2
@@ -238,24 +226,39 @@ def test_a_folder_in_the_place_of_a_file_is_left_alone(run, good):
     assert kept(good) == []
 
 
-def test_a_full_disk_costs_a_warning(run, tmp_path):
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+UNUSABLE = {
+    "a full disk": (lambda home: None, LIMIT, "File too large"),
+    "no home": (lambda home: home.write_bytes(b""), "", "Not a directory"),
+    "links in a circle": (lambda home: home.symlink_to("home"), "", "Too many levels of symbolic links"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_what_cannot_be_kept_costs_a_warning(run, case, tmp_path):
+    prepare, limit, said = UNUSABLE[case]
+    prepare(tmp_path / "home")
     hits, err = run(limit + START, HOME=tmp_path / "home")
     assert (hits, err.count("KernelCacheWarning")) == ("0", 1)
-    assert "File too large" in err
-    assert kept(tmp_path) == []
+    assert said in err
 
 
-def test_no_home_costs_a_warning(run, tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    hits, err = run(START, HOME=tmp_path / "file")
-    assert (hits, err.count("KernelCacheWarning")) == ("0", 1)
-    assert f"{tmp_path / 'file'}: Not a directory" in err
+def moved(home, target):
+    (home / ".cache" / "ckpt8").rename(home.parent / "elsewhere")
+    (home / ".cache" / "ckpt8").symlink_to(target)
 
 
-def test_links_in_a_circle_cost_a_warning(run, tmp_path):
-    (tmp_path / "home").symlink_to("home")
-    assert "Too many levels of symbolic links" in run(START, HOME=tmp_path / "home")[1]
+SAFE = {
+    "a sticky folder above": lambda home: home.parent.chmod(0o1777),
+    "an absolute link": lambda home: moved(home, home.parent / "elsewhere"),
+    "a relative link": lambda home: moved(home, "../../elsewhere"),
+}
+
+
+@pytest.mark.parametrize("way", SAFE)
+def test_what_nobody_else_can_change_is_fine(run, way, good):
+    SAFE[way](good)
+    assert run(START, HOME=good) == ("1", "")
 
 
 def test_a_warning_that_is_an_error_stops_nothing(run, home, forged_home):

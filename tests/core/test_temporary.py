@@ -122,3 +122,34 @@ def test_other_threads_have_nothing_to_defer(tmp_path):
     thread.join()
     assert found == [True]
     assert list(tmp_path.iterdir()) == []
+
+
+LEAST_DESCRIPTORS = """
+import os, resource, sys
+from pathlib import Path
+from ckpt8.core.files.atomic import Partial, temporary_directory
+
+def fill(path, spare):
+    (path / "inner" / "most").mkdir(parents=True)
+    for name in ("a", "inner/b", "inner/most/c"):
+        (path / name).write_bytes(b"content")
+    (path / "link").symlink_to(sys.argv[1])
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + spare, hard))
+
+if sys.argv[2] == "partial":
+    partial = Partial(Path(sys.argv[1]) / "run", directory=True)
+    fill(partial.path, 0)
+    partial.close()
+else:
+    with temporary_directory("t-", Path(sys.argv[1])) as path:
+        fill(path, 1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["partial", "temporary"])
+def test_a_directory_goes_where_no_more_files_can_be_opened(kind, tmp_path):
+    """``shutil.rmtree`` alone needs three descriptors for each level, and leaves the directory."""
+    (tmp_path / "kept").write_bytes(b"kept")
+    subprocess.run([sys.executable, "-c", LEAST_DESCRIPTORS, str(tmp_path), kind], check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -78,15 +78,6 @@ def test_an_exception_of_a_worker_comes_out_in_its_place():
         assert list(workers.map(fail, range(5))) == list(range(5))
 
 
-def test_an_exception_of_the_items_comes_out():
-    def items():
-        yield 1
-        raise OSError("no more")
-
-    with Workers(2) as workers, pytest.raises(OSError, match="no more"):
-        list(workers.map(lambda k: k, items()))
-
-
 def test_work_before_an_exception_of_the_items_is_dropped():
     go, started = threading.Event(), []
 
