@@ -78,11 +78,6 @@ def test_one_rank_writes_a_directory_of_one_file(plain, tmp_path):
     assert ckpt8.diff(tmp_path / "out", plain).identical
 
 
-def test_without_ranks_a_plain_directory_becomes_one_file(plain, tmp_path):
-    assert call("compress", plain, "-o", tmp_path / "out").exit_code == 0
-    assert (tmp_path / "out").is_file()
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 40])
 def test_shares_are_whole_balanced_and_keep_a_slice_together(plain, world):
     with open_source(plain, containers=False) as source:
@@ -180,12 +175,6 @@ def test_environments_that_contradict_themselves(plain, tmp_path):
         done = call("compress", plain, "-o", tmp_path / "x", **environment)
         assert "start the ranks with torchrun" in str(done.exception)
         assert isinstance(done.exception, UsageError)
-
-
-def test_a_job_around_another_source_changes_nothing(tmp_path):
-    torch.save({"w": torch.ones(3)}, tmp_path / "run.pt")
-    assert call("compress", tmp_path / "run.pt", RANK="0", WORLD_SIZE="2").exit_code == 0
-    assert (tmp_path / "run.ckpt8").is_file()
 
 
 def test_damage_leaves_nothing(plain, tmp_path):

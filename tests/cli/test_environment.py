@@ -120,14 +120,6 @@ def test_closed_streams(closed, files):
 
 
 @pytest.mark.slow
-def test_a_file_never_takes_the_number_of_a_closed_stream(files, tmp_path):
-    """Whatever a library prints would go into it."""
-    result = start("inspect", files / "run.ckpt8", "--html", tmp_path / "r.html", closed=(0, 1, 2))
-    assert result.returncode == 4
-    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--help",), ("inspect", "run.ckpt8")], ids=str)
 def test_a_reader_that_goes_away_ends_the_command_quietly(arguments, files):
     """With the code that a shell shows for a program that SIGPIPE ends."""

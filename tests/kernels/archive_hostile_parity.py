@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 import torch
-from archive_parity import SCALED, assert_alike, assert_refused_alike, each_of
-from parity import of_bits
+from archive_parity import SCALED, each_of
+from parity import assert_alike, assert_refused_alike, of_bits
 
 from ckpt8.codecs.lattice import Lattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog

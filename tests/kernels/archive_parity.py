@@ -7,12 +7,22 @@ import math
 
 import pytest
 import torch
-from parity import BACKEND, DEVICE, assert_same, of_bits, random_patterns
+from parity import (
+    BACKEND,
+    DEVICE,
+    assert_alike,
+    assert_decodes_alike,
+    assert_encodes_alike,
+    assert_refused_alike,
+    assert_same,
+    of_bits,
+    random_patterns,
+    there,
+)
 
 from ckpt8.codecs.lattice import Lattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 SIZES = (0, 1, 33, 4096 + 5)
@@ -53,43 +63,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 ANY_SYMBOL = torch.tensor(
     [-1, 0, 1, 2, 3, 254, 255, (1 << 19) - 1, 1 << 24, (1 << 30) + 7, (1 << 31) - 2, (1 << 31) - 1]
 )
-
-
-def there(tensors):
-    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-
-
-def assert_encodes_alike(codec, x, first=0, companions=None):
-    companions = companions or {}
-    expected = codec.encode(x, backend="torch", first=first, companions=companions)
-    parts = codec.encode(x.to(DEVICE), backend=BACKEND, first=first, companions=there(companions))
-    assert list(parts) == list(expected)
-    for name, part in parts.items():
-        assert_same(part, expected[name], name)
-    return expected
-
-
-def assert_decodes_alike(codec, parts, dtype, first=0, companions=None):
-    companions = {name: x for name, x in (companions or {}).items() if not name.startswith("original_")}
-    spec = TensorSpec("x", Role.OTHER, DType.from_label(str(dtype)), (parts["codes"].numel(),))
-    expected = codec.decode(parts, spec, backend="torch", first=first, companions=companions)
-    values = codec.decode(there(parts), spec, backend=BACKEND, first=first, companions=there(companions))
-    assert_same(values, expected, "values")
-    return expected
-
-
-def assert_alike(codec, x, first=0, companions=None):
-    parts = assert_encodes_alike(codec, x, first, companions)
-    return assert_decodes_alike(codec, parts, x.dtype, first, companions)
-
-
-def assert_refused_alike(codec, x, first=0, companions=None):
-    companions = companions or {}
-    with pytest.raises(RefusedError) as expected:
-        codec.encode(x, backend="torch", first=first, companions=companions)
-    with pytest.raises(RefusedError) as caught:
-        codec.encode(x.to(DEVICE), backend=BACKEND, first=first, companions=there(companions))
-    assert str(caught.value) == str(expected.value)
 
 
 def normal(numel, seed=0):

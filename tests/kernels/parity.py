@@ -53,35 +53,43 @@ def assert_same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
     assert torch.equal(pattern(one), pattern(other)), what
 
 
-def assert_encodes_alike(codec, x: torch.Tensor) -> dict[str, torch.Tensor]:
-    expected = codec.encode(x, backend="torch")
-    parts = codec.encode(x.to(DEVICE), backend=BACKEND)
+def there(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+
+
+def assert_encodes_alike(codec, x: torch.Tensor, first=0, companions=None) -> dict[str, torch.Tensor]:
+    companions = companions or {}
+    expected = codec.encode(x, backend="torch", first=first, companions=companions)
+    parts = codec.encode(x.to(DEVICE), backend=BACKEND, first=first, companions=there(companions))
     assert list(parts) == list(expected)
     for name, part in parts.items():
         assert_same(part, expected[name], name)
     return expected
 
 
-def assert_decodes_alike(codec, parts, dtype: torch.dtype) -> None:
+def assert_decodes_alike(codec, parts, dtype: torch.dtype, first=0, companions=None) -> torch.Tensor:
+    companions = {name: x for name, x in (companions or {}).items() if not name.startswith("original_")}
     numel = parts["rho" if "rho" in parts else "codes"].numel()
     spec = TensorSpec("x", Role.OTHER, DType.from_label(str(dtype)), (numel,))
-    expected = codec.decode(parts, spec, backend="torch")
-    there = {name: part.to(DEVICE) for name, part in parts.items()}
-    values = codec.decode(there, spec, backend=BACKEND).cpu()
+    expected = codec.decode(parts, spec, backend="torch", first=first, companions=companions)
+    values = codec.decode(there(parts), spec, backend=BACKEND, first=first, companions=there(companions)).cpu()
     # NaN comes only of parts that are never written, and devices differ in its bits.
     assert torch.equal(values.isnan(), expected.isnan())
     assert_same(values.masked_fill(values.isnan(), 0), expected.masked_fill(expected.isnan(), 0), "values")
+    return expected
 
 
-def assert_alike(codec, x: torch.Tensor) -> None:
-    assert_decodes_alike(codec, assert_encodes_alike(codec, x), x.dtype)
+def assert_alike(codec, x: torch.Tensor, first=0, companions=None) -> torch.Tensor:
+    parts = assert_encodes_alike(codec, x, first, companions)
+    return assert_decodes_alike(codec, parts, x.dtype, first, companions)
 
 
-def assert_refused_alike(codec, x: torch.Tensor) -> None:
+def assert_refused_alike(codec, x: torch.Tensor, first=0, companions=None) -> None:
+    companions = companions or {}
     with pytest.raises(RefusedError) as expected:
-        codec.encode(x, backend="torch")
+        codec.encode(x, backend="torch", first=first, companions=companions)
     with pytest.raises(RefusedError) as caught:
-        codec.encode(x.to(DEVICE), backend=BACKEND)
+        codec.encode(x.to(DEVICE), backend=BACKEND, first=first, companions=there(companions))
     assert str(caught.value) == str(expected.value)
 
 
@@ -283,10 +291,9 @@ def test_the_last_values_that_are_not_refused():
 @pytest.mark.parametrize("codec", ONE_OF_EACH, ids=repr)
 def test_views_of_any_stride_and_alignment(codec):
     base = torch.rand(3 * 4200, generator=torch.Generator().manual_seed(4))
-    there = base.to(DEVICE)
     for cut in (slice(1, 4200), slice(0, None, 3), slice(3, 4103)):
         expected = codec.encode(base[cut].clone(), backend="torch")
-        for name, part in codec.encode(there[cut], backend=BACKEND).items():
+        for name, part in codec.encode(base.to(DEVICE)[cut], backend=BACKEND).items():
             assert_same(part, expected[name], (name, cut))
     square = base[: 90 * 91].view(90, 91)
     expected = codec.encode(square.t().contiguous(), backend="torch")
@@ -305,8 +312,7 @@ def test_decoding_writes_its_elements_and_no_others(codec, dtype):
     expected = codec.decode(parts, spec, backend="torch")
     around = torch.full((4140,), 77.0, dtype=dtype, device=DEVICE)
     out = around[3:4134]
-    there = {name: part.to(DEVICE) for name, part in parts.items()}
-    result = codec.decode(there, spec, out=out, backend=BACKEND)
+    result = codec.decode(there(parts), spec, out=out, backend=BACKEND)
     assert result.data_ptr() == out.data_ptr()
     assert_same(out, expected, "values")
     assert around[:3].tolist() + around[4134:].tolist() == [77.0] * 9

@@ -34,30 +34,21 @@ TARGETS = pytest.mark.parametrize(
 MASKED = pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    """Nothing compiled by another version is used."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
-
-
 class Compiled:
-    """The PTX of a kernel, and what its machine code uses."""
+    """The PTX of a kernel, and what its machine code uses. ``types`` has those of its arguments without ``constants``.
 
-    def __init__(
-        self, kernel, pointers: dict[str, str], constants: dict[str, object], capability: int, folder: Path, block=BLOCK
-    ):
-        constants = {**constants, "block": block}
+    Pointers are aligned, and the integers that ``even`` names are multiples of 16.
+    """
+
+    def __init__(self, kernel, types, constants, capability: int, folder: Path, options=OPTIONS, even=()):
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        types = {**pointers, "first": "i32", "count": "i32", **dict.fromkeys(constants, "constexpr")}
-        signature = {name: types[name] for name in kernel.arg_names}
-        aligned = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if signature[name].startswith("*")
-        }
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(OPTIONS))
-        assert compiled.metadata.num_warps == OPTIONS["num_warps"]
+        kinds = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+        aligned = [
+            k for k, (name, kind) in enumerate(kinds.items()) if kind[0] == "*" or (kind == "i32" and name in even)
+        ]
+        attributes = {(k,): [["tt.divisibility", 16]] for k in aligned}
+        source = ASTSource(fn=kernel, signature=kinds, constexprs=constants, attrs=attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
         self.ptx, self.shared = compiled.asm["ptx"], compiled.metadata.shared
         cubin = folder / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -113,34 +104,18 @@ def assert_wide(accesses: Counter[int], width: int, total: int, others: int = 0)
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("levels", [127, 7])
-def test_split24_encode(tmp_path, levels, masked, capability):
-    kernel = Compiled(split24.encode_kernel, PLANES, {"levels": levels, "masked": masked}, capability, tmp_path)
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_split24(tmp_path, direction, levels, masked, capability):
+    kernel = getattr(split24, f"{direction}_kernel")
+    constants = {"levels": levels, "masked": masked, "block": BLOCK}
+    kernel = Compiled(kernel, PLANES, constants, capability, tmp_path)
     assert_nothing_is_spilled(kernel, masked)
     assert floating(kernel) <= {"mov.f32"}
+    weights, planes, flags = ("ld", "st", 1) if direction == "encode" else ("st", "ld", 0)
     if not masked:
-        assert_wide(kernel.accesses("ld"), 16, 4 * PER_THREAD)
-        assert_wide(kernel.accesses("st"), 16, 3 * PER_THREAD, others=1)
-
-
-@pytest.mark.slow
-@TARGETS
-@MASKED
-@pytest.mark.parametrize("levels", [127, 7])
-def test_split24_decode(tmp_path, levels, masked, capability):
-    pointers = {name: kind for name, kind in PLANES.items() if name != "flags"}
-    kernel = Compiled(split24.decode_kernel, pointers, {"levels": levels, "masked": masked}, capability, tmp_path)
-    assert_nothing_is_spilled(kernel, masked)
-    assert floating(kernel) <= {"mov.f32"}
-    if not masked:
-        assert_wide(kernel.accesses("ld"), 4, 3 * PER_THREAD)
-        assert_wide(kernel.accesses("st"), 16, 4 * PER_THREAD)
-        assert kernel.shared == 0  # no element changes its thread
-
-
-def companded(kernel, kind, moment, masked, capability, folder, *others) -> Compiled:
-    pointers = {"moments": kind, "codes": "*i8" if moment["signed"] else "*u8", "scales": "*u16", **dict(others)}
-    levels = 127 if moment["signed"] else 63 if moment["fourth_root"] else 255
-    return Compiled(kernel, pointers, {"levels": levels, "masked": masked, **moment}, capability, folder)
+        assert_wide(kernel.accesses(weights), 16, 4 * PER_THREAD)
+        assert_wide(kernel.accesses(planes), 16 if flags else 4, 3 * PER_THREAD, others=flags)
+        assert flags or kernel.shared == 0  # no element changes its thread
 
 
 @pytest.mark.slow
@@ -148,25 +123,20 @@ def companded(kernel, kind, moment, masked, capability, folder, *others) -> Comp
 @MASKED
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
 @pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
-def test_companded8_encode(tmp_path, kind, size, moment, masked, capability):
-    kernel = companded(companded8.encode_kernel, kind, moment, masked, capability, tmp_path, ("flags", "*i32"))
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_companded8(tmp_path, direction, kind, size, moment, masked, capability):
+    pointers = {"moments": kind, "codes": "*i8" if moment["signed"] else "*u8", "scales": "*u16", "flags": "*i32"}
+    levels = 127 if moment["signed"] else 63 if moment["fourth_root"] else 255
+    constants = {"levels": levels, "masked": masked, "block": BLOCK, **moment}
+    kernel = Compiled(getattr(companded8, f"{direction}_kernel"), pointers, constants, capability, tmp_path)
     assert_nothing_is_spilled(kernel, masked)
     assert_rounded_once(kernel)
-    if not masked:
+    if masked:
+        return
+    if direction == "encode":
         assert_wide(kernel.accesses("ld"), 16, size * PER_THREAD)
         assert_wide(kernel.accesses("st"), 16, PER_THREAD, others=2)
-
-
-@pytest.mark.slow
-@TARGETS
-@MASKED
-@pytest.mark.parametrize("moment", MOMENTS, ids=str)
-@pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
-def test_companded8_decode(tmp_path, kind, size, moment, masked, capability):
-    kernel = companded(companded8.decode_kernel, kind, moment, masked, capability, tmp_path)
-    assert_nothing_is_spilled(kernel, masked)
-    assert_rounded_once(kernel)
-    if not masked:
+    else:
         assert_wide(kernel.accesses("ld"), 16 // size, PER_THREAD, others=PER_THREAD * size // 16)
         assert_wide(kernel.accesses("st"), 16, size * PER_THREAD)
         assert kernel.shared == 0

@@ -18,9 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
-from test_compile import Compiled, floating, resource_usage  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from test_compile import Compiled, floating  # noqa: E402
 
 from ckpt8.optim.triton import kernels, launches, rules  # noqa: E402
 
@@ -61,35 +59,20 @@ BYTES = {"bf16": (2, 2, 1), "fp32": (4, 4, 0), "fp16": (2, 2, 4), "linear": (2, 
 PER_THREAD = kernels.BLOCK // (32 * kernels.OPTIONS["num_warps"])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
+def fused(kernel, constants, capability: int, folder: Path, options=kernels.OPTIONS) -> Compiled:
+    """A kernel that finds its tensors in a table."""
+    types = {name: POINTERS.get(name, "i64") for name in kernel.arg_names}
+    return Compiled(kernel, types, constants, capability, folder, options)
 
 
-class Fused(Compiled):
-    """As ``Compiled``, for kernels that find their tensors in a table."""
-
-    def __init__(self, kernel, constants, capability: int, folder: Path, options=kernels.OPTIONS):
-        signature = {name: "constexpr" if name in constants else POINTERS.get(name, "i64") for name in kernel.arg_names}
-        aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-        self.ptx = compiled.asm["ptx"]
-        cubin = folder / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        self.usage = resource_usage(cubin)
-
-
-def block_kernel(module, name, layout, masked, capability, folder) -> Fused:
+def block_kernel(module, name, layout, masked, capability, folder) -> Compiled:
     kernel = getattr(kernels if name in ("step_kernel", "sum_kernel") else rules, name)
     constants = {**LAYOUTS[layout], **KERNELS[module, name], "masked": masked, "block": kernels.BLOCK}
     constants |= {key: getattr(rules, constants[key]) for key in ("rule", "summand") if key in constants}
-    return Fused(kernel, {k: v for k, v in constants.items() if k in kernel.arg_names}, capability, folder)
+    return fused(kernel, constants, capability, folder)
 
 
-def assert_nothing_is_spilled(kernel: Fused, spare: bool = False) -> None:
+def assert_nothing_is_spilled(kernel: Compiled, spare: bool = False) -> None:
     """With ``spare`` the assembler may keep two words on the stack where it has registers to spare."""
     assert kernel.usage["LOCAL"] == 0
     assert kernel.usage["STACK"] <= (8 if spare and kernel.usage["REG"] <= 80 else 0)
@@ -97,7 +80,7 @@ def assert_nothing_is_spilled(kernel: Fused, spare: bool = False) -> None:
     assert 0 < kernel.usage["REG"] <= 168
 
 
-def assert_rounded_once(kernel: Fused) -> None:
+def assert_rounded_once(kernel: Compiled) -> None:
     code = re.sub(r"//.*", "", kernel.ptx)
     assert not re.search(r"\bcall(\.\w+)*\b", code)
     assert not re.search(r"\bfma\.|\.approx|\bdiv\.full", code)
@@ -110,7 +93,7 @@ def narrow(accesses: Counter[int]) -> int:
     return sum(times for size, times in accesses.items() if size < 4)
 
 
-def assert_wide(kernel: Fused, module: str, layout: str) -> None:
+def assert_wide(kernel: Compiled, module: str, layout: str) -> None:
     """All by accesses of at least eight elements or 16 bytes, but for one 2-byte scale of each packed moment."""
     grad, param, part = BYTES[layout]
     first = 4 if layout == "small" else 1
@@ -125,7 +108,7 @@ def assert_wide(kernel: Fused, module: str, layout: str) -> None:
     assert read in (PER_THREAD * (grad + sum(written)), PER_THREAD * (grad + sum(written) - param))
 
 
-def entries(kernel: Fused) -> int:
+def entries(kernel: Compiled) -> int:
     """Loads of numbers of the table: one int64 at an address that all threads share."""
     return len(re.findall(r"ld\.global\.b64 \{ %rd\d+ \}", kernel.ptx))
 
@@ -186,7 +169,6 @@ def test_prologues(tmp_path, name, scaled):
     kernel = getattr(rules, name)
     constants = {"lr_tensor": None, "maximize": False, "decoupled": True, "nesterov": True}
     constants |= {} if scaled else {"grad_scale": None, "found_inf": None}
-    given = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    compiled = Fused(kernel, given, 90, tmp_path, launches.PROLOGUE_OPTIONS)
+    compiled = fused(kernel, constants, 90, tmp_path, launches.PROLOGUE_OPTIONS)
     assert_nothing_is_spilled(compiled)
     assert_rounded_once(compiled)

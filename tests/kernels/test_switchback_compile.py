@@ -14,10 +14,7 @@ pytest.importorskip("triton", minversion="3.6")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-import triton as compiler
-from test_compile import Compiled, floating, resource_usage
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from test_compile import TARGETS, Compiled, floating
 
 from ckpt8.nn import triton
 
@@ -25,49 +22,25 @@ POINTERS = {"a": "*i8", "b": "*i8", "codes": "*i8", "states": "*fp32", "row_stat
 POINTERS |= {"largest": "*i32"}
 ROUNDED = {"div.rn.f32", "mul.rn.f32", "add.rn.f32", "add.rn.f32.f16", "cvt.rn.f16x2.f32", "cvt.rn.f16.f32"}
 EXACT = r"(abs|neg|min|max|selp|mov|setp\.\w+)\.f(16|32)|cvt\.rn\.f32\.s32|cvt\.f32\.f16|cvt\.rzi\.s(8|16|32)\.f32"
-TARGETS = pytest.mark.parametrize(
-    "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
-)
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("*fp32", "*fp16")]
 KINDS = pytest.mark.parametrize("kind", ["*i16", *SLOW])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        yield
+def compiled(kernel, kinds, options, capability, folder, even=True, padded=("padded",)) -> Compiled:
+    """``options`` hold constants as well. All sizes are multiples of 16, or those ``padded``."""
+    flags = {name: value for name, value in options.items() if name not in kernel.arg_names}
+    multiples = kernel.arg_names if even else padded
+    return Compiled(kernel, {**POINTERS, **kinds}, options, capability, folder, flags, multiples)
 
 
-class Kernel(Compiled):
-    """As ``Compiled``; ``options`` hold constants as well. All sizes are multiples of 16, or those ``padded``."""
-
-    def __init__(self, kernel, kinds, options, capability, folder, even=True, padded=("padded",)):
-        constants = {name: value for name, value in options.items() if name in kernel.arg_names}
-        types = {**POINTERS, **kinds, **dict.fromkeys(constants, "constexpr")}
-        signature = {name: types.get(name, "i32") for name in kernel.arg_names}
-        aligned = {
-            (i,): [["tt.divisibility", 16]]
-            for i, kind in enumerate(signature.values())
-            if kind.startswith("*") or (kind == "i32" and (even or kernel.arg_names[i] in padded))
-        }
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-        flags = {name: value for name, value in options.items() if name not in constants}
-        compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=flags)
-        self.ptx, self.shared = compiled.asm["ptx"], compiled.metadata.shared
-        cubin = folder / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        self.usage = resource_usage(cubin)
-
-
-def assert_sound(kernel: Kernel, registers: int = 128) -> None:
+def assert_sound(kernel: Compiled, registers: int = 128) -> None:
     """Nothing is spilled, nothing is fused, approximate or flushed."""
     assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0
     assert 0 < kernel.usage["REG"] <= registers
     assert {operation for operation in floating(kernel) if not re.fullmatch(EXACT, operation)} <= ROUNDED
 
 
-def share(kernel: Kernel, kind: str, least: int) -> float:
+def share(kernel: Compiled, kind: str, least: int) -> float:
     """The share of bytes that go by accesses of at least ``least`` bytes."""
     accesses = kernel.accesses(kind)
     total = sum(size * times for size, times in accesses.items())
@@ -80,13 +53,13 @@ def share(kernel: Kernel, kind: str, least: int) -> float:
 @pytest.mark.parametrize("columns", [384, 8192])
 def test_codes_by_row(tmp_path, kind, columns, capability):
     options = triton.row_options(columns)
-    kernel = Kernel(triton.rows_kernel, {"x": kind}, options, capability, tmp_path)
+    kernel = compiled(triton.rows_kernel, {"x": kind}, options, capability, tmp_path)
     assert_sound(kernel)
     assert "div.rn.f32" in floating(kernel)
     assert {"add.rn.f32", "sub.rn.f32"} & floating(kernel)
     assert share(kernel, "ld", 16) == 1
     assert share(kernel, "st", 8) > 0.7
-    kernel = Kernel(triton.rows_kernel, {"x": kind}, {**options, "codes": None}, capability, tmp_path)
+    kernel = compiled(triton.rows_kernel, {"x": kind}, {**options, "codes": None}, capability, tmp_path)
     assert_sound(kernel)
     assert share(kernel, "ld", 16) == 1
 
@@ -97,7 +70,7 @@ def test_codes_by_row(tmp_path, kind, columns, capability):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_codes_of_a_tensor(tmp_path, kind, transposed, capability):
     options = {**triton.OPTIONS, "transposed": transposed, "tile": triton.TILE}
-    kernel = Kernel(triton.tiles_kernel, {"x": kind}, options, capability, tmp_path)
+    kernel = compiled(triton.tiles_kernel, {"x": kind}, options, capability, tmp_path)
     assert_sound(kernel)
     assert "div.rn.f32" in floating(kernel)
     assert {"add.rn.f32", "sub.rn.f32"} & floating(kernel)
@@ -105,12 +78,12 @@ def test_codes_of_a_tensor(tmp_path, kind, transposed, capability):
     assert share(kernel, "st", 8) == 1
 
 
-def product(kind, bias, rows, capability, folder, *, even=True) -> Kernel:
+def product(kind, bias, rows, capability, folder, *, even=True) -> Compiled:
     blocks = triton.matmul_blocks(rows)
     options = {**triton.MATMUL_OPTIONS, **blocks, "group": triton.GROUP}
     if bias is None:
         options["bias"] = None
-    return Kernel(triton.matmul_kernel, {"y": kind, "bias": bias}, options, capability, folder, even, ("columns",))
+    return compiled(triton.matmul_kernel, {"y": kind, "bias": bias}, options, capability, folder, even, ("columns",))
 
 
 @pytest.mark.by_default("64-*i16-90")

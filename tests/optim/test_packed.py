@@ -145,17 +145,6 @@ def test_what_does_not_fit_changes_nothing(name):
         assert_same_state(optimizer.state_dict(), before)
 
 
-def test_hooks_around_loading(name):
-    params = make_params()
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 1)
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append("before"))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("after"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["before", "after"]
-
-
 # --- the interface ------------------------------------------------------------------------------------------------
 
 
@@ -332,13 +321,6 @@ def test_other_types_are_refused(name, dtype):
 def test_arguments_that_make_no_sense(name, arguments):
     with pytest.raises(UsageError):
         build(name, make_params(), **arguments)
-
-
-def test_betas_out_of_range():
-    with pytest.raises(UsageError):
-        ckpt8.optim.AdamW(make_params(), betas=(0.9, 1.0))
-    with pytest.raises(UsageError):
-        ckpt8.optim.SGD(make_params(), nesterov=True)
 
 
 # --- the weights --------------------------------------------------------------------------------------------------

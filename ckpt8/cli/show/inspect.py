@@ -6,7 +6,7 @@ The overview has the origin, sizes, settings and red flags of a checkpoint, in a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -63,40 +63,27 @@ def say(console: Console, text: str, style: str = "", *, indent: str = "") -> No
     console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
 
-def show_origin(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the framework, step, epoch and number of parameters, if known."""
-    version = f" {facts['version']}" if facts["version"] else ""
-    parameters = sum(group["parameters"] for group in facts["layers"])
-    words = [
-        f"{facts['framework']}{version}" if facts["framework"] else "",
-        f"step {facts['step']:,}" if facts["step"] is not None else "",
-        f"epoch {facts['epoch']:.4g}" if facts["epoch"] is not None else "",
-        counted(parameters, "parameter") if parameters else "",
-    ]
-    if any(words):
-        say(console, ", ".join(filter(None, words)))
-    show_origins(console, facts["origins"])
+def _origin_words(facts: Mapping[str, Any], unknown: str, *more: str) -> str:
+    """The framework, step and epoch, if known."""
+    version = f" {facts['version']}" if facts.get("version") else ""
+    words = (
+        f"{facts['framework']}{version}" if facts["framework"] else unknown,
+        f"step {facts['step']:,}" if facts.get("step") is not None else "",
+        f"epoch {facts['epoch']:.4g}" if facts.get("epoch") is not None else "",
+    )
+    return ", ".join(filter(None, (*words, *more)))
 
 
-def show_origins(console: Console, origins: Iterable[Mapping[str, Any]]) -> None:
+def _show_origins(console: Console, origins: Iterable[Mapping[str, Any]]) -> None:
     """Print the program, step and epoch of every checkpoint in a directory, if they are of several programs."""
     for row in origins:
-        version = f" {row['version']}" if row.get("version") else ""
-        words = [
-            f"{row['framework']}{version}" if row["framework"] else "of unknown origin",
-            f"step {row['step']:,}" if row.get("step") is not None else "",
-            f"epoch {row['epoch']:.4g}" if row.get("epoch") is not None else "",
-        ]
-        say(console, f"{row['path']}: {', '.join(filter(None, words))}", indent="  ")
+        say(console, f"{row['path']}: {_origin_words(row, 'of unknown origin')}", indent="  ")
 
 
 def base_line(facts: Mapping[str, Any]) -> str:
     """What a delta says of its base."""
-    base = facts["base"]
-    below = counted(base["links"], "file")
-    return (
-        f"delta to {base['path']}, {below} below it, {counted(facts['differences'], 'storage')} stored as differences"
-    )
+    base, differences = facts["base"], counted(facts["differences"], "storage")
+    return f"delta to {base['path']}, {counted(base['links'], 'file')} below it, {differences} stored as differences"
 
 
 def optimizer_line(row: Mapping[str, Any]) -> str:
@@ -107,23 +94,26 @@ def optimizer_line(row: Mapping[str, Any]) -> str:
 
 def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the options of every optimizer: first those that all its groups share, then each group's own."""
-    for optimizer in dict.fromkeys(row["optimizer"] for row in rows):
+    optimizers = dict.fromkeys(row["optimizer"] for row in rows)
+    for optimizer in optimizers:
         groups = [row for row in rows if row["optimizer"] == optimizer]
-        options = [group["options"] for group in groups]
+        first, *others = (group["options"] for group in groups)
         shared = {
-            key: options[0][key]
+            key: first[key]
             for key in _SHOWN_OPTIONS
-            if key in options[0] and all(key in option and option[key] == options[0][key] for option in options)
+            if key in first and all(key in option and option[key] == first[key] for option in others)
         }
-        label = optimizer if len({row["optimizer"] for row in rows}) > 1 else ""
-        if shared:
-            say(console, ": ".join(filter(None, (label, _listed(shared)))), indent="  ")
-        for group in groups[:_MOST_ROWS]:
-            own = {key: group["options"][key] for key in _SHOWN_OPTIONS if key in group["options"].keys() - shared}
-            if own:
-                say(console, f"{_listed(own)}: {counted(group['parameters'], 'parameter')}", indent="  ")
-        if len(groups) > _MOST_ROWS:
-            say(console, f"and {len(groups) - _MOST_ROWS:,} more groups", indent="  ")
+        lines = [": ".join(filter(None, (optimizer if len(optimizers) > 1 else "", _listed(shared))))] if shared else []
+        lines += [
+            f"{_listed(own)}: {counted(group['parameters'], 'parameter')}"
+            for group in groups[:_MOST_ROWS]
+            if (
+                own := {key: group["options"][key] for key in _SHOWN_OPTIONS if key in group["options"].keys() - shared}
+            )
+        ]
+        lines += [f"and {len(groups) - _MOST_ROWS:,} more groups"] if len(groups) > _MOST_ROWS else []
+        for line in lines:
+            say(console, line, indent="  ")
 
 
 def _listed(options: Mapping[str, Any]) -> str:
@@ -140,33 +130,33 @@ def _value(value: Any) -> str:
 
 def show_roles(console: Console, roles: Iterable[Mapping[str, Any]], total: int) -> None:
     """Print the bytes of each role and element type as bars."""
-    shares = [
-        Share(
-            f"{row['role']} {row['dtype']}", row["bytes"] / max(total, 1), (f"{row['elements']:,}", *_size(row, total))
-        )
-        for row in roles
-    ]
-    _show_bars(console, "Elements and bytes by role", shares)
+    rows = [{"label": f"{row['role']} {row['dtype']}", **row} for row in roles]
+    _show_bars(console, "Elements and bytes by role", rows, total, lambda row: (f"{row['elements']:,}",))
 
 
 def show_layers(console: Console, groups: Sequence[Mapping[str, Any]]) -> None:
     """Print the bytes of each layer as bars. Consecutive layers of equal sizes share a line."""
-    total = sum(group["bytes"] for group in groups)
     joined = list(_joined(groups))
     kept = sorted(joined, key=lambda row: -row["bytes"])[: _MOST_GROUPS - 1] if len(joined) > _MOST_GROUPS else joined
-    rest = [row for row in joined if row not in kept]
     rows = [row for row in joined if row in kept]
-    if rest:
-        rows.append({"label": counted(len(rest), "smaller group"), "bytes": sum(row["bytes"] for row in rest)})
-    shares = [Share(row["label"], row["bytes"] / max(total, 1), _size(row, total)) for row in rows]
-    _show_bars(console, "Bytes by layer, with the state of its parameters", shares)
+    if rest := [row["bytes"] for row in joined if row not in kept]:
+        rows.append({"label": counted(len(rest), "smaller group"), "bytes": sum(rest)})
+    total = sum(group["bytes"] for group in groups)
+    _show_bars(console, "Bytes by layer, with the state of its parameters", rows, total)
 
 
-def _size(row: Mapping[str, Any], total: int) -> tuple[str, str]:
-    return size(row["bytes"]), percent(row["bytes"] / max(total, 1))
-
-
-def _show_bars(console: Console, title: str, shares: Sequence[Share]) -> None:
+def _show_bars(
+    console: Console,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    total: int,
+    figures: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda _: (),
+) -> None:
+    """Print {label, bytes} as bars, each with its ``figures``, size and share of the ``total``."""
+    shares = []
+    for row in rows:
+        part = row["bytes"] / max(total, 1)
+        shares.append(Share(row["label"], part, (*figures(row), size(row["bytes"]), percent(part))))
     if shares:
         console.print()
         say(console, title, "bold")
@@ -208,24 +198,19 @@ def flags_by_kind(flags: Sequence[Mapping[str, Any]], most: int) -> Iterator[tup
     """Every kind that occurs, its title, its extent, and lines about its first flags, at most ``most``."""
     for kind, title in FLAG_TITLES.items():
         if of_kind := [flag for flag in flags if flag["kind"] == kind]:
-            lines = [f"{_listed_names(flag, most)}: {flag['message']}" for flag in of_kind[:most]]
-            more = [f"and {len(of_kind) - most:,} more"] if len(of_kind) > most else []
-            yield kind, title, _extent(kind, of_kind), lines + more
-
-
-def _listed_names(flag: Mapping[str, Any], most: int) -> str:
-    names = flag.get("tensors") or [flag["tensor"]]
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return f"{' = '.join(names[:most])}{more}"
+            lines = []
+            for flag in of_kind[:most]:
+                names = flag.get("tensors") or [flag["tensor"]]
+                more = f" and {len(names) - most:,} more" if len(names) > most else ""
+                lines.append(f"{' = '.join(names[:most])}{more}: {flag['message']}")
+            lines += [f"and {len(of_kind) - most:,} more"] if len(of_kind) > most else []
+            yield kind, title, _extent(kind, of_kind), lines
 
 
 def _extent(kind: str, flags: Sequence[Mapping[str, Any]]) -> str:
     """The number of tensors with flags of this kind, and the share of lost values."""
-    if kind == "stored_twice":
-        return counted(len(flags), "time")
-    if kind == FOREIGN:
-        return counted(len(flags), "file")
-    where = counted(len(flags), "parameter" if kind == "dead_rows" else "tensor")
+    units = {"stored_twice": "time", FOREIGN: "file", "dead_rows": "parameter"}
+    where = counted(len(flags), units.get(kind, "tensor"))
     if kind not in _LOST_IN_FP16:
         return where
     share = percent(sum(flag["count"] for flag in flags) / sum(flag["of"] for flag in flags))
@@ -273,9 +258,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     say(console, f"from {_origin(facts)}")
     if facts["base"] is not None:
         say(console, base_line(facts))
-    show_origins(console, facts["origins"])
+    _show_origins(console, facts["origins"])
     say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
-    columns = ("role", "codec", "storages", "elements", "original", "stored", "ratio")
     rows = [
         (
             row["role"],
@@ -288,11 +272,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
         )
         for row in facts["roles"]
     ]
-    show_table(console, columns, rows)
-    for state in facts["low_bit"]:
-        say(console, f"optimizer: {low_bit_line(state)}")
-    show_layers(console, facts["layers"])
-    show_flags(console, facts["flags"], facts["sample"])
+    show_table(console, ("role", "codec", "storages", "elements", "original", "stored", "ratio"), rows)
+    _show_contents(console, facts)
     if facts["directory"] is not None:
         first = facts["members"] if facts["ranks"] is None else facts["members"][:_RANKS]
         members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in first]
@@ -302,21 +283,23 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     _show_errors(console, facts["errors"], facts["steps"], facts["measured_from"])
     _show_worst(console, facts["worst"])
     _show_kept(console, facts, facts["lossless"])
-    _show_unrecognised(console, facts["unrecognised"])
-    if "tensors" in facts:
-        tensors = [
-            (
-                t["name"],
-                t["role"],
-                _shape(t),
-                codec_text(t["codec"]),
-                size(t["stored_bytes"]),
-                _error(t["error"]),
-            )
-            for t in facts["tensors"]
-        ]
-        show_table(console, ("tensor", "role", "shape", "codec", "stored", "error"), tensors)
-        _show_parameters(console, facts["parameters"])
+    columns = {
+        "shape": _shape,
+        "codec": lambda tensor: codec_text(tensor["codec"]),
+        "stored": lambda tensor: size(tensor["stored_bytes"]),
+        "error": lambda tensor: _error(tensor["error"]),
+    }
+    _show_tensors(console, facts, columns)
+
+
+def _show_contents(console: Console, facts: dict[str, Any]) -> None:
+    """Print the low-bit optimizers, the layers and the red flags."""
+    for state in facts["low_bit"]:
+        say(console, f"optimizer: {low_bit_line(state)}")
+    if facts["kind"] != "ckpt8":
+        show_roles(console, facts["roles"], facts["bytes"])
+    show_layers(console, facts["layers"])
+    show_flags(console, facts["flags"], facts["sample"])
 
 
 def _origin(facts: dict[str, Any]) -> str:
@@ -340,19 +323,19 @@ def _show_errors(
         )
     if weight := errors["lattice"]:
         lines.append(f"weights       SNR {number(weight['snr_db'])} dB, max error {number(weight['max_distance'])}")
-    lines += [
-        f"{role}       NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){_scaled(error['max_scaled'])}"
-        for role in ("moment1", "moment2")
-        if (error := errors[role])
-    ]
+    for role in ("moment1", "moment2"):
+        if error := errors[role]:
+            most = error["max_scaled"]
+            scaled = "" if most is None else f", max error {number(most)} of the group's scale"
+            lines.append(f"{role}       NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){scaled}")
+    is_bounded = steps is not None and steps["steps"] is not None
     for kind, words in FIGURE_WORDS.items():
         if update := errors[kind]:
             lines.append(
                 f"{words}  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
                 f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
             )
-            bounded = steps is not None and steps["steps"] is not None
-            if not bounded and update["max_error"] > _ALARMING * update["max_update"]:
+            if not is_bounded and update["max_error"] > _ALARMING * update["max_update"]:
                 lines.append(
                     "              some updates change as much as they are large; --max-update-error bounds that"
                 )
@@ -363,18 +346,13 @@ def _show_errors(
         for reason, count in errors["update_reasons"].items()
     ]
     lines += step_lines(steps) if steps else []
-    if source and source["differing"]:
-        lines.append(differing_line(source))
+    lines += [differing_line(source)] if source and source["differing"] else []
     if lines:
         console.print()
         say(console, f"Measured error, from {source['path']}" if source else "Measured error", "bold")
         for line in lines:
             say(console, line)
         show_optimizers(console, steps)
-
-
-def _scaled(error: float | None) -> str:
-    return "" if error is None else f", max error {number(error)} of the group's scale"
 
 
 def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> None:
@@ -384,34 +362,39 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
         "lattice": ("lowest SNR of weights", {"SNR dB": "snr_db", "max |Δw|": "max_distance"}),
     }.items():
         if rows := worst[kind]:
-            cells = [(_with_figure(row), *(number(row[key]) for key in columns.values())) for row in rows]
+            # A figure that is not in update space is named.
+            kinds = [f" ({FIGURE_WORDS['replayed']})" if row.get("figure") == "replayed" else "" for row in rows]
+            figures = [[number(row[key]) for key in columns.values()] for row in rows]
+            cells = [(shown(row) + kind, *more) for row, kind, more in zip(rows, kinds, figures, strict=True)]
             show_table(console, (title, *columns), cells)
 
 
-def _with_figure(row: dict[str, Any]) -> str:
-    """The name of a parameter, and what its figure is unless that is in update space."""
-    return shown(row) + (f" ({FIGURE_WORDS['replayed']})" if row.get("figure") == "replayed" else "")
-
-
 def _show_kept(console: Console, facts: dict[str, Any], lossless: list[dict[str, Any]]) -> None:
-    """Print why storages are lossless, and why the codecs of a budget do not keep others."""
+    """Print why storages are lossless, why the codecs of a budget do not keep others, and tensors of unknown role."""
     kinds = {"kept lossless because": lossless, "under no budget because": (facts["steps"] or {}).get("fallbacks", [])}
     for title, reasons in kinds.items():
-        if reasons:
-            rows = [(row["reason"], f"{row['count']:,}", row["names"][0]) for row in reasons]
+        if rows := [(row["reason"], f"{row['count']:,}", row["names"][0]) for row in reasons]:
             show_table(console, (title, "storages", "such as"), rows)
+    _show_unrecognised(console, facts)
 
 
-def _show_unrecognised(console: Console, states: list[dict[str, Any]]) -> None:
-    if states:
-        rows = [(f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in states]
+def _show_unrecognised(console: Console, facts: dict[str, Any]) -> None:
+    states = facts["unrecognised"]
+    if rows := [(f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in states]:
         show_table(console, ("lossless tensors of unknown role", "original", "compress them with"), rows)
 
 
-def _show_parameters(console: Console, parameters: Sequence[dict[str, Any]]) -> None:
-    rules = [(shown(row), row["rule"] or {"kind": "unknown", "step": 0}) for row in parameters]
-    rows = [(name, rule["kind"], f"{rule['step']:,}" if rule["step"] else "-") for name, rule in rules]
-    if rows:
+def _show_tensors(
+    console: Console, facts: dict[str, Any], columns: Mapping[str, Callable[[dict[str, Any]], str]]
+) -> None:
+    """Print every tensor with more ``columns``, and the rule of every parameter, if ``facts`` have them."""
+    if "tensors" not in facts:
+        return
+    cells = [[cell(tensor) for cell in columns.values()] for tensor in facts["tensors"]]
+    named = ((tensor["name"], tensor["role"], *more) for tensor, more in zip(facts["tensors"], cells, strict=True))
+    show_table(console, ("tensor", "role", *columns), named)
+    rules = [(shown(row), row["rule"] or {"kind": "unknown", "step": 0}) for row in facts["parameters"]]
+    if rows := [(name, rule["kind"], f"{rule['step']:,}" if rule["step"] else "-") for name, rule in rules]:
         show_table(console, ("parameter", "rule", "step"), rows)
 
 
@@ -430,35 +413,31 @@ def _error(error: dict[str, Any] | None) -> str:
 
 
 def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
+    tensors = f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages"
     say(console, facts["path"], "bold")
-    say(
-        console,
-        f"{facts['format']}, {size(facts['bytes'])}, "
-        f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages",
-    )
-    show_origin(console, facts)
+    say(console, f"{facts['format']}, {size(facts['bytes'])}, {tensors}")
+    parameters = sum(group["parameters"] for group in facts["layers"])
+    if words := _origin_words(facts, "", counted(parameters, "parameter") if parameters else ""):
+        say(console, words)
+    _show_origins(console, facts["origins"])
     for row in facts["optimizer"]:
         say(console, optimizer_line(row))
     show_hyperparameters(console, facts["hyperparameters"])
-    for state in facts["low_bit"]:
-        say(console, f"optimizer: {low_bit_line(state)}")
-    show_roles(console, facts["roles"], facts["bytes"])
-    show_layers(console, facts["layers"])
-    show_flags(console, facts["flags"], facts["sample"])
+    _show_contents(console, facts)
     console.print()
     say(console, "What ckpt8 compress would make of it, from a sample", "bold")
     show_predictions(console, facts)
     if facts["format"] == DIRECTORY:
-        members = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
-        show_table(console, ("member", "format", "original", "reason"), members)
-    _show_unrecognised(console, facts["unrecognised"])
-    if "tensors" in facts:
-        cells = [
-            (t["name"], t["role"], t["dtype"], _shape(t), codec_text(t["codec"]), t["reason"] or "")
-            for t in facts["tensors"]
-        ]
-        show_table(console, ("tensor", "role", "dtype", "shape", "codec", "reason"), cells)
-        _show_parameters(console, facts["parameters"])
+        rows = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
+        show_table(console, ("member", "format", "original", "reason"), rows)
+    _show_unrecognised(console, facts)
+    columns = {
+        "dtype": lambda tensor: tensor["dtype"],
+        "shape": _shape,
+        "codec": lambda tensor: codec_text(tensor["codec"]),
+        "reason": lambda tensor: tensor["reason"] or "",
+    }
+    _show_tensors(console, facts, columns)
 
 
 def summary(console: Console, facts: dict[str, Any], target: str, seconds: float, total_seconds: float) -> None:
@@ -467,12 +446,10 @@ def summary(console: Console, facts: dict[str, Any], target: str, seconds: float
     ``seconds`` took the compression alone; a person waited ``total_seconds``.
     """
     facts, target = printable_tree(facts), printable(target)
-    rate = facts["bytes"] / max(seconds, 1e-9)
     console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
     console.print(
         f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/] "
-        f"in {total_seconds:.2f} s (compressed in {seconds:.2f} s, {size(rate)}/s)"
+        f"in {total_seconds:.2f} s (compressed in {seconds:.2f} s, {size(facts['bytes'] / max(seconds, 1e-9))}/s)"
     )
     _show_errors(console, facts["errors"], facts["steps"])
     _show_kept(console, facts, [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")])
-    _show_unrecognised(console, facts["unrecognised"])

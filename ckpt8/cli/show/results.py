@@ -40,17 +40,29 @@ def show_diff(console: Console, facts: dict[str, Any], *, tensors: bool) -> None
     facts = printable_tree(facts)
     for side in ("a", "b"):
         own = facts[side]
-        kind = f"ckpt8 of {own['layout']}" if own["ckpt8"] else own["layout"]
+        kind = f"{'ckpt8 of ' if own['ckpt8'] else ''}{own['layout']}"
         console.print(f"{side.upper()}  {escape(own['path'])}  {kind}, {size(own['bytes'])}", soft_wrap=True)
     console.print(f"\n[bold]{escape(verdict(facts))}[/]", soft_wrap=True)
     for line in _sentences(facts):
         console.print(escape(line), soft_wrap=True)
     _show_one_sided(console, facts)
-    _show_shapes(console, facts["tensors"]["both"])
+    shapes = [
+        f"{tensor['name']}  {tensor['dtype']} {shape_text(tensor['shape'])} -> "
+        f"{tensor['dtype_b']} {shape_text(tensor['shape_b'])}"
+        for tensor in facts["tensors"]["both"]
+        if (tensor["dtype"], tensor["shape"]) != (tensor["dtype_b"], tensor["shape_b"])
+    ]
+    _show_list(console, "tensors of another shape or type", shapes)
     _show_values(console, facts)
     if not facts["identical"]:
         for role, title in _TITLES.items():
-            _show_layers(console, title, facts["layers"][role], _LAYERS if role == "weight" else _MOMENT_LAYERS)
+            layers = [
+                (row["layer"] or "(without names)", *(number(row[key]) for key in ("relative", "rms_change", "rms")))
+                for row in facts["layers"][role]
+                if row["differ"]
+            ]
+            columns = title, "relative", "RMS change", "RMS in A"
+            _show_rows(console, columns, layers, _LAYERS if role == "weight" else _MOMENT_LAYERS)
     _show_tensors(console, facts["tensors"]["both"], everything=tensors)
     _show_not_finite(console, facts["tensors"]["both"])
     _show_list(console, "notes", facts["notes"])
@@ -109,20 +121,16 @@ def _show_one_sided(console: Console, facts: dict[str, Any]) -> None:
 
 
 def _show_list(console: Console, title: str, rows: Sequence[str]) -> None:
+    """Print rows; one line stands for many that differ in the numbers of their paths alone."""
     if rows:
         console.print(f"\n[bold]{title}[/] ({len(rows):,})")
-        lines = _merge_alike(rows)
+        counts = Counter(map(_pattern, rows))
+        shown = ((row, _pattern(row), counts[_pattern(row)]) for row in rows)
+        merged = (f"{name}  ({count:,} of them)" if count > _ALIKE else row for row, name, count in shown)
+        lines = list(dict.fromkeys(merged))
         for line in lines[:_LISTED]:
             console.print(f"  {line}", soft_wrap=True, markup=False)
         _show_more(console, len(lines) - _LISTED)
-
-
-def _merge_alike(rows: Sequence[str]) -> list[str]:
-    """The rows, with one line in place of many that differ in the numbers of their paths alone."""
-    counts = Counter(map(_pattern, rows))
-    shown = {row: (_pattern(row), counts[_pattern(row)]) for row in rows}
-    lines = (f"{name}  ({count:,} of them)" if count > _ALIKE else row for row, (name, count) in shown.items())
-    return list(dict.fromkeys(lines))
 
 
 def _pattern(row: str) -> str:
@@ -136,16 +144,6 @@ def _show_more(console: Console, left: int) -> None:
         console.print(f"  and {left:,} more")
 
 
-def _show_shapes(console: Console, tensors: Sequence[dict[str, Any]]) -> None:
-    rows = [
-        f"{tensor['name']}  {tensor['dtype']} {shape_text(tensor['shape'])} -> "
-        f"{tensor['dtype_b']} {shape_text(tensor['shape_b'])}"
-        for tensor in tensors
-        if (tensor["dtype"], tensor["shape"]) != (tensor["dtype_b"], tensor["shape_b"])
-    ]
-    _show_list(console, "tensors of another shape or type", rows)
-
-
 def _show_values(console: Console, facts: dict[str, Any]) -> None:
     """Print a table of changed values and one-element tensors. Equal changes share a row."""
     changed = [(value["name"], value["a"], value["b"]) for value in facts["values"]["changed"]]
@@ -153,7 +151,10 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
     alike: dict[tuple[str, str, str], list[str]] = {}
     # Settings of the optimizer first, and values at the top before the entries of a log.
     for name, a, b in sorted(changed, key=lambda value: (".param_groups." not in f".{value[0]}", value[0].count("."))):
-        alike.setdefault((_NUMBERS.sub("*", name), *_texts(a, b)), []).append(name)
+        # Floats have all digits if they agree in six.
+        texts = [f"{value:.6g}" if isinstance(value, float) else _cut(str(value)) for value in (a, b)]
+        first, second = texts if texts[0] != texts[1] else (_cut(str(a)), _cut(str(b)))
+        alike.setdefault((_NUMBERS.sub("*", name), first, second), []).append(name)
     rows = [
         (names[0] if len(names) == 1 else f"{pattern} ({len(names):,} of them)", a, b)
         for (pattern, a, b), names in alike.items()
@@ -163,21 +164,8 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
         _show_more(console, len(rows) - _VALUES)
 
 
-def _texts(a: Any, b: Any) -> tuple[str, str]:
-    """Two values as text; floats have all digits if they agree in six."""
-    short = [f"{value:.6g}" if isinstance(value, float) else _cut(str(value)) for value in (a, b)]
-    return (short[0], short[1]) if short[0] != short[1] else (_cut(str(a)), _cut(str(b)))
-
-
 def _cut(line: str) -> str:
     return line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
-
-
-def _show_layers(console: Console, title: str, layers: Sequence[dict[str, Any]], limit: int) -> None:
-    rows = [row for row in layers if row["differ"]]
-    keys = ("relative", "rms_change", "rms")
-    cells = [(row["layer"] or "(without names)", *(number(row[key]) for key in keys)) for row in rows]
-    _show_rows(console, (title, "relative", "RMS change", "RMS in A"), cells, limit)
 
 
 def _show_rows(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int) -> None:
@@ -199,7 +187,7 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
         }
     for title, rows in tables.items():
         columns = (title, "role", "shape", "elements that differ", "max |B-A|", "relative")
-        _show_rows(console, columns, [_cells(row) for row in rows], len(tensors) if everything else _LISTED)
+        _show_rows(console, columns, list(map(_cells, rows)), len(tensors) if everything else _LISTED)
 
 
 def _cells(tensor: dict[str, Any]) -> Sequence[str]:
@@ -207,13 +195,10 @@ def _cells(tensor: dict[str, Any]) -> Sequence[str]:
     name = tensor["name"] if tensor["name_b"] == tensor["name"] else f"{tensor['name']} = {tensor['name_b']}"
     if tensor["parameter"] is not None and tensor["parameter"] not in name:
         name = f"{name} of {tensor['parameter']}"
-    figures = ["-", "-", "-"]
-    if change is not None:
-        differ = f"{change['differ']:,} of {change['elements']:,}"
-        figures = [differ, number(change["max_change"]), number(change["relative"])]
-    if tensor["identical"]:
-        figures[-1] = "identical"
-    return name, tensor["role"], shape_text(tensor["shape"]), *figures
+    differ = "-" if change is None else f"{change['differ']:,} of {change['elements']:,}"
+    largest, relative = ("-" if change is None else number(change[key]) for key in ("max_change", "relative"))
+    last = "identical" if tensor["identical"] else relative
+    return name, tensor["role"], shape_text(tensor["shape"]), differ, largest, last
 
 
 def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> None:

@@ -84,27 +84,6 @@ def test_zstd_holds_all_files_one_after_another(name, folder, tmp_path):
     assert reader.read() == b"".join(files[path] for path in sorted(files))
 
 
-def test_the_smaller_presets_and_saves_are_what_ckpt8_and_torch_write(inputs, tmp_path):
-    source = inputs / "gpt_adamw.pt"
-    for name, options in {
-        "compress": {},
-        "compress --no-stats": {"stats": False},
-        "compress --preset compact": {"preset": "compact"},
-        "compress --preset archive": {"preset": "archive"},
-    }.items():
-        ckpt8.compress(source, tmp_path / "expected", force=True, **options)
-        result = done(name, source, tmp_path, tmp_path / "out")
-        assert (tmp_path / "out").read_bytes() == (tmp_path / "expected").read_bytes()
-        assert result["output_bytes"] == (tmp_path / "expected").stat().st_size
-        (tmp_path / "out").unlink()
-    tree = torch.load(source, weights_only=True)
-    done("torch.save", source, tmp_path, tmp_path / "torch.pt")
-    weights = torch.load(tmp_path / "torch.pt", weights_only=True)["model"]
-    assert all(torch.equal(weights[name], tensor) for name, tensor in tree["model"].items())
-    done("save", source, tmp_path, tmp_path / "own.ckpt8")
-    assert ckpt8.load(tmp_path / "own.ckpt8").keys() == tree.keys()
-
-
 def test_zipnn_gives_back_what_it_was_given(inputs, tmp_path, monkeypatch):
     zipnn = pytest.importorskip("zipnn", reason="ZipNN is optional, and absent")
     source = inputs / "gpt_adamw.pt"
