@@ -15,8 +15,6 @@ from disk_kit import flip_bit
 
 import ckpt8
 
-HEADINGS = ("change of the weights by layer", "weights that changed most", "others that changed most")
-
 
 @pytest.fixture
 def shown(run_command, monkeypatch):
@@ -34,56 +32,6 @@ def assert_refused(result, code, *said):
     assert (exit_code, out) == (code, "")
     assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
     assert all(each in err for each in said)
-
-
-@pytest.mark.slow
-def test_exit_codes_and_the_first_line(shown, tmp_path, steps):
-    code, out, err = shown(steps[0], steps[0])
-    assert (code, err) == (0, "")
-    assert "identical: " in out
-    assert "tensors bit for bit" in out
-    code, out, err = shown(*steps)
-    assert (code, err) == (1, "")
-    assert "different: tensors: " in out
-    for heading in HEADINGS:
-        assert heading in out
-    ckpt8.compress(steps[0], tmp_path / "run.ckpt8", preset="lossless")
-    assert shown(steps[0], tmp_path / "run.ckpt8")[0] == 0
-    ckpt8.compress(steps[0], tmp_path / "lossy.ckpt8")
-    code, out, _ = shown(steps[0], tmp_path / "lossy.ckpt8")
-    assert code == 1
-    assert re.search(r"weights: [\d,]+ of [\d,]+ differ, .* the difference is \d\S*e-06 of their size", out)
-
-
-@pytest.mark.slow
-def test_json_is_what_the_function_gives(shown, steps):
-    code, out, err = shown(*steps, "--json")
-    assert (code, err) == (1, "")
-    assert json.loads(out) == {"schema": 1, **ckpt8.diff(*steps).to_json()}
-    assert out.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_every_tensor_is_listed_when_asked_for(shown, steps):
-    names = [each.a.name for each in ckpt8.diff(*steps).tensors]
-    out = shown(*steps, "--tensors", columns=200)[1]
-    assert all(re.search(rf"^{re.escape(name)} ", out, re.MULTILINE) for name in names)
-    assert "identical" in shown(steps[0], steps[0], "--tensors")[1].partition("\n\n")[2]
-    short = shown(*steps, columns=200)[1]
-    assert sum(name in short for name in names) < len(names) // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("columns", [40, 60, 80])
-def test_tables_fit_a_narrow_terminal(shown, steps, columns):
-    code, out, _ = shown(*steps, "--tensors", columns=columns)
-    assert code == 1
-    assert "\x1b" not in out
-    tables = out.partition("\n\n")[2].partition("\n\n")[2]
-    assert max(len(line) for line in tables.splitlines() if not line.startswith("  ")) <= columns
-    relative = {f"{each.change.relative:.3g}" for each in ckpt8.diff(*steps).tensors if each.change.relative}
-    found = set(re.findall(r"(\d\S*)\s*$", tables, re.MULTILINE))
-    assert relative <= found, "numbers stay whole"
 
 
 def test_settings_and_steps_are_told(shown, tmp_path, loaded):

@@ -29,27 +29,6 @@ def assert_figures(change, wanted):
     assert {key: change[key] for key in FIGURES} == pytest.approx({key: wanted[key] for key in FIGURES}, rel=1e-12)
 
 
-@pytest.mark.slow
-def test_two_steps_of_a_run(steps, loaded):
-    facts = ckpt8.diff(*steps).to_json()
-    first, second = map(tensors_of, loaded)
-    found = by_name(facts)
-    assert found.keys() == first.keys()
-    assert not facts["identical"]
-    best = found.pop("best_val_loss")
-    assert (best["identical"], best["change"]["infinite"], best["change"]["rms"]) == (True, [1, 1], None)
-    for name, each in found.items():
-        assert_figures(each["change"], expected(first[name], second[name]))
-        assert each["identical"] is torch.equal(first[name], second[name])
-    changed = {each["name"]: (each["a"], each["b"]) for each in facts["values"]["changed"]}
-    assert changed["iter_num"] == (3, 4)
-    lr = [[group["lr"] for group in each["optimizer"]["param_groups"]] for each in loaded]
-    assert lr[0] != lr[1]
-    assert [changed[f"optimizer.param_groups.{k}.lr"] for k in range(2)] == list(zip(*lr, strict=True))
-    assert found["optimizer.state.0.step"]["values"] == [3.0, 4.0]
-    assert found["optimizer.state.0.exp_avg"]["values"] is None
-
-
 def test_layers_are_the_sums_of_their_parameters(steps, loaded):
     facts = ckpt8.diff(*steps).to_json()
     names = {f"model.{name}": name for name in loaded[0]["model"]}

@@ -9,13 +9,11 @@ import types
 
 import pytest
 import torch
-from dcp_kit import save_in_pieces, save_small
+from dcp_kit import save_in_pieces
 from diff_kit import by_name, expected, named, parameter_names, saved, tensors_of, trainer_directory
 from safetensors.torch import save_file
 
 import ckpt8
-
-KEYS = {"max_change", "relative", "differ"}
 
 
 def facts_of(a, b):
@@ -25,92 +23,6 @@ def facts_of(a, b):
 def assert_all_equal(facts, count):
     assert len(facts["tensors"]["both"]) == count
     assert all(each["identical"] for each in facts["tensors"]["both"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", ["flash", "compact", "archive", "lossless"])
-def test_an_original_its_container_and_the_restored_file(tmp_path, steps, loaded, preset):
-    packed, restored = tmp_path / "run.ckpt8", tmp_path / "run.pt"
-    ckpt8.compress(steps[0], packed, preset=preset)
-    ckpt8.restore(packed, restored)
-    facts = facts_of(steps[0], packed)
-    assert facts["identical"] is (preset == "lossless")
-    again = facts_of(steps[0], restored)
-    assert {**again, "b": None} == {**facts, "b": None}
-    assert ckpt8.diff(packed, restored).identical
-    assert facts["values"]["changed"] == []
-    first, second = tensors_of(loaded[0]), tensors_of(torch.load(restored, weights_only=True))
-    for name, each in by_name(facts).items():
-        if name != "best_val_loss":
-            wanted = expected(first[name], second[name])
-            assert {key: each["change"][key] for key in KEYS} == pytest.approx({key: wanted[key] for key in KEYS})
-    if preset == "flash":
-        assert 1e-7 < facts["roles"]["weight"]["relative"] < 1.6e-5
-        assert 1e-4 < facts["roles"]["moment1"]["relative"] < 1e-2
-
-
-@pytest.mark.slow
-def test_two_steps_of_a_directory_and_its_container(tmp_path, loaded):
-    paths = [trainer_directory(tmp_path / f"checkpoint-{k}", tree, k) for k, tree in zip((3, 4), loaded, strict=True)]
-    packed = [path.with_suffix(".ckpt8") for path in paths]
-    for path, target in zip(paths, packed, strict=True):
-        ckpt8.compress(path, target, preset="lossless")
-    assert ckpt8.diff(paths[0], packed[0]).identical
-    facts = facts_of(*paths)
-    other = facts_of(paths[0], packed[1])
-    assert {**other, "b": None} == {**facts, "b": None}
-    changed = {each["name"]: (each["a"], each["b"]) for each in facts["values"]["changed"]}
-    assert changed["trainer_state.json:global_step"] == (3, 4)
-    assert changed["scheduler.pt:last_epoch"] == (3, 4)
-    assert facts["files"] == {"equal": 1, "changed": [], "only_a": [], "only_b": []}
-    found = by_name(facts)
-    name = "model.safetensors:transformer.h.0.attn.c_attn.weight"
-    key = name.partition(":")[2]
-    wanted = expected(loaded[0]["model"][key], loaded[1]["model"][key])
-    assert {each: found[name]["change"][each] for each in KEYS} == pytest.approx({each: wanted[each] for each in KEYS})
-    told = {each["name"]: each["parameter"] for each in found.values() if each["name"].endswith(".exp_avg")}
-    truth = {f"optimizer.pt:state.{k}.exp_avg": name for k, name in parameter_names(loaded[0]).items()}
-    assert told.keys() == truth.keys()
-    assert all(name in (None, truth[path]) for path, name in told.items())
-    assert None in told.values(), "the order of a safetensors file does not tell all"
-    (paths[1] / "notes.txt").write_text("new")
-    (paths[1] / "config.json").write_text('{"hidden": 50}')
-    (paths[0] / "scheduler.pt").unlink()
-    facts = facts_of(*paths)
-    assert facts["files"]["only_b"] == ["notes.txt"]
-    assert {"name": "config.json:hidden", "a": 48, "b": 50} in facts["values"]["changed"]
-    assert {"name": "scheduler.pt:last_epoch", "b": 4} in facts["values"]["only_b"]
-
-
-@pytest.mark.slow
-def test_a_directory_of_the_trainer_and_what_convert_makes_of_it(tmp_path, inputs):
-    folder = inputs / "trainer-adamw"
-    ckpt8.convert(folder, tmp_path / "run.pt")
-    ckpt8.convert(folder, tmp_path / "dcp", to="dcp")
-    for path in (tmp_path / "run.pt", tmp_path / "dcp"):
-        facts = facts_of(folder, path)
-        assert_all_equal(facts, 11 + 3 * 11)
-        assert [each["name"] for each in facts["tensors"]["only_a"]] == ["rng_state.pth:cpu"]
-        assert (facts["values"]["changed"], facts["values"]["only_b"]) == ([], [])
-    assert ckpt8.diff(tmp_path / "dcp", tmp_path / "run.pt").identical
-
-
-@pytest.mark.slow
-def test_a_directory_against_a_file(tmp_path, steps, loaded):
-    folder = trainer_directory(tmp_path / "checkpoint-3", named(loaded[0]), 3)
-    file = saved(tmp_path / "named.pt", named(loaded[0]))
-    facts = facts_of(file, folder)
-    assert_all_equal(facts, len(tensors_of(loaded[0])) - 2)
-    assert [(each["name"], each["tied"]) for each in facts["tensors"]["only_a"]] == [
-        ("model.lm_head.weight", "model.transformer.wte.weight"), ("best_val_loss", None)
-    ]  # fmt: skip
-    assert facts["tensors"]["only_b"] == []
-    assert facts["files"]["only_b"] == ["config.json", "trainer_state.json"]
-    ckpt8.compress(folder, tmp_path / "folder.ckpt8", preset="lossless")
-    assert facts_of(file, tmp_path / "folder.ckpt8")["tensors"] == facts["tensors"]
-    later = facts_of(folder, steps[1])
-    names = {each["name"]: each["name_b"] for each in later["tensors"]["both"]}
-    assert names["model.transformer.wpe.weight"] == "model.transformer.wpe.weight"
 
 
 def test_shards_are_one_model(tmp_path, loaded):
@@ -151,24 +63,6 @@ def test_names_that_wrappers_add_to(tmp_path, loaded):
     assert facts["tensors"]["only_b"] == []
 
 
-@pytest.mark.slow
-def test_a_distributed_checkpoint(tmp_path, steps, loaded):
-    weights = {name: w for name, w in loaded[0]["model"].items() if name != "lm_head.weight"}
-    names = list(parameter_names(loaded[0]).values())
-    whole = save_small(
-        {"model": weights, "optimizer": named(loaded[0])["optimizer"], "iter_num": 3}, tmp_path / "whole"
-    )
-    facts = facts_of(whole, saved(tmp_path / "named.pt", named(loaded[0])))
-    assert_all_equal(facts, len(weights) + 3 * len(names))
-    assert [each["name"] for each in facts["tensors"]["only_b"]] == ["model.lm_head.weight", "best_val_loss"]
-    assert facts["tensors"]["only_a"] == []
-    packed = tmp_path / "whole.ckpt8"
-    ckpt8.compress(whole, packed)
-    assert 0 < facts_of(whole, packed)["roles"]["weight"]["relative"] < 1.6e-5
-    ckpt8.compress(whole, packed, preset="lossless", force=True)
-    assert ckpt8.diff(whole, packed).identical
-
-
 def universal_directory(root, checkpoint):
     """The files of DeepSpeed's universal checkpoint, as far as a reader looks at them (an imitation)."""
     (root / "zero").mkdir(parents=True)
@@ -199,10 +93,7 @@ def test_a_universal_checkpoint(tmp_path, loaded):
 
 def test_slices_are_put_together_whichever_way_they_were_cut(tmp_path):
     x = torch.randn(12, 10)
-    cuts = {
-        "rows": [((0, 0), (5, 10)), ((5, 0), (7, 10))],
-        "columns": [((0, 0), (12, 3)), ((0, 3), (12, 7))],
-    }
+    cuts = {"rows": [((0, 0), (5, 10)), ((5, 0), (7, 10))], "columns": [((0, 0), (12, 3)), ((0, 3), (12, 7))]}
     paths = [save_in_pieces({"model.w": (x, boxes)}, tmp_path / name) for name, boxes in cuts.items()]
     assert ckpt8.diff(*paths).identical
     y = x.clone()

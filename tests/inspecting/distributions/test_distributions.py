@@ -12,8 +12,6 @@ import torch
 import ckpt8
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
-from ckpt8.inspecting import distributions as of_checkpoint
-from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.distributions import LOWEST, Codes, Histogram, checkpoint_distributions, container_distributions
 from ckpt8.inspecting.tensors import PER_CHART, ChunkSampling
 
@@ -140,97 +138,6 @@ def test_a_container_against_values_that_torch_loads(packed):
             assert sum(map(abs, differing.values())) <= (20 if what == "update" else 0)
 
 
-@pytest.mark.slow
-def test_codes_are_those_that_the_definition_gives(packed):
-    original, container = packed
-    with ContainerReader(container) as reader:
-        codes = {row["role"]: row for row in container_distributions(reader)["codes"]}
-    counts = Counter()
-    for state in torch.load(original)["optimizer"]["state"].values():
-        if state["exp_avg"].numel() >= 4096:
-            groups = state["exp_avg"].view(-1, 32)
-            bits = groups.abs().amax(1).view(torch.int32)
-            scale = (((bits + 0x3FFF + ((bits >> 15) & 1)) >> 15) << 15).view(torch.float32).unsqueeze(1)
-            n = groups / scale
-            code = (127 * (2 * n / (1 + n.abs())) + 0.5).floor().clamp(-127, 127)
-            counts.update(code.int().flatten().tolist())
-    row = codes["moment1"]
-    assert {row["first"] + k: count for k, count in enumerate(row["counts"]) if count} == counts
-    assert (row["levels"], row["total"]) == (255, sum(counts.values()))
-    assert codes["weight"]["part"] == "rho"
-    assert codes["moment2"]["counts"][0] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("budget", "full"), [(None, {"weight": 5}), (2, {"lattice": 5})])
-def test_errors_and_sizes_of_a_container_are_those_that_inspect_shows(packed, budget, full):
-    original, container = packed
-    if budget:
-        ckpt8.compress(original, container, budget=budget, force=True)
-    facts = inspect_container(container)
-    with ContainerReader(container) as reader:
-        found = container_distributions(reader)
-    assert {kind: len(rows) for kind, rows in facts["worst"].items()} == {
-        "update": 5,
-        "weight": 0,
-        "lattice": 0,
-        **full,
-    }
-    for kind, rows in facts["worst"].items():
-        kept = [{key: row[key] for key in shown} for row, shown in zip(found["worst"][kind], rows, strict=True)]
-        assert kept == rows
-    assert all(list(row["histograms"]) == ["weight"] for row in found["worst"]["lattice"])
-    layers = found["layers"]
-    assert sum(sum(layer["bytes"].values()) for layer in layers) == facts["bytes"]
-    stored = sum(sum(layer["stored_bytes"].values()) for layer in layers)
-    assert stored + facts["overhead_bytes"] == facts["stored_bytes"]
-    assert sum(layer["weights"] for layer in layers) == facts["weights"]
-    assert (
-        max(layer["update"]["max_error"] for layer in layers if layer["update"])
-        == facts["errors"]["update"]["max_error"]
-    )
-    assert found["histograms"]["weight"]["before"] is None
-
-
-@pytest.mark.slow
-def test_what_a_preset_would_do_is_what_it_does(packed):
-    """Everything of so small a checkpoint is looked at, so that the prediction is exact."""
-    original, container = packed
-    raw = checkpoint_distributions(original)
-    facts = inspect_container(container)
-    assert raw["sample"]["full"]
-    with ContainerReader(container) as reader:
-        real = container_distributions(reader, original)
-    assert raw["histograms"] == real["histograms"]
-    assert raw["codes"] == real["codes"]
-    for what, error in facts["errors"].items():
-        assert raw["errors"][what] == (None if error is None else pytest.approx(error, rel=1e-9))
-    for mine, theirs in zip(raw["worst"]["update"], real["worst"]["update"], strict=True):
-        assert (mine["name"], mine["histograms"]) == (theirs["name"], theirs["histograms"])
-    for mine, theirs in zip(raw["layers"], real["layers"], strict=True):
-        assert mine["bytes"] == theirs["bytes"]
-        assert mine["update"] == (theirs["update"] and pytest.approx(theirs["update"], rel=1e-9))
-
-
-@pytest.mark.slow
-def test_a_sample_reads_no_more_than_it_says(inputs, monkeypatch):
-    read, read_elements = [], of_checkpoint.read_elements
-
-    def counting(source, offset, dtype, start, count):
-        read.append(count)
-        return read_elements(source, offset, dtype, start, count)
-
-    monkeypatch.setattr(of_checkpoint, "read_elements", counting)
-    monkeypatch.setattr("ckpt8.inspecting.tensors.PER_CHART", 1024)
-    found = checkpoint_distributions(inputs / "gpt_adamw.pt")
-    tensors = len(torch.load(inputs / "gpt_adamw.pt")["optimizer"]["state"]) * 3
-    assert sum(read) == found["sample"]["elements"] <= tensors * 1024 < found["sample"]["of"]
-    assert "up to 1,024 elements of each tensor" in found["sample"]["rule"]
-    everything = checkpoint_distributions(inputs / "gpt_adamw.pt", full=True)
-    assert everything["sample"]["elements"] == everything["sample"]["of"] == found["sample"]["of"]
-    assert everything["sample"]["rule"] == "every element"
-
-
 @pytest.mark.parametrize("most", [PER_CHART, 1024])
 def test_what_is_refused_comes_back_as_it_is(most, tmp_path, monkeypatch):
     """Also where a codec refuses one window of it and takes the others."""
@@ -264,10 +171,3 @@ def test_an_original_that_is_another_is_refused(packed, inputs):
     _, container = packed
     with ContainerReader(container) as reader, pytest.raises(InputError, match="changed while it was read"):
         container_distributions(reader, inputs / "gpt_stable_adamw.pt")
-
-
-def test_layers_are_in_order_of_their_numbers(tmp_path):
-    weights = {f"layers.{k}.weight": torch.zeros(2) for k in (0, 1, 10, 11, 2)}
-    torch.save({"embed.weight": torch.zeros(3), **weights, "head.weight": torch.zeros(3)}, tmp_path / "x.pt")
-    layers = [layer["layer"] for layer in checkpoint_distributions(tmp_path / "x.pt")["layers"]]
-    assert layers == ["embed", *(f"layers.{k}" for k in (0, 1, 2, 10, 11)), "head", "everything else"]

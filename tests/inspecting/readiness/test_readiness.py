@@ -1,6 +1,5 @@
 """Whole checkpoints: every tensor of the fixtures against float64, containers, distributed ones, and planted faults."""
 
-import json
 import math
 
 import pytest
@@ -15,28 +14,13 @@ from ckpt8.inspecting.readiness import FORMATS, inspect_readiness
 from ckpt8.inspecting.tensors import PER_TENSOR, WINDOWS, open_tensors, windows
 
 
-def of_lightning(path):
-    saved = torch.load(path, weights_only=False)
-    found = {f"state_dict.{name}": ("weight", value) for name, value in saved["state_dict"].items()}
-    for number, optimizer in enumerate(saved["optimizer_states"]):
-        found |= of_optimizer(optimizer, f"optimizer_states.{number}.")
-    return found
-
-
 def of_trainer(path):
     weights = safetensors.torch.load_file(path / "model.safetensors")
     found = {f"model.safetensors:{name}": ("weight", value) for name, value in weights.items()}
     return found | of_optimizer(torch.load(path / "optimizer.pt"), "optimizer.pt:")
 
 
-REAL = {
-    "gpt_adamw.pt": of_gpt,
-    "gpt_stable_adamw.pt": of_gpt,
-    "gpt_came.pt": of_gpt,
-    "gpt_bf16.pt": of_gpt,
-    "trainer-adamw": of_trainer,
-    "lightning.ckpt": of_lightning,
-}
+REAL = {"gpt_adamw.pt": of_gpt, "gpt_bf16.pt": of_gpt, "trainer-adamw": of_trainer}
 
 
 def check_figures(tensor, role, value):
@@ -68,20 +52,6 @@ def test_every_tensor_of_real_checkpoints(inputs, name):
         check_figures(each, *wanted[each["name"]])
     assert report["looked_at"] == report["elements"] == sum(value.numel() for _, value in wanted.values())
     assert (report["full"], report["sample"], report["nonfinite"]) == (True, None, 0)
-
-
-@pytest.mark.slow
-def test_distributed_checkpoint(inputs, tmp_path):
-    """The same figures under the same names; the file that a slice lies in does not show."""
-    saved = torch.load(inputs / "gpt_adamw.pt", weights_only=False)
-    optimizer = {"state": {str(k): each for k, each in saved["optimizer"]["state"].items()}, "param_groups": []}
-    root = save_small({"model": saved["model"], "optimizer": optimizer}, tmp_path / "dcp")
-    found = {each["name"]: each for each in inspect_readiness(root, full=True)["tensors"]}
-    plain = {each["name"]: each for each in inspect_readiness(inputs / "gpt_adamw.pt", full=True)["tensors"]}
-    # torch.distributed.checkpoint writes tied weights twice.
-    assert set(found) - set(plain) == {"model.lm_head.weight"}
-    for name, figures in plain.items():
-        assert {**figures, "label": None} == {**found[name], "label": None}
 
 
 def test_slices_of_a_tensor_are_one(tmp_path):
@@ -191,16 +161,6 @@ def test_outliers(tmp_path):
     assert figures["scaled"]["overflow"] == 0
 
 
-def test_one_in_a_hundred_may_become_zero_but_no_second_moment(tmp_path):
-    x = normal(4096).abs() + 0.1
-    x[::100] = 1e-9
-    state = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": x, "exp_avg_sq": x.clone()}}, "param_groups": []}
-    torch.save(state, tmp_path / "optimizer.pt")
-    report = inspect_readiness(tmp_path / "optimizer.pt")
-    assert verdicts(report, "moment1")["float8_e4m3fn"] == "ready"
-    assert verdicts(report, "moment2")["float8_e4m3fn"] == "not ready"
-
-
 def test_second_moments_may_not_become_zero(tmp_path):
     """The SNR does not see what is small; a step divides by its root."""
     v = 10.0 ** torch.linspace(-14, -4, 4096)
@@ -229,18 +189,6 @@ def test_few_elements_may_stay_in_16_bits(tmp_path):
     assert line == "fp8 e4m3fn: weights ready with unit scaling but for 1 of 2 tensors (33.3 % of a.bias become zero)"
     report = inspect_readiness(save(tmp_path, {"a.weight": normal(40, 40), "a.bias": bias}))
     assert verdicts(report)["float8_e4m3fn"] == "not ready"
-
-
-def test_subnormals_and_zeros(tmp_path):
-    x = torch.zeros(1000)
-    x[:100] = 2.0**-20
-    report = inspect_readiness(save(tmp_path, {"a.weight": x, "b.weight": torch.zeros(50, 2)}))
-    a, b = report["tensors"]
-    assert a["nonzero"] == 0.1
-    assert a["formats"]["fp16"]["raw"] == {"overflow": 0, "underflow": 0, "subnormal": 1, "snr_db": None}
-    assert a["formats"]["float8_e5m2"]["raw"]["underflow"] == 1
-    assert b["formats"]["fp16"]["raw"] == {"overflow": 0, "underflow": 0, "subnormal": 0, "snr_db": None}
-    json.dumps(report, allow_nan=False)
 
 
 def test_tied_and_strided_weights(tmp_path):

@@ -8,8 +8,6 @@ import safetensors.torch
 import torch
 from rich.cells import cell_len
 
-import ckpt8
-
 pytestmark = pytest.mark.usefixtures("without_predictions")
 
 
@@ -27,24 +25,6 @@ def run(run_command, monkeypatch):
         return run_command("inspect", *arguments)
 
     return call
-
-
-@pytest.mark.slow
-def test_verdicts_and_figures_are_those_of_the_json(run, inputs):
-    path = inputs / "gpt_adamw.pt"
-    facts = json.loads(run(path, "--readiness", "--full", "--json")[1])
-    code, out, err = run(path, "--readiness", "--full", columns=500)
-    assert (code, err) == (0, "")
-    text = section(out)
-    report = facts["readiness"]
-    assert [each["format"] for each in report["formats"]] == ["fp16", "bf16", "float8_e4m3fn", "float8_e5m2", "int8"]
-    assert f"all {report['elements']:,} elements" in text
-    for each in report["formats"]:
-        assert f"{each['line']}\n" in text
-        raw, scaled = (f"{each['roles']['weight'][kind]['snr_db']:.1f}" for kind in ("raw", "scaled"))
-        (row,) = re.findall(rf"^{each['label']} .*$", text, re.MULTILINE)
-        cells = re.split(r"\s{2,}", row.strip())
-        assert (cells[1], cells[2], cells[3], cells[7]) == (f"{each['ideal_snr_db']:.1f}", "weights", raw, scaled)
 
 
 @pytest.mark.by_default("lightning.ckpt-200")
@@ -81,18 +61,6 @@ def test_what_is_not_finite_is_said(run, tmp_path):
     assert "2 of them are NaN or infinite, and are left out" in section(out)
     assert "left out: 1 tensors of int8" in section(out)
     json.loads(run(path, "--readiness", "--json")[1])
-
-
-@pytest.mark.slow
-def test_container_against_its_original(run, inputs, tmp_path):
-    target = tmp_path / "gpt.ckpt8"
-    ckpt8.compress(inputs / "gpt_came.pt", target)
-    arguments = (target, "--readiness", "--full", "--against", inputs / "gpt_came.pt")
-    facts = json.loads(run(*arguments, "--json")[1])
-    total = facts["readiness"]["against"]["roles"]["weight"]
-    _, out, _ = run(*arguments, columns=300)
-    worst = f"worst {total['worst']['label']} {total['worst']['snr_db']:.1f} dB"
-    assert f"weights, {total['tensors']} tensors: SNR {total['snr_db']:.1f} dB, {worst}" in section(out)
 
 
 def test_raw_checkpoints_compare_with_readiness_only(run, inputs, tmp_path):

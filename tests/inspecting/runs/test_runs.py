@@ -51,27 +51,6 @@ def test_a_run_half_of_which_is_compressed(tmp_path):
     assert json.loads(json.dumps(run.to_json()))["checkpoints"][1]["loss"] == losses[30]
 
 
-@pytest.mark.slow
-def test_every_golden_file_reads_as_inspect_reads_it(golden):
-    found = by_name(golden)
-    names = {path.name for path in golden.glob("*.ckpt8")}
-    assert found.keys() == names
-    for name, record in found.items():
-        facts = inspect_container(golden / name)
-        steps = facts["steps"] and facts["steps"]["steps"]
-        assert record.format == f"ckpt8 {facts['format']}"
-        assert (record.asked, record.bytes, record.stored_bytes) == (
-            facts["asked"],
-            facts["bytes"],
-            facts["stored_bytes"],
-        )
-        assert record.steps == (None if steps is None else pytest.approx(steps, rel=1e-12))
-        with ckpt8.open(golden / name) as file:
-            base = file.manifest.base
-        assert (record.kind, record.base) == (("key", None) if base is None else ("delta", base.path))
-    assert {record.kind for record in found.values()} == {"key", "delta"}
-
-
 @pytest.fixture
 def chain(golden, tmp_path):
     for k in range(3):
@@ -180,15 +159,6 @@ def test_directories_of_trainer(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_distributed_checkpoint_is_one(inputs, tmp_path):
-    ckpt8.convert(inputs / "gpt_adamw.pt", tmp_path / "step_500", to="dcp")
-    (record,) = ckpt8.runs(tmp_path)
-    assert (record.name, record.kind, record.step) == ("step_500", "raw", 500)
-    (itself,) = ckpt8.runs(tmp_path / "step_500")
-    assert (itself.name, itself.stored_bytes) == (".", record.stored_bytes)
-
-
-@pytest.mark.slow
 def test_the_step_in_the_file_then_in_the_name_then_that_of_the_optimizer(tmp_path):
     """An optimizer counts its own steps: with gradients that are accumulated, or a second network, fewer or more."""
     train(tmp_path, (3,), every=1)
@@ -261,16 +231,6 @@ def test_a_part_that_is_there_raw_and_packed_counts_once(inputs, tmp_path):
     size = (folder / "optimizer.pt").stat().st_size
     assert (both.raw, both.raw_bytes, both.bytes) == ("optimizer.pt", size, raw.bytes)
     assert both.stored_bytes == raw.bytes - size + (folder / "optimizer.ckpt8").stat().st_size
-
-
-def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
-    shutil.copy(inputs / "legacy.pt", tmp_path)
-    (raw,) = ckpt8.runs(tmp_path)
-    ckpt8.compress(tmp_path / "legacy.pt")
-    (tmp_path / "legacy.pt").unlink()
-    (packed,) = ckpt8.runs(tmp_path)
-    assert (raw.format, raw.step, raw.step_from) == ("torch-legacy", 300, "file")
-    assert (packed.step, packed.loss, packed.step_from) == (raw.step, raw.loss, "file")
 
 
 @pytest.mark.by_default(most=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import PurePosixPath
 
@@ -14,10 +13,8 @@ from safetensors.torch import load_file
 from survey_kit import ROWS, WIDTH, as_pairs, dead_rows, expected, healthy, plant, unseen
 
 import ckpt8
-from ckpt8.inspecting import tensors
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.survey import Tally
 
 pytestmark = pytest.mark.usefixtures("without_predictions")
 
@@ -62,33 +59,6 @@ def test_each_planted_fault_is_found_and_no_other(tmp_path):
     assert dead_rows([tree["optimizer"]["state"][0][key] for key in ("exp_avg", "exp_avg_sq")]) == (5, ROWS)
 
 
-@pytest.mark.slow
-def test_a_sample_does_not_claim_what_it_did_not_see(tmp_path, run_command):
-    tree = healthy()
-    plant(tree)
-    facts = flags_of(tree, tmp_path, full=False)
-    found = {flag["kind"]: flag for flag in facts["flags"]}
-    assert "nan" not in found
-    assert found["inf"]["sampled"] is False
-    assert (found["stored_twice"]["sampled"], found["zero_moment"]["sampled"]) == (True, True)
-    assert found["zero_moment"]["count"] < ROWS * WIDTH
-    whole = [range(at, at + n) for at, n in tensors.windows(ROWS * WIDTH, tensors.PER_TENSOR, WIDTH)]
-    rows = [row for row in range(ROWS) if any(row * WIDTH in w and (row + 1) * WIDTH - 1 in w for w in whole)]
-    dead = found["dead_rows"]
-    assert (dead["count"], dead["of"]) == (len({3, 4, 5, 6, 7} & set(rows)), len(rows))
-    assert f"elements looked at, of {ROWS * WIDTH:,}" in found["zero_moment"]["message"]
-    _, out, _ = run_command("inspect", tmp_path / "run.pt")
-    share = facts["sample"]["elements"] / facts["sample"]["of"]
-    assert 0 < share < 1
-    assert f"looked at {int(share * 1000) / 10} % of {facts['sample']['of']:,} elements; --full reads all" in out
-    _, out, _ = run_command("inspect", "--full", tmp_path / "run.pt")
-    assert f"looked at all {facts['sample']['of']:,} elements" in out
-    assert f"model.layers.0.weight: 1 NaN in {500 * 130:,} elements" in out
-    torch.save(healthy(), tmp_path / "run.pt")
-    _, out, _ = run_command("inspect", tmp_path / "run.pt")
-    assert "--full reads all; none seen in those" in out
-
-
 def test_second_moments_below_zero(tmp_path, run_command):
     """Those alone: first moments and weights have either sign."""
     tree = healthy()
@@ -128,25 +98,6 @@ def test_copies_that_differ_in_one_element_are_told_apart_by_full_alone(tmp_path
     assert flag["tensors"] == ["model.embed.weight", "model.head.weight"]
     tree["model"]["head.weight"] = embed  # tied in the file as well
     assert flags_of(tree, tmp_path, full=True)["flags"] == []
-
-
-@pytest.mark.slow
-def test_full_compares_what_a_hash_takes_for_equal(tmp_path, monkeypatch):
-    class Same:
-        def update(self, content):
-            pass
-
-        def digest(self):
-            return b""
-
-    plain = Tally.__init__
-    monkeypatch.setattr(Tally, "__init__", lambda self, *given: plain(self, *given, digest=Same()))
-    tree = healthy()
-    assert flags_of(tree, tmp_path, full=False)["flags"][0]["kind"] == "stored_twice"
-    assert flags_of(tree, tmp_path, full=True)["flags"] == []
-    tree["model"]["again"] = tree["model"]["head.weight"].clone()
-    (flag,) = flags_of(tree, tmp_path, full=True)["flags"]
-    assert flag["tensors"] == ["model.head.weight", "model.again"]
 
 
 def test_a_parameter_without_any_moment_has_no_dead_rows(tmp_path):
@@ -241,21 +192,3 @@ def test_a_container_has_the_flags_of_its_original(name, inputs, tmp_path):
     quick = inspect_container(tmp_path / "run.ckpt8")
     assert quick["flags"] == [flag for flag in raw["flags"] if flag["kind"] == "foreign_globals"]
     assert quick["sample"] == {"elements": 0, "of": raw["sample"]["of"], "full": False}
-
-
-@pytest.mark.slow
-def test_planted_faults_survive_compression(tmp_path, run_command):
-    tree = healthy()
-    plant(tree)
-    torch.save(tree, tmp_path / "run.pt")
-    ckpt8.compress(tmp_path / "run.pt")
-    facts = inspect_container(tmp_path / "run.ckpt8", full=True)
-    found = {flag["kind"]: flag for flag in facts["flags"]}
-    assert found["nan"]["tensor"] == "model.layers.0.weight"
-    assert (found["dead_rows"]["tensor"], found["dead_rows"]["count"]) == ("embed.weight", 5)
-    assert found["stored_twice"]["tensors"] == ["model.embed.weight", "model.head.weight"]
-    _, out, _ = run_command("inspect", tmp_path / "run.ckpt8")
-    assert f"none of the {facts['sample']['of']:,} elements was read; --full reads all" in out
-    code, out, err = run_command("inspect", "--full", "--json", tmp_path / "run.ckpt8")
-    assert (code, err) == (0, "")
-    assert json.loads(out)["flags"] == facts["flags"]

@@ -52,15 +52,6 @@ def test_every_checkpoint_of_a_mixed_directory_is_listed(look, run_command, inpu
     assert "  hf: Hugging Face Trainer\n" in run_command("inspect", tmp_path / "mixed.ckpt8")[1]
 
 
-@pytest.mark.slow
-def test_a_file_of_another_program_beside_those_of_one(look, inputs, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(inputs / "trainer-adamw", folder)
-    assert look(folder)[:2] == ("Hugging Face Trainer", {})
-    shutil.copyfile(inputs / "lightning.ckpt", folder / "last.ckpt")
-    assert look(folder)[:2] == (None, {".": "Hugging Face Trainer", "last.ckpt": "Lightning"})
-
-
 def test_programs_below_another_do_not_count(look, inputs, tmp_path):
     """DeepSpeed's and torch's own files in a directory of Trainer, and Lightning's keys in such a file."""
     folder = tmp_path / "run"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dcp_kit import save_small
 from hypothesis import given
 from hypothesis import strategies as st
 from make_dcp import make, save, states, step
@@ -172,20 +173,6 @@ def test_layers_have_all_bytes_and_every_moment_is_with_its_weight(name, inputs,
     assert inspect_container(tmp_path / "run.ckpt8")["layers"] == facts["layers"]
 
 
-@pytest.mark.slow
-def test_layers_of_a_gpt_are_those_of_the_module(inputs):
-    model = torch.load(inputs / "gpt_adamw.pt", weights_only=True)["model"]
-    numel = {}
-    seen = set()
-    for name, x in model.items():
-        if x.data_ptr() not in seen:
-            seen.add(x.data_ptr())
-            layer = ".".join(name.split(".")[:3]) if ".h." in name else name.rpartition(".")[0]
-            numel[layer] = numel.get(layer, 0) + x.numel()
-    found = inspect_checkpoint(inputs / "gpt_adamw.pt")["layers"]
-    assert {group["group"]: group["parameters"] for group in found if group["parameters"]} == numel
-
-
 def test_masters_and_averages_are_no_more_parameters():
     rows = [
         SimpleNamespace(name="model.h.0.w", role=Role.WEIGHT, dtype=DType.BFLOAT16, nbytes=2 * 100),
@@ -224,26 +211,6 @@ def test_names_of_layers(name, path, layer):
     assert layer_of(path) == layer
 
 
-@pytest.mark.slow
-def test_what_is_told_of_a_run(inputs):
-    facts = {name: inspect_checkpoint(inputs / name) for name in ("trainer-adamw", "lightning.ckpt", "gpt_adamw.pt")}
-    state = json.loads((inputs / "trainer-adamw" / "trainer_state.json").read_text())
-    trainer = facts["trainer-adamw"]
-    assert (trainer["framework"], trainer["step"]) == ("Hugging Face Trainer", state["global_step"])
-    config = json.loads((inputs / "trainer-adamw" / "config.json").read_text())
-    assert trainer["version"] == config["transformers_version"]
-    assert facts["lightning.ckpt"]["framework"] == "Lightning"
-    saved = torch.load(inputs / "gpt_adamw.pt", weights_only=True)
-    gpt = facts["gpt_adamw.pt"]
-    assert (gpt["framework"], gpt["step"]) == ("nanoGPT", saved["iter_num"])
-    groups = saved["optimizer"]["param_groups"]
-    assert [row["parameters"] for row in gpt["hyperparameters"]] == [len(group["params"]) for group in groups]
-    for row, group in zip(gpt["hyperparameters"], groups, strict=True):
-        for key in ("lr", "eps", "weight_decay", "amsgrad"):
-            assert row["options"][key] == group[key]
-        assert row["options"]["betas"] == list(group["betas"])
-
-
 def test_odd_options_are_json(tmp_path):
     odd = {"lr": float("nan"), "huge": 10**5000, "text": "x" * 1000, "nested": [[[]]], "deep": {"a": 1}, "params": [0]}
     group = {"eps": float("-inf"), 3: 4, "none": None, "flag": True, **odd}
@@ -253,3 +220,25 @@ def test_odd_options_are_json(tmp_path):
     (row,) = json.loads(json.dumps(facts, allow_nan=False))["hyperparameters"]
     assert row["options"] == {"eps": "-inf", "none": None, "flag": True, "lr": "nan", "text": "x" * 100}
     assert (facts["step"], facts["epoch"]) == (None, None)
+
+
+def test_the_step_of_the_optimizers_where_nothing_else_counts(tmp_path):
+    weights = {name: torch.ones(70, 70) for name in "ab"}
+    state = {name: {"step": torch.tensor(9.0), "exp_avg": w, "exp_avg_sq": w} for name, w in weights.items()}
+    save_small({"model": weights, "optimizer": {"state": state}}, tmp_path / "same")
+    assert inspect_checkpoint(tmp_path / "same")["step"] == 9
+    state["b"]["step"] = torch.tensor(8.0)
+    save_small({"model": weights, "optimizer": {"state": state}}, tmp_path / "other")
+    assert inspect_checkpoint(tmp_path / "other")["step"] is None
+
+
+def test_plain_values_count(tmp_path):
+    for name, tree in {
+        "top": {"global_step": 5, "epoch": 2, "w": torch.ones(70, 70)},
+        "inside": {"trainer": {"iteration": torch.tensor(5), "epoch": 2.0}, "w": torch.ones(70, 70)},
+        "both": {"step": 5, "epoch": 2, "data": {"global_step": 7, "epoch": 9}, "w": torch.ones(70, 70)},
+        "no number": {"step": 5, "epoch": 2, "data": {"global_step": "x"}, "w": torch.ones(70, 70)},
+    }.items():
+        save_small(tree, tmp_path / name)
+        facts = inspect_checkpoint(tmp_path / name)
+        assert (facts["step"], facts["epoch"]) == (5, 2), name

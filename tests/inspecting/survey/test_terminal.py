@@ -103,25 +103,6 @@ def test_each_kind_is_said_in_words(planted):
         assert words in out, words
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_predictions")
-def test_colour_only_on_a_terminal_that_wants_it(planted):
-    assert "\x1b" not in shown(planted / "run.pt", width=80)
-    assert "\x1b[31m" in shown(planted / "run.pt", width=80, FORCE_COLOR="1", TERM="xterm-256color")
-    assert "\x1b[3" not in shown(planted / "run.pt", width=80, FORCE_COLOR="1", NO_COLOR="1", TERM="xterm-256color")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_predictions")
-def test_layers_that_are_alike_are_one_line_and_many_groups_few(tmp_path, inputs):
-    assert "transformer.h.0-1 (2 alike)" in shown(inputs / "gpt_adamw.pt", width=80)
-    model = {f"part{k}.weight": torch.rand(k + 1, 64) for k in range(40)}
-    torch.save({"model": model}, tmp_path / "a.pt")
-    out = shown(tmp_path / "a.pt", width=80)
-    assert "25 smaller groups" in out
-    assert sum(line.startswith("part") for line in out.splitlines()) == 15
-
-
 def render(table, width):
     console = Console(width=width, color_system=None, emoji=False)
     with console.capture() as capture:
@@ -151,12 +132,6 @@ def test_a_name_is_no_emoji(tmp_path):
 def test_a_paragraph_leaves_out_what_is_empty():
     table = Table(("name", "reason", "count"), [("a" * 20, "", "1")])
     assert render(table, 20).split() == ["name", "a" * 16, "a" * 4, "count", "1"]
-
-
-def test_a_table_that_fits_is_one():
-    out = render(Table(("name", "count"), [("a", "1"), ("bb", "22")]), 40)
-    assert out.splitlines()[0].split() == ["name", "count"]
-    assert out.splitlines()[2].split() == ["bb", "22"]
 
 
 @given(st.text(st.sampled_from("abc.:/_ 漢"), max_size=200), st.integers(12, 60))
