@@ -79,8 +79,8 @@ def refuse_removal(source: Path) -> None:
         raise UsageError(f"{source}: is a link; --remove removes what it leads to only where that is given itself")
     try:
         final = source.resolve()
-        homes = {Path.cwd(), Path(os.path.expanduser("~")).resolve()}  # noqa: PTH111 - a user may have none
-        if any(final == home or final in home.parents for home in homes):
+        homes = Path.cwd(), Path(os.path.expanduser("~")).resolve()  # noqa: PTH111 - a user may have none
+        if any(final in (home, *home.parents) for home in homes):
             raise UsageError(f"{source}: is or holds the current or the home directory, which --remove leaves alone")
         device = final.stat().st_dev
         folders = [Path(folder) for folder, _, _ in os.walk(final)] if final.is_dir() else []
@@ -230,10 +230,8 @@ class Settings:
         """How a container is not what these settings make, by what it states; None where it is."""
         preset, budget, rules, bound = map(self.options.get, ("preset", "budget", "rules", "max_update_error"))
         policy = Policy.of(preset, rules or (), budget)
-        there, asked = (
-            asked_words(manifest.preset, manifest.budget),
-            asked_words(policy.preset, asdict(policy.budget) if policy.budget else None),
-        )
+        there = asked_words(manifest.preset, manifest.budget)
+        asked = asked_words(policy.preset, asdict(policy.budget) if policy.budget else None)
         if there != asked:
             default = ", the default" if preset is None and budget is None else ""
             return f"was made with {there}, not with {asked}{default}"
@@ -311,12 +309,17 @@ class Job:
 
     def run(self, progress: Progress = lambda _: None, *, dry: bool = False) -> Outcome:
         """Do it; if ``dry``, find out what that would do, without writing. An exception is part of the outcome."""
-        started = time.perf_counter()
-        outcome = Outcome(self.source, self.target)
+        started, outcome = time.perf_counter(), Outcome(self.source, self.target, error=self.problem)
+        if self.problem is not None:
+            return outcome
         with noting_replaced() as replaced:
             try:
+                if self.aside is None and self.settings.remove:
+                    refuse_removal(self.source)
                 if dry:
                     self._preview(outcome)
+                elif self.aside is not None:
+                    self._finish(self.aside, outcome, progress)
                 else:
                     self._run(outcome, progress)
             except Exception as exc:
@@ -326,17 +329,9 @@ class Job:
         return outcome
 
     def _run(self, outcome: Outcome, progress: Progress) -> None:
-        if self.problem is not None:
-            raise self.problem
-        if self.aside is not None:
-            self._finish(self.aside, outcome, progress)
-            return
-        if self.settings.remove:
-            refuse_removal(self.source)
         outcome.present = self.is_done(progress)
         if not outcome.present:
-            options = {**self.settings.options, "force": self.force, "progress": progress}
-            compress(self.source, self._named_target, **options)
+            compress(self.source, self._named_target, **self.settings.options, force=self.force, progress=progress)
         self._read(outcome)
         if self.settings.remove:
             remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
@@ -344,14 +339,10 @@ class Job:
 
     def _preview(self, outcome: Outcome) -> None:
         options = self.settings.options
-        if self.problem is not None:
-            raise self.problem
         if self.aside is not None and not self.present:
             raise InputError(
                 f"{self.source}: its removal was interrupted, and its container is gone; it gets its name back"
             )
-        if self.aside is None and self.settings.remove:
-            refuse_removal(self.source)
         outcome.present = self.is_done(None)
         if outcome.present:
             self._read(outcome)

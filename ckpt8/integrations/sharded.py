@@ -134,7 +134,6 @@ def _is_of_peft(model: Any) -> bool:
     return bool(is_peft_model(model))
 
 
-_KEYS = "model", "optimizer"
 _SCHEDULER = "scheduler.pt"
 """The file of Trainer for it."""
 
@@ -158,8 +157,8 @@ class Ckpt8TrainerMixin(PacksSlices):
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        state = state_to_pack(self.model, self.optimizer, adapter_only=_is_of_peft(self.model))
-        save_packed(Path(output_dir) / FOLDER, dict(zip(_KEYS, state, strict=True)), self._packing)
+        weights, moments = state_to_pack(self.model, self.optimizer, adapter_only=_is_of_peft(self.model))
+        save_packed(Path(output_dir) / FOLDER, {"model": weights, "optimizer": moments}, self._packing)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -173,7 +172,7 @@ class Ckpt8TrainerMixin(PacksSlices):
         if (place := self._packed(checkpoint)) is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        load_optimizers(place, _KEYS[1], self.model, self.optimizer.optimizer, threads=self._packing["threads"])
+        load_optimizers(place, "optimizer", self.model, self.optimizer.optimizer, threads=self._packing["threads"])
         self.lr_scheduler.load_state_dict(torch.load(place.with_name(_SCHEDULER), weights_only=True))
 
     def _load_best_model(self: Any) -> None:
@@ -183,7 +182,7 @@ class Ckpt8TrainerMixin(PacksSlices):
             self._load_packed(place, self.model)
 
     def _load_packed(self, place: Path, model: Any) -> None:
-        load_model(place, _KEYS[0], model, has_adapters=_is_of_peft(model), threads=self._packing["threads"])
+        load_model(place, "model", model, has_adapters=_is_of_peft(model), threads=self._packing["threads"])
 
     def _packed(self: Any, checkpoint: str | None) -> Path | None:
         """What is packed of a checkpoint, for a Trainer that runs FSDP, or None."""
@@ -210,15 +209,16 @@ class Ckpt8StrategyMixin(PacksSlices):
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Pack a sharded checkpoint; the strategy saves one that is whole. Raises OutputError."""
-        by_slices = getattr(self, "_state_dict_type", None) == "sharded"
-        if not by_slices and not getattr(self, "_save_distributed_checkpoint", False):
+        if getattr(self, "_state_dict_type", None) != "sharded" and not getattr(
+            self, "_save_distributed_checkpoint", False
+        ):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
         if storage_options is not None:
             raise UsageError("Ckpt8StrategyMixin has no storage_options; leave them out")
         path = Path(self.broadcast(filepath))
         states = {"state_dict": checkpoint.pop("state_dict")}
-        states |= {_optimizer(number): state for number, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        states |= {f"optimizer_{at}": state for at, state in enumerate(checkpoint.pop("optimizer_states", []))}
         with contextlib.ExitStack() as stack:
             rest = None
             if self.global_rank == 0:
@@ -244,8 +244,8 @@ class Ckpt8StrategyMixin(PacksSlices):
         module, threads = self.lightning_module, self._packing["threads"]
         load_model(path, "state_dict", self.model, strict=module.strict_loading, threads=threads)
         if module.trainer.state.fn == "fit":
-            for number, optimizer in enumerate(self.optimizers):
-                load_optimizers(path, _optimizer(number), self.model, optimizer, threads=threads)
+            for at, optimizer in enumerate(self.optimizers):
+                load_optimizers(path, f"optimizer_{at}", self.model, optimizer, threads=threads)
         return torch.load(path / _REST, weights_only=weights_only)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
@@ -265,10 +265,6 @@ class Ckpt8StrategyMixin(PacksSlices):
         finally:
             if self.global_rank == 0:
                 plain.unlink(missing_ok=True)
-
-
-def _optimizer(number: int) -> str:
-    return f"optimizer_{number}"
 
 
 @contextlib.contextmanager

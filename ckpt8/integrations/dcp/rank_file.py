@@ -425,13 +425,11 @@ class RankPlan:
         with part_of(self._whole_bytes()), live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             memory = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
-            made = self._sources.made
-            live = {key: storage for key, storage in memory.items() if storage.data_ptr() not in made}
+            live = {key: storage for key, storage in memory.items() if storage.data_ptr() not in self._sources.made}
             encoder = choose_encoder(bundle, live, None, measure=options.stats)
 
             def compressed(measured: Measured | None) -> tuple[Manifest, bytes | None]:
-                plan = plan_bundle(bundle, policy, measured)
-                compressor = Compressor(bundle, plan, options, encoder, slices=slices)
+                compressor = Compressor(bundle, plan_bundle(bundle, policy, measured), options, encoder, slices=slices)
                 return compressor.run(target, policy, force=False, tidy=False), compressor.seal
 
             try:
@@ -467,8 +465,8 @@ class RankPlan:
             for name, value in self._known.items()
             if not isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")  # one piece, or many
         ]
-        naming = Naming([*self._known, *(piece[0] for piece in self._pieces)], objects)
-        tree = build(naming, self._pieces, self._known)
+        names = [*self._known, *(piece[0] for piece in self._pieces)]
+        tree = build(Naming(names, objects), self._pieces, self._known)
         if OBJECTS in tree:
             # The bytes need this key, so a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)

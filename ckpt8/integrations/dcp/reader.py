@@ -43,19 +43,12 @@ from ckpt8.integrations.dcp.planner import local_tensors
 from ckpt8.integrations.dcp.writer import InDirectory
 
 
-def metadata_of(index: ShardedIndex, where: str) -> Metadata:
-    """The metadata of a checkpoint; ``storage_data`` is the index. Raises InputError for a type unknown to torch.
+def metadata_of(name: str, tensor: GlobalTensor, where: str) -> TensorStorageMetadata:
+    """The metadata of a tensor. Raises InputError for a type unknown to torch.
 
     A tensor that is cut into a grid is one chunk here, so that planning a load takes no longer with many ranks: the
     reader finds the cells that a box needs.
     """
-    values = {name: _tensor(name, tensor, where) for name, tensor in index.tensors.items()}
-    objects = {name: BytesStorageMetadata() for name in index.objects}
-    paths = None if index.paths is None else dict(index.paths)
-    return Metadata(values | objects, planner_data=paths, storage_data=index, version=index.dcp)
-
-
-def _tensor(name: str, tensor: GlobalTensor, where: str) -> TensorStorageMetadata:
     try:
         dtype = tensor.dtype.torch
     except AttributeError as exc:
@@ -131,15 +124,20 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
 
     def read_metadata(self) -> Metadata:
         """The metadata of the whole checkpoint; no rank has one of its own. Raises InputError."""
-        metadata = metadata_of(read_index(self.path), str(self.path))
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self._run_id)
-        return metadata
+        index = read_index(self.path)
+        values = {name: metadata_of(name, tensor, str(self.path)) for name, tensor in index.tensors.items()}
+        return Metadata(
+            values | {name: BytesStorageMetadata() for name in index.objects},
+            planner_data=None if index.paths is None else dict(index.paths),
+            storage_data=index,
+            storage_meta=StorageMeta(checkpoint_id=self.path, load_id=self._run_id),
+            version=index.dcp,
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Keep the index; of what ranks have saved on their own each gets its own."""
-        self._index = metadata.storage_data
-        if self._index.joined:
-            self._index = read_index(self.path, kwargs.get("rank"))
+        index = metadata.storage_data
+        self._index = read_index(self.path, kwargs.get("rank")) if index.joined else index
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan, with the id of the save that this rank has found.
@@ -193,9 +191,9 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         for name, value in state.items() if isinstance(state, Mapping) else ():
             asked = sum(local.numel() for local in local_tensors(value))
             if name in self._index.tensors and planned[name] < asked and (plans_all or planned[name]):
-                there = f"{planned[name]} of {asked} elements that this rank loads are there"
                 raise InputError(
-                    f"{self.path}: {shown(name)}: slices are missing: {there}; the checkpoint is not complete"
+                    f"{self.path}: {shown(name)}: slices are missing: {planned[name]} of {asked} elements that this "
+                    "rank loads are there; the checkpoint is not complete"
                 )
 
     def _requests(self, item: ReadItem, planner: LoadPlanner) -> Iterator[tuple[str, Callable[[_RankFile], None]]]:

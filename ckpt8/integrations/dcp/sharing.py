@@ -25,8 +25,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
@@ -123,6 +121,7 @@ class SharingPlanner(SavePlanner):
         in one.
         """
         self.bundle = self._files.enter_context(open_source(self._source, containers=False, choice=self._choose))
+        self.check_unchanged = self.bundle.check_unchanged
         members, where = self.bundle.distributed, self.bundle.path
         homes = {id(member.home): member.home for member in members}
         unread = next((member for member in self.bundle.opened if member.holds_tensors), None)
@@ -246,17 +245,6 @@ def connected(world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Writer(Ckpt8StorageWriter):
-    """Checks after the last read that the source has not changed."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the share of this rank. Raises InputError, OutputError."""
-        written = super().write_data(plan, planner)
-        assert isinstance(planner, SharingPlanner)  # noqa: S101
-        planner.bundle.check_unchanged()
-        return written
-
-
 def compress_share(
     source: Path, target: Path, options: Mapping[str, Any], rank: int, world: int, *, overwrite: bool
 ) -> SharingPlanner:
@@ -266,15 +254,17 @@ def compress_share(
     written is removed then: the target is no checkpoint, or the one that it was. Only what fails after the last step
     leaves the new one.
     """
-    writer = _Writer(target, **options, overwrite=overwrite)
-    before = _files(target)
+    writer = Ckpt8StorageWriter(target, **options, overwrite=overwrite)
+    before = set(target.glob("*"))
     try:
         with as_private_as(source), closing(SharingPlanner(source, rank, world)) as planner:
             save({}, storage_writer=writer, no_dist=world == 1, planner=planner)
             return planner
     except BaseException as exc:
-        named = _named(target)
-        for path in _files(target) - before:
+        named: Container[str] = ()
+        with suppress(Ckpt8Error):
+            named = read_index(target).files
+        for path in set(target.glob("*")) - before:
             if path.name.startswith(f"__{rank}_") and path.name not in named:
                 path.unlink(missing_ok=True)
         with suppress(OSError):
@@ -282,18 +272,6 @@ def compress_share(
         if isinstance(exc, CheckpointException):
             raise _plain(exc, rank) from exc
         raise
-
-
-def _files(directory: Path) -> set[Path]:
-    return set(directory.iterdir()) if directory.is_dir() else set()
-
-
-def _named(directory: Path) -> Container[str]:
-    """The files of the checkpoint in a directory, if it is one."""
-    try:
-        return read_index(directory).files
-    except Ckpt8Error:
-        return ()
 
 
 def _plain(error: CheckpointException, rank: int) -> BaseException:

@@ -5,9 +5,9 @@ the directory is put in the terms of torch.distributed.checkpoint.
 """
 
 import contextlib
-import inspect
 import os
 import re
+import traceback
 import uuid
 import warnings
 from collections import Counter
@@ -61,11 +61,6 @@ from ckpt8.integrations import is_local, local_path
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner, count_parted
 from ckpt8.integrations.dcp.rank_file import Naming, RankPlan, without_copies
 
-_KEY = "ckpt8/job"
-
-_GROUP = "distW"
-"""The variable in which ``dcp.save`` keeps the group of the save."""
-
 _begun: Counter[Path] = Counter()
 """How many saves this process has begun in each directory."""
 
@@ -77,7 +72,7 @@ def save_of_all_ranks(directory: Path) -> str:
     """
     place = directory.absolute()
     _begun[place] += 1
-    job = distributed_c10d._get_default_store().compare_set(_KEY, "", uuid.uuid4().hex)
+    job = distributed_c10d._get_default_store().compare_set("ckpt8/job", "", uuid.uuid4().hex)
     return f"{job.decode()}-{_begun[place]}"
 
 
@@ -88,12 +83,10 @@ def saves_with_all_ranks(rank: object) -> bool:
     and for a rank alone. So the group is looked up where ``dcp.save`` keeps it; only what calls a writer in another way
     is judged by the number.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        group = frame.f_locals.get(_GROUP)
+    for frame, _ in traceback.walk_stack(None):
+        group = frame.f_locals.get("distW")
         if isinstance(group, _DistWrapper):
             return group.use_dist and group.get_world_size() == dist.get_world_size()
-        frame = frame.f_back
     return rank == dist.get_rank()
 
 
@@ -152,8 +145,14 @@ def index_of(directory: Path, metadata: Metadata, files: Sequence[RankFile], sav
         name: GlobalTensor(DType.from_label(str(value.properties.dtype)), tuple(value.size), layouts[name], names)
         for name, value in values.items()
     }
-    seals = {file.file: file.seal for file in files}
-    return ShardedIndex(seals, tensors, {name: places[name] for name in objects}, paths, metadata.version, save_id)
+    return ShardedIndex(
+        {file.file: file.seal for file in files},
+        tensors,
+        {name: places[name] for name in objects},
+        paths,
+        metadata.version,
+        save_id,
+    )
 
 
 def _is_complete(layout: Layout, value: TensorStorageMetadata) -> bool:
@@ -163,7 +162,6 @@ def _is_complete(layout: Layout, value: TensorStorageMetadata) -> bool:
 
 
 _SHOWN = 5
-_DCP_VERSION = "1.0.0"
 
 
 class Ckpt8StorageWriter(InDirectory, StorageWriter):
@@ -197,7 +195,6 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         self._policy = Policy.of(preset, rules, budget)
         self._options = Options(threads or threads_of_rank(), stats)
         self._overwrite = overwrite
-        self._spread = True
         self._part: Part | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
@@ -246,8 +243,11 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             tensors = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
             naming = Naming(tensors, {item.index.fqn for item in items} - tensors)
             self._policy.check_rules([format_path(naming.place(name)) for name in tensors])
-        if self._part is None:
-            self._remove_leftovers()
+        is_checkpoint = is_sharded(self.path)
+        # Without an index ranks have written a checkpoint without collectives, or are about to.
+        if self._part is None and (not is_checkpoint or (self.path / INDEX).exists()):
+            with contextlib.suppress(Ckpt8Error, OSError):
+                self._remove_others(read_index(self.path).files if is_checkpoint else ())
         first = 0 if self._part is None else self._part.rank
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans, first)]
 
@@ -264,6 +264,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             target = next(path for path in names if not path.exists())
             written = rank.write(target, self._policy, self._options)
             results.append(WriteResult(MetadataIndex(target.name), target.stat().st_size, written))
+        # A planner that reads files knows whether they have changed meanwhile.
+        getattr(planner, "check_unchanged", lambda: None)()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -271,8 +273,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, which replaces an older checkpoint, and remove the files of that one. Raises OutputError."""
         written: list[RankFile] = [result.storage_data for of_rank in results for result in of_rank]
-        metadata.version = _DCP_VERSION
-        metadata.storage_meta = self.storage_meta()
+        metadata.version, metadata.storage_meta = "1.0.0", self.storage_meta()
         index = index_of(self.path, metadata, written, self._run_id)
         metadata.storage_data = index = replace(index, part=self._part)
         missing = [name for name in index.files if not (self.path / name).exists()]
@@ -285,14 +286,6 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         index.write(self.path)
         if self._part is None:
             self._remove_others(index.files)
-
-    def _remove_leftovers(self) -> None:
-        """Remove files that belong to no checkpoint, unless that cannot be told."""
-        is_checkpoint = is_sharded(self.path)
-        if is_checkpoint and not (self.path / INDEX).exists():
-            return  # ranks have written it without collectives, or are about to
-        with contextlib.suppress(Ckpt8Error, OSError):
-            self._remove_others(read_index(self.path).files if is_checkpoint else ())
 
     def _remove_others(self, used: Container[str]) -> None:
         """Remove the files of older saves, and what killed ones have left."""
