@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,20 +25,16 @@ from ckpt8.checkpoint.meaning.names import parameter_names
 from ckpt8.checkpoint.meaning.pairing import saved_names, saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import Candidate
-from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.sources.composite import Composite, computed
-from ckpt8.checkpoint.sources.live_object import with_crc_fields
-from ckpt8.checkpoint.tree import Components, StorageInfo, TensorRef, format_path, gaps, iter_leaves, iter_nodes
+from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_leaves, iter_nodes
 from ckpt8.converting.choice import choose_model, choose_optimizer
 from ckpt8.converting.request import OpenFile, Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, strip_wrappers, unpack_tree
-from ckpt8.converting.writers.torch_zip import Hollow, build_hollow, fill_storages, save_hollow
+from ckpt8.converting.writers.torch_zip import Hollow, Saved, build_hollow, save_hollow, write_saved
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import Guard, temporary_directory
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_UNKNOWN = "the optimizer has no names, and they do not follow from the order of the model"
 
 
 def distributed_tree(data: Composite, key: str | None, types: WeightTypes, report: Report) -> dict[str, Any]:
@@ -57,11 +50,11 @@ def distributed_tree(data: Composite, key: str | None, types: WeightTypes, repor
     }
     if key is not None:
         return {_MODEL: weights}
-    optimizer = choose_optimizer(data)
     tree: dict[str, Any] = {_MODEL: weights}
-    if optimizer is not None:
+    used = {id(model.value)}
+    if (optimizer := choose_optimizer(data)) is not None:
         tree[_OPTIMIZER] = _named(data, model, optimizer, plain, report)
-    used = {id(candidate.value) for candidate in (model, optimizer) if candidate is not None}
+        used.add(id(optimizer.value))
     others = _without(data.tree, [path for path, node in iter_nodes(data.tree, data.label) if id(node) in used])
     named = others if isinstance(others, dict) else dict(enumerate(others or ()))
     for name, value in named.items():
@@ -97,16 +90,17 @@ def _named(
         listed = []
         for identifier in group["params"]:
             name, state = names.get(identifier), before.get(identifier)
-            if name is None and state:
+            if name is not None:
+                listed.append(name)
+            elif state:
                 raise UsageError(
                     f"{data.label}: {optimizer.path}: parameter {identifier} cannot be named, which this format needs: "
-                    f"{_UNKNOWN}; --key {model.path} writes the model alone"
+                    "the optimizer has no names, and they do not follow from the order of the model; "
+                    f"--key {model.path} writes the model alone"
                 )
-            if name is None:
+            else:
                 report.dropped.append(f"{optimizer.path}: parameter {identifier}: has neither a name nor a state")
-                continue
-            listed.append(name)
-            if state:
+            if name is not None and state:
                 states[name] = state
         groups.append({**group, "params": listed, "param_names": list(listed)})
     return {"state": states, "param_groups": groups} | {
@@ -130,16 +124,9 @@ def _names(model: Candidate, optimizer: Candidate, plain: Mapping[str, str]) -> 
 
 
 _FILE = "__0_0.distcp"
-_RECORDS = "archive"
-"""The name that torch gives the records of a file without a name."""
-
-_FIRST = "0"
-"""The key of the first storage that torch saves."""
 
 _MOST_KNOWN = 4096
 """Forms that are kept, of about a kilobyte each."""
-
-_VERSION = "1.0.0"
 
 
 def write(request: Request, report: Report) -> None:
@@ -163,7 +150,7 @@ def write(request: Request, report: Report) -> None:
             with new_file(output, _FILE, request.progress_to(nbytes)) as out:
                 metadata.storage_data = _write_values(hollow, values, out)
             if hasattr(metadata, "version"):
-                metadata.version = _VERSION
+                metadata.version = "1.0.0"
             with new_file(output, METADATA) as out:
                 out.write(pickle.dumps(metadata), 0)
 
@@ -185,46 +172,9 @@ def _plan(hollow: Hollow) -> tuple[list[tuple[MetadataIndex, Any]], Metadata]:
 
 def _alone(data: Composite, ref: TensorRef) -> TensorRef:
     """A tensor in a storage that holds nothing else."""
-    whole = not ref.offset and data.storage(ref.key).nbytes == ref.nbytes
-    if whole and ref.is_contiguous and not (ref.conj or ref.neg):
-        return ref
-    return computed(data, ref.dtype, ref.shape, partial(data.elements, ref))
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A value as torch saves it: the bytes outside its storages by their offsets, and the places of its storages."""
-
-    length: int
-    outside: tuple[tuple[int, bytes], ...]
-    places: tuple[StorageInfo, ...]
-
-
-class _Saver:
-    """Has torch save values, by way of a file in ``folder``. Values that only differ in content are saved once."""
-
-    def __init__(self, hollow: Hollow, folder: Path, guard: Guard) -> None:
-        self._label = hollow.data.label
-        self._path = folder / _RECORDS
-        self._guard = guard
-        self._known: dict[object, _Saved] = {}
-
-    def save(self, value: object) -> tuple[_Saved, Mapping[str, torch.UntypedStorage]]:
-        """The form of a value, and its storages by key. Raises OutputError, UnsupportedError."""
-        kind = _kind(value)
-        if kind is not None and kind in self._known:
-            storage = {_FIRST: value.untyped_storage()} if isinstance(value, torch.Tensor) else {}
-            return self._known[kind], storage
-        self._path.unlink(missing_ok=True)
-        storages = save_hollow(value, self._path, self._label, self._guard)
-        with open_checkpoint(self._path) as skeleton:
-            places = with_crc_fields(skeleton)
-            length = skeleton.size
-            outside = tuple((start, skeleton.file.read(start, size)) for start, size in gaps(places, length))
-        saved = _Saved(length, outside, tuple(places))
-        if kind is not None and len(self._known) < _MOST_KNOWN and storages.keys() <= {_FIRST}:
-            self._known[kind] = saved
-        return saved, storages
+    is_whole = not ref.offset and data.storage(ref.key).nbytes == ref.nbytes and ref.is_contiguous
+    is_alone = is_whole and not (ref.conj or ref.neg)
+    return ref if is_alone else computed(data, ref.dtype, ref.shape, partial(data.elements, ref))
 
 
 def _kind(value: object) -> object:
@@ -243,21 +193,18 @@ def _write_values(
     Reports progress for tensors that are values of their own. Raises InputError, OutputError, and UnsupportedError for
     what torch does not save.
     """
+    known: dict[object, Saved] = {}
     written, position = {}, 0
-    with ExitStack() as stack:
-        with out.guard():
-            folder = stack.enter_context(temporary_directory("ckpt8-"))
-        saver = _Saver(hollow, folder, out.guard)
-        for index, value in values:
-            saved, storages = saver.save(value)
-            counting = out if isinstance(value, torch.Tensor) else out._replace(progress=lambda _: None)
-            for start, content in saved.outside:
-                out.write(content, position + start)
-            places = [
-                replace(place, offset=position + place.offset, crc_fields=tuple(position + n for n in place.crc_fields))
-                for place in saved.places
-            ]
-            fill_storages(hollow, storages, places, counting)
-            written[index] = _StorageInfo(_FILE, position, saved.length)
-            position += saved.length
+    for index, value in values:
+        kind = _kind(value)
+        saved = known.get(kind) or save_hollow(hollow, value, "archive")
+        if kind is not None and len(known) < _MOST_KNOWN:
+            known[kind] = saved
+        counting = out if isinstance(value, torch.Tensor) else out._replace(progress=lambda _: None)
+        if type(value) is torch.Tensor:
+            address = value.untyped_storage().data_ptr()
+            saved = saved._replace(places=[(place, address) for place, _ in saved.places])
+        write_saved(hollow, saved, counting, position)
+        written[index] = _StorageInfo(_FILE, position, saved.length)
+        position += saved.length
     return written
