@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -25,8 +26,6 @@ from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.text import listed
-
-_SHOWN = 5
 
 
 class _TorchReader(Protocol):
@@ -52,21 +51,17 @@ def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
 
 def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, Any]:
     """What ``torch.load`` makes of a member with the format ``kind``, and its inert tree. Raises InputError."""
-    checkpoint = _check(source, TORCH_FORMATS[kind])
-    return _load(cast("IO[bytes]", file), file.name, map_location), checkpoint.tree
+    tree = _check(source, TORCH_FORMATS[kind]).tree
+    return _load(cast("IO[bytes]", file), file.name, map_location), tree
 
 
 def is_loadable(path: Path) -> bool:
     """Whether ``torch.load`` may open a file and can. It maps the tensors if the format permits that."""
-    source = SourceFile(ByteRange.of(path))
-    try:
-        mapped = _check(source, _reader(source)).format == "torch-zip"
-        _translated(lambda: torch.load(path, weights_only=True, mmap=mapped), str(path))
-    except InputError:
-        return False
-    finally:
-        source.close()
-    return True
+    with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as source:
+        is_mapped = _check(source, _reader(source)).format == "torch-zip"
+        _translated(lambda: torch.load(path, weights_only=True, mmap=is_mapped), str(path))
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +78,8 @@ def refusal_of(source: SourceFile) -> Refusal | None:
     try:
         _check(source, _reader(source), calls)
     except InputError as exc:
-        return Refusal(
-            str(exc).removeprefix(f"{source.source}: ").partition(", which torch")[0], frozenset(calls.foreign)
-        )
+        reason = str(exc).removeprefix(f"{source.source}: ").partition(", which torch")[0]
+        return Refusal(reason, frozenset(calls.foreign))
     return None
 
 
@@ -141,7 +135,7 @@ def _check(source: SourceFile, reader: _TorchReader, calls: TorchCalls | None = 
         checkpoint = reader.read(source, calls)
     if calls.foreign:
         raise UnsupportedError(
-            f"{source.source}: holds {listed(sorted(calls.foreign), _SHOWN)}, which torch does not allow and nothing "
+            f"{source.source}: holds {listed(sorted(calls.foreign), 5)}, which torch does not allow and nothing "
             "here unpickles; if you trust the file, call torch.serialization.add_safe_globals with these classes first"
         )
     return checkpoint

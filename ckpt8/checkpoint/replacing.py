@@ -10,7 +10,6 @@ Nothing here reads more than the first bytes of a file.
 
 from __future__ import annotations
 
-import codecs
 import os
 import re
 import stat
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.checkpoint.meaning.nodes import is_optimizer
-from ckpt8.checkpoint.readers import match_reader
+from ckpt8.checkpoint.readers import is_text, match_reader
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.readers.entries import is_named_shard
 from ckpt8.checkpoint.tree import iter_nodes
@@ -57,8 +56,6 @@ _FILES = re.compile(
     )
 )
 _FOLDERS = re.compile(r"global_step\d+|(?:pytorch_model_fsdp|optimizer)_\d+|ckpt8")
-_STEP = "global_step"
-_ATTEMPTS = 20
 
 
 def checkpoint_file(path: Path) -> str:
@@ -79,18 +76,9 @@ def no_checkpoint(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     names_one = is_part(path.name) or is_named_shard(path.name) or path.suffix.lower() in (*SUFFIXES, CONTAINER)
-    if head and (names_one or b"\0" in head or not _is_utf8(head)):
+    if head and (names_one or not is_text(head)):
         raise OutputError(f"{path}: may be a checkpoint, and a report never replaces one; give another name")
     return any_file(path)
-
-
-def _is_utf8(head: bytes) -> bool:
-    """Whether these first bytes of a file are text, of which the last character may be cut."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]:
@@ -124,7 +112,7 @@ def problem_of(path: Path) -> str | None:
 
 def _contents(path: Path, written: frozenset[str]) -> _Contents:
     """The contents of the directory at ``path``, read again if another run replaces it. Raises OutputError."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(20):
         with suppress(FileNotFoundError):
             before = path.stat().st_ino
             contents = _Contents(path, written)
@@ -161,13 +149,12 @@ class _Contents:
             folder = waiting.pop()
             with os.scandir(root / folder) as entries:
                 by_name = sorted(entries, key=lambda entry: entry.name)
-            steps = [
-                entry.name for entry in by_name if entry.name.startswith(_STEP) and entry.is_dir(follow_symlinks=False)
-            ]
+            folders = [entry.name for entry in by_name if entry.is_dir(follow_symlinks=False)]
+            steps = [name for name in folders if name.startswith("global_step")]
             if len(steps) > 1 and not self._folders.issuperset(f"{folder}/{step}".strip("/") for step in steps):
                 yield f"holds several checkpoints ({steps[0]!r}, {steps[1]!r})"
             for entry in by_name:
-                path = f"{folder}/{entry.name}" if folder else entry.name
+                path = f"{folder}/{entry.name}".lstrip("/")
                 if not entry.is_dir(follow_symlinks=False):
                     yield from self._look_at(entry, path, folder)
                 elif os.path.ismount(entry.path):
@@ -185,8 +172,8 @@ class _Contents:
         if stat.S_ISLNK(status.st_mode):
             return  # the file that it leads to stays
         in_known_folder = folder in self._folders or _FOLDERS.fullmatch(folder)
-        known = path in self._written or (in_known_folder and _FILES.fullmatch(entry.name))
-        if not (known and stat.S_ISREG(status.st_mode)):
+        is_known = path in self._written or (in_known_folder and _FILES.fullmatch(entry.name))
+        if not (is_known and stat.S_ISREG(status.st_mode)):
             yield f"holds {path[:80]!r}, which is no part of a checkpoint"
         elif not self._holds_checkpoint and status.st_size:
             self._holds_checkpoint = is_named_shard(entry.name) or _is_checkpoint(Path(entry.path))
@@ -224,9 +211,6 @@ _LONE = re.compile(r"(?<![a-z\d])(\d{1,18})(?![a-z\d])", re.IGNORECASE)
 
 _NAMES = frozenset({"best", "checkpoint", "ckpt", "final", "init", "last", "latest", "model", "resume", "snapshot"})
 """Words in the name of a file that is a checkpoint, though it has no number."""
-
-_SILENT = (".bin",)
-"""Suffixes that other files have, too."""
 
 _NUMBERED_PART = re.compile(r"(?:model|optimizer)[._-]?\d+\.\w+")
 _OF_ONE = re.compile(
@@ -284,8 +268,8 @@ def step_in_name(name: str) -> int | None:
 def step_in_path(path: str) -> int | None:
     """The step in the name of a file, else in the names of the folders above it, the nearest first."""
     *above, name = path.split("/")
-    steps = (_last_number(folder, _STEPS) for folder in reversed(above))
-    return next((step for step in (step_in_name(name), *steps) if step is not None), None)
+    steps = (step_in_name(name), *(_last_number(folder, _STEPS) for folder in reversed(above)))
+    return next((step for step in steps if step is not None), None)
 
 
 def epoch_in_name(name: str) -> int | None:
@@ -312,8 +296,7 @@ def written_once(paths: Iterable[Path]) -> list[Path]:
     Where no name has one, those without a word such as ``last``.
     """
     files = list(paths)
-    numbered = [path for path in files if is_numbered(path.name)]
-    return numbered or [path for path in files if not _has_word(path)]
+    return [path for path in files if is_numbered(path.name)] or [path for path in files if not _has_word(path)]
 
 
 def _has_word(path: Path) -> bool:
@@ -348,11 +331,11 @@ def parts_in(folder: Path, names: Iterable[str]) -> list[str]:
             if not _SHARD.search(name):
                 variants[match[1]].add(stem)
     parts = [name for name, role in roles.items() if len(variants[role]) < 2]
-    if TRAINER_STATE in names:
-        return parts
-    if len(set(map(bare_name, parts))) < 2:
-        return []
-    return [] if any(roles[name] == "model" and _is_whole(folder / name) for name in parts) else parts
+    are_apart = TRAINER_STATE not in names and (
+        len(set(map(bare_name, parts))) < 2
+        or any(roles[name] == "model" and _is_whole(folder / name) for name in parts)
+    )
+    return [] if are_apart else parts
 
 
 def _is_whole(path: Path) -> bool:
@@ -362,12 +345,9 @@ def _is_whole(path: Path) -> bool:
             with ContainerReader(path) as container:
                 return bool(container.manifest.parameters)
         with closing(SourceFile(ByteRange.of(path))) as file:
-            if not file.source.length:
-                return False
-            reader = match_reader(file)
-            return reader is not None and any(
-                is_optimizer(node) for at, node in iter_nodes(reader.read(file).tree) if at
-            )
+            reader = match_reader(file) if file.source.length else None
+            nodes = () if reader is None else iter_nodes(reader.read(file).tree)
+            return any(is_optimizer(node) for at, node in nodes if at)
     except InputError:
         return False
 
@@ -397,11 +377,10 @@ def run_in(folder: Path) -> list[str]:
     It is one where they are of several steps or epochs, or where there are containers among them.
     """
     raw = [path.path.name for path in checkpoints_in(folder) if not path.is_doubtful and path.skipped is None]
-    containers = (path for path in folder.iterdir() if _is_visible(path.name) and is_container(path))
-    packed = [path.name for path in containers if re.fullmatch(sharded.RANK_FILE, path.name) is None]
-    names = sorted((*raw, *packed))
-    steps = {(step_in_name(name), epoch_in_name(name)) for name in names} - {(None, None)}
-    return names if raw and (packed or len(steps) > 1) else []
+    others = (path for path in folder.iterdir() if re.fullmatch(sharded.RANK_FILE, path.name) is None)
+    packed = [path.name for path in others if _is_visible(path.name) and is_container(path)]
+    steps = {(step_in_name(name), epoch_in_name(name)) for name in (*raw, *packed)} - {(None, None)}
+    return sorted((*raw, *packed)) if raw and (packed or len(steps) > 1) else []
 
 
 def packed_in(folder: Path) -> list[str]:
@@ -430,10 +409,10 @@ def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | No
         is_checkpoint = entry.is_file() and (is_named_shard(entry.name) or _is_checkpoint_file(path))
     if not is_checkpoint:
         return None
-    if entry.is_symlink():
-        return RunEntry(path, skipped="it is a link")
-    if entry.name in parts or is_named_shard(entry.name):
-        return RunEntry(path, skipped="it is a part of a checkpoint of several files")
+    if entry.is_symlink() or entry.name in parts or is_named_shard(entry.name):
+        return RunEntry(
+            path, skipped="it is a link" if entry.is_symlink() else "it is a part of a checkpoint of several files"
+        )
     has_part_name = is_part(path.name) and _NUMBERED_PART.fullmatch(path.name) is None
     return RunEntry(path, not entry.is_dir() and (has_part_name or not (is_numbered(path.name) or _has_word(path))))
 
@@ -441,36 +420,31 @@ def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | No
 def _is_checkpoint_file(path: Path) -> bool:
     """Whether a file is a checkpoint, or has the name of one and may be damaged."""
     suffix = path.suffix.lower()
-    if suffix in SUFFIXES and suffix not in _SILENT:
-        return not is_container(path)
-    return _is_known(path)
+    # Other files have the suffix .bin, too.
+    return not is_container(path) if suffix in SUFFIXES and suffix != ".bin" else _is_known(path)
 
 
 def _is_known(path: Path) -> bool:
-    try:
-        with closing(SourceFile(ByteRange.of(path))) as file:
-            return bool(file.source.length) and not is_container(path) and match_reader(file) is not None
-    except InputError:
-        return False
+    with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as file:
+        return bool(file.source.length) and not is_container(path) and match_reader(file) is not None
+    return False
 
 
 def _is_checkpoint_directory(path: Path) -> bool:
     """Whether a directory holds the files of one checkpoint: by their names, or by its own name and their content."""
     has_step = any(pattern.search(path.name) for pattern in (*_STEPS, _EPOCH))
-    for folder, name in _files(path):
-        if is_named_shard(name):
-            return True
-        if (is_part(name) or (has_step and not is_numbered(name))) and _is_known(path / folder / name):
-            return True
-    return False
+    return any(
+        is_named_shard(name)
+        or ((is_part(name) or (has_step and not is_numbered(name))) and _is_known(path / folder / name))
+        for folder, name in _files(path)
+    )
 
 
 def _files(root: Path) -> Iterator[tuple[str, str]]:
     """Folder and name of the files in a directory and a few levels below."""
     for folder, folders, names in os.walk(root):
         inside = os.path.relpath(folder, root)
-        depth = 0 if inside == "." else inside.count(os.sep) + 1
-        folders[:] = sorted(folders) if depth < _DEEPEST else []
+        folders[:] = sorted(folders) if len(Path(inside).parts) < _DEEPEST else []
         yield from ((inside, name) for name in sorted(names))
 
 
@@ -485,25 +459,23 @@ def incomplete(path: Path) -> str | None:
     if not at_top.isdisjoint(_TRAINER_FIRST) and TRAINER_STATE not in at_top:
         return f"it has no {TRAINER_STATE} yet"
     described = {folder for folder, name in files if name == METADATA}
-    for folder, name in files:
-        if is_named_shard(name) and described.isdisjoint((folder, ".", *map(str, Path(folder).parents))):
-            return f"its shards have no {METADATA} yet"
+    shards = (Path(folder) for folder, name in files if is_named_shard(name))
+    if any(described.isdisjoint(map(str, (folder, ".", *folder.parents))) for folder in shards):
+        return f"its shards have no {METADATA} yet"
     tags = {folder for folder, _ in files if _POINTED.fullmatch(folder)}
     return next((problem for tag in sorted(tags) if (problem := _not_pointed_at(path / tag)) is not None), None)
 
 
 def _not_pointed_at(path: Path) -> str | None:
     """Why a folder of DeepSpeed or Megatron is not complete: its pointer is older than its files, and names another."""
-    if _POINTED.fullmatch(path.name) is None:
-        return None
+    pointers = _POINTERS if _POINTED.fullmatch(path.name) is not None else ()
     try:
-        for pointer in (path.with_name(name) for name in _POINTERS):
-            if pointer.is_file():
-                named = pointer.read_text(errors="replace")[:200].strip()
-                newest = max((path / folder / name).lstat().st_mtime_ns for folder, name in _files(path))
-                is_named = named == path.name or (named.isdecimal() and int(named) == step_in_name(path.name))
-                if not is_named and pointer.stat().st_mtime_ns < newest:
-                    return f"{pointer.name} does not name it yet"
+        for pointer in filter(Path.is_file, map(path.with_name, pointers)):
+            named = pointer.read_text(errors="replace")[:200].strip()
+            newest = max((path / folder / name).lstat().st_mtime_ns for folder, name in _files(path))
+            is_named = named == path.name or (named.isdecimal() and int(named) == step_in_name(path.name))
+            if not is_named and pointer.stat().st_mtime_ns < newest:
+                return f"{pointer.name} does not name it yet"
     except (OSError, ValueError):
         return "its files change"
     return None

@@ -374,22 +374,15 @@ def _children(node: Any, seen: set[int]) -> Iterator[Child]:
     if kind is StatefulDict:
         return chain(_entries(node.items()), _attributes(node.state, seen))
     if kind is Inert:
-        return _parts(node, seen)
+        parts = (enumerate(part) for part in (node.args, node.items) if _is_new(part, seen))
+        return chain(chain.from_iterable(parts), _entries(node.pairs), _attributes(node.state, seen))
     return enumerate(node) if kind in _CONTAINERS else iter(())
 
 
-def _parts(node: Inert, seen: set[int]) -> Iterator[Child]:
-    for part in (node.args, node.items):
-        if _is_new(part, seen):
-            yield from enumerate(part)
-    yield from _entries(node.pairs)
-    yield from _attributes(node.state, seen)
-
-
 def _is_new(part: Any, seen: set[int]) -> bool:
-    known = id(part) in seen
+    count = len(seen)
     seen.add(id(part))
-    return not known
+    return len(seen) > count
 
 
 def _entries(pairs: Any) -> Iterator[Child]:
@@ -402,8 +395,7 @@ def _entries(pairs: Any) -> Iterator[Child]:
 
 def _attributes(state: Any, seen: set[int]) -> Iterator[Child]:
     """Attributes by name. A state is a ``__dict__``, ``(__dict__, slots)``, or anything else."""
-    parts = state if type(state) is tuple and len(state) == 2 else (state,)
-    for part in parts:
+    for part in state if type(state) is tuple and len(state) == 2 else (state,):
         if type(part) is not dict:
             yield "state", part
         elif _is_new(part, seen):
@@ -412,9 +404,7 @@ def _attributes(state: Any, seen: set[int]) -> Iterator[Child]:
 
 def _component(name: Any) -> str:
     """A short text for a key. It cuts huge keys: a path is for people, and may not outgrow the file."""
-    if type(name) is str:
-        text = name
-    elif type(name) in (int, bool, float, type(None), complex):
+    if type(name) in (str, int, bool, float, type(None), complex):
         text = str(name)
     elif type(name) is bytes:
         text = repr(name[:MAX_COMPONENT_CHARACTERS])
@@ -434,9 +424,6 @@ _SCALARS = {
     DType.INT32: "<i",
     DType.INT64: "<q",
 }
-
-_MOST_NUMBERS = 8
-"""The most numbers that one setting has."""
 
 
 def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) -> float | None:
@@ -469,15 +456,13 @@ def read_settings(
     """
 
     def plain(value: Any) -> Any:
-        if isinstance(value, TensorRef) and value.numel == 1 and value.key in storages:
-            number = read_scalar(checkpoint, storages[value.key], value)
-            return value if number is None else number
-        return value
+        is_known = isinstance(value, TensorRef) and value.key in storages
+        number = read_scalar(checkpoint, storages[value.key], value) if is_known else None
+        return value if number is None else number
 
     def setting(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) <= _MOST_NUMBERS:
-            return tuple(map(plain, value))
-        return plain(value)
+        is_short = isinstance(value, (list, tuple)) and len(value) <= 8
+        return tuple(map(plain, value)) if is_short else plain(value)
 
     return {key: value if key == "params" else setting(value) for key, value in group.items()}
 
@@ -486,4 +471,4 @@ def is_setting(value: object) -> bool:
     """Whether a value is a plain setting of an optimizer: a number, a text, None, or a list or tuple of these."""
     # Not deeper: a list of a file may hold itself.
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return all(isinstance(value, (bool, int, float, str, type(None))) for value in values)
+    return all(isinstance(value, (int, float, str, type(None))) for value in values)

@@ -20,7 +20,7 @@ from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite, Streamer, add_prefix, computed
-from ckpt8.checkpoint.tree import TensorRef, format_path, iter_nodes
+from ckpt8.checkpoint.tree import Held, TensorRef, format_path, iter_nodes
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
@@ -48,9 +48,8 @@ def choose_model(data: Composite, key: str | None) -> Candidate:
         raise UsageError(f"{data.label}: --key {key!r} leads to no dictionary of tensors; there is {what}")
     if len(models) == 1:
         return models[0]
-    if models:
-        raise UsageError(f"{data.label}: holds {len(models)} models; choose one with --key: {paths}")
-    raise UsageError(f"{data.label}: holds no state dict of a model")
+    what = f"{len(models)} models; choose one with --key: {paths}" if models else "no state dict of a model"
+    raise UsageError(f"{data.label}: holds {what}")
 
 
 def choose_optimizer(data: Composite) -> Candidate | None:
@@ -101,8 +100,7 @@ class Content:
 
 def adopt_member(data: Composite, member: DirectoryMember, node: Any) -> Any:
     """A part of a member's tree, with keys of ``data``. The first call for a member gives its storages to ``data``."""
-    prefix = f"{member.path}/"
-    storages = member.checkpoint.storages
+    prefix, storages = f"{member.path}/", member.checkpoint.storages
     if not storages or prefix + storages[0].key not in data:
         data.adopt(member.checkpoint, prefix)
     return add_prefix(node, prefix)
@@ -114,9 +112,8 @@ FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}
 
 def hold(data: Composite, values: torch.Tensor) -> TensorRef:
     """A tensor of ``data`` with the values of one in memory, such as a step."""
-    flat = values.contiguous().view(-1)
-    return computed(
-        data, DType.from_label(str(values.dtype)), tuple(values.shape), lambda start, stop: flat[start:stop]
+    return data.tensor(
+        Held(bytes(bytes_of(values.contiguous()))), DType.from_label(str(values.dtype)), tuple(values.shape)
     )
 
 

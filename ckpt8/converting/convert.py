@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ckpt8.checkpoint.meaning.parameter_names import split_member
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.codecs.error_stats import LatticeError, read_error
 from ckpt8.container.bases import sources_of
-from ckpt8.container.joined import Stored, is_stored, open_stored
+from ckpt8.container.joined import is_stored, open_stored
 from ckpt8.converting import writers
 from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
@@ -67,10 +67,9 @@ def convert(
     >>> ckpt8.convert("run.ckpt8", "model.safetensors").casts
     Counter({'float32 -> bfloat16': 2})
     """
-    path, wanted = Path(source), Path(target)
     request = Request(
-        path,
-        wanted,
+        Path(source),
+        Path(target),
         parse_dtype(dtype),
         key,
         member,
@@ -82,14 +81,14 @@ def convert(
         (keep,) if isinstance(keep, str) else tuple(keep),
         None if config is None else Path(config),
     )
-    with sources_of(path, wanted):
-        in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(wanted)
+    with sources_of(request.source, request.target):
+        in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(request.target)
         chosen = _choose_format(request, to, in_directory=in_directory)
-        report = Report(str(wanted), chosen)
+        report = Report(str(request.target), chosen)
         module, function = writers.WRITERS[chosen]
         getattr(import_module(module), function)(request, report)
     if chosen in PUBLISHED or key is not None:
-        report.weights_snr, report.warning = weights_snr(path, member, key)
+        report.weights_snr, report.warning = weights_snr(request.source, member, key)
     return report
 
 
@@ -112,9 +111,8 @@ def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> s
     """The format of the target. An element type with scales needs the format that holds them. Raises UsageError."""
     target, dtype = request.target, request.dtype
     to_file = not in_directory and target.suffix.lower() in writers.SUFFIXES
-    if to is None and dtype in LARGEST and not to_file:
-        to = _QUANTIZING
-    chosen = writers.choose_format(target, to, is_directory=in_directory)
+    quantizes = to is None and dtype in LARGEST and not to_file
+    chosen = _QUANTIZING if quantizes else writers.choose_format(target, to, is_directory=in_directory)
     if chosen == _QUANTIZING and not to_file:
         return chosen
     if dtype in LARGEST or chosen == _QUANTIZING:
@@ -143,18 +141,21 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
     if not is_stored(source):
         return None, None
     with open_stored(source) as reader:
-        members = [
-            candidate for candidate in reader.manifest.members if member is None or _is_in(candidate.path, member)
-        ]
-        storages = {index for member in members for _, index in member.segments}
+        storages = {
+            index
+            for own in reader.manifest.members
+            if member is None or own.path == member or own.path.startswith(f"{member.rstrip('/')}/")
+            for _, index in own.segments
+        }
         if key is not None:
             in_files = reader.manifest.directory is not None
-            named = [
-                (split_member(tensor.name)[1] if in_files else tensor.name, tensor)
+            storages &= {
+                tensor.storage
                 for tensor in reader.manifest.tensors
-            ]
-            storages &= {tensor.storage for name, tensor in named if name.startswith(f"{key}.")}
-        storages |= _masters(reader, storages)
+                if (split_member(tensor.name)[1] if in_files else tensor.name).startswith(f"{key}.")
+            }
+        copies = (reader.codec(index).copied for index in storages)
+        storages |= {run.storage for copy in copies if copy is not None for run in copy.runs if run.storage is not None}
         total = LatticeError()
         for index in sorted(storages):
             if reader.codec(index).measured_as != "lattice":
@@ -164,17 +165,5 @@ def weights_snr(source: Path, member: str | None, key: str | None) -> tuple[floa
                 return None, f"{source}: keeps its weights {_ADVICE}; how well is unknown, it was not measured"
             total.merge(error)
     snr = total.snr_db
-    return (
-        snr,
-        None if snr is None or snr >= _GOOD_ENOUGH else f"{source}: keeps its weights to {snr:.1f} dB, {_ADVICE}",
-    )
-
-
-def _masters(reader: Stored, storages: Iterable[int]) -> set[int]:
-    """The storages that copies among ``storages`` are rounded from."""
-    copies = (reader.codec(index).copied for index in storages)
-    return {run.storage for copy in copies if copy is not None for run in copy.runs if run.storage is not None}
-
-
-def _is_in(path: str, member: str) -> bool:
-    return path == member or path.startswith(f"{member.rstrip('/')}/")
+    is_low = snr is not None and snr < _GOOD_ENOUGH
+    return snr, f"{source}: keeps its weights to {snr:.1f} dB, {_ADVICE}" if is_low else None

@@ -47,9 +47,8 @@ def assemble_universal(members: Bundle) -> Content:
     data = Composite(str(members.path))
     groups = _shape_groups(model_file, files)
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    shared = {}
-    if optimizer_file is not None and (step := common_step(optimizer_file.checkpoint)) is not None:
-        shared["step"] = adopt_member(data, optimizer_file, step[0])
+    step = None if optimizer_file is None else common_step(optimizer_file.checkpoint)
+    shared = {} if optimizer_file is None or step is None else {"step": adopt_member(data, optimizer_file, step[0])}
     weights, states = {}, {}
     for name, state in files.items():
         values = {key: _value(data, member, shapes.get(name)) for key, member in state.items()}
@@ -58,8 +57,10 @@ def assemble_universal(members: Bundle) -> Content:
         weights[name] = values.pop(_WEIGHT)
         if values:
             states[name] = values if "step" in values else shared | values
-    optimizer = {"state": states, "param_groups": _param_groups(optimizer_file, groups, list(weights))}
-    data.tree = {"model": _model(data, model_file, weights), "optimizer": optimizer}
+    data.tree = {
+        "model": _model(data, model_file, weights),
+        "optimizer": {"state": states, "param_groups": _param_groups(optimizer_file, groups, list(weights))},
+    }
     used = {id(member) for state in files.values() for member in state.values()} | {id(optimizer_file), id(model_file)}
     unused = [member.path for member in members.opened if id(member) not in used]
     notes = [f"not used: {listed(unused)}"] if unused else []
@@ -76,8 +77,9 @@ def _search(members: Bundle) -> tuple[States, DirectoryMember | None, DirectoryM
             roots[match["root"]][match["name"]][match["key"]] = member
     complete = [root for root, states in roots.items() if any(_WEIGHT in state for state in states.values())]
     if len(complete) > 1:
-        folders = ", ".join(sorted(complete))
-        raise InputError(f"{members.path}: holds several universal checkpoints ({folders}); give one")
+        raise InputError(
+            f"{members.path}: holds several universal checkpoints ({', '.join(sorted(complete))}); give one"
+        )
     root = complete[0]
     inside = {
         checkpoint.path.removeprefix(root): checkpoint
@@ -133,8 +135,8 @@ def _param_groups(
     ]
     if len(plain) == len(by_group) and {name for group in by_group for name in group} == set(names):
         return [{**group, "params": list(shapes)} for group, shapes in zip(plain, by_group, strict=True)]
-    first = plain[0] if plain else {}
-    agreed = {key: value for key, value in first.items() if all(group.get(key) == value for group in plain)}
+    shared = plain[0].items() if plain else ()
+    agreed = {key: value for key, value in shared if all(group.get(key) == value for group in plain)}
     return [{**agreed, "params": list(names)}]
 
 
@@ -150,8 +152,8 @@ def _model(data: Composite, file: DirectoryMember | None, weights: Mapping[str, 
         if not isinstance(value, TensorRef) or not isinstance(name, str):
             continue
         alias = shared.get(name) if isinstance(shared, dict) else None
-        tied = alias if isinstance(alias, str) and alias in weights else places.get(_place(value))
-        source = name if name in weights else tied
+        known = (other for other in (name, alias) if isinstance(other, str) and other in weights)
+        source = next(known, places.get(_place(value)))
         if source is not None:
             model[name] = weights[source]
         elif value.numel:  # stage 3 leaves an empty tensor in place of a weight that it partitioned

@@ -65,8 +65,6 @@ LARGEST = {DType.FLOAT8_E4M3FN: 448.0, DType.INT8: 127.0}
 
 ABSMAX, UNIT = "absmax", "unit"
 TENSOR, CHANNEL = "tensor", "channel"
-_SCALES, _SHARES = (ABSMAX, UNIT), (TENSOR, CHANNEL)
-_DEFAULT_SHARE = {DType.FLOAT8_E4M3FN: CHANNEL, DType.INT8: TENSOR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +115,12 @@ def make_scheme(dtype: DType | None, scale: str | None, per: str | None) -> Sche
     dtype = dtype or DType.FLOAT8_E4M3FN
     if dtype not in LARGEST:
         raise UsageError(f"--dtype {dtype.label}: expected one of {', '.join(kind.label for kind in LARGEST)}")
-    for option, value, known in (("--scale", scale, _SCALES), ("--per", per, _SHARES)):
+    for option, value, known in (("--scale", scale, (ABSMAX, UNIT)), ("--per", per, (TENSOR, CHANNEL))):
         if value is not None and value not in known:
             raise UsageError(f"{option} {value}: expected one of {', '.join(known)}")
     if scale == UNIT and dtype is DType.INT8:
         raise UsageError("--scale unit: int8 has no exponent that would make up for it; use absmax")
-    return Scheme(dtype, scale or ABSMAX, per or _DEFAULT_SHARE[dtype])
+    return Scheme(dtype, scale or ABSMAX, per or (TENSOR if dtype is DType.INT8 else CHANNEL))
 
 
 _BEYOND = 2.0**127
@@ -157,8 +155,7 @@ def find_scales(
     scales = (largest / scheme.largest).bfloat16().float()
     if scheme.scale == UNIT:
         needed = torch.log2(largest.double() / scheme.largest).ceil()
-        wanted = (torch.log2(squares / columns) / 2).round()
-        exponent = torch.maximum(needed, wanted).clamp_(-126, 127).int()
+        exponent = torch.maximum(needed, (torch.log2(squares / columns) / 2).round()).clamp_(-126, 127).int()
         scales = ((exponent + 127) << 23).view(torch.float32)
     scales = scales.clamp_min(SMALLEST_NORMAL).masked_fill(largest == 0, 1.0)
     return scales if scheme.per == TENSOR else scales.view(-1, 1)
@@ -171,7 +168,7 @@ def row_parts(start: int, stop: int, columns: int) -> Iterator[tuple[int, int, i
     """
     while start < stop:
         row, into = divmod(start, columns)
-        rows = (stop - start) // columns if into == 0 else 0
+        rows = 0 if into else (stop - start) // columns
         end = start + rows * columns if rows else min(stop, start + columns - into)
         yield row, rows or 1, start, end
         start = end
@@ -348,7 +345,7 @@ class Layers:
     def ignore(self, aliases: Iterable[str]) -> list[str]:
         """The modules that loaders leave alone: kept ones, and those of ``aliases``, tied weights without an entry."""
         tied = [name.removesuffix(_WEIGHT) for name in aliases if name.endswith(_WEIGHT)]
-        heads = [] if HEAD in self.kept.values() or tied else ["lm_head", UNSAVED_HEADS]
+        heads = () if HEAD in self.kept.values() or tied else ("lm_head", UNSAVED_HEADS)
         return [*dict.fromkeys([*self.kept, *tied, *heads])]
 
     @property
@@ -372,14 +369,14 @@ def choose_layers(
         module = name.removesuffix(_WEIGHT)
         if module == name or len(ref.shape) != 2 or 0 in ref.shape:
             continue
-        if any(matches(pattern, module) for pattern in keep):
-            reason: str | None = ASKED
-        elif ref.dtype not in FLOATS:
-            reason = TYPE
-        elif (ref.key, ref.offset) in places:
-            reason = TIED
-        else:
-            reason = _by_name(module) or _by_shape(module, ref, weights.get(f"{module}.bias"), vocabularies, conv1d)
+        reasons = {
+            ASKED: any(matches(pattern, module) for pattern in keep),
+            TYPE: ref.dtype not in FLOATS,
+            TIED: (ref.key, ref.offset) in places,
+        }
+        bias = weights.get(f"{module}.bias")
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        reason = reason or _by_name(module) or _by_shape(module, ref, bias, vocabularies, conv1d)
         if reason is None:
             quantized.append(name)
         else:
@@ -400,10 +397,9 @@ def class_of(name: str) -> str:
 
 def _by_name(module: str) -> str | None:
     parts = module.split(".")
-    if "emb" in parts[-1].lower() or parts[-1] in _EMBEDDINGS:
-        return EMBEDDING
-    if parts[-1] in _ROUTERS:
-        return ROUTER
+    is_embedding = "emb" in parts[-1].lower() or parts[-1] in _EMBEDDINGS
+    if is_embedding or parts[-1] in _ROUTERS:
+        return EMBEDDING if is_embedding else ROUTER
     outside = parts[: next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts))]
     # Whole models are also called "decoder" and "output".
     last = outside == parts and parts[-1] in _HEADS
@@ -415,8 +411,8 @@ def _by_shape(
 ) -> str | None:
     if (conv1d and module.rpartition(".")[2] in _CONV1D) or _is_transposed(ref, bias):
         return TRANSPOSED
-    numbered = any(part.isdecimal() for part in module.split("."))
-    return EMBEDDING if ref.shape[0] in vocabularies and not numbered else None
+    is_numbered = any(map(str.isdecimal, module.split(".")))
+    return EMBEDDING if ref.shape[0] in vocabularies and not is_numbered else None
 
 
 def _is_transposed(ref: TensorRef, bias: TensorRef | None) -> bool:
@@ -446,13 +442,10 @@ def summary(scheme: Scheme, errors: Mapping[str, QuantizationError], layers: Lay
     Every error has elements, max_relative, rms_relative, snr_db (None without an error) and zeroed; see
     ``QuantizationError``. ``kept`` gives the reason for each module whose matrix stayed as it is.
     """
-    classes: dict[str, list[str]] = defaultdict(list)
-    for name in errors:
-        classes[class_of(name)].append(name)
-    by_class = [
-        {"class": kind, "tensors": len(names), **_sum(errors[name] for name in names).figures()}
-        for kind, names in classes.items()
-    ]
+    classes: dict[str, list[QuantizationError]] = defaultdict(list)
+    for name, error in errors.items():
+        classes[class_of(name)].append(error)
+    by_class = [{"class": kind, "tensors": len(own), **_sum(own).figures()} for kind, own in classes.items()]
     by_tensor = [{"tensor": name, **error.figures()} for name, error in errors.items()]
     return {
         "dtype": scheme.dtype.label,

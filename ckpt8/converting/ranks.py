@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt8.checkpoint.meaning.names import named_rank, rank_file, stated_world
@@ -75,9 +75,9 @@ class _Joining:
         self._streamer = Streamer(data)
         self._made: dict[tuple[int, ...], Any] = {}
         self._left = sum(1 for tree in trees.values() for _ in iter_nodes(tree))
-        leaves = [leaf for tree in trees.values() for _, leaf in iter_leaves(tree)]
-        ranks = max(leaf.share.ranks for leaf in leaves if isinstance(leaf, TensorRef) and leaf.share is not None)
-        ranks = max(ranks, stated_world(pattern), *(rank + 1 for rank in trees))
+        leaves = (leaf for tree in trees.values() for _, leaf in iter_leaves(tree) if isinstance(leaf, TensorRef))
+        stated = max(leaf.share.ranks for leaf in leaves if leaf.share is not None)
+        ranks = max(stated, stated_world(pattern), *(rank + 1 for rank in trees))
         missing = next((rank for rank in range(ranks) if rank not in trees), None)
         self.missing = None if missing is None else f"the file of rank {missing} of {ranks} is not there"
 
@@ -119,8 +119,7 @@ class _Joining:
             mine, its = (tensor.share and tensor.share.whole for tensor in (first, ref))
             if (mine, first.dtype) != (its, ref.dtype):
                 raise InputError(f"{self._name(path)}: has another shape or type on rank {rank} than on rank {lowest}")
-            same = mine is not None or (first.shape == ref.shape and (ref is first or self._streamer.equal(first, ref)))
-            if not same:
+            if mine is None and (first.shape != ref.shape or not (ref is first or self._streamer.equal(first, ref))):
                 raise ApartError(
                     f"{self._name(path)}: is another tensor on rank {rank} than on rank {lowest}, and nothing says how "
                     "they belong together"
@@ -141,9 +140,9 @@ class _Joining:
                 raise ApartError(
                     f"{self._name(path)}: is another tensor on rank {rank} than on a rank with the same part of it"
                 )
+        name = self._name(path).removeprefix(f"{self._data.label}: ")
         try:
-            name = self._name(path).removeprefix(f"{self._data.label}: ")
-            return gather(self._data, name, refs[next(iter(refs))].dtype, share.whole, list(parts.values()))
+            return gather(self._data, name, next(iter(refs.values())).dtype, share.whole, list(parts.values()))
         except InputError:
             if self.missing is None:
                 raise
@@ -173,7 +172,12 @@ def assemble(members: Bundle) -> Content:
     by_pattern = _files_of_ranks(members)
     used = {member.path for files in by_pattern.values() for member in files.values()}
     content = Content(data, others=[member for member in members.opened if member.path not in used])
-    content.notes += _left_out(content.others)
+    # The optimizers of ranks whose tensors do not say what they are part of, such as those of FSDP1.
+    own = (named_rank(member.path) for member in content.others if is_optimizer(member.checkpoint.tree))
+    content.notes += (
+        f"left out: {pattern}: its tensors do not say which parts of the parameters they belong to"
+        for pattern in dict.fromkeys(file.pattern for file in own if file is not None)
+    )
     kinds = {pattern: _kind(next(iter(files.values())).checkpoint.tree) for pattern, files in by_pattern.items()}
     alike = Counter((_folder(pattern), kind) for pattern, kind in kinds.items())
     data.tree = {}
@@ -188,8 +192,8 @@ def assemble(members: Bundle) -> Content:
             content.notes.append(f"left out: {str(exc).removeprefix(f'{data.label}: ')}")
             continue
         if kind is not None or not isinstance(tree, dict):
-            several = kind is None or alike[folder, kind] > 1
-            tree = {_NUMBERED.sub("", pattern.rpartition("/")[2]) if several else kind: tree}
+            is_alone = kind is not None and alike[folder, kind] == 1
+            tree = {kind if is_alone else _NUMBERED.sub("", pattern.rpartition("/")[2]): tree}
         both = min(map(str, data.tree.keys() & tree.keys()), default=None)
         if both is not None:
             choices = listed(sorted({folders[both], folder or "."}))
@@ -217,13 +221,6 @@ def _files_of_ranks(members: Bundle) -> dict[str, Files]:
         if member.checkpoint.format in READERS:
             by_pattern[file.pattern].setdefault(file.rank, member)  # a rank may have no part of any tensor
     return {pattern: dict(sorted(files.items())) for pattern, files in by_pattern.items()}
-
-
-def _left_out(others: Iterable[DirectoryMember]) -> Iterator[str]:
-    """A note on the optimizers of ranks whose tensors do not say what they are part of, such as those of FSDP1."""
-    own = (named_rank(member.path) for member in others if is_optimizer(member.checkpoint.tree))
-    for pattern in dict.fromkeys(file.pattern for file in own if file is not None):
-        yield f"left out: {pattern}: its tensors do not say which parts of the parameters they belong to"
 
 
 def _folder(pattern: str) -> str:

@@ -56,25 +56,21 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
         chosen = members if member is None else members.only(member)
         if not is_stored(path):
             for file in chosen.opened:
-                label = str(path) if members.directory is None else f"{path}: {file.path}"
-                check_storages(file.checkpoint, label)
+                check_storages(file.checkpoint, str(path) if members.directory is None else f"{path}: {file.path}")
         content = content_of(chosen)
-        _refuse_codes(content, path)
+        for _, node in iter_nodes(content.data.tree):
+            # No target format says what the codes of a model quantised for inference mean.
+            if names := quantised_weights(node) if isinstance(node, Mapping) else []:
+                what = (
+                    f"{printable(names[0])} and {len(names) - 1} more are" if names[1:] else f"{printable(names[0])} is"
+                )
+                raise UnsupportedError(
+                    f"{path}: {what} quantised for inference, codes with a scale; convert what they were made from"
+                )
         if find_sharded(path) not in (None, path):
             beside = [entry for entry in walk(path) if entry.path.partition("/")[0] != FOLDER]
             content.others += opened.enter_context(open_directory(path, beside, decode=False)) if beside else ()
         yield content
-
-
-def _refuse_codes(content: Content, path: Path) -> None:
-    """Raise UnsupportedError for a model quantised for inference: no target format says what its codes mean."""
-    for _, node in iter_nodes(content.data.tree):
-        names = quantised_weights(node) if isinstance(node, Mapping) else []
-        if names:
-            what = f"{printable(names[0])} and {len(names) - 1} more are" if names[1:] else f"{printable(names[0])} is"
-            raise UnsupportedError(
-                f"{path}: {what} quantised for inference, codes with a scale; convert what they were made from"
-            )
 
 
 def layout_of(members: Bundle) -> str | None:
@@ -179,8 +175,8 @@ def _assemble_model(members: Bundle) -> Content:
         data.adopt(member.checkpoint)
         check_optimizer(data.label, Candidate(member.path, member.checkpoint.tree))
         data.tree["optimizer"] = _named(member.checkpoint.tree, names.of_member(member.path))
-    used = {member.path for member in (*shards, *optimizers)}
-    unused = [member for member in members.opened if member.path not in used and not _is_index(member.path)]
+    used = {id(member) for member in (*shards, *optimizers)}
+    unused = [member for member in members.opened if id(member) not in used and not _is_index(member.path)]
     others = [member for member in unused if member.path not in _MODEL_FILES]
     notes = [f"{member.path}: the same weights again, not used" for member in unused if member not in others]
     notes += [f"left out: {member.path}: the file of one rank, with its parts of the tensors" for member in spread]
@@ -208,8 +204,7 @@ def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMem
     content = bytearray(min(checkpoint.size, _MAX_INDEX_BYTES))
     checkpoint.read_into(0, memoryview(content))
     try:
-        files = dict.fromkeys(parse_any_json(content, index).get("weight_map").values())
-        return [top[name] for name in files]
+        return [top[name] for name in dict.fromkeys(parse_any_json(content, index).get("weight_map").values())]
     except (KeyError, TypeError, AttributeError, InputError) as exc:
         missing = f"names {str(exc)[:80]}, which is not there" if isinstance(exc, KeyError) else "cannot be read"
         raise InputError(f"{label}: the index {index} {missing}") from exc

@@ -60,8 +60,8 @@ class WeightTypes:
 
     def __call__(self, name: str, ref: TensorRef) -> TensorRef:
         """The tensor to write."""
-        stays = self.dtype in (None, ref.dtype) or ref.dtype not in self.only
-        if self.dtype is None or stays or name.rpartition(".")[2] in BUFFERS:
+        is_cast = self.dtype != ref.dtype and ref.dtype in self.only and name.rpartition(".")[2] not in BUFFERS
+        if self.dtype is None or not is_cast:
             return ref
         self.report.casts[f"{ref.dtype.label} -> {self.dtype.label}"] += 1
         identity = (ref.key, ref.offset, ref.shape, ref.stride, ref.neg, ref.dtype)
@@ -79,8 +79,7 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
     report.dropped += [f"{name}: not a tensor" for name in model.node if name not in tensors]
     if not tensors:
         raise UsageError(f"{data.label}: {model.path} holds no tensors")
-    plain = strip_wrappers(tensors, report)
-    named = {plain[name]: ref for name, ref in tensors.items()}
+    named = {plain: tensors[name] for name, plain in strip_wrappers(tensors, report).items()}
     names: dict[tuple[object, ...], list[str]] = {}
     for name, ref in named.items():
         # An empty tensor has no place that it could share.
@@ -129,8 +128,7 @@ def unpack_tree(data: Composite) -> None:
     for candidate in packed:
         check_optimizer(data.label, candidate)
     plain = [(candidate, unpack_optimizer(data, candidate)) for candidate in packed]
-    weights = [(model, joined_weights(data, model)) for model in models] if plain else []
-    for model, joined in weights:
+    for model, joined in [(model, joined_weights(data, model)) for model in models] if plain else []:
         model.node.update(joined)
     for candidate, state in plain:
         candidate.node.update(state)
@@ -198,8 +196,8 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
         return name, part if part.dtype is DType.FLOAT32 else _joined(data, refs[name], part, codec)
 
     def is_copy(name: str, other: str) -> bool:
-        some = any(bool(block.any()) for block in data.blocks(refs[name]))
-        return some and Streamer(data).equal(refs[name], refs[other])
+        is_zero = not any(bool(block.any()) for block in data.blocks(refs[name]))
+        return not is_zero and Streamer(data).equal(refs[name], refs[other])
 
     return join_weights(refs, saved_parameters(data.tree), join, is_copy)
 
@@ -217,8 +215,7 @@ def _find_weight(
     """
     expected = weight_checks(parameter.group).get(parameter.identifier)
     alike = [name for name, ref in refs.items() if ref.shape == part.shape and ref.dtype.itemsize == 2]
-    proposed = [name for name in alike if refs[name] is parameter.weight]
-    for names in (proposed, alike):
+    for names in ([name for name in alike if refs[name] is parameter.weight], alike):
         by_key = {refs[name].key: name for name in reversed(names) if check(name) == expected}
         if len(by_key) == 1:
             return next(iter(by_key.values()))

@@ -78,9 +78,8 @@ def _as_source(path: Path) -> ByteRange:
     refuse_url(path)
     try:
         if path.is_dir():
-            holds = next(path.iterdir(), None)
-            what = "an empty directory; give a checkpoint file"
-            raise InputError(f"{path}: {'a directory; give one of the checkpoint files inside it' if holds else what}")
+            what = "a directory; give one of the checkpoint files inside it"
+            raise InputError(f"{path}: {what if any(path.iterdir()) else 'an empty directory; give a checkpoint file'}")
     except OSError as exc:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
     source = ByteRange.of(path)
@@ -96,18 +95,17 @@ def _refusal(file: SourceFile) -> InputError:
         return UnsupportedError(f"{file.source}: a tar file; unpack it, or load it and save it again with torch.save")
     if begins_container(head):
         return InputError(f"{file.source}: already a .ckpt8 file; give the checkpoint that it was made from")
-    return InputError(f"{file.source}: {_describe(head)}; expected a file written by torch.save or safetensors")
+    what = next((what for start, what in _KNOWN_STARTS if head.startswith(start)), None)
+    if what is None:
+        what = "a text file" if is_text(head) else "of an unknown format"
+        what = what if head.strip(b"\0") else "starts with zero bytes only, as after an interrupted save"
+    return InputError(f"{file.source}: {what}; expected a file written by torch.save or safetensors")
 
 
-def _describe(head: bytes) -> str:
-    for start, what in _KNOWN_STARTS:
-        if head.startswith(start):
-            return what
-    if not head.strip(b"\0"):
-        return "starts with zero bytes only, as after an interrupted save"
+def is_text(head: bytes) -> bool:
+    """Whether these first bytes of a file are text, of which the last character may be cut."""
     try:
-        # Incremental, because a character may be cut at the end of the head.
         codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
-        return "of an unknown format"
-    return "of an unknown format" if b"\0" in head else "a text file"
+        return False
+    return b"\0" not in head

@@ -59,12 +59,12 @@ class _Spool:
 
     def __init__(self) -> None:
         self._descriptor = -1
+        self.size = 0
         try:
             with tempfile.TemporaryFile() as file:
                 self._descriptor = os.dup(file.fileno())
         except OSError as exc:
             raise _unwritten(exc) from exc
-        self.size = 0
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -110,9 +110,8 @@ class DecodedFile(SourceFile):
             self._runs.append((position, end, -1))
             position += offset - end
             self._runs.append((position, offset, length if compressed else -1))
-            size = self._decode(offset, length).size if compressed else length
-            self.places.append((position, size))
-            position, end = position + size, offset + length
+            self.places.append((position, self._decode(offset, length).size if compressed else length))
+            position, end = position + self.places[-1][1], offset + length
         self._runs.append((position, end, -1))
         self.source = ByteRange(file.source.path, 0, position + file.source.length - end)
 
@@ -122,9 +121,8 @@ class DecodedFile(SourceFile):
         kept = self._kept[self._pieces[piece][0]] = []
         for position, size in gaps(storages, length):
             if size <= _MAX_KEPT:
-                content = self.read(start + position, size)
                 kept.append((position, position + size, self._keeper.size))
-                self._keeper.append(content)
+                self._keeper.append(self.read(start + position, size))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with decoded bytes. Raises InputError."""
@@ -132,17 +130,15 @@ class DecodedFile(SourceFile):
         for (_, origin, compressed), at, part in cut_by_runs(self._runs, offset, buffer):
             if compressed < 0:
                 self._file.read_into(origin + at, part)
-            else:
-                self._read_decoded(origin, compressed, at, part)
-
-    def _read_decoded(self, origin: int, length: int, offset: int, buffer: memoryview) -> None:
-        for start, stop, place in self._kept.get(origin, ()):
-            if start <= offset and offset + len(buffer) <= stop:
-                self._keeper.read_into(place + offset - start, buffer)
-                return
-        with self._lock:
-            decoded = self._decode(origin, length)
-        decoded.read_into(offset, buffer)
+                continue
+            runs = self._kept.get(origin, ())
+            kept = next((place + at - start for start, stop, place in runs if start <= at <= stop - len(part)), None)
+            if kept is not None:
+                self._keeper.read_into(kept, part)
+                continue
+            with self._lock:
+                decoded = self._decode(origin, compressed)
+            decoded.read_into(at, part)
 
     def check_unchanged(self) -> None:
         """Raise InputError when the file changed since it was opened."""
@@ -209,9 +205,6 @@ MAX_VALUE_BYTES = 64 * 2**20
 _MAX_DECODED_VALUE = 2**30
 """The longest such value that the reader decodes: only its compressed form says how long it may be."""
 
-_ZSTD_KEPT = "its slices are compressed with zstd, and are encoded with any preset but lossless"
-_ZSTD_DECODED = "its slices were compressed with zstd; they come back as they were before that"
-
 _KNOWN_BYTES = 4096
 """Options are the same for every parameter: most of these small files are equal byte for byte, and parsed once."""
 
@@ -251,18 +244,16 @@ class DcpCheckpoint:
         """
         pieces = self.files[path]
         transforms = {transform for piece in pieces for transform in piece.transforms}
-        unknown = min(transforms - {ZSTD}, default=None)
-        if unknown is not None:
-            raise UnsupportedError(f"its slices are transformed by {shown(unknown)}, which is not known")
+        if unknown := transforms - {ZSTD}:
+            raise UnsupportedError(f"its slices are transformed by {shown(min(unknown))}, which is not known")
         if transforms and not decode:
-            raise UnsupportedError(_ZSTD_KEPT)
+            raise UnsupportedError("its slices are compressed with zstd, and are encoded with any preset but lossless")
         _check_slices(pieces, file)
         decoded = None
-        places: dict[Slice, tuple[int, int]] = {}
         if transforms:
             compressed = [(piece.offset, piece.length, bool(piece.transforms)) for piece in pieces]
             decoded = file = DecodedFile(file, compressed, {piece.offset: self._limit(piece) for piece in pieces})
-            places = dict(zip(pieces, decoded.places, strict=True))
+        places = {} if decoded is None else dict(zip(pieces, decoded.places, strict=True))
         storages: list[StorageInfo] = []
         tensors: list[NamedTensor] = []
         parts: list[tuple[Slice, TensorRef]] = []
@@ -274,9 +265,9 @@ class DcpCheckpoint:
             opened = self._open_slice(piece, window) if is_read else None
             if decoded is not None:
                 decoded.keep(number, () if opened is None else opened.storages)
+            if piece.place is None:
+                self._values[piece.name] = window
             if opened is None:
-                if piece.place is None:
-                    self._values[piece.name] = window
                 continue
             storages += [
                 replace(
@@ -287,22 +278,22 @@ class DcpCheckpoint:
                 )
                 for storage in opened.storages
             ]
-            if piece.place is not None and not isinstance(opened.tree, TensorRef):
+            if isinstance(opened.tree, TensorRef):
+                ref = replace(opened.tree, key=_key(number, opened.tree.key))
+                tensors.append(self.named(piece, ref))
+                parts.append((piece, ref))
+            elif piece.place is not None:
                 self._parts[piece.name, piece.place] = window
                 opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(opened.tree)}
-                continue
-            ref = replace(opened.tree, key=_key(number, opened.tree.key))
-            tensors.append(self.named(piece, ref))
-            parts.append((piece, ref))
         self.moved |= places
         checkpoint = OpenCheckpoint(DCP, file, storages, Labelled(tuple(tensors), frozenset(opaque)))
-        return DcpMember(member, checkpoint, _ZSTD_DECODED if decoded else None, home=self, parts=parts)
+        reason = "its slices were compressed with zstd; they come back as they were before that" if decoded else None
+        return DcpMember(member, checkpoint, reason, home=self, parts=parts)
 
     def named(self, piece: Slice, ref: TensorRef) -> NamedTensor:
         """A slice of a tensor with its name and role."""
         suffix = self.metadata.suffix(piece)
-        role = self.roles.role(piece.name)
-        return NamedTensor(piece.name + suffix, role, ref, piece.name if suffix else None)
+        return NamedTensor(piece.name + suffix, self.roles.role(piece.name), ref, piece.name if suffix else None)
 
     def _limit(self, piece: Slice) -> int:
         """The most bytes that a slice can have: those of its tensor, or of a value, and a pickle around them."""
@@ -348,17 +339,15 @@ class DcpCheckpoint:
         if window.source.length > MAX_VALUE_BYTES:
             raise InputError(f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}")
         content = self.content(name)
-        known = self._known.get(content)
-        if known is None:
-            known = torch_zip.read(window)
-            if len(content) <= _KNOWN_BYTES:
-                self._known[content] = known
+        known = self._known.get(content) or torch_zip.read(window)
+        if len(content) <= _KNOWN_BYTES:
+            self._known[content] = known
         return known
 
     def state_values(self, key: StateKey) -> dict[str, Any]:
         """The values in the state of a parameter that are no tensors, such as a number as the step."""
-        names = self.roles.values[key.optimizer, key.parameter].items()
-        return {other: self.value(name) for other, name in names if name in self._values}
+        names = self.roles.values[key.optimizer, key.parameter]
+        return {other: self.value(name) for other, name in names.items() if name in self._values}
 
 
 def _check_slices(pieces: Sequence[Slice], file: SourceFile) -> None:

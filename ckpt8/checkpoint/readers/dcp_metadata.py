@@ -141,21 +141,19 @@ def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadat
     """
     names: set[str] = set()
     tree = load_pickle(io.BytesIO(data), len(data), where, names=names, stored=stored)
-    foreign = sorted(names - ALLOWED)
-    if foreign:
+    if foreign := names - ALLOWED:
         raise InputError(
-            f"{where}: refers to {shown(foreign[0])}, which no distributed checkpoint needs; do not load it"
+            f"{where}: refers to {shown(min(foreign))}, which no distributed checkpoint needs; do not load it"
         )
     check_depth(tree, where)
     return _Parser(where, Metadata(tree, len(data))).parse()
 
 
 class _Parser:
-    """Fills ``found`` with the values of its tree. Raises InputError for damage."""
+    """Fills ``metadata`` with the values of its tree. Raises InputError for damage."""
 
     def __init__(self, where: str, metadata: Metadata) -> None:
-        self._where = where
-        self._metadata = metadata
+        self._where, self._metadata = where, metadata
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._seen: set[tuple[str, tuple[int, ...] | None]] = set()
 
@@ -171,7 +169,14 @@ class _Parser:
         for name, value in tensors.items():
             self._value(name, value)
         self._metadata.slices = [self._slice(index, info) for index, info in slices.items()]
-        self._metadata.paths = self._paths(top.get("planner_data"))
+        # The paths that the default planner keeps; other planners have none.
+        data = top.get("planner_data")
+        self._metadata.paths = {
+            name: path
+            for name, path in (data.items() if type(data) is dict else ())
+            if type(name) is str and type(path) is tuple
+            if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name
+        }
         return self._metadata
 
     def _fields(self, node: Any, kind: str) -> Mapping[Any, Any]:
@@ -202,7 +207,13 @@ class _Parser:
         chunks = fields.get("chunks")
         if type(chunks) is not list:
             raise self._fail(f"{shown(name)}: it has no chunks")
-        self._metadata.tensors[name] = StoredTensor(self._dtype(fields.get("properties"), name), shape)
+        properties = fields.get("properties")
+        kind = f"{_MODULE}.TensorProperties"
+        state = properties.state if type(properties) is Inert and properties.name == kind else None
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(dtype) is not Global or dtype.name not in DTYPE_NAMES:
+            raise self._fail(f"{shown(name)}: it has no element type")
+        self._metadata.tensors[name] = StoredTensor(DType.from_label(dtype.name), shape)
         places = self._chunks[name] = {}
         for chunk in chunks:
             box = self._fields(chunk, f"{_MODULE}.ChunkStorageMetadata")
@@ -215,14 +226,6 @@ class _Parser:
                 raise self._fail(f"{shown(name)}: two chunks of different sizes at {start}")
             if prod(sizes) or start not in places:
                 places[start] = sizes
-
-    def _dtype(self, properties: Any, name: str) -> DType:
-        kind = f"{_MODULE}.TensorProperties"
-        state = properties.state if type(properties) is Inert and properties.name == kind else None
-        dtype = state[0] if type(state) is tuple and state else None
-        if type(dtype) is not Global or dtype.name not in DTYPE_NAMES:
-            raise self._fail(f"{shown(name)}: it has no element type")
-        return DType.from_label(dtype.name)
 
     def _slice(self, index: Any, info: Any) -> Slice:
         key, entry = self._fields(index, f"{_MODULE}.MetadataIndex"), self._fields(info, _INFO)
@@ -250,20 +253,6 @@ class _Parser:
             raise self._fail(f"{shown(name)}: its transformations have no names")
         return Slice(name, path, offset, length, place, tuple(transforms))
 
-    def _paths(self, data: Any) -> dict[str, tuple[str | int, ...]]:
-        """The paths that the default planner keeps; none from other planners."""
-        if type(data) is not dict:
-            return {}
-        return {
-            name: path
-            for name, path in data.items()
-            if type(name) is str and type(path) is tuple
-            if all(type(part) is str or is_count(part) for part in path) and ".".join(map(str, path)) == name
-        }
-
-
-_HEAD, _STOP = b"\x80\x04", b"."
-_SIZE = Global("torch.Size")
 
 _GROWTH, _ALLOWANCE = 16, 1 << 16
 """The writer repeats every text in full: a real pickle grows about threefold."""
@@ -290,17 +279,15 @@ def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where
     state = dict(metadata.tree.state)
     storage_data = {}
     for piece, (index, info) in zip(metadata.slices, state["storage_data"].items(), strict=True):
-        moved = info
-        if piece in places:
-            offset, length = places[piece]
-            moved = replace(info, state={"relative_path": piece.path, "offset": offset, "length": length})
-        storage_data[_sized(index, "offset")] = moved
+        offset, length = places.get(piece, (0, 0))
+        moved = replace(info, state={"relative_path": piece.path, "offset": offset, "length": length})
+        storage_data[_sized(index, "offset")] = moved if piece in places else info
     state["storage_data"] = storage_data
     state["state_dict_metadata"] = {
         name: _sized_tensor(value) if name in metadata.tensors else value
         for name, value in state["state_dict_metadata"].items()
     }
-    return _Writer(where, _GROWTH * metadata.nbytes + _ALLOWANCE).write(replace(metadata.tree, state=state))
+    return _Writer().write(replace(metadata.tree, state=state), where, _GROWTH * metadata.nbytes + _ALLOWANCE)
 
 
 def _sized(node: Inert, *keys: str) -> Inert:
@@ -310,18 +297,15 @@ def _sized(node: Inert, *keys: str) -> Inert:
 
 
 def _sized_tensor(node: Inert) -> Inert:
-    sized = _sized(node, "size")
     chunks = [_sized(chunk, "offsets", "sizes") for chunk in node.state["chunks"]]
-    return replace(sized, state=sized.state | {"chunks": chunks})
+    return _sized(replace(node, state=node.state | {"chunks": chunks}), "size")
 
 
 class _Writer:
     """Writes one pickle, without recursion: ``_pending`` are the values to come, the next one last."""
 
-    def __init__(self, where: str, limit: int) -> None:
-        self._where = where
-        self._limit = limit
-        self._out = bytearray(_HEAD)
+    def __init__(self) -> None:
+        self._out = bytearray(b"\x80\x04")
         self._memo: dict[str, int] = {}
         self._pending: list[Any] = []
         self._kinds: Mapping[type, Callable[[Any], None]] = {
@@ -336,24 +320,23 @@ class _Writer:
             dict: lambda value: self._later(
                 _Code(b"}("), *(part for pair in value.items() for part in pair), _Code(b"u")
             ),
-            _Size: lambda value: self._later(_SIZE, tuple(value), _Code(b"\x85R")),
+            _Size: lambda value: self._later(Global("torch.Size"), tuple(value), _Code(b"\x85R")),
             _Code: lambda value: self._put(value.bytes),
             Global: self._global,
             Inert: self._object,
         }
 
-    def write(self, value: Any) -> bytes:
-        """The pickle of one value. Raises InputError."""
+    def write(self, value: Any, where: str, limit: int) -> bytes:
+        """The pickle of one value, of at most about ``limit`` bytes. Raises InputError that begins with ``where``."""
         self._pending.append(value)
         while self._pending:
             item = self._pending.pop()
-            if len(self._out) > self._limit:
-                raise InputError(f"{self._where}: repeats the same values over and over")
-            kind = self._kinds.get(type(item))
-            if kind is None:
-                raise InputError(f"{self._where}: holds a {type(item).__name__}, which cannot be written back")
-            kind(item)
-        return bytes(self._out + _STOP)
+            if len(self._out) > limit:
+                raise InputError(f"{where}: repeats the same values over and over")
+            if type(item) not in self._kinds:
+                raise InputError(f"{where}: holds a {type(item).__name__}, which cannot be written back")
+            self._kinds[type(item)](item)
+        return bytes(self._out + b".")
 
     def _put(self, code: bytes) -> None:
         self._out += code
@@ -365,17 +348,12 @@ class _Writer:
         if -(1 << 31) <= value < 1 << 31:
             self._put(b"J" + struct.pack("<i", value))
         else:
-            content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self._put(_counted(b"\x8b", content))
+            self._put(_counted(b"\x8b", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)))
 
     def _global(self, value: Global) -> None:
-        known = self._memo.get(value.name)
-        if known is not None:
-            self._put(b"j" + struct.pack("<I", known))
-            return
-        self._memo[value.name] = len(self._memo)
         module, _, name = value.name.rpartition(".")
-        self._put(f"c{module}\n{name}\n".encode() + b"r" + struct.pack("<I", self._memo[value.name]))
+        code = b"j" if value.name in self._memo else f"c{module}\n{name}\n".encode() + b"r"
+        self._put(code + struct.pack("<I", self._memo.setdefault(value.name, len(self._memo))))
 
     def _object(self, value: Inert) -> None:
         """An object without a state comes from a call, one with a state from ``__new__`` and BUILD."""
@@ -415,8 +393,8 @@ def nest(values: Iterable[tuple[str, KeyPath, Any]], where: str) -> dict[Any, An
             raise InputError(f"{where}: {shown(name)} lies where another value does")
         node[last] = value
     for node, part, branch in reversed(branches):  # from the inside out
-        is_list = set(branch) == set(range(len(branch)))
-        node[part] = [branch[k] for k in range(len(branch))] if is_list else dict(branch)
+        places = range(len(branch))
+        node[part] = [branch[k] for k in places] if set(branch) == set(places) else dict(branch)
     return dict(top)
 
 
@@ -424,6 +402,7 @@ STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"
 """Parts of the names of an optimizer's values; ``params`` is an option of a group."""
 
 _KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, {MEGATRON_MASTER: Role.WEIGHT})
+_NO_NAMES: Mapping[str, str] = {}
 _MAX_COMPONENTS = 64
 """Names of modules have a few components; all behind the 64th count as one."""
 
@@ -462,14 +441,16 @@ class DcpRoles:
         self.states = {name: key for name in self._inside if (key := self._state_key(name)) is not None}
         # Every parameter with the shapes that tensors of its state have.
         self._trained: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for name, key in self.states.items():
-            self._trained[key.parameter].update({metadata.tensors[name].shape} if name in metadata.tensors else ())
         self.values: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
         for name, key in self.states.items():
+            self._trained[key.parameter].update({metadata.tensors[name].shape} if name in metadata.tensors else ())
             self.values[key.optimizer, key.parameter][key.key] = name
         # A state dict of a model: nothing but tensors in one dict, extra states aside.
-        alone = all(name in metadata.tensors or "_extra_state" in name for name in self._names)
-        self._is_bare = alone and not self._inside and all(len(path) == 1 for path in metadata.paths.values())
+        self._is_bare = (
+            not self._inside
+            and all(name in metadata.tensors or "_extra_state" in name for name in self._names)
+            and all(len(path) == 1 for path in metadata.paths.values())
+        )
         self.options = {
             name: StateKey(".".join(optimizer), ".".join(path[1:-1]), path[-1])
             for name, (optimizer, path) in self._inside.items()
@@ -480,29 +461,26 @@ class DcpRoles:
         """Split the name of every value inside an optimizer before ``state`` or ``param_groups``."""
         prefixes: set[Components] = set()
         for parts in self._names.values():
-            if GROUPS in parts:
-                prefixes.add(parts[: parts.index(GROUPS)])
-            elif STATE in parts:
-                at = parts.index(STATE)
-                if parts[-1] in STATE_ROLES or set(parts[at + 1 : at + 2]) & _KEY_ROLES.keys():
-                    prefixes.add(parts[:at])
+            at = next((parts.index(part) for part in (GROUPS, STATE) if part in parts), None)
+            if at is not None and (
+                parts[at] == GROUPS or parts[-1] in STATE_ROLES or set(parts[at + 1 : at + 2]) & _KEY_ROLES.keys()
+            ):
+                prefixes.add(parts[:at])
         for name, parts in self._names.items():
-            for at, part in enumerate(parts[:-1]):
-                if part in (STATE, GROUPS) and parts[:at] in prefixes:
-                    self._inside[name] = parts[:at], parts[at:]
-                    break
+            splits = (at for at, part in enumerate(parts[:-1]) if part in (STATE, GROUPS) and parts[:at] in prefixes)
+            if (at := next(splits, None)) is not None:
+                self._inside[name] = parts[:at], parts[at:]
 
     def _state_key(self, name: str) -> StateKey | None:
         """The place of a value in an optimizer's state; None for an option of a group, and for other values."""
         optimizer, (kind, *path) = self._inside[name]
         if kind != STATE:
             return None
-        for end in range(len(path) - 1, 0, -1):
-            if tuple(path[:end]) in self._owners[optimizer]:
-                return StateKey(".".join(optimizer), ".".join(path[:end]), ".".join(path[end:]))
-        if len(path) > 1 and path[0] in _KEY_ROLES:
-            return StateKey(".".join(optimizer), ".".join(path[1:]), path[0])
-        return None
+        ends = (end for end in range(len(path) - 1, 0, -1) if tuple(path[:end]) in self._owners[optimizer])
+        if (end := next(ends, None)) is not None:
+            return StateKey(".".join(optimizer), ".".join(path[:end]), ".".join(path[end:]))
+        is_megatron = len(path) > 1 and path[0] in _KEY_ROLES
+        return StateKey(".".join(optimizer), ".".join(path[1:]), path[0]) if is_megatron else None
 
     def is_inside(self, name: str) -> bool:
         """Whether a value is in an optimizer."""
@@ -510,11 +488,15 @@ class DcpRoles:
 
     def role(self, name: str) -> Role:
         """The role of a tensor."""
-        key = self.states.get(name)
-        if key is not None:
-            return _KEY_ROLES.get(key.key) or self._other_role(key)
+        stored = self._metadata.tensors
         if name in self._inside:
-            return Role.OTHER
+            key = self.states.get(name)
+            if key is None or key.key in _KEY_ROLES:
+                return Role.OTHER if key is None else _KEY_ROLES[key.key]
+            # The state of an optimizer without a card.
+            values = self.values[key.optimizer, key.parameter].items()
+            tensors = [value for value, other in values if other in stored and stored[other].shape]
+            return state_roles(tensors).get(key.key, Role.OTHER)
         path = self._metadata.paths.get(name)
         in_model = any(component in MODEL_KEYS for component in (path or self._names[name])[:-1])
         at_top = path is not None and len(path) == 1 and "." in name
@@ -526,18 +508,9 @@ class DcpRoles:
         ends = (".".join(parts[at:]) for at in range(1, len(parts)))
         return name in self._trained or any(stored and stored.shape in self._trained.get(end, ()) for end in ends)
 
-    def _other_role(self, key: StateKey) -> Role:
-        """The role of a value in the state of an optimizer without a card."""
-        stored = self._metadata.tensors
-        values = self.values[key.optimizer, key.parameter].items()
-        tensors = [value for value, name in values if name in stored and stored[name].shape]
-        return state_roles(tensors).get(key.key, Role.OTHER)
-
     def group(self, key: StateKey, value: Callable[[str], Any]) -> Mapping[str, Any]:
         """The options of the group of a parameter; ``value`` reads one by name."""
         names = self.option_names(key, value)
-        if not names:
-            return {}
         if id(names) not in self._read:
             self._read[id(names)] = {option: value(name) for option, name in names.items() if option != PARAMETERS}
         return self._read[id(names)]
@@ -546,12 +519,12 @@ class DcpRoles:
         """The names of the options of the group of a parameter, by option; empty for a parameter of no group."""
         if self._groups is None:
             self._groups = self._read_groups(value)
-        return self._groups.get((key.optimizer, key.parameter), {})
+        return self._groups.get((key.optimizer, key.parameter), _NO_NAMES)
 
     def numbers(self, optimizer: str, value: Callable[[str], Any]) -> list[list[int]]:
         """The parameters of every group of an optimizer that numbers them; empty for one that names them."""
-        own = (name for name, key in self.options.items() if (key.optimizer, key.key) == (optimizer, PARAMETERS))
-        listed = [value(name) for name in own]
+        wanted = optimizer, PARAMETERS
+        listed = [value(name) for name, key in self.options.items() if (key.optimizer, key.key) == wanted]
         if not all(isinstance(group, list) and all(type(number) is int for number in group) for group in listed):
             return []
         numbers = [number for group in listed for number in group]
@@ -566,6 +539,6 @@ class DcpRoles:
         for (optimizer, owner), names in options.items():
             listed = value(names[PARAMETERS]) if PARAMETERS in names else None
             members = listed if isinstance(listed, list) else [owner]
-            known = (str(member) for member in members if type(member) is str or is_count(member))
-            groups.update({(optimizer, member): names for member in known})
+            known = (member for member in members if type(member) is str or is_count(member))
+            groups |= {(optimizer, str(member)): names for member in known}
         return groups

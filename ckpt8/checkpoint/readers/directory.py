@@ -24,11 +24,8 @@ from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.text import shown
 
-_PICKLE = b"\x80"
 _INTERRUPTED = re.compile(rf"{RANK_FILE}|\..*\.ckpt8-partial")
 """What a distributed save that was interrupted leaves."""
-_METADATA_REWRITTEN = "written anew: slices that were compressed with zstd lie elsewhere without it"
-
 
 Choice = Callable[[DcpCheckpoint], Container[Slice]]
 """Says which slices of a distributed checkpoint somebody wants to read."""
@@ -86,10 +83,10 @@ def open_distributed(
         only = None if choice is None else choice(checkpoint)
         for path in checkpoint.files:
             entry = by_path.get(folder + path)
-            if entry is None or entry.format not in (FILE, SYMLINK):
-                raise InputError(f"{where}: names {shown(path)}, which is not there; the checkpoint is not complete")
-            if entry.path in members:
-                raise InputError(f"{where}: names {shown(path)}, which belongs to another .metadata")
+            if entry is None or entry.format not in (FILE, SYMLINK) or entry.path in members:
+                is_known = entry is not None and entry.path in members
+                what = "belongs to another .metadata" if is_known else "is not there; the checkpoint is not complete"
+                raise InputError(f"{where}: names {shown(path)}, which {what}")
             if entry.format != FILE:
                 continue
             shard = open_file(entry.path)
@@ -100,7 +97,8 @@ def open_distributed(
                 members[entry.path] = DirectoryMember(entry.path, plain, reason, holds_tensors=True)
         if checkpoint.moved:
             held = Held(rewritten(checkpoint.metadata, checkpoint.moved, where), FILE, file)
-            members[folder + METADATA] = DirectoryMember(folder + METADATA, held, _METADATA_REWRITTEN)
+            reason = "written anew: slices that were compressed with zstd lie elsewhere without it"
+            members[folder + METADATA] = DirectoryMember(folder + METADATA, held, reason)
         checkpoint.metadata.tree = None  # by far the largest part of it in memory
     return members
 
@@ -112,11 +110,10 @@ def _metadata_files(
     shards = [entry.path for entry in entries if is_named_shard(entry.path)]
     for entry in entries:
         folder = entry.path.removesuffix(METADATA)
-        named = entry.path.rpartition("/")[2] == METADATA and entry.format == FILE
-        if not named or not any(path.startswith(folder) for path in shards):
-            continue
-        file = open_file(entry.path)
-        if file.source.length > MAX_METADATA_BYTES:
-            raise InputError(f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}")
-        if file.source.length and file.read(0, 1) == _PICKLE:
-            yield folder, file
+        is_named = entry.path.rpartition("/")[2] == METADATA and entry.format == FILE
+        if is_named and any(path.startswith(folder) for path in shards):
+            file = open_file(entry.path)
+            if file.source.length > MAX_METADATA_BYTES:
+                raise InputError(f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}")
+            if file.source.length and file.read(0, 1) == b"\x80":  # a pickle
+                yield folder, file

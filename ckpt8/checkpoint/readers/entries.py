@@ -64,8 +64,7 @@ def walk(root: Path) -> list[Entry]:
     """All entries below ``root``, sorted by path. Raises InputError for an entry that a container cannot hold."""
     below: list[Entry] = []
     waiting = [""]
-    while waiting:
-        above = waiting.pop()
+    for above in waiting:
         try:
             with os.scandir(root / above) as entries:
                 names = sorted(entry.name for entry in entries)
@@ -75,10 +74,8 @@ def walk(root: Path) -> list[Entry]:
             raise InputError(f"{root}: its directories are nested deeper than {MAX_COMPONENTS}")
         if above and not names:
             below.append(Entry(above, DIRECTORY))
-        for name in names:
-            path = f"{above}/{name}" if above else name
-            entry = _entry(root, path)
-            if entry is None:
+        for path in (f"{above}/{name}".lstrip("/") for name in names):
+            if (entry := _entry(root, path)) is None:
                 waiting.append(path)
             else:
                 below.append(entry)
@@ -94,21 +91,18 @@ def _entry(root: Path, path: str) -> Entry | None:
         mode = full.lstat().st_mode
         target = os.readlink(full) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - a Path would drop redundant parts
         target.encode()
-        leads_out = bool(target) and not link_stays_inside(path, target)
-        leads_nowhere = leads_out and not full.is_file()
+        stays = bool(target) and link_stays_inside(path, target)
+        leads_nowhere = bool(target) and not stays and not full.is_file()
     except UnicodeEncodeError as exc:
         raise InputError(f"{full}: where it leads is not valid UTF-8; make the link anew") from exc
     except OSError as exc:
         raise InputError(f"{full}: cannot be read: {exc.strerror}") from exc
-    if target and not leads_out:
-        return Entry(path, SYMLINK, target)
     if leads_nowhere:
         raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
-    if stat.S_ISDIR(mode):
-        return None
-    if not target and not stat.S_ISREG(mode):
+    if not (target or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         raise InputError(f"{full}: is neither a file nor a directory nor a link; remove it")
-    return Entry(path, FILE)
+    entry = Entry(path, SYMLINK, target) if stays else Entry(path, FILE)
+    return None if stat.S_ISDIR(mode) else entry
 
 
 def size_of(path: Path) -> int:
@@ -126,16 +120,12 @@ def kept(why: Exception | str, source: ByteRange) -> str:
     return f"kept as it is: {str(why).removeprefix(f'{source}: ')}"
 
 
-_SHARD_SUFFIX = ".distcp"
-_COALESCED = "buckets_coalesced"
-
-
 def is_named_shard(name: str) -> bool:
     """Whether a file has the name of a shard, which torch.distributed.checkpoint writes next to its ``.metadata``.
 
     Content cannot tell: a shard of one slice looks like a file of torch.save, one of several like a damaged file.
     """
-    return name.endswith(_SHARD_SUFFIX)
+    return name.endswith(".distcp")
 
 
 def lone_shard(where: str) -> UnsupportedError:
@@ -185,19 +175,14 @@ def refuse_share(tree: Any, where: str) -> None:
 
 def refuse_buckets(tree: Any, where: str) -> None:
     """Raise UnsupportedError for a ``distrib_optim.pt`` of Megatron."""
-    if _is_megatron_optimizer(tree):
+    # The state of a distributed optimizer is kept by buffer, then by type of parameter and gradient.
+    buffers = [value for key, value in tree.items() if type(key) is int] if type(tree) is dict else []
+    is_bucketed = any(type(buffer) is dict and any(map(_is_dtypes, buffer)) for buffer in buffers)
+    if is_bucketed or (type(tree) is dict and "buckets_coalesced" in tree):
         raise UnsupportedError(
             f"{where}: a distrib_optim.pt of Megatron: buckets of an optimizer without names or shapes; "
             "save in the torch_dist format, with an optimizer that is sharded by parameter"
         )
-
-
-def _is_megatron_optimizer(tree: Any) -> bool:
-    """Whether this is the state of a distributed optimizer: by buffer, then by type of parameter and gradient."""
-    if type(tree) is not dict:
-        return False
-    buffers = [value for key, value in tree.items() if type(key) is int]
-    return _COALESCED in tree or any(type(buffer) is dict and any(map(_is_dtypes, buffer)) for buffer in buffers)
 
 
 def _is_dtypes(key: Any) -> bool:

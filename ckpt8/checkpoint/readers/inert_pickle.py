@@ -102,10 +102,6 @@ def load_pickle(
     return value
 
 
-class _Stop(Exception):  # noqa: N818
-    """The STOP opcode was reached. A signal, not an error."""
-
-
 def _reason(exc: BaseException) -> str:
     if isinstance(exc, KeyError):
         return "it refers to a memo entry that does not exist"
@@ -129,31 +125,24 @@ class Machine:
         stored: int,
         calls: TorchCalls | None,
     ) -> None:
-        self.read = stream.read
-        self.readline = stream.readline
-        self.tell = stream.tell
+        self.read, self.readline, self.tell = stream.read, stream.readline, stream.tell
         self.end = end
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.start = stream.tell()
-        self.copied = 0
-        self.units = 0
+        self.copied = self.units = 0
         self._allowed = FREE_UNITS
         self._room = UNITS_PER_STORED_BYTE * stored
-        self.label = label
-        self.persistent_load = persistent_load
-        self.calls = calls
+        self.label, self.persistent_load, self.calls = label, persistent_load, calls
         self.globals: dict[tuple[str, str], Global] = {}
 
     def run(self) -> Any:
         """Read up to STOP and return the value. Raises InputError."""
-        table, read = _TABLE, self.read
+        table, read, stop = _TABLE, self.read, _STOP
         try:
-            while True:
-                table[read(1)[0]](self)
-        except _Stop:
-            pass
+            while (code := read(1)[0]) != stop:
+                table[code](self)
         except _DAMAGE as exc:
             # Any wrong byte leads to one of these errors; only the place is missing in them.
             raise InputError(f"{self.label}: damaged pickle near byte {self.tell()}: {_reason(exc)}") from exc
@@ -207,10 +196,9 @@ class Machine:
         self.stack.append(int(text.removesuffix(b"L")) if flag is None else flag)
 
     def _long_4(self) -> None:
-        (size,) = _i32(self.read(4))
-        data = self._take(size)
-        small = size <= MAX_INTEGER_BYTES
-        self.stack.append(int.from_bytes(data, "little", signed=True) if small else Inert("builtins.int", (data,)))
+        data = self._take(_i32(self.read(4))[0])
+        is_small = len(data) <= MAX_INTEGER_BYTES
+        self.stack.append(int.from_bytes(data, "little", signed=True) if is_small else Inert("builtins.int", (data,)))
 
     def _string_text(self) -> None:
         quoted = self._line().strip()
@@ -241,49 +229,18 @@ class Machine:
             raise ValueError("a memo index has too many digits")
         return int(text)
 
-    def _put_text(self) -> None:
-        self.memo[self._index()] = self.stack[-1]
-
-    def _put_1(self) -> None:
-        self.memo[self.read(1)[0]] = self.stack[-1]
-
-    def _put_4(self) -> None:
-        self.memo[_u32(self.read(4))[0]] = self.stack[-1]
-
-    def _memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
+    def _put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
 
     def _unknown(self) -> NoReturn:
         raise ValueError("the opcode there is not one that checkpoints use")
 
-    def _stop(self) -> NoReturn:
-        raise _Stop
+    def _push(self, value: Any) -> None:
+        self.stack.append(value)
 
-    def _tuple(self) -> None:
+    def _push_new(self, value: Any) -> None:
         self.count()
-        items = tuple(self._since_mark())
-        self.stack.append(items)
-
-    def _tuple_1(self) -> None:
-        self.count()
-        self.stack[-1] = (self.stack[-1],)
-
-    def _tuple_2(self) -> None:
-        self.count()
-        self.stack[-2:] = [(self.stack[-2], self.stack[-1])]
-
-    def _tuple_3(self) -> None:
-        self.count()
-        self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
-
-    def _empty_list(self) -> None:
-        self.count()
-        self.stack.append([])
-
-    def _list(self) -> None:
-        self.count()
-        items = self._since_mark()
-        self.stack.append(items)
+        self.stack.append(value)
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -296,20 +253,10 @@ class Machine:
         else:
             raise ValueError(f"items are added to a {type(target).__name__}")
 
-    def _empty_dict(self) -> None:
-        self.count()
-        self.stack.append({})
-
     def _dict(self) -> None:
-        self.count()
         items = self._since_mark()
-        self.stack.append({})
+        self._push_new({})
         self._update(items)
-
-    def _set_item(self) -> None:
-        value = self.stack.pop()
-        key = self.stack.pop()
-        self._update([key, value])
 
     def _update(self, items: list[Any]) -> None:
         if len(items) % 2:
@@ -326,15 +273,6 @@ class Machine:
         else:
             raise ValueError(f"keys are set on a {type(target).__name__}")
 
-    def _empty_set(self) -> None:
-        self.count()
-        self.stack.append(Inert("builtins.set"))
-
-    def _frozen_set(self) -> None:
-        self.count()
-        items = self._since_mark()
-        self.stack.append(Inert("builtins.frozenset", items=items))
-
     def _named(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name is not text")
@@ -349,12 +287,7 @@ class Machine:
         return known
 
     def _global_text(self) -> Global:
-        module = self._line().decode("utf-8")
-        return self._named(module, self._line().decode("utf-8"))
-
-    def _global_stack(self) -> None:
-        name = self.stack.pop()
-        self.stack.append(self._named(self.stack.pop(), name))
+        return self._named(self._line().decode("utf-8"), self._line().decode("utf-8"))
 
     def _construct(self, function: Any, args: Any) -> Any:
         self.count(CALL_UNITS)
@@ -369,24 +302,14 @@ class Machine:
         # A callable may itself be the result of a call, for instance of getattr.
         return Inert(function.name, args=args) if type(function) is Global else Inert("<call>", args=(function, args))
 
-    def _reduce(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self._construct(self.stack[-1], args)
-
     def _new_object_keywords(self) -> None:
         keywords = self.stack.pop()
-        args = self.stack.pop()
-        made = self._construct(self.stack[-1], args)
-        self.stack[-1] = Inert("<call>", args=(made, keywords)) if keywords else made
+        made = self._construct(self.stack.pop(-2), self.stack.pop())
+        self.stack.append(Inert("<call>", args=(made, keywords)) if keywords else made)
 
     def _object(self) -> None:
         function, *args = self._since_mark()
         self.stack.append(self._construct(function, tuple(args)))
-
-    def _instance(self) -> None:
-        function = self._global_text()
-        args = tuple(self._since_mark())
-        self.stack.append(self._construct(function, args))
 
     def _build(self) -> None:
         state = self.stack.pop()
@@ -406,9 +329,6 @@ class Machine:
         if self.calls is not None:
             self.calls.storage(pid, stored)
         return stored
-
-    def _persistent_stack(self) -> None:
-        self.stack[-1] = self._persistent(self.stack[-1])
 
 
 # Extension codes (EXT1, EXT2, EXT4) and out-of-band buffers name things outside the file: they stay unknown.
@@ -451,38 +371,40 @@ _OPCODES: Mapping[int, Callable[[Machine], object]] = {
     ord("g"): lambda machine: machine.stack.append(machine.memo[machine._index()]),
     ord("h"): lambda machine: machine.stack.append(machine.memo[machine.read(1)[0]]),
     ord("j"): lambda machine: machine.stack.append(machine.memo[_u32(machine.read(4))[0]]),
-    ord("p"): Machine._put_text,
-    ord("q"): Machine._put_1,
-    ord("r"): Machine._put_4,
-    0x94: Machine._memoize,
-    ord("."): Machine._stop,
+    ord("p"): lambda machine: machine._put(machine._index()),
+    ord("q"): lambda machine: machine._put(machine.read(1)[0]),
+    ord("r"): lambda machine: machine._put(_u32(machine.read(4))[0]),
+    0x94: lambda machine: machine._put(len(machine.memo)),
     ord(")"): lambda machine: machine.stack.append(()),
-    ord("t"): Machine._tuple,
-    0x85: Machine._tuple_1,
-    0x86: Machine._tuple_2,
-    0x87: Machine._tuple_3,
-    ord("]"): Machine._empty_list,
-    ord("l"): Machine._list,
+    ord("t"): lambda machine: machine._push_new(tuple(machine._since_mark())),
+    0x85: lambda machine: machine._push_new((machine.stack.pop(),)),
+    0x86: lambda machine: machine._push_new((machine.stack.pop(-2), machine.stack.pop())),
+    0x87: lambda machine: machine._push_new((machine.stack.pop(-3), machine.stack.pop(-2), machine.stack.pop())),
+    ord("]"): lambda machine: machine._push_new([]),
+    ord("l"): lambda machine: machine._push_new(machine._since_mark()),
     ord("a"): lambda machine: machine._extend([machine.stack.pop()]),
     ord("e"): lambda machine: machine._extend(machine._since_mark()),
-    ord("}"): Machine._empty_dict,
+    ord("}"): lambda machine: machine._push_new({}),
     ord("d"): Machine._dict,
-    ord("s"): Machine._set_item,
+    ord("s"): lambda machine: machine._update([machine.stack.pop(-2), machine.stack.pop()]),
     ord("u"): lambda machine: machine._update(machine._since_mark()),
-    0x8F: Machine._empty_set,
+    0x8F: lambda machine: machine._push_new(Inert("builtins.set")),
     0x90: lambda machine: machine._extend(machine._since_mark()),
-    0x91: Machine._frozen_set,
+    0x91: lambda machine: machine._push_new(Inert("builtins.frozenset", items=machine._since_mark())),
     ord("c"): lambda machine: machine.stack.append(machine._global_text()),
-    0x93: Machine._global_stack,
-    ord("R"): Machine._reduce,
-    0x81: Machine._reduce,
+    0x93: lambda machine: machine._push(machine._named(machine.stack.pop(-2), machine.stack.pop())),
+    **dict.fromkeys(
+        (ord("R"), 0x81),
+        lambda machine: machine._push(machine._construct(machine.stack.pop(-2), machine.stack.pop())),
+    ),
     0x92: Machine._new_object_keywords,
     ord("o"): Machine._object,
-    ord("i"): Machine._instance,
+    ord("i"): lambda machine: machine._push(machine._construct(machine._global_text(), tuple(machine._since_mark()))),
     ord("b"): Machine._build,
     ord("P"): lambda machine: machine.stack.append(machine._persistent(machine._line().decode("ascii"))),
-    ord("Q"): Machine._persistent_stack,
+    ord("Q"): lambda machine: machine._push(machine._persistent(machine.stack.pop())),
 }
+_STOP = ord(".")
 _TABLE = tuple(_OPCODES.get(code, Machine._unknown) for code in range(256))
 
 
@@ -528,18 +450,15 @@ class StorageTable:
         if type(pid[5]) is not tuple or len(pid[5]) != 3:
             raise InputError(f"{self.label}: damaged pickle: storage {shown(key)} has malformed view metadata")
         name, offset, length = pid[5]
-        counts = type(name) is str and type(offset) is int and type(length) is int and offset >= 0 and length >= 0
-        if not counts or offset + length > numel:
+        if type(name) is not str or not is_count(offset) or not is_count(length) or offset + length > numel:
             raise InputError(f"{self.label}: damaged pickle: a view reaches outside storage {shown(key)}")
         return StorageRef(key, dtype, length, offset)
 
     def _dtype(self, kind: str) -> DType:
         """The element type of a storage class of any module (``torch.cuda.FloatStorage``). Raises UnsupportedError."""
         name = kind.rpartition(".")[2]
-        if name == "UntypedStorage":
-            return DType.UINT8
         try:
-            return DType.from_storage_class(name)
+            return DType.UINT8 if name == "UntypedStorage" else DType.from_storage_class(name)
         except KeyError:
             raise UnsupportedError(
                 f"{self.label}: storage type {shown(kind)} is not known to this version of ckpt8"

@@ -34,15 +34,19 @@ WRAPPED = "torch._utils._rebuild_wrapper_subclass"
 EMPTY = "torch.distributed._shard.sharded_tensor.api.ShardedTensor without local shards"
 """The name of the node for a tensor of which this rank has nothing."""
 
+MAX_DIMS = 64
+"""The kernels of torch stop at 64 dimensions."""
+MAX_PLAIN_ENTRIES = 64
+_INT64_MAX = 2**63 - 1
 _MODULE = "torch.distributed."
-_MOST_DIMS = 64
-_LARGEST = 2**63 - 1
-_REBUILD_ARGUMENTS = 8
-_SHARDED_FIELDS = 5
 _COPIED = "Replicate"
 
 Run = tuple[int, int]
 """Start and stop."""
+Spend = Callable[[int], None]
+"""Takes the size of a copy before it is made; raises ValueError when copies get out of proportion."""
+Constructor = Callable[[tuple[Any, ...], Spend], Any]
+NOT_INTERPRETED: Any = object()
 
 
 def is_distributed(name: str) -> bool:
@@ -50,19 +54,18 @@ def is_distributed(name: str) -> bool:
     return name.startswith(_MODULE) and name.rpartition(".")[2] in _KINDS
 
 
-def local_tensor(kind: Global, arguments: tuple[Any, ...], state: Any, spend: Callable[[int], None]) -> Any:
+def local_tensor(kind: Global, arguments: tuple[Any, ...], state: Any, spend: Spend) -> Any:
     """The tensor that this rank has, with its share; None where that is not interpreted."""
-    read = _KINDS.get(kind.name.rpartition(".")[2]) if kind.name.startswith(_MODULE) else None
-    if read is None or len(arguments) != _REBUILD_ARGUMENTS or type(arguments[1]) is not Global:
+    if not is_distributed(kind.name) or len(arguments) != 8 or type(arguments[1]) is not Global:
         return None
-    whole = arguments[2]
+    whole, read = arguments[2], _KINDS[kind.name.rpartition(".")[2]]
     tensor = read(tuple(whole), state, spend) if _is_counts(whole) else None
     if type(tensor) is TensorRef and (tensor.conj or tensor.neg or arguments[1].name != f"torch.{tensor.dtype.label}"):
         return None
     return tensor
 
 
-def _dtensor(whole: tuple[int, ...], state: Any, spend: Callable[[int], None]) -> TensorRef | None:
+def _dtensor(whole: tuple[int, ...], state: Any, spend: Spend) -> TensorRef | None:
     fields = _fields(state)
     ref, spec = fields.get("_local_tensor"), fields.get("_spec")
     if len(fields) != 2 or type(ref) is not TensorRef or ref.share is not None or type(spec) is not Inert:
@@ -92,9 +95,8 @@ def _mesh_shape(mesh: dict[str, Any]) -> tuple[int, ...] | None:
         return ranks.shape
     stated = _fields(layout.state if type(layout) is Inert else None)
     axes = stated.get("axes", stated.get("shape"))
-    if type(axes) is int:
-        axes = (axes,)
-    if type(axes) is not tuple or len(axes) > _MOST_DIMS:
+    axes = (axes,) if type(axes) is int else axes
+    if type(axes) is not tuple or len(axes) > MAX_DIMS:
         return None
     sizes = tuple(_size_of_axis(_fields(axis.state).get("shape") if type(axis) is Inert else axis) for axis in axes)
     return sizes if _is_counts(sizes) else None
@@ -102,23 +104,20 @@ def _mesh_shape(mesh: dict[str, Any]) -> tuple[int, ...] | None:
 
 def _size_of_axis(shape: Any) -> int:
     """The size of an axis that may be made of several; -1 for what is none."""
-    if type(shape) is int:
-        return shape
-    return prod(shape) if _is_counts(shape) else -1
+    sizes = (shape,) if type(shape) is int else shape
+    return prod(sizes) if _is_counts(sizes) else -1
 
 
 def _is_in_order(order: Any) -> bool:
     """Whether meshes are applied from their first dimension to the last, as placements say without an order."""
     entries = order if type(order) is tuple else ()
-    if len(entries) > _MOST_DIMS:  # many tensors may share one order
+    if len(entries) > MAX_DIMS:  # many tensors may share one order
         return False
     dims = [entry.args[1] if type(entry) is Inert and len(entry.args) == 2 else None for entry in entries]
     return all(_is_counts(dim) and all(a < b for a, b in pairwise(dim)) for dim in dims)
 
 
-def _runs(
-    whole: tuple[int, ...], placed: Sequence[tuple[int, int, Any]], spend: Callable[[int], None]
-) -> list[Run] | None:
+def _runs(whole: tuple[int, ...], placed: Sequence[tuple[int, int, Any]], spend: Spend) -> list[Run] | None:
     """What a rank has by dimension of the tensor; None unless that is one run of each.
 
     ``placed`` are the size of each dimension of the mesh, the place of the rank in it, and the placement.
@@ -180,8 +179,8 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
     return joined
 
 
-def _sharded_tensor(whole: tuple[int, ...], state: Any, _spend: Callable[[int], None]) -> TensorRef | Inert | None:
-    is_known = type(state) is tuple and len(state) == _SHARDED_FIELDS and type(state[1]) is Inert
+def _sharded_tensor(whole: tuple[int, ...], state: Any, _spend: Spend) -> TensorRef | Inert | None:
+    is_known = type(state) is tuple and len(state) == 5 and type(state[1]) is Inert
     shards, stated = (state[0], _fields(state[1].state)) if is_known else (None, {})
     everywhere = stated.get("shards_metadata")
     if stated.get("size") != whole or type(everywhere) is not list or type(shards) is not list or len(shards) > 1:
@@ -194,10 +193,9 @@ def _sharded_tensor(whole: tuple[int, ...], state: Any, _spend: Callable[[int], 
     offsets, sizes = own.get("shard_offsets"), own.get("shard_sizes")
     if type(ref) is not TensorRef or ref.share is not None or not _is_counts(offsets) or not _is_counts(sizes):
         return None
-    is_inside = len(offsets) == len(whole) and all(
-        at + size <= most for at, size, most in zip(offsets, sizes, whole, strict=False)
-    )
-    if not is_inside or ref.shape != tuple(sizes) or len(sizes) != len(whole):
+    if ref.shape != tuple(sizes) or not len(offsets) == len(sizes) == len(whole):
+        return None
+    if any(at + size > most for at, size, most in zip(offsets, sizes, whole, strict=True)):
         return None
     return replace(ref, share=Share(tuple(offsets), whole, len(everywhere), None, (place, *state[1:])))
 
@@ -213,30 +211,17 @@ def _fields(state: Any) -> dict[str, Any]:
 
 
 def _is_counts(value: Any) -> TypeGuard[Sequence[int]]:
-    is_few = type(value) in (tuple, list) and len(value) <= _MOST_DIMS
-    return is_few and all(type(number) is int and 0 <= number <= _LARGEST for number in value)
+    return type(value) in (tuple, list) and len(value) <= MAX_DIMS and all(map(is_count, value))
 
 
-MAX_DIMS = 64
-"""The kernels of torch stop at 64 dimensions."""
-MAX_PLAIN_ENTRIES = 64
-_INT64_MAX = 2**63 - 1
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex, Global})
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
 _LATIN1 = frozenset({"latin1", "latin-1"})
 
-NOT_INTERPRETED: Any = object()
-Spend = Callable[[int], None]
-"""Takes the size of a copy before it is made; raises ValueError when copies get out of proportion."""
-Constructor = Callable[[tuple[Any, ...], Spend], Any]
-
 
 def _is_trivial(value: Any) -> bool:
-    if type(value) in _SCALARS:
-        return True
-    if type(value) is StatefulDict and value.state is not None:
-        return False
-    return type(value) in (tuple, list, dict, StatefulDict) and not value
+    is_empty = type(value) in (tuple, list, dict, StatefulDict) and not value
+    return type(value) in _SCALARS or (is_empty and getattr(value, "state", None) is None)
 
 
 def is_plain(value: Any) -> bool:
@@ -315,9 +300,8 @@ def _tensor_v3(args: tuple[Any, ...], _spend: Spend) -> Any:
 
 def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
     """``Parameter``, ``Buffer``, ``_rebuild_parameter``: a tensor first, then only flags and empty hooks."""
-    if not args or len(args) > MAX_DIMS or type(args[0]) is not TensorRef:
-        return NOT_INTERPRETED
-    return args[0] if all(is_plain(arg) for arg in args[1:]) else NOT_INTERPRETED
+    has_tensor = bool(args) and len(args) <= MAX_DIMS and type(args[0]) is TensorRef
+    return args[0] if has_tensor and all(map(is_plain, args[1:])) else NOT_INTERPRETED
 
 
 def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
@@ -325,17 +309,14 @@ def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
 
     A subclass gives its bytes a meaning of its own, so only the plain types and those of ``distributed`` are tensors.
     """
-    if len(args) != 4 or type(args[0]) is not Global or type(args[2]) is not tuple:
+    if len(args) != 4 or not type(args[0]) is type(args[1]) is Global or type(args[2]) is not tuple:
         return NOT_INTERPRETED
     function, kind, arguments, state = args
-    if function.name == WRAPPED and type(kind) is Global:
+    if function.name == WRAPPED:
         made = local_tensor(kind, arguments, state, spend)
         return NOT_INTERPRETED if made is None else made
-    if function.name not in _TENSOR_FUNCTIONS or type(kind) is not Global:
-        return NOT_INTERPRETED
-    if kind.name not in _TENSOR_TYPES or not is_plain(state):
-        return NOT_INTERPRETED
-    return CONSTRUCTORS[function.name](arguments, spend)
+    is_tensor = function.name in _TENSOR_FUNCTIONS and kind.name in _TENSOR_TYPES and is_plain(state)
+    return CONSTRUCTORS[function.name](arguments, spend) if is_tensor else NOT_INTERPRETED
 
 
 def _size(args: tuple[Any, ...], _spend: Spend) -> Any:
@@ -396,9 +377,8 @@ def _slice(args: tuple[Any, ...], _spend: Spend) -> Any:
 
 def _reconstructor(args: tuple[Any, ...], _spend: Spend) -> Any:
     """``copyreg._reconstructor(class, base, value of the base)``: how protocols 0 and 1 make an object."""
-    if len(args) != 3 or type(args[0]) is not Global:
-        return NOT_INTERPRETED
-    return Inert(args[0].name, args=() if args[2] is None else (args[2],))
+    is_known = len(args) == 3 and type(args[0]) is Global
+    return Inert(args[0].name, args=() if args[2] is None else (args[2],)) if is_known else NOT_INTERPRETED
 
 
 MAX_KEY_NODES = 64
@@ -419,13 +399,12 @@ def dict_key(key: Any) -> Any:
         node = pending.pop()
         seen += 1
         kind = type(node)
+        if (kind is tuple and len(node) + len(pending) + seen > MAX_KEY_NODES) or (
+            kind is int and node.bit_length() > MAX_KEY_BITS
+        ):
+            raise ValueError("a dictionary key is too large")
         if kind is tuple:
-            if len(node) + len(pending) + seen > MAX_KEY_NODES:
-                raise ValueError("a dictionary key is too large")
             pending.extend(node)
-        elif kind is int:
-            if node.bit_length() > MAX_KEY_BITS:
-                raise ValueError("a dictionary key is too large")
         elif kind not in _SCALARS and kind not in (Inert, TensorRef, StorageRef):
             raise ValueError(f"a {kind.__name__} is used as a dictionary key")
     return key

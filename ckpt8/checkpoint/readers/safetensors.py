@@ -64,9 +64,7 @@ def read(file: SourceFile) -> OpenCheckpoint:
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise InputError(f"{where}: damaged safetensors file: {METADATA} does not map names to texts")
     tensors = {name: _tensor(name, entry, start, where) for name, entry in header.items()}
-    storages = sorted(
-        (storage for _, storage in tensors.values()), key=lambda storage: (storage.offset, storage.nbytes)
-    )
+    storages = sorted((storage for _, storage in tensors.values()), key=lambda own: (own.offset, own.nbytes))
     _check_layout(storages, start, size, where)
     return OpenCheckpoint("safetensors", file, storages, {name: ref for name, (ref, _) in tensors.items()})
 
@@ -96,13 +94,12 @@ def _dtype(label: str, shape: list[int], where: str, name: str) -> tuple[DType, 
         raise UnsupportedError(
             f"{where}: tensor {shown(name)}: element type {shown(label)} is not known to this version of ckpt8"
         )
-    if dtype is DType.FLOAT4_E2M1FN_X2:
-        if not shape or shape[-1] % 2:
-            raise UnsupportedError(
-                f"{where}: tensor {shown(name)}: {label} with rows of an odd length cannot be read by torch"
-            )
-        return dtype, (*shape[:-1], shape[-1] // 2)
-    return dtype, tuple(shape)
+    packed = 2 if dtype is DType.FLOAT4_E2M1FN_X2 else 1
+    if packed > 1 and (not shape or shape[-1] % packed):
+        raise UnsupportedError(
+            f"{where}: tensor {shown(name)}: {label} with rows of an odd length cannot be read by torch"
+        )
+    return dtype, (*shape[:-1], *(size // packed for size in shape[-1:]))
 
 
 def _check_layout(storages: list[StorageInfo], start: int, size: int, where: str) -> None:

@@ -19,14 +19,12 @@ MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 _MAGIC_BYTES = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
 _MAGIC_TEXT = b"L119547037146038801333356L\n."  # how pickle protocol 1 writes it
-_SNIFFED_BYTES = 32
-_BUFFER_BYTES = 2**16
 _COUNT = struct.Struct("<q")
 
 
 def sniff(file: SourceFile) -> bool:
     """Whether it starts with the pickled magic number."""
-    head = file.read(0, min(_SNIFFED_BYTES, file.source.length))
+    head = file.read(0, min(32, file.source.length))
     return head.startswith(_MAGIC_TEXT) or (head.startswith(b"\x80") and _MAGIC_BYTES in head)
 
 
@@ -35,9 +33,7 @@ class _RawStream(io.RawIOBase):
 
     def __init__(self, file: SourceFile, limit: int) -> None:
         super().__init__()
-        self._file = file
-        self._limit = limit
-        self._position = 0
+        self._file, self._limit, self._position = file, limit, 0
 
     def readable(self) -> bool:
         return True
@@ -61,7 +57,7 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     source = file.source
     limit = min(source.length, longest_pickle(file))
     names: set[str] = set()
-    stream = io.BufferedReader(_RawStream(file, limit), _BUFFER_BYTES)
+    stream = io.BufferedReader(_RawStream(file, limit), 2**16)
 
     def load(what: str, table: StorageTable | None = None) -> Any:
         label, persistent_load = f"{source}: {what}", table.load if table else None
@@ -77,8 +73,7 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     check_depth(tree, table.label)
     if calls is None:
         check_shares(tree, names, str(source))
-    keys = load("list of storages")
-    storages = _storages(file, table, keys, stream.tell())
+    storages = _storages(file, table, load("list of storages"), stream.tell())
     return OpenCheckpoint("torch-legacy", file, storages, tree, names)
 
 
@@ -87,7 +82,7 @@ def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> 
     source = file.source
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise InputError(f"{source}: damaged: its list of storages is malformed")
-    if len(set(keys)) != len(keys) or set(keys) != set(table.declared):
+    if sorted(keys) != sorted(table.declared):
         raise InputError(f"{source}: damaged: its list of storages is not the one that its pickle uses")
     storages = []
     for key in keys:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,12 @@ from ckpt8.core.text import shown
 
 MAX_DIRECTORY_BYTES = 64 * 2**20
 """Room for about half a million records."""
-_MAX_COMMENT_BYTES = 65_535
 END_SIGNATURE = b"PK\x05\x06"
 _END = struct.Struct("<4s4H2IH")
-END_BYTES = _END.size
-NO_COMMENT = b"\0\0"
 _LOCATOR = struct.Struct("<4sIQI")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
-_UNCOUNTED_64 = 12  # the signature and the length field, which the length does not count
+_COUNTED_64 = _END_64.size - 12  # the length does not count the signature and the length field
 _ALL_SATURATED = (0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
-_TORCH_VERSIONS = (0x031E, 45)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +67,14 @@ def read_end_records(file: SourceFile) -> EndRecords:
 
 def _find_end(file: SourceFile) -> tuple[int, int, tuple[int, ...]]:
     """The last end record whose comment ends with the file: position, comment length, numbers. Raises InputError."""
-    span = min(file.source.length, _END.size + _MAX_COMMENT_BYTES)
+    span = min(file.source.length, _END.size + 0xFFFF)
     base = file.source.length - span
     tail = file.read(base, span)
-    at = tail.rfind(END_SIGNATURE)
+    at = tail.rfind(END_SIGNATURE, 0, max(span - _END.size + len(END_SIGNATURE), 0))
     while at >= 0:
-        if at + _END.size <= span:
-            _, *numbers, comment = _END.unpack_from(tail, at)
-            if at + _END.size + comment == span:
-                return base + at, comment, tuple(numbers)
+        _, *numbers, comment = _END.unpack_from(tail, at)
+        if at + _END.size + comment == span:
+            return base + at, comment, tuple(numbers)
         at = tail.rfind(END_SIGNATURE, 0, at + 3)
     raise InputError(
         f"{file.source}: damaged zip file: it has no end record; it may be cut off, copy or download it again"
@@ -90,11 +85,9 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
     _, disk, position, disks = _LOCATOR.unpack(lead)
     if disk or disks != 1:
         raise InputError(f"{file.source}: damaged zip file: it claims to be one of several disks")
-    if position + _END_64.size > locator:
-        raise _misplaced(file)
-    record = _END_64.unpack(file.read(position, _END_64.size))
-    signature, length, made_by, needed, disk, start_disk, here, count, size, offset = record
-    if signature != b"PK\x06\x06" or position + _UNCOUNTED_64 + length != locator:
+    record = file.read(position, _END_64.size) if position + _END_64.size <= locator else bytes(_END_64.size)
+    signature, length, made_by, needed, disk, start_disk, here, count, size, offset = _END_64.unpack(record)
+    if signature != b"PK\x06\x06" or position + _END_64.size - _COUNTED_64 + length != locator:
         raise _misplaced(file)
     true_numbers = (0, 0, here, count, size, offset)
     # Each field of the old record holds the true number, or says "see the zip64 record".
@@ -103,11 +96,9 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
     if disk or start_disk or here != count or not agree:
         raise InputError(f"{file.source}: damaged zip file: its two end records do not agree")
     _check_extent(file, offset, size, position)
-    saturated = tuple(map(min, true_numbers[2:], _ALL_SATURATED))
     torch_style = (
-        numbers == (0, 0, *saturated)
-        and (made_by, needed) == _TORCH_VERSIONS
-        and length == _END_64.size - _UNCOUNTED_64
+        numbers == (0, 0, *map(min, true_numbers[2:], _ALL_SATURATED))
+        and (made_by, needed, length) == (0x031E, 45, _COUNTED_64)
         and not comment
     )
     return EndRecords(offset, size, count, torch_style)
@@ -117,11 +108,10 @@ def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
     """Raise InputError unless the directory ends exactly where the end records start."""
     if size > MAX_DIRECTORY_BYTES:
         raise InputError(f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}")
-    if offset + size == end:
-        return
     if offset + size < end and size and file.read(end - size, 4) == b"PK\x01\x02":
         raise _misplaced(file)
-    raise InputError(f"{file.source}: damaged zip file: its directory is not where the end record says")
+    if offset + size != end:
+        raise InputError(f"{file.source}: damaged zip file: its directory is not where the end record says")
 
 
 def _misplaced(file: SourceFile) -> UnsupportedError:
@@ -137,12 +127,10 @@ STORED = 0
 _ENCRYPTED = 0x2041  # encrypted, strongly encrypted, or local header masked
 _HAS_DESCRIPTOR = 0x8
 _SATURATED = 0xFFFFFFFF
-_ZIP64_ID = 1
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _LOCAL_CRC_AT = 14
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-_CENTRAL_CRC_AT = 16
 _DESCRIPTORS = (
     # Position of the CRC, layout: with and without signature, 64-bit and 32-bit sizes. Torch always signs.
     (4, struct.Struct("<4sIQQ")),
@@ -173,9 +161,9 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class _Central:
-    """A directory entry with its zip64 values. ``position`` is the offset of the entry itself in the source."""
+    """A directory entry with its zip64 values. ``crc_at`` is the place of its CRC in the source."""
 
-    position: int
+    crc_at: int
     name: bytes
     needed: int
     shared: tuple[int, ...]  # flags, method, time, date: exactly as in the local header
@@ -189,14 +177,14 @@ class _Central:
 def read_directory(file: SourceFile) -> list[ZipEntry]:
     """All records in the order of their offsets. Raises InputError for anything damaged or contradictory."""
     end = read_end_records(file)
-    central = _parse_directory(file, file.read(end.offset, end.size), end.offset)
+    central = [*_parse_directory(file, file.read(end.offset, end.size), end.offset)]
     if len(central) != end.count:
         raise InputError(f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed")
     ahead = _ReadAhead(file)
     opened = [_open_record(ahead, record, end.offset) for record in central]
     # A record that someone added to torch's file with a zip tool may carry the tool's values.
-    odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
-    if odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
+    is_odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
+    if is_odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
         raise InputError(f"{file.source}: damaged zip file: its directory holds values that torch never writes")
     entries = sorted((entry for entry, _ in opened), key=lambda entry: entry.header_offset)
     _check_layout(file, entries)
@@ -231,13 +219,12 @@ def find_prefix(file: SourceFile, entries: Sequence[ZipEntry]) -> str:
     return names[0].removesuffix("data.pkl")
 
 
-def _parse_directory(file: SourceFile, data: bytes, offset: int) -> list[_Central]:
+def _parse_directory(file: SourceFile, data: bytes, offset: int) -> Iterator[_Central]:
     """The entries of a directory that lies at ``offset``. Raises InputError."""
-    records: list[_Central] = []
-    at = 0
+    number = at = 0
     while at < len(data):
         if at + _CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
-            raise InputError(f"{file.source}: damaged zip file: directory entry {len(records)} is unreadable")
+            raise InputError(f"{file.source}: damaged zip file: directory entry {number} is unreadable")
         fields = _CENTRAL.unpack_from(data, at)
         _, made_by, needed, *shared, crc32, compressed, size = fields[:10]
         name_length, extra_length, comment_length, disk, internal, external, header = fields[10:]
@@ -249,36 +236,31 @@ def _parse_directory(file: SourceFile, data: bytes, offset: int) -> list[_Centra
         sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
         if sizes is None or disk:
             raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
-        records.append(
-            _Central(
-                position=offset + at,
-                name=data[name_at:extra_at],
-                needed=needed,
-                shared=tuple(shared),
-                crc32=crc32,
-                size=sizes[0],
-                compressed_size=sizes[1],
-                header_offset=sizes[2],
-                bare=not (made_by or internal or external or comment_length),
-            )
+        is_bare = not (made_by or internal or external or comment_length)
+        yield _Central(
+            offset + at + 16,
+            data[name_at:extra_at],
+            needed,
+            tuple(shared),
+            crc32,
+            sizes[0],
+            sizes[1],
+            sizes[2],
+            is_bare,
         )
-        at = end
-    return records
+        number, at = number + 1, end
 
 
 def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
     """``values``, the saturated ones from the zip64 extra field in order; None when it lacks one of them."""
-    needed = sum(value == _SATURATED for value in values)
-    if not needed:
-        return values
-    at = 0
-    while at + 4 <= len(extra):
+    at, needed = 0, values.count(_SATURATED)
+    while needed and at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == _ZIP64_ID and 8 * needed <= length <= len(extra) - at - 4:
+        if kind == 1 and 8 * needed <= length <= len(extra) - at - 4:
             wide = iter(struct.unpack_from(f"<{needed}Q", extra, at + 4))
             return tuple(next(wide) if value == _SATURATED else value for value in values)
         at += 4 + length
-    return None
+    return None if needed else values
 
 
 def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
@@ -290,40 +272,42 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
     name = record.name.decode("utf-8", "backslashreplace")
     if record.shared[0] & _ENCRYPTED:
         raise UnsupportedError(f"{file.source}: zip record {name!r} is encrypted; decrypt the file first")
+    mismatch = InputError(f"{file.source}: damaged zip file: record {name!r} does not match its directory entry")
     at = record.header_offset
     span = _LOCAL.size + len(record.name)
     if at + span > limit:
-        raise _mismatch(file, name)
+        raise mismatch
     head = ahead.read(at, span)
     signature, needed, *shared, crc32, compressed, size, name_length, extra_length = _LOCAL.unpack_from(head)
     data_offset = at + span + extra_length
-    data_end = data_offset + record.compressed_size
-    same = (
+    end = data_offset + record.compressed_size
+    is_same = (
         signature == LOCAL_SIGNATURE
         and tuple(shared) == record.shared
         and name_length == len(record.name)
         and head[_LOCAL.size :] == record.name
     )
     by_torch = needed == 0 and shared[2:] == [0, 0]
-    if not same or data_end > limit or (by_torch and needed != record.needed):
-        raise _mismatch(file, name)
-    crc_fields = [record.position + _CENTRAL_CRC_AT]
+    if not is_same or end > limit or (by_torch and needed != record.needed):
+        raise mismatch
+    crc_fields = [record.crc_at]
     sizes, true_sizes = (size, compressed), (record.size, record.compressed_size)
     if shared[0] & _HAS_DESCRIPTOR:
-        field, end = _find_descriptor(ahead, record, data_end, limit)
-        crc_fields.append(field)
+        descriptor = _find_descriptor(ahead, record, end, limit)
+        if descriptor is None:
+            raise mismatch
+        crc_fields.append(descriptor[0])
+        end = descriptor[1]
         # With a descriptor the local header may leave its fields empty, but a value that it states must be true.
-        if crc32 == record.crc32 and crc32:
-            crc_fields.append(at + _LOCAL_CRC_AT)
-        known = all(stated in (true, 0, _SATURATED) for stated, true in zip(sizes, true_sizes, strict=True))
-        agree = known and crc32 in (0, record.crc32)
+        agree = all(stated in (true, 0, _SATURATED) for stated, true in zip(sizes, true_sizes, strict=True))
+        agree = agree and crc32 in (0, record.crc32)
     else:
-        end = data_end
-        crc_fields.append(at + _LOCAL_CRC_AT)
         extra = ahead.read(at + span, extra_length) if _SATURATED in sizes else b""
         agree = _widen(extra, sizes) == true_sizes and crc32 == record.crc32
+    if crc32 or not shared[0] & _HAS_DESCRIPTOR:
+        crc_fields.append(at + _LOCAL_CRC_AT)
     if not agree or (record.shared[1] == STORED and record.size != record.compressed_size):
-        raise _mismatch(file, name)
+        raise mismatch
     return ZipEntry(
         name=name,
         method=record.shared[1],
@@ -337,34 +321,27 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
     ), by_torch
 
 
-def _find_descriptor(ahead: _ReadAhead, record: _Central, at: int, limit: int) -> tuple[int, int]:
-    """The offsets of the CRC and of the end of the data descriptor at ``at``. Raises InputError."""
+def _find_descriptor(ahead: _ReadAhead, record: _Central, at: int, limit: int) -> tuple[int, int] | None:
+    """The offsets of the CRC and of the end of the data descriptor at ``at``; None where there is none."""
     tail = ahead.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
     wanted = (record.crc32, record.compressed_size, record.size)
     for crc_at, layout in _DESCRIPTORS:
-        if layout.size > len(tail):
-            continue
-        fields = layout.unpack_from(tail)
+        fields = layout.unpack_from(tail) if layout.size <= len(tail) else ()
         if fields[-3:] == wanted and fields[:-3] in ((), (b"PK\x07\x08",)):
             return at + crc_at, at + layout.size
-    raise _mismatch(ahead.file, record.name.decode("utf-8", "backslashreplace"))
+    return None
 
 
 def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
     """Raise InputError for records that share a name or a byte. ``entries`` are in the order of their offsets."""
-    names = set()
+    names: set[str] = set()
     end = 0
     for entry in entries:
-        if entry.header_offset < end:
-            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} overlaps the one before it")
-        if entry.name in names:
-            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} is listed twice")
+        if entry.header_offset < end or entry.name in names:
+            what = "overlaps the one before it" if entry.header_offset < end else "is listed twice"
+            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} {what}")
         names.add(entry.name)
         end = entry.end
-
-
-def _mismatch(file: SourceFile, name: str) -> InputError:
-    return InputError(f"{file.source}: damaged zip file: record {name!r} does not match its directory entry")
 
 
 MAX_SMALL_RECORD_BYTES = 64 * 2**20
@@ -397,7 +374,11 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
         raise UnsupportedError(
             f"{file.source}: a TorchScript archive; save the state dict of the model with torch.save instead"
         )
-    _check_byte_order(file, records)
+    order = _read_stored(file, records["byteorder"], len("little")) if "byteorder" in records else b"little"
+    if order == b"big":
+        raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
+    if order != b"little":
+        raise InputError(f"{file.source}: record byteorder holds {shown(order)}, expected 'little'")
     table = StorageTable(f"{file.source}: data.pkl")
     pickle = _read_stored(file, records["data.pkl"], longest_pickle(file))
     names: set[str] = set()
@@ -420,21 +401,13 @@ def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
 
     That library ignores the case of names, and takes the last signature of an end record, even one in a comment.
     """
-    end = file.read(file.source.length - END_BYTES, END_BYTES)
-    if not (end.startswith(END_SIGNATURE) and end.endswith(NO_COMMENT)):
+    end = file.read(file.source.length - _END.size, _END.size)
+    if not (end.startswith(END_SIGNATURE) and end.endswith(b"\0\0")):
         raise InputError(f"{file.source}: a zip file with a comment, which torch.save never writes")
     if len({entry.name.lower() for entry in entries}) < len(entries):
         raise InputError(f"{file.source}: a zip file with records that only differ in case, which torch takes for one")
     for entry in entries:
         _require_stored(file, entry)
-
-
-def _check_byte_order(file: SourceFile, records: Mapping[str, ZipEntry]) -> None:
-    order = _read_stored(file, records["byteorder"], len("little")) if "byteorder" in records else b"little"
-    if order == b"big":
-        raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
-    if order != b"little":
-        raise InputError(f"{file.source}: record byteorder holds {shown(order)}, expected 'little'")
 
 
 def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
@@ -465,25 +438,9 @@ def _storages(file: SourceFile, table: StorageTable, records: Mapping[str, ZipEn
         if entry is None:
             raise InputError(f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file")
         _require_stored(file, entry)
-        stated = entry.crc32 != 0 or entry.size == 0
-        storages.append(
-            StorageInfo(
-                key=key,
-                dtype=table.dtype_for(key, entry.size),
-                offset=entry.data_offset,
-                nbytes=entry.size,
-                crc32=entry.crc32 if stated else None,
-                crc_fields=entry.crc_fields if stated else (),
-            )
-        )
+        stated = (entry.crc32, entry.crc_fields) if entry.crc32 or not entry.size else ()
+        storages.append(StorageInfo(key, table.dtype_for(key, entry.size), entry.data_offset, entry.size, *stated))
     return sorted(storages, key=lambda storage: (storage.offset, storage.key))
-
-
-_LENGTHS = struct.Struct("<26x2H")
-"""Of the name and the extra field, in a local header of a zip file."""
-
-_PICKLES_BEFORE = 3
-"""Magic number, version and system stand in front of the tree in a file of torch before 1.6."""
 
 
 def tree_of_head(format_id: str, head: bytes, where: str) -> Any:
@@ -495,7 +452,7 @@ def tree_of_head(format_id: str, head: bytes, where: str) -> Any:
     if format_id == "torch-zip":
         stream.seek(_start_of_pickle(head, where))
     elif format_id == "torch-legacy":
-        for _ in range(_PICKLES_BEFORE):
+        for _ in ("magic number", "version", "system"):
             load_pickle(stream, len(head), where)
     else:
         return None
@@ -505,10 +462,8 @@ def tree_of_head(format_id: str, head: bytes, where: str) -> Any:
 def _start_of_pickle(head: bytes, where: str) -> int:
     name = head.find(_PICKLE_MARK)
     at = head.rfind(LOCAL_SIGNATURE, 0, max(name, 0))
-    if at >= 0 and at + _LENGTHS.size <= name:
-        name_length: int
-        extra_length: int
-        name_length, extra_length = _LENGTHS.unpack_from(head, at)
-        if at + _LENGTHS.size + name_length == name + len(_PICKLE_MARK):
+    if at >= 0 and at + _LOCAL.size <= name:
+        name_length, extra_length = map(int, _LOCAL.unpack_from(head, at)[-2:])
+        if at + _LOCAL.size + name_length == name + len(_PICKLE_MARK):
             return name + len(_PICKLE_MARK) + extra_length
     raise InputError(f"{where}: has no data.pkl at its start")

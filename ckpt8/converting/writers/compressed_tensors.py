@@ -46,7 +46,6 @@ _ALIGNED = 16
 _TEXTS = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md"})
 _NOT_COPIED = frozenset({CONFIG, "trainer_state.json", "all_results.json", "train_results.json"})
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
-_NOT_FINITE = "holds NaN, Inf or a magnitude of 2^127 and more"
 _LISTED = 20
 
 
@@ -95,14 +94,11 @@ def _find_scales(
     data: Composite, masters: Mapping[str, TensorRef], layers: Layers, scheme: Scheme, progress: Progress
 ) -> dict[str, torch.Tensor]:
     """The scales of the matrices by name, 4 bytes each. ``layers`` keeps matrices without any. Raises InputError."""
-    by_name = {}
-    for name in list(layers.quantized):
-        scales = find_scales(data, masters[name], scheme, progress)
+    by_name = {name: find_scales(data, masters[name], scheme, progress) for name in layers.quantized}
+    for name, scales in by_name.items():
         if scales is None:
-            layers.keep(name, _NOT_FINITE)
-        else:
-            by_name[name] = scales
-    return by_name
+            layers.keep(name, "holds NaN, Inf or a magnitude of 2^127 and more")
+    return {name: scales for name, scales in by_name.items() if scales is not None}
 
 
 def _make_tensors(
@@ -148,9 +144,8 @@ def _by_plain_name(model: Candidate) -> dict[str, TensorRef]:
 
 def _is_text(member: DirectoryMember) -> bool:
     """Whether inference reads a file: tokenizers, settings of generation, code."""
-    path = PurePosixPath(member.path)
-    is_text = member.checkpoint.format == FILE and path.suffix.lower() in _TEXTS and len(path.parts) == 1
-    return is_text and path.name not in _NOT_COPIED
+    is_text = member.checkpoint.format == FILE and PurePosixPath(member.path).suffix.lower() in _TEXTS
+    return is_text and "/" not in member.path and member.path not in _NOT_COPIED
 
 
 def _notes(

@@ -41,7 +41,6 @@ from ckpt8.optim.known_optimizers import CARDS, TENSORS
 _BLOCK = 2 * FRAME
 """Elements to quantize at once, which takes several times their size."""
 
-_UNORDERED = "the optimizer has no names, and the weights are not in the order of the model"
 _KEPT = ("params", "param_names", "initial_lr")
 _REFUSED = ("amsgrad", "maximize", "decouple_lr")
 _MASTER_BYTES = 3
@@ -59,10 +58,9 @@ def write(request: Request, report: Report) -> None:
         model, optimizer = choose_run(data, request.key, ", and flashoptim's layout is that of its state")
         tensors = model_tensors(model)
         groups = _make_groups(data.label, optimizer)
-        weights: Mapping[int, TensorRef] = {}
-        if dtype is not DType.FLOAT32:
-            has_names = saved_names(optimizer.node["param_groups"]) != {}
-            weights = _find_weights(data, tensors, ordered=has_names or (content.ordered and not _is_sorted(tensors)))
+        has_names = saved_names(optimizer.node["param_groups"]) != {}
+        ordered = has_names or (content.ordered and not _is_sorted(tensors))
+        weights = {} if dtype is DType.FLOAT32 else _find_weights(data, tensors, ordered=ordered)
         saved = optimizer.node["state"]
         states = {
             i: _make_state(data, saved[i], weights, dtype) for group in groups for i in group["params"] if saved.get(i)
@@ -89,7 +87,7 @@ def _find_weights(data: Composite, tensors: Mapping[str, TensorRef], *, ordered:
         if weight is not None and id(weight) not in known:
             why = "it is of another model"
         elif weight is not None and not ordered and alike[weight.shape] > 1:
-            why = _UNORDERED
+            why = "the optimizer has no names, and the weights are not in the order of the model"
         if weight is None or why is not None:
             raise UsageError(
                 f"{data.label}: {parameter.name}: its weight is unknown: {why}; --dtype float32 does not need it"
@@ -149,20 +147,15 @@ def quantize(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     n = groups / scales.unsqueeze(1)
     t = n * 255 if squared else (2 * n / (1 + n.abs())) * 127
     codes = t.round_().clamp_(0 if squared else -127, 255 if squared else 127).to(torch.int32)
-    flat_codes = codes.view(-1)[: x.numel()].to(torch.uint8 if squared else torch.int8)
-    return flat_codes.view(x.shape), scales.half()
+    return codes.view(-1)[: x.numel()].to(torch.uint8 if squared else torch.int8).view(x.shape), scales.half()
 
 
 def error_bits(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The residual of fp32 master weights over a bf16 or fp16 parameter, as int8."""
-    error = (master - param.float()) / _half_ulp(param)
-    return error.clamp_(-1, 1).mul_(_ERROR_LEVELS).round_().to(torch.int8)
-
-
-def _half_ulp(param: torch.Tensor) -> torch.Tensor:
     size = param.abs()
     gap = torch.nextafter(size, torch.full_like(size, float("inf"))).sub(size).float()
-    return gap.mul_(0.5).clamp_min_(torch.finfo(torch.float32).tiny)
+    half_ulp = gap.mul_(0.5).clamp_min_(torch.finfo(torch.float32).tiny)
+    return ((master - param.float()) / half_ulp).clamp_(-1, 1).mul_(_ERROR_LEVELS).round_().to(torch.int8)
 
 
 def _error_bits(data: Composite, weight: TensorRef, dtype: DType) -> TensorRef:

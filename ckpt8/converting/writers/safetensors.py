@@ -38,7 +38,7 @@ def write(request: Request, report: Report) -> None:
         model = choose_model(data, request.key)
         if request.dtype is DType.FLOAT32:
             model = with_masters(data, model)
-        only = FLOATS if request.dtype is not None else frozenset({DType.FLOAT32})
+        only = frozenset({DType.FLOAT32}) if request.dtype is None else FLOATS
         types = WeightTypes(data, request.dtype or DType.BFLOAT16, report, only)
         weights = model_weights(data, model, types, report)
         with request.new_file(data, report, total_bytes(weights)) as out:
@@ -82,18 +82,15 @@ def _make_header(weights: Mapping[str, TensorRef], order: list[str]) -> bytes:
         if ref.dtype not in _NAMES or name == METADATA:
             what = f"its element type {ref.dtype.label}" if name != METADATA else "its name"
             raise UsageError(f"{name}: a safetensors file cannot hold {what}")
-        shape = list(ref.shape)
-        if ref.dtype is DType.FLOAT4_E2M1FN_X2:
-            shape[-1] *= 2
-        end = position + ref.nbytes
-        header[name] = tensor_entry(_NAMES[ref.dtype], shape, position, end)
-        position = end
+        packed = 2 if ref.dtype is DType.FLOAT4_E2M1FN_X2 else 1
+        shape = [*ref.shape[:-1], *(size * packed for size in ref.shape[-1:])]
+        header[name] = tensor_entry(_NAMES[ref.dtype], shape, position, position + ref.nbytes)
+        position += ref.nbytes
     try:
         text = render_safetensors(header, ascii_only=False)
     except UnicodeEncodeError as exc:
         raise UsageError("a name of a tensor is not valid UTF-8, which a safetensors file must have") from exc
-    length = len(text) - LENGTH_BYTES
-    if length > MAX_HEADER:
+    if (length := len(text) - LENGTH_BYTES) > MAX_HEADER:
         raise UsageError(f"{len(weights)} tensors make a header of {length} bytes, more than {MAX_HEADER}")
     return text
 
@@ -136,21 +133,12 @@ def copy_others(content: Content, output: AtomicDirectory, is_wanted: Callable[[
 
     Raises InputError, OutputError.
     """
-    left = []
-    for member in content.others:
-        if is_wanted(member):
-            _copy_member(member, output)
-        else:
-            left.append(member.path)
-    return left
-
-
-def _copy_member(member: DirectoryMember, output: AtomicDirectory) -> None:
-    """Copy a file of the source, byte for byte. Raises InputError, OutputError."""
-    size = member.checkpoint.size
-    with new_file(output, member.path) as out:
-        for start in range(0, size, _BLOCK_BYTES):
-            content = bytes_of(host_bytes(min(_BLOCK_BYTES, size - start)))
-            member.checkpoint.read_into(start, content)
-            out.write(content, start)
-    member.checkpoint.check_unchanged()
+    for member in filter(is_wanted, content.others):
+        size = member.checkpoint.size
+        with new_file(output, member.path) as out:
+            for start in range(0, size, _BLOCK_BYTES):
+                block = bytes_of(host_bytes(min(_BLOCK_BYTES, size - start)))
+                member.checkpoint.read_into(start, block)
+                out.write(block, start)
+        member.checkpoint.check_unchanged()
+    return [member.path for member in content.others if not is_wanted(member)]

@@ -293,8 +293,7 @@ def resume(
         if problems and strict:
             more = f" (and {len(problems) - 1} more: {listed(problems[1:], 2)})" if len(problems) > 1 else ""
             raise ResumeError(f"{path}: {problems[0]}{more}; nothing was changed", tuple(problems))
-        for check in source.checks:
-            check()
+        source.check()
         rest = RestBuilder(source.checkpoint, plan.consumed).tree()
         plan.apply()
     if source.notes:
