@@ -8,15 +8,12 @@ import make_dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from converting_kit import assert_trees_equal, checkpoint, converted, refused, trained
+from converting_kit import assert_trees_equal, converted, refused, trained
 from dcp_kit import adam_state, load_all, save_small
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt8
-from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.converting.writers import WRITERS
 from ckpt8.core.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -105,47 +102,6 @@ def test_optimizers_of_torch(kind, flat, tmp_path):
 
 def sorted_groups(optimizer):
     return [dict(sorted(group.items())) for group in optimizer.state_dict()["param_groups"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["nested", "titan"])
-def test_safetensors(layout, distributed, tmp_path):
-    expected = load_all(distributed[0] / layout)
-    ckpt8.compress(distributed[0] / layout, tmp_path / "run.ckpt8", preset="lossless")
-    for source in (distributed[0] / layout, tmp_path / "run.ckpt8"):
-        report = ckpt8.convert(source, tmp_path / "model.safetensors", force=True)
-        assert report.layout == "dcp"
-        found = load_file(tmp_path / "model.safetensors")
-        assert len(found) == 7
-        for name, value in found.items():
-            assert torch.equal(value, expected[f"{'' if layout == 'titan' else 'model.'}{name}"].bfloat16())
-
-
-@pytest.mark.by_default(most=3)
-@pytest.mark.parametrize("to", list(WRITERS))
-@pytest.mark.parametrize("form", ["raw", "flash"])
-def test_every_format(to, form, distributed, tmp_path):
-    source = distributed[0] / "nested"
-    if form == "flash":
-        ckpt8.compress(source, tmp_path / "run.ckpt8")
-        source = tmp_path / "run.ckpt8"
-    if (to, form) == ("ckpt8", "flash"):
-        return
-    done = []
-    report = ckpt8.convert(source, tmp_path / "out", to=to, progress=done.append)
-    assert report.bytes == size_of(tmp_path / "out")
-    assert sum(done) == pytest.approx(size_of(source), abs=2)
-    if to == "ckpt8":
-        back = ckpt8.restore(tmp_path / "out", tmp_path / "back")
-        assert load_all(back).keys() == load_all(source).keys()
-
-
-def test_what_torch_makes_of_a_file(run, tmp_path):
-    """Numbers for parameters: they become text in a distributed checkpoint, and numbers again here."""
-    saved = {**checkpoint(*run), "history": [1.5, {"loss": torch.ones(3)}], "pair": (torch.arange(4), "x")}
-    torch.save(saved, tmp_path / "run.pt")
-    torch_save_to_dcp(tmp_path / "run.pt", tmp_path / "run")
-    assert_trees_equal(converted(tmp_path / "run", tmp_path), {**saved, "model": dict(saved["model"])})
 
 
 def test_a_bare_state_dict(tmp_path):
@@ -241,13 +197,3 @@ def test_two_checkpoints_of_the_same_names(tmp_path):
         refused(source, tmp_path, r"is not one of step-1, step-2$", UsageError, member="step-3")
         for number in (1, 2):
             assert converted(source, tmp_path, member=f"step-{number}")["model"]["w.x"].tolist() == [number] * 3
-
-
-@pytest.mark.slow
-def test_a_run_of_ckpt8_optim(tmp_path):
-    """Packed state comes back as the published optimizer has it, with the weights that it completes."""
-    model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
-    torch.save(checkpoint(model, optimizer), tmp_path / "run.pt")
-    torch_save_to_dcp(tmp_path / "run.pt", tmp_path / "run")
-    expected = converted(tmp_path / "run.pt", tmp_path, dtype="float32")
-    assert_trees_equal(converted(tmp_path / "run", tmp_path, dtype="float32")["optimizer"], expected["optimizer"])

@@ -114,22 +114,6 @@ def test_one_line_or_a_file(change, run, tmp_path):
             assert time.process_time() - started < 20
 
 
-@pytest.mark.by_default(most=8)
-@pytest.mark.parametrize("change", [each for each in CHANGES if "weight" not in each and "model" not in each])
-def test_directories_too(change, tmp_path):
-    model, optimizer = trained()
-    folder = trainer_directory(tmp_path / "checkpoint-3", model, optimizer)
-    tree = plain_checkpoint((model, optimizer))
-    tree["optimizer"]["param_groups"] = copy.deepcopy(tree["optimizer"]["param_groups"])
-    CHANGES[change](tree)
-    if "loop" in tree:
-        tree["optimizer"]["loop"] = tree["optimizer"]
-    save(tree["optimizer"], folder / "optimizer.pt")
-    for name, to in TARGETS:
-        refused = refusal(folder, tmp_path / name, to=to, dtype="float32")
-        assert refused is None or refused.exit_code in (2, 3)
-
-
 def test_what_holds_itself_or_is_shared_gets_a_prefix_once():
     ref = TensorRef("0", DType.FLOAT32, 0, (1,), (1,))
     loop, shared = in_itself(), [ref]
@@ -138,20 +122,6 @@ def test_what_holds_itself_or_is_shared_gets_a_prefix_once():
     found = add_prefix({"loop": loop, "shared": shared}, "x/")
     assert found["loop"][0] is found["loop"] is not loop
     assert [leaf.key for _, leaf in iter_leaves(found)] == ["x/0"]
-
-
-@pytest.mark.slow
-def test_a_source_that_changes_while_it_is_read(run, tmp_path):
-    path = tmp_path / "run.pt"
-    for name, to in TARGETS:
-        torch.save(checkpoint(*run), path)
-
-        def change(_):
-            path.write_bytes(path.read_bytes() + b"x")
-
-        with pytest.raises(Ckpt8Error, match="changed while it was read"):
-            ckpt8.convert(path, tmp_path / name, to=to, progress=change)
-        assert [each.name for each in tmp_path.iterdir()] == ["run.pt"]
 
 
 def test_nothing_in_a_pickle_is_executed(tmp_path):

@@ -96,22 +96,6 @@ def test_no_warning_where_they_are_kept_well(packed, tmp_path):
     assert report.warning is None
 
 
-@pytest.mark.slow
-def test_a_member_answers_for_itself(packed, tmp_path):
-    """The other file of the directory is on a lattice; what is converted is not."""
-    root = tmp_path / "run"
-    root.mkdir()
-    (root / "run.pt").write_bytes((packed / "run.pt").read_bytes())
-    torch.save({"w": torch.randn(80, 80)}, root / "ema.pt")
-    ckpt8.compress(root, preset="archive")
-    converted = {
-        member: ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / f"{member}.safetensors", member=member)
-        for member in ("run.pt", "ema.pt")
-    }
-    assert converted["ema.pt"].warning is None
-    assert converted["run.pt"].weights_snr == pytest.approx(snr(packed, "archive"), abs=3)
-
-
 def test_copies_are_as_good_as_their_masters_in_another_member(tmp_path):
     weights = masters()
     root = tmp_path / "run"

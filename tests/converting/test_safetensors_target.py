@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import struct
 
 import pytest
 import torch
-from converting_kit import Net, trained
-from hypothesis import given
-from hypothesis import strategies as st
+from converting_kit import Net
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -127,54 +124,6 @@ def test_views_of_one_storage_are_no_aliases(tmp_path):
     torch.save({"model": state}, tmp_path / "run.pt")
     ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors", dtype="float32")
     assert_same(load_file(tmp_path / "x.safetensors"), {name: tensor.contiguous() for name, tensor in state.items()})
-
-
-@pytest.mark.slow
-def test_masters_of_a_packed_run(tmp_path):
-    """bf16 parameters and their residuals: by default the parameters, with float32 the master weights."""
-    model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    ckpt8.compress(tmp_path / "run.pt")
-    full = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)["model"]
-    for source in ("run.pt", "run.ckpt8"):
-        ckpt8.convert(tmp_path / source, tmp_path / "x.safetensors", force=True)
-        assert_same(load_file(tmp_path / "x.safetensors"), expected_weights(model))
-        ckpt8.convert(tmp_path / source, tmp_path / "x.safetensors", dtype="float32", force=True)
-        found = load_file(tmp_path / "x.safetensors")
-        for name, tensor in found.items():
-            expected = full[name] if name.startswith("norm.running") else full[name].float()
-            assert torch.equal(tensor, expected if tensor.is_floating_point() else full[name])
-        assert not torch.equal(found["up.weight"], model.up.weight.float())
-
-
-@pytest.mark.slow
-@given(
-    st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
-        st.tuples(
-            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float64]),
-            st.lists(st.integers(0, 4), max_size=3),
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_the_library_reads_every_header(tmp_path_factory, shapes):
-    folder = tmp_path_factory.mktemp("header")
-    state = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"}
-    torch.save({"model": state}, folder / "run.pt")
-    if not any(tensor.numel() for tensor in state.values()):
-        return
-    ckpt8.convert(folder / "run.pt", folder / "x.safetensors", key="model", dtype="float32")
-    data = (folder / "x.safetensors").read_bytes()
-    (length,) = struct.unpack_from("<Q", data)
-    assert length % 8 == 0
-    assert json.loads(data[8 : 8 + length])
-    found = load_file(folder / "x.safetensors")
-    assert found.keys() == state.keys()
-    for name, tensor in state.items():
-        wanted = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        assert torch.equal(found[name], tensor.to(wanted))
 
 
 def test_what_a_state_dict_holds_beside_tensors(tmp_path):

@@ -61,14 +61,6 @@ def test_tensors_are_those_of_torch_load(tmp_path, compare, protocol):
         assert len(keys) == 1
 
 
-def test_a_storage_saved_beside_its_tensor(tmp_path, compare):
-    tensor = torch.arange(4, dtype=torch.uint8)
-    path = save([tensor.untyped_storage(), tensor], tmp_path / "c.pt")
-    with open_checkpoint(path) as checkpoint:
-        assert [type(leaf).__name__ for _, leaf in iter_leaves(checkpoint.tree)] == ["StorageRef", "TensorRef"]
-        assert [storage.nbytes for storage in checkpoint.storages] == [4]
-
-
 class Pid:
     def __init__(self, *parts):
         self.parts = parts
@@ -216,11 +208,3 @@ def test_sniffing_needs_the_whole_magic_number(tmp_path):
     assert not sniffed(path)
     path.write_bytes(b"\x80")
     assert not sniffed(path)
-
-
-def test_pickled_modules_keep_their_tensors_visible(tmp_path):
-    path = save({"net": torch.nn.Linear(2, 2)}, tmp_path / "c.pt")
-    with open_checkpoint(path) as checkpoint:
-        assert checkpoint.tree["net"].name == "torch.nn.modules.linear.Linear"
-        names = [format_path(name) for name, _ in iter_leaves(checkpoint.tree)]
-        assert names == ["net._parameters.weight", "net._parameters.bias"]

@@ -169,20 +169,6 @@ def test_a_slice_that_is_listed_twice(root):
     refused(root, "'model.up.weight': a slice that is listed twice")
 
 
-@pytest.mark.slow
-def test_many_chunks_and_slices_are_read_in_no_time(root):
-    """Ten thousand chunks that no slice fills: the work is what the file's size allows."""
-
-    def change(metadata):
-        entry = metadata.state_dict_metadata["model.up.weight"]
-        entry.size = (10_000, 80)
-        entry.chunks = [ChunkStorageMetadata((k, 0), (1, 80)) for k in range(1, 10_000)] + entry.chunks
-        entry.chunks[-1].sizes = (80, 80)
-
-    change_metadata(root, change)
-    ckpt8.compress(root)
-
-
 @pytest.mark.by_default("marks")
 @pytest.mark.parametrize(
     "nested",

@@ -21,7 +21,6 @@ from ckpt8.checkpoint.readers.dcp_metadata import read_metadata as parse
 from ckpt8.checkpoint.readers.dcp_metadata import rewritten
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -160,12 +159,3 @@ def test_metadata_written_back_as_it_was_is_equal(root):
     again = rewritten(parse(data, "m"), {}, "m")
     assert pickle.loads(again) == pickle.loads(data)
     assert {opcode.proto for opcode, _, _ in pickletools.genops(io.BytesIO(again))} <= {0, 1, 2, 3}
-
-
-@pytest.mark.slow
-def test_lossless_keeps_it_and_inspect_takes_it(root, tmp_path):
-    ckpt8.compress(root, preset="lossless")
-    assert tree(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")) == tree(root)
-    reasons = {row["names"][0]: row["reason"] for row in inspect_container(tmp_path / "run.ckpt8")["lossless"]}
-    assert "compressed with zstd" in reasons["__0_0.distcp:ckpt8.skeleton"]
-    assert inspect_checkpoint(root)["optimizer"] == [{"rule": "adam", "step": 7, "parameters": 9}]
