@@ -130,9 +130,6 @@ class Codec(ABC):
     measured_as: ClassVar[Literal["weight", "lattice", "moment"] | None] = None
     """The statistics that the error is reported in; None for a codec that makes none."""
 
-    measured_in_one_pass: ClassVar[bool] = False
-    """Whether ``error_numba`` decodes and measures its parts."""
-
     has_kernels: ClassVar[bool] = False
     """Whether Triton and numba kernels exist besides the reference in torch."""
 

@@ -16,11 +16,10 @@ import torch
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Copied, Run
 from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
-from ckpt8.compressing import lockstep
 from ckpt8.compressing.deltas import OpenBase
-from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing.lockstep import Lockstep
+from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
-from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, symbols
 from ckpt8.container.manifest import Packing
 from ckpt8.core.errors import InputError, RefusedError
@@ -131,8 +130,7 @@ class ChunkEncoder:
     def __init__(self, checkpoint: Checkpoint, *, measure: bool, base: OpenBase | None = None) -> None:
         self._checkpoint = checkpoint
         self._base = base
-        self._meter = ErrorMeter(checkpoint)
-        self._backend = self._meter.backend
+        self._lockstep = Lockstep(checkpoint)
         self._measures = measure
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
@@ -145,21 +143,21 @@ class ChunkEncoder:
 
     def _store(self, work: Work) -> EncodedChunk:
         """Read, pack and compress one chunk; its streams share one buffer for symbols. Thread-safe."""
-        chunk = self._encode(work, *self._read(work), reuse=True, overwrite=True)
+        chunk = self._read_and_encode(work, reuse=True)
         stored, packings = [], []
         for parts in chunk.parts:
-            packed, how = symbols.pack_parts(parts, self._backend, reuse=True)
+            packed, how = symbols.pack_parts(parts, self._lockstep.backend, reuse=True)
             stored.append(_store_parts(packed, how, copy=bool(how)))
             packings.append(how)
         return EncodedChunk(stored, chunk.crcs, chunk.errors, chunk.refused, packings)
 
     def pack(self, work: Work) -> PackedChunk:
         """Read and pack one chunk. Thread-safe."""
-        return self._packed(self._encode(work, *self._read(work), reuse=True, overwrite=True))
+        return self._packed(self._read_and_encode(work, reuse=True))
 
     def encode(self, work: Work) -> PackedChunk:
         """Read and encode one chunk; its symbols are not packed. Thread-safe."""
-        return self._encode(work, *self._read(work))
+        return self._read_and_encode(work, reuse=False)
 
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         """Pack one chunk on the device of its tensors, one for each stream. Thread-safe."""
@@ -171,47 +169,28 @@ class ChunkEncoder:
 
     def pack_symbols(self, parts: Parts) -> tuple[Parts, dict[str, Packing]]:
         """The parts with their symbols packed, and how each of these is."""
-        return symbols.pack_parts(parts, self._backend)
+        return symbols.pack_parts(parts, self._lockstep.backend)
 
-    def _read(self, work: Work) -> tuple[list[torch.Tensor], list[int]]:
-        """The elements of a chunk, and their checksums, by stream."""
+    def _read_and_encode(self, work: Work, *, reuse: bool) -> PackedChunk:
         unit, chunk = work
         read = [read_chunk(self._checkpoint, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
-        return [x for x, _ in read], [crc for _, crc in read]
+        return self._encode(work, [x for x, _ in read], [crc for _, crc in read], reuse=reuse)
 
-    def _encode(
-        self,
-        work: Work,
-        originals: Sequence[torch.Tensor],
-        crcs: list[int],
-        *,
-        reuse: bool = False,
-        overwrite: bool = False,
-    ) -> PackedChunk:
-        """Encode one chunk; with ``reuse`` symbols are in buffers of this thread, until it encodes again.
-
-        With ``overwrite`` they may also be where ``originals`` were.
-        """
+    def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int], *, reuse: bool) -> PackedChunk:
+        """Encode one chunk; with ``reuse`` symbols are in buffers of this thread, until it encodes again."""
         unit, chunk = work
         first = chunk * frames.FRAME
-        tiled = self._meter.tiled(unit, originals) if overwrite else None
-        measures, errors = self._measures and unit.measured, UnitErrors()
         try:
+            if unit.streams[0].codec.copied is not None:
+                parts = [self._encode_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
+                return PackedChunk(parts, crcs)
             bases = [
                 self._base_parts(stream, chunk, x.device) for stream, x in zip(unit.streams, originals, strict=True)
             ]
-            if unit.streams[0].codec.copied is not None:
-                parts = [self._pack_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
-            elif tiled is not None:
-                parts = lockstep.encode_by_tile(unit.streams, originals, first, bases, tiled if measures else None)
-            else:
-                parts = lockstep.encode(
-                    unit.streams, originals, first, self._backend, self._checkpoint, bases, reuse=reuse
-                )
-            if measures:
-                errors = tiled.result() if tiled else self._meter.measure(unit, first, originals, parts)
+            parts, errors = self._lockstep.encode(unit, first, originals, bases, measure=self._measures, reuse=reuse)
             for k, below in enumerate(bases):
-                parts[k] = self._difference(unit.streams[k], parts[k], below)
+                if below is not None:
+                    parts[k] = self._difference(unit.streams[k], parts[k], below)
         except RefusedError as exc:
             return PackedChunk([], crcs, refused=Refusal(str(exc), exc.storage))
         return PackedChunk(parts, crcs, errors)
@@ -223,12 +202,10 @@ class ChunkEncoder:
         parts = self._base.parts(stream.base, chunk, stream.codec)
         return {name: part.to(device) for name, part in parts.items()}
 
-    def _difference(self, stream: Stream, parts: Parts, base: Parts | None) -> Parts:
-        """``parts``, or their difference to those of the base. Raises RefusedError."""
-        if base is None:
-            return parts
+    def _difference(self, stream: Stream, parts: Parts, base: Parts) -> Parts:
+        """The difference of ``parts`` to those of the base. Raises RefusedError."""
         try:
-            return symbols.difference(parts, base, self._backend)
+            return symbols.difference(parts, base, self._lockstep.backend)
         except RefusedError as exc:
             exc.storage = stream.index
             raise
@@ -236,9 +213,9 @@ class ChunkEncoder:
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Complete the errors of a unit whose chunks are all merged, while its source is as it was."""
         if self._measures:
-            self._meter.finish(unit, errors)
+            self._lockstep.meter.finish(unit, errors)
 
-    def _pack_copy(self, stream: Stream, x: torch.Tensor, first: int) -> Parts:
+    def _encode_copy(self, stream: Stream, x: torch.Tensor, first: int) -> Parts:
         """The parts of the elements ``x`` of a copy from ``first`` on. Raises RefusedError."""
         assert stream.codec.copied is not None  # noqa: S101 - the caller looked
         master = partial(self.master, device=x.device)

@@ -26,9 +26,9 @@ from ckpt8.codecs.error_stats import StepError, UpdateError
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.compressing.deltas import check_base
 from ckpt8.compressing.groups import PACK_NAME, EncodedGroup, GroupEncoder, PackedGroup, pack_record, share, store_group
+from ckpt8.compressing.measure import UnitErrors, exceeded_share, excess
 from ckpt8.compressing.plan import Measured, OptimizerStep, Plan, Refusal, Share, Stream, Unit
 from ckpt8.compressing.policy import Policy
-from ckpt8.compressing.unit_errors import UnitErrors, exceeded_share, excess
 from ckpt8.container import frames, header
 from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.manifest import (

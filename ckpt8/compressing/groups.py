@@ -18,9 +18,9 @@ import torch
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
+from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS
-from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header
 from ckpt8.container.header import PACK, entry_names, pack_entry
 from ckpt8.container.manifest import FrameTable, Pack, Packing

@@ -1,201 +1,182 @@
-"""Encodes and decodes the streams of a unit together: first those that other streams need as companions.
+"""Encodes, decodes and measures the streams of a unit together: first those that other streams need as companions.
 
-Under a budget a chunk is encoded and measured tile by tile, in the memory of its originals. Whole, it would take three
-times as much: originals, symbols, and what these decode to. Symbols take four bytes, as fp32 does, and the place of
-originals that have been measured.
+A chunk goes tile by tile through codecs and meter on a CPU, where a tile fits the cache, and as a whole on a GPU, where
+each tile would cost a wait for its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.base import Companions
+from ckpt8.codecs.base import TILE
 from ckpt8.codecs.vscaled.reference import expand
-from ckpt8.compressing.plan import Stream, read_elements
-from ckpt8.compressing.unit_errors import TiledErrors, tiles_of
-from ckpt8.core.backend import Backend, on_cpu
+from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.plan import Unit, read_elements
+from ckpt8.core.backend import Backend, for_checkpoint, on_cpu, resolve
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Parts, TensorSpec
 from ckpt8.core.workers import scratch_elements
 
 
-def encode(
-    streams: Sequence[Stream],
-    originals: Sequence[torch.Tensor],
-    first: int,
-    backend: Backend | None,
-    source: Checkpoint,
-    bases: Sequence[Parts | None] = (),
-    *,
-    reuse: bool = False,
-) -> list[Parts]:
-    """The parts of every stream; ``first`` is the index of the first element. Raises RefusedError.
+class Lockstep:
+    """Encodes, decodes and measures units of one checkpoint. Thread-safe.
 
-    Statistics that a codec needs are read from ``source``. Each stream inherits from its parts in ``bases``, if any.
-    With ``reuse`` symbols are in buffers of this thread, until it encodes again.
+    ``backend`` is the one that codecs use for tensors on the CPU: the last digits of sums depend on it.
     """
-    parts: dict[int, Parts] = {}
 
-    def decoded(k: int) -> torch.Tensor:
-        return decode_stream(streams[k], parts[k], originals[k], first, backend, {}, k)
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
+        self.meter = ErrorMeter(checkpoint)
 
-    place = {stream.index: k for k, stream in enumerate(streams)}
-    for k, needed in _with_decoded(streams, originals, first, source, decoded):
-        x, codec, companions = originals[k], streams[k].codec, dict(needed)
+    def encode(
+        self,
+        unit: Unit,
+        first: int,
+        originals: Sequence[torch.Tensor],
+        bases: Sequence[Parts | None] | None = None,
+        *,
+        measure: bool = False,
+        reuse: bool = False,
+    ) -> tuple[list[Parts], UnitErrors]:
+        """The parts of every stream, and the errors of what is measured; none without ``measure``.
+
+        ``first`` is the index of the first element. Each stream inherits from its parts in ``bases``, if any. With
+        ``reuse`` symbols are in buffers of this thread, until it encodes again. Raises RefusedError.
+        """
+        chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
+        parts = [chunk.room(k, reuse=reuse) for k in range(len(unit.streams))]
+        for k in chunk.alone:
+            parts[k] = chunk.encode(k, slice(0, chunk.numel), {}, parts[k], bases[k] if bases else None)
+        measures = measure and unit.measured
+        if not measures and len(chunk.alone) == len(parts):
+            return parts, UnitErrors()
+        errors = self.meter.begin(unit, numba=chunk.backend == "numba") if measures else None
+        for run in chunk.tiles():
+            tile, decoded = chunk.parts_of(run, parts), dict[int, torch.Tensor]()
+            for k in (*chunk.alone, *chunk.dependent):
+                if k in chunk.dependent:
+                    chunk.encode(k, run, decoded, tile[k])
+                decoded[k] = chunk.decode(k, run, decoded, tile[k], reuse=True)
+            if errors:
+                there = [decoded[k] for k in range(len(parts))]
+                errors.add(first + run.start, [x[run] for x in originals], there, tile)
+        return parts, errors.result() if errors else UnitErrors()
+
+    def decode(
+        self, unit: Unit, first: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]
+    ) -> list[torch.Tensor]:
+        """The decoded elements of every stream; the original itself for a lossless one."""
+        chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
+        return chunk.decode_all(slice(0, chunk.numel), parts, reuse=False)
+
+    def measure(self, unit: Unit, first: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
+        """Measure the chunk that begins at element ``first``: one original and one set of parts for each stream.
+
+        All must be on one device, which computes the errors.
+        """
+        chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
+        errors = self.meter.begin(unit, numba=chunk.backend == "numba")
+        for run in chunk.tiles():
+            tile = chunk.parts_of(run, parts)
+            errors.add(first + run.start, [x[run] for x in originals], chunk.decode_all(run, tile, reuse=True), tile)
+        return errors.result()
+
+
+class _Chunk:
+    """The elements of a unit from ``first`` on: what of its streams a tile needs, by their place in the unit."""
+
+    def __init__(
+        self, unit: Unit, first: int, originals: Sequence[torch.Tensor], backend: Backend | None, source: Checkpoint
+    ) -> None:
+        self.numel, self._device = len(originals[0]), originals[0].device
+        self.backend = resolve(on_cpu(backend, self._device), self._device, self.numel)
+        self._first, self._originals, self._streams = first, originals, unit.streams
+        place = {stream.index: k for k, stream in enumerate(unit.streams)}
+        self._needed = [
+            {name: place[index] for name, index in stream.codec.companion_storages.items()} for stream in unit.streams
+        ]
+        self.dependent = [k for k, stream in enumerate(unit.streams) if stream.codec.companions]
+        self.alone = [k for k in range(len(unit.streams)) if k not in self.dependent]
+        self._expanded: dict[int, dict[str, torch.Tensor]] = {k: {} for k in range(len(unit.streams))}
+        for k, stream in enumerate(unit.streams):
+            for name, factors in stream.codec.factored.items():
+                rows, columns = (
+                    read_elements(source, storage, DType.FLOAT32, 0, storage.nbytes // DType.FLOAT32.itemsize)
+                    for storage in (source.storages[factors.rows], source.storages[factors.columns])
+                )
+                self._expanded[k][name] = expand(factors, rows, columns, first, self.numel).to(self._device)
+
+    def tiles(self) -> list[slice]:
+        """The elements of the tiles that go through codecs and meter in turn."""
+        step = TILE if self._device.type == "cpu" else self.numel
+        return [slice(start, min(start + step, self.numel)) for start in range(0, self.numel, step)]
+
+    def parts_of(self, run: slice, parts: Sequence[Parts]) -> list[Parts]:
+        """The parts of a tile, from those of the chunk."""
+        return [
+            stream.codec.tile(part, stream.spec.dtype, self._first, run)
+            for stream, part in zip(self._streams, parts, strict=True)
+        ]
+
+    def room(self, k: int, *, reuse: bool) -> Parts:
+        """Memory for the parts of a stream; with ``reuse`` the buffers of this thread for symbols.
+
+        New memory for every chunk would take as long as encoding: the system has to clear it.
+        """
+        layout = self._streams[k].codec.layout(self._spec(k, self.numel))
+        reuse &= self._device.type == "cpu"
+        return {
+            name: scratch_elements(f"{name} {k}", part.dtype.torch, part.numel)
+            if reuse and part.is_symbols
+            else self._originals[k].new_empty(part.numel, dtype=part.dtype.torch)
+            for name, part in layout.items()
+        }
+
+    def encode(
+        self, k: int, run: slice, decoded: Mapping[int, torch.Tensor], out: Parts, inherited: Parts | None = None
+    ) -> Parts:
+        """Encode a tile of a stream into ``out``; ``decoded`` has its companions. Raises RefusedError."""
+        stream, companions = self._streams[k], self._companions(k, run, decoded)
+        codec, x = stream.codec, self._originals[k][run]
         if codec.compares_originals:
-            companions |= {f"original_{name}": needed[name] for name in codec.factored}
-            for name, index in codec.companion_storages.items():
-                companions[f"original_{name}"] = originals[place[index]].float()
-        asked = on_cpu(backend, x.device)
-        inherited = bases[k] if bases else None
+            here = {name: self._originals[place][run] for name, place in self._needed[k].items()}
+            companions |= {f"original_{name}": value.float() for name, value in {**companions, **here}.items()}
+        backend, first = self.backend if codec.has_kernels else None, self._first + run.start
         try:
-            out = symbols(streams[k], len(x), k) if reuse and x.device.type == "cpu" else {}
-            parts[k] = codec.encode(x, backend=asked, first=first, companions=companions, inherited=inherited, out=out)
+            return codec.encode(x, backend=backend, first=first, companions=companions, inherited=inherited, out=out)
         except RefusedError as exc:
-            exc.storage = streams[k].index
+            exc.storage = stream.index
             raise
-    return [parts[k] for k in range(len(streams))]
 
+    def decode(
+        self, k: int, run: slice, decoded: Mapping[int, torch.Tensor], parts: Parts, *, reuse: bool
+    ) -> torch.Tensor:
+        """A tile of a stream as it comes back; with ``reuse`` in a buffer of this thread, until it decodes again."""
+        stream, x = self._streams[k], self._originals[k][run]
+        if not stream.lossy:
+            return x
+        spec, codec, out = self._spec(k, run.stop - run.start), stream.codec, None
+        if reuse and self._device.type == "cpu":
+            out = scratch_elements(f"decoded {k}", spec.dtype.torch, spec.numel)
+        backend, companions = self.backend if codec.has_kernels else None, self._companions(k, run, decoded)
+        return codec.decode(parts, spec, out=out, backend=backend, first=self._first + run.start, companions=companions)
 
-def decode(
-    streams: Sequence[Stream],
-    parts: Sequence[Parts],
-    originals: Sequence[torch.Tensor],
-    first: int,
-    backend: Backend | None,
-    source: Checkpoint,
-    *,
-    reuse: bool = False,
-) -> list[torch.Tensor]:
-    """The decoded elements of every stream; the original itself for a lossless one.
+    def decode_all(self, run: slice, parts: Sequence[Parts], *, reuse: bool) -> list[torch.Tensor]:
+        """A tile of every stream as it comes back, from its own ``parts``."""
+        decoded: dict[int, torch.Tensor] = {}
+        for k in (*self.alone, *self.dependent):
+            decoded[k] = self.decode(k, run, decoded, parts[k], reuse=reuse)
+        return [decoded[k] for k in range(len(parts))]
 
-    With ``reuse`` they are in buffers of this thread, until it decodes again.
-    """
-    values: dict[int, torch.Tensor] = {}
-    for k, companions in _with_decoded(streams, originals, first, source, values.__getitem__):
-        values[k] = decode_stream(streams[k], parts[k], originals[k], first, backend, companions, k if reuse else None)
-    return [values[k] for k in range(len(streams))]
+    def _spec(self, k: int, numel: int) -> TensorSpec:
+        spec = self._streams[k].spec
+        return TensorSpec(spec.name, spec.role, spec.dtype, (numel,))
 
-
-def _with_decoded(
-    streams: Sequence[Stream],
-    originals: Sequence[torch.Tensor],
-    first: int,
-    source: Checkpoint,
-    decoded: Callable[[int], torch.Tensor],
-) -> Iterator[tuple[int, Companions]]:
-    """The place of every stream and its companions in fp32; streams without companions come first."""
-    place = {stream.index: k for k, stream in enumerate(streams)}
-    for k in sorted(range(len(streams)), key=lambda k: bool(streams[k].codec.companions)):
-        codec, x = streams[k].codec, originals[k]
-        values = {name: decoded(place[index]).float() for name, index in codec.companion_storages.items()}
-        for name, factors in codec.factored.items():
-            rows, columns = (_read_statistic(source, index) for index in (factors.rows, factors.columns))
-            values[name] = expand(factors, rows, columns, first, len(x)).to(x.device)
-        yield k, values
-
-
-def _read_statistic(source: Checkpoint, index: int) -> torch.Tensor:
-    storage = source.storages[index]
-    return read_elements(source, storage, DType.FLOAT32, 0, storage.nbytes // DType.FLOAT32.itemsize)
-
-
-def symbols(stream: Stream, numel: int, k: int) -> Parts:
-    """The buffers of this thread for the symbols of ``numel`` elements of stream ``k``.
-
-    New memory for every chunk would take as long as encoding: the system has to clear it.
-    """
-    layout = stream.codec.layout(TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (numel,)))
-    return {
-        name: scratch_elements(f"{name} {k}", part.dtype.torch, numel)
-        for name, part in layout.items()
-        if part.is_symbols
-    }
-
-
-def decode_stream(
-    stream: Stream,
-    parts: Parts,
-    x: torch.Tensor,
-    first: int,
-    backend: Backend | None,
-    companions: Companions,
-    slot: int | None,
-) -> torch.Tensor:
-    """The elements of a chunk as they come back, in the buffer of this thread for ``slot`` if there is one."""
-    if not stream.lossy:
-        return x
-    out = None
-    if slot is not None and x.device.type == "cpu":
-        out = scratch_elements(f"decoded {slot}", stream.spec.dtype.torch, len(x))
-    spec = TensorSpec(stream.spec.name, stream.spec.role, stream.spec.dtype, (len(x),))
-    used = on_cpu(backend, x.device)
-    return stream.codec.decode(parts, spec, out=out, backend=used, first=first, companions=companions)
-
-
-def encode_by_tile(
-    streams: Sequence[Stream],
-    originals: Sequence[torch.Tensor],
-    first: int,
-    bases: Sequence[Parts | None],
-    errors: TiledErrors | None,
-) -> list[Parts]:
-    """The parts of every stream on the CPU, tile by tile with numba; the codecs are those of a budget.
-
-    Symbols are in buffers of this thread, until it encodes again. It overwrites ``originals``, in which parts may be
-    afterwards. Adds to ``errors`` on the way. Raises RefusedError.
-    """
-    order = sorted(range(len(streams)), key=lambda k: bool(streams[k].codec.companions))
-    done = {k: _begin(k, streams[k], originals[k], first, bases[k]) for k in order}
-    for run in tiles_of(len(originals[0])):
-        xs, at, there = [x[run] for x in originals], first + run.start, dict[int, torch.Tensor]()
-        encoded = {}
-        for k in order:
-            stream, known = streams[k], _companions(streams, k, xs, there)
-            if stream.codec.by_chunk:
-                parts = stream.codec.tile(done[k], stream.spec.dtype, first, run)
-            else:
-                in_place = xs[k].element_size() == torch.int32.itemsize
-                out = symbols(stream, len(xs[k]), k) if in_place else {name: x[run] for name, x in done[k].items()}
-                parts = encoded[k] = _encode_tile(stream, xs[k], at, known, None, out)
-            decoded = {name: x for name, x in known.items() if not name.startswith("original_")}
-            there[k] = decode_stream(stream, parts, xs[k], at, "numba", decoded, k)
-        if errors is not None:
-            errors.add(at, xs, [there[k] for k in range(len(streams))])
-        for k, parts in encoded.items():
-            for name, part in parts.items():
-                done[k][name][run] = part
-    return [done[k] for k in range(len(streams))]
-
-
-def _begin(k: int, stream: Stream, x: torch.Tensor, first: int, base: Parts | None) -> Parts:
-    """The parts of a codec that takes a chunk whole; of another one where its symbols are to be."""
-    if stream.codec.by_chunk:
-        return _encode_tile(stream, x, first, {}, base, symbols(stream, len(x), k))
-    if x.element_size() == torch.int32.itemsize:
-        return {name: x.view(torch.int32) for name in stream.codec.layout(stream.spec)}
-    return symbols(stream, len(x), k)
-
-
-def _companions(
-    streams: Sequence[Stream], k: int, originals: Sequence[torch.Tensor], decoded: dict[int, torch.Tensor]
-) -> Companions:
-    """The companions of stream ``k``, in fp32: as they come back, and as they were."""
-    place = {stream.index: at for at, stream in enumerate(streams)}
-    values = {}
-    for name, index in streams[k].codec.companion_storages.items():
-        values[name], values[f"original_{name}"] = decoded[place[index]].float(), originals[place[index]].float()
-    return values
-
-
-def _encode_tile(
-    stream: Stream, x: torch.Tensor, first: int, companions: Companions, inherited: Parts | None, out: Parts
-) -> Parts:
-    try:
-        return stream.codec.encode(x, backend="numba", first=first, companions=companions, inherited=inherited, out=out)
-    except RefusedError as exc:
-        exc.storage = stream.index
-        raise
+    def _companions(self, k: int, run: slice, decoded: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The companions of a tile of a stream in fp32, as they come back."""
+        values = {name: decoded[place].float() for name, place in self._needed[k].items()}
+        return values | {name: x[run] for name, x in self._expanded[k].items()}

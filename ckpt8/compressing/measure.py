@@ -1,46 +1,240 @@
-"""Measures the error of one chunk of a unit: the originals against what decoding gives.
+"""Measures the errors of a unit: tiles of the originals against what decoding gives. ``error_stats`` has the figures.
 
-``compress`` and ``verify --against`` both use it, so that they take the same sums in the same order.
+Two engines take them: torch, on any device, and ``measure_numba``, on a CPU, for units whose update divides by second
+moments or has no rule. Their maxima are equal bit for bit, their sums to 1e-9 of themselves.
+
+The measure of a budget for one parameter is what one step moves, and what errors of weights and moments count.
+``policy`` has the formulas. Sums over elements are taken without what all elements of a parameter have in common:
+
+    step     m^2, for CAME with its confidence c it is v (m c)^2      weight   v dW^2
+    moment1  dm^2, for CAME v (dm c)^2                                moment2  (e m)^2, e the relative error of sqrt(v)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Confidence, Order
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
-from ckpt8.codecs.base import TILE, take
-from ckpt8.codecs.error_measures import (
-    Pair,
-    factored_step_sums,
-    lattice_error,
-    moment_error,
-    root,
-    step_sums,
-    update_error,
-    weight_error,
+from ckpt8.checkpoint.tree import Checkpoint
+from ckpt8.codecs.companded8.reference import as_groups, square_root
+from ckpt8.codecs.error_stats import (
+    SMALLEST_NORMAL,
+    ErrorStats,
+    LatticeError,
+    MomentError,
+    StepError,
+    UpdateError,
+    WeightError,
+    larger,
 )
-from ckpt8.codecs.error_stats import StepError, UpdateError
-from ckpt8.compressing import lockstep
-from ckpt8.compressing.plan import Parameter, Replay, Unit, read_tensor
-from ckpt8.compressing.unit_errors import (
-    BudgetedTiles,
-    Moments,
-    StepScales,
-    TiledErrors,
-    UnitErrors,
-    cuts_of,
-    measure_packed,
-    tiles_of,
-)
-from ckpt8.container.frames import FRAME
-from ckpt8.core.backend import for_checkpoint, resolve
+from ckpt8.codecs.lattice import Lattice, step_of
+from ckpt8.codecs.rclog import RowColumnLog
+from ckpt8.codecs.vscaled import VScaled
+from ckpt8.compressing.plan import Measured, Parameter, Refusal, Replay, Share, Unit, read_tensor
+from ckpt8.compressing.policy import carry
 from ckpt8.core.tensors import Parts, Role
+
+if TYPE_CHECKING:
+    from ckpt8.compressing.measure_numba import BlockSums
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A flat fp32 tile as it was, and as it comes back."""
+
+Moments = Mapping[str, torch.Tensor]
+"""Elements of the state of one parameter, by the key of its rule."""
+
+
+@dataclass(slots=True)
+class UnitErrors:
+    """The errors of a unit: by stream index, and in update space where a moment is lossy and the rule is known.
+
+    ``steps`` is its error in the measure of a budget, of exact parameters too: their steps count in those of the file.
+    Those of a replayed step are known of exact moments too: its figure is that of all parameters, as in a replay.
+    Empty where nothing is measured. ``pieces`` wait for ``ErrorMeter.finish`` where a step takes the whole parameter.
+    """
+
+    streams: dict[int, ErrorStats] = field(default_factory=dict)
+    update: UpdateError | None = None
+    steps: StepError | None = None
+    pieces: list[tuple[Moments, Moments]] = field(default_factory=list)
+
+    @classmethod
+    def for_unit(cls, unit: Unit) -> UnitErrors:
+        """New sums for the lossy streams and the rule of ``unit``, all zero."""
+        kinds = {"weight": WeightError, "lattice": LatticeError, "moment": MomentError}
+        streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
+        parameter = unit.parameter
+        moved = parameter is not None and parameter.rule is not None and (parameter.replay is not None or streams)
+        in_steps = step_scales(parameter) is not None
+        return cls(streams, UpdateError() if moved else None, StepError() if in_steps else None)
+
+    def merge(self, later: UnitErrors) -> None:
+        """Add the errors of the chunk that follows."""
+        for index, error in later.streams.items():
+            self.streams[index].merge(error)
+        self.pieces += later.pieces
+        if self.update is not None and later.update is not None:
+            self.update.merge(later.update)
+        if self.steps is not None and later.steps is not None:
+            self.steps.merge(later.steps)
+
+
+def step_scales(parameter: Parameter | None) -> StepError | None:
+    """What sums over the elements of a parameter are multiplied by.
+
+    None unless its step is known and divides by second moments.
+    """
+    if parameter is None or (step := parameter.step) is None or (rule := parameter.rule) is None:
+        return None
+    if rule.kind == "came" and parameter.squares:
+        carried = 0.0
+    elif rule.divisor_eps is None or parameter.denominator is None:
+        return None
+    else:
+        carried = carry(step.beta1, step.beta2)
+    lr, reach = step.lr / rule.bias1, step.beta1 / (1.0 - step.beta1)
+    return StepError(lr * lr, 1.0 / rule.root_bias2**2, (lr * reach) ** 2, (lr * carried) ** 2)
+
+
+def _largest(x: torch.Tensor) -> float:
+    """The largest magnitude, in one pass; NaN if there is one."""
+    low, high = x.aminmax()
+    return larger(-float(low), float(high))
+
+
+def _square_sum(x: torch.Tensor) -> float:
+    wide = x.double()
+    # cuBLAS would keep a workspace for every thread.
+    return float(wide.dot(wide) if x.device.type == "cpu" else wide.square().sum())
+
+
+def root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square root of a flat fp32 tile. On a GPU torch rounds it so; on a CPU MKL may not."""
+    return square_root(x) if x.device.type == "cpu" else x.sqrt()
+
+
+def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
+    """Measure a flat fp32 tile of weights."""
+    relative = (decoded - original).abs_().div_(original.abs().clamp_min_(SMALLEST_NORMAL))
+    steps = _largest(decoded.view(torch.int32) - original.view(torch.int32))
+    return WeightError(original.numel(), float(relative.amax()), float(relative.sum(dtype=torch.float64)), int(steps))
+
+
+def moment_error(
+    original: torch.Tensor,
+    decoded: torch.Tensor,
+    scales: torch.Tensor | None,
+    roots: Pair | None = None,
+) -> MomentError:
+    """Measure a flat fp32 tile of a moment. ``scales`` is the fp32 scale of each group of 32, if any.
+
+    ``roots`` are the square roots of ``original`` and ``decoded`` for a second moment, else None.
+    """
+    error = decoded - original
+    noise, signal = _square_sum(error), _square_sum(original)
+    if scales is None:
+        return MomentError(noise, signal)
+    largest = as_groups(error if roots is None else roots[1] - roots[0]).abs().amax(1)
+    # A zero group has no scale and no error.
+    return MomentError(noise, signal, float(largest.mul_(scales.sign()).div_(scales.clamp_min(SMALLEST_NORMAL)).amax()))
+
+
+def update_error(original: torch.Tensor, decoded: torch.Tensor, factor: float) -> UpdateError:
+    """Measure a flat fp32 tile of updates, both given without their ``factor``."""
+    error = decoded - original
+    return UpdateError(
+        _square_sum(error) * factor * factor,
+        _square_sum(original) * factor * factor,
+        _largest(error) * factor,
+        _largest(original) * factor,
+    )
+
+
+def lattice_error(original: torch.Tensor, decoded: torch.Tensor) -> LatticeError:
+    """Measure a flat fp32 tile of weights on a lattice."""
+    error = decoded - original
+    return LatticeError(_square_sum(error), _square_sum(original), _largest(error))
+
+
+def step_sums(weight: Pair | None, moment1: Pair, moment2: torch.Tensor, roots: Pair) -> StepError:
+    """Sums over a tile in the measure of a budget, without the factors of its parameter.
+
+    They are the sums of m^2, v dW^2, dm^2 and (e m)^2, with e the relative error of sqrt(v), 0 where v is 0. ``roots``
+    are the square roots of the second moments ``moment2`` and of these as they come back.
+    """
+    m, decoded = moment1
+    moved = (roots[1] - roots[0]).div_(roots[0].clamp_min(SMALLEST_NORMAL)).masked_fill_(moment2 == 0, 0.0).mul_(m)
+    weighed = 0.0
+    if weight is not None:
+        error = (weight[1] - weight[0]).double().square_()
+        weighed = float(error.mul_(moment2.double()).sum())
+    return StepError(_square_sum(m), weighed, _square_sum(decoded - m), _square_sum(moved))
+
+
+def factored_step_sums(weight: Pair | None, update: Pair, inverse_roots: torch.Tensor) -> StepError:
+    """Sums over a tile of CAME: of v u^2, v dW^2 and v du^2. ``inverse_roots`` are 1 / sqrt(v)."""
+    u, decoded = update
+    weighed = 0.0 if weight is None else _square_sum((weight[1] - weight[0]).div_(inverse_roots))
+    return StepError(_square_sum(u / inverse_roots), weighed, _square_sum((decoded - u).div_(inverse_roots)))
+
+
+def exceeded_share(shares: Mapping[int, Share], unit: Unit, error: StepError | None) -> Refusal | None:
+    """Why codecs of a unit do not keep its share of a budget: what they err is too much, or unknown. None if they do.
+
+    Steps that the budget chose may err as a sample does: see ``excess``. A known step makes an error of what it moves
+    measurable; where it was not measured, or is no energy, the storages have to be exact.
+    """
+    step = unit.parameter.step if unit.parameter else None
+    lossy = [stream for stream in unit.streams if stream.lossy and stream.index in shares]
+    if step is None or not lossy:
+        return None
+    moved = {True: math.nan, False: math.nan}
+    if error is not None and math.isfinite(error.step):
+        moved = {True: error.weight, False: error.moment1 + error.moment2}
+    for is_weight, energy in moved.items():
+        own = [stream for stream in lossy if (stream.index == step.weight) == is_weight]
+        has_fallen = any(stream.fallback_codec is None for stream in own)
+        if own and not 0 <= energy < math.inf and (has_fallen or error is not None):
+            return Refusal("its error in steps is unknown", step.weight if is_weight else None)
+        if has_fallen and energy > sum(shares[stream.index].allowed for stream in own):
+            return Refusal("flash errs by more than the budget", step.weight if is_weight else None)
+    return None
+
+
+def excess(
+    shares: Mapping[int, Share], units: Sequence[tuple[Unit, StepError | None]], steps: float
+) -> tuple[float, Measured]:
+    """How many times a budget of ``steps`` the largest error of an optimizer is, and what that tells of the source.
+
+    ``units`` are the units with their errors. What rules decide does not count.
+    """
+    moved, errors = defaultdict[int, float](float), defaultdict[int, float](float)
+    per_square: dict[int, float] = {}
+    for unit, error in units:
+        step = unit.parameter.step if unit.parameter else None
+        if step is None or error is None or not error.finite:
+            continue
+        moved[step.optimizer] += error.step
+        chosen = [stream for stream in unit.streams if stream.index in shares]
+        if any(stream.index == step.weight for stream in chosen):
+            errors[step.optimizer] += error.weight
+        if any(stream.index != step.weight for stream in chosen):
+            errors[step.optimizer] += error.moment1 + error.moment2
+        for stream in chosen:
+            if isinstance(stream.codec, Lattice):
+                per_square[stream.index] = error.weight / step_of(stream.codec.k) ** 2
+            elif isinstance(stream.codec, VScaled):
+                per_square[stream.index] = error.moment1 / stream.codec.k**2
+            elif isinstance(stream.codec, RowColumnLog):
+                per_square[stream.index] = error.moment2 / stream.codec.S**2
+    squares = (errors[optimizer] / energy for optimizer, energy in moved.items() if energy)
+    return math.sqrt(max(squares, default=0.0)) / steps, Measured(moved, per_square)
 
 
 class _Factors(NamedTuple):
@@ -51,118 +245,20 @@ class _Factors(NamedTuple):
 
 
 class ErrorMeter:
-    """Measures chunks of units of one checkpoint. Thread-safe; keeps CAME's factored statistics of the last parameter.
-
-    ``backend`` is the one that codecs use for tensors on the CPU: the last digits of sums depend on it.
-    """
+    """Measures units of one checkpoint. Thread-safe; keeps CAME's factored statistics of the last parameter."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.backend = for_checkpoint(sum(storage.nbytes for storage in checkpoint.storages))
         self._last: tuple[Parameter, _Factors] | None = None
 
-    def measure(self, unit: Unit, start: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
-        """Measure the chunk that begins at element ``start``: one original and one set of parts for each stream.
+    def begin(self, unit: Unit, *, numba: bool) -> ChunkErrors:
+        """New sums for one chunk of ``unit``; ``numba`` says whether its kernels measure what they can."""
+        blocks = None
+        if numba:
+            from ckpt8.compressing.measure_numba import BlockSums
 
-        All must be on one device, which computes the errors.
-        """
-        tiled = self.tiled(unit, originals)
-        if tiled is not None:
-            self._add_tiles(tiled, unit, start, originals, parts)
-            return tiled.result()
-        errors, length, done = UnitErrors.for_unit(unit), len(originals[0]), 0
-        whole = any(stream.codec.by_chunk or stream.codec.factored for stream in unit.streams)
-        source = self._checkpoint
-        decoded = None
-        if whole:
-            decoded = lockstep.decode(unit.streams, parts, originals, start, self.backend, source, reuse=True)
-        elif self._has_kernels(unit, originals):
-            done, tile_errors = measure_packed(unit, originals, parts)
-            errors.merge(tile_errors)
-        factors = self._factors(unit.parameter)
-        # Tiles fit the cache of a CPU. On a GPU each would cost a wait for its result.
-        step = done or (TILE if originals[0].device.type == "cpu" else FRAME)
-        cuts = [cuts_of(stream, length, step) for stream in unit.streams]
-        for position in range(done, length, step):
-            run = slice(position, min(position + step, length))
-            tile_parts = [take(p, cut[position // step]) for p, cut in zip(parts, cuts, strict=True)]
-            tiles = [x[run].float() for x in originals]
-            if decoded is None:
-                there = lockstep.decode(unit.streams, tile_parts, tiles, start + position, self.backend, source)
-            else:
-                there = [y[run] for y in decoded]
-            pairs = [(x, y.float()) for x, y in zip(tiles, there, strict=True)]
-            self._measure_tile(unit, errors, factors, start + position, pairs, tile_parts)
-        return errors
-
-    def _has_kernels(self, unit: Unit, originals: Sequence[torch.Tensor]) -> bool:
-        """Whether numba measures a chunk, if it has a kernel for its codecs."""
-        is_replayed = unit.parameter is not None and unit.parameter.replay is not None
-        return not is_replayed and resolve(self.backend, originals[0].device, len(originals[0])) == "numba"
-
-    def tiled(self, unit: Unit, originals: Sequence[torch.Tensor]) -> TiledErrors | None:
-        """Measures the tiles of a chunk in turn; None where ``measure`` needs the chunk whole."""
-        tiles = BudgetedTiles.of(unit) if self._has_kernels(unit, originals) else None
-        if tiles is None:
-            return None
-        rest = UnitErrors.for_unit(unit)
-        return TiledErrors(unit, tiles, rest, partial(self._measure_tile, unit, rest, _Factors()))
-
-    def _add_tiles(
-        self,
-        tiled: TiledErrors,
-        unit: Unit,
-        start: int,
-        originals: Sequence[torch.Tensor],
-        parts: Sequence[Parts],
-    ) -> None:
-        """Decode a chunk tile by tile, and measure it."""
-        for run in tiles_of(len(originals[0])):
-            xs = [x[run] for x in originals]
-            there = [
-                stream.codec.tile(part, stream.spec.dtype, start, run)
-                for stream, part in zip(unit.streams, parts, strict=True)
-            ]
-            first = start + run.start
-            decoded = lockstep.decode(unit.streams, there, xs, first, "numba", self._checkpoint, reuse=True)
-            tiled.add(first, xs, decoded)
-
-    def _measure_tile(
-        self,
-        unit: Unit,
-        errors: UnitErrors,
-        factors: _Factors,
-        start: int,
-        pairs: Sequence[Pair],
-        parts: Sequence[Parts],
-    ) -> None:
-        sides: list[Pair] = []
-        for stream, (x, y), part in zip(unit.streams, pairs, parts, strict=True):
-            # Square roots count where the codec stores them, or the update is divided by them.
-            is_second = stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
-            roots = (root(x), root(y)) if is_second else None
-            if stream.codec.measured_as == "weight":
-                errors.streams[stream.index].merge(weight_error(x, y))
-            elif stream.codec.measured_as == "lattice":
-                errors.streams[stream.index].merge(lattice_error(x, y))
-            elif stream.lossy:
-                errors.streams[stream.index].merge(moment_error(x, y, stream.codec.group_scales(part), roots))
-            sides.append(roots or (x, y))
-        parameter = unit.parameter
-        if parameter is None or parameter.rule is None:
-            return
-        if parameter.replay is None:
-            updates = _updates(unit, parameter, parameter.rule, factors, start, sides)
-            if errors.update is not None:
-                errors.update.merge(update_error(*updates, parameter.rule.factor))
-            if errors.steps is not None:
-                errors.steps.merge(_step_error(unit, parameter, factors, start, pairs, sides, updates))
-        elif errors.update is not None:
-            was, there = (_by_key(unit, parameter.replay, [pair[side] for pair in pairs]) for side in (0, 1))
-            if parameter.replay.is_whole:
-                errors.pieces.append((was, there))
-            else:
-                errors.update.merge(_replayed_error(parameter.replay, was, there, Order((len(pairs[0][0]),))))
+            blocks = BlockSums(unit) if BlockSums.fits(unit) else None
+        return ChunkErrors(unit, UnitErrors.for_unit(unit), self._factors(unit.parameter), blocks)
 
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Replay the step that takes the whole parameter, once all chunks of ``unit`` are merged into ``errors``.
@@ -179,11 +275,8 @@ class ErrorMeter:
         if len(next(iter(original.values()))) < unit.numel:
             errors.update = None
             return
-        statistics = {key: self._statistic(*where) for key, where in replay.statistics.items()}
+        statistics = {key: read_tensor(self._checkpoint, *where) for key, where in replay.statistics.items()}
         errors.update = _replayed_error(replay, original | statistics, decoded | statistics, replay.order)
-
-    def _statistic(self, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
-        return read_tensor(self._checkpoint, storage, ref)
 
     def _factors(self, parameter: Parameter | None) -> _Factors:
         """CAME's factored terms; none of them for other rules."""
@@ -191,69 +284,122 @@ class ErrorMeter:
             return _Factors()
         last = self._last  # another thread may replace it at any time
         if last is None or last[0] is not parameter:
-            given = parameter.confidence, parameter.squares if parameter.step else ()
             some = parameter.has_some_rows
             factors = [
-                Confidence(*(self._statistic(*ref) for ref in pair), has_some_rows=some) if pair else None
-                for pair in given
+                Confidence(*(read_tensor(self._checkpoint, *where) for where in pair), has_some_rows=some)
+                if pair
+                else None
+                for pair in (parameter.confidence, parameter.squares if parameter.step else ())
             ]
             self._last = last = (parameter, _Factors(*factors))
         return last[1]
 
 
-def _updates(
-    unit: Unit, parameter: Parameter, rule: UpdateRule, factors: _Factors, start: int, sides: Sequence[Pair]
-) -> Pair:
-    """The updates without their factor. ``sides`` by stream: m, or sqrt(v), of the original and as decoded."""
-    place = {stream.index: k for k, stream in enumerate(unit.streams)}
-    m = sides[place[parameter.moments["moment1"]]]
-    v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
-    confidence = factors.confidence.at(start, start + len(m[0]), m[0].device) if factors.confidence else None
-    return rule.apply(m[0], v[0], confidence), rule.apply(m[1], v[1], confidence)
+@dataclass(slots=True)
+class ChunkErrors:
+    """The errors of a chunk, whose tiles come in turn: in ``blocks`` what numba measures, all else in ``_errors``."""
+
+    _unit: Unit
+    _errors: UnitErrors
+    _factors: _Factors
+    _blocks: BlockSums | None
+
+    def add(
+        self, first: int, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor], parts: Sequence[Parts]
+    ) -> None:
+        """Add a tile whose first element has the index ``first``. All tensors are on one device, which measures."""
+        done = 0 if self._blocks is None else self._blocks.add(originals, decoded, parts)
+        if done == len(originals[0]):
+            return
+        rest = slice(done, len(originals[0]))
+        pairs = [(x[rest].float(), y[rest].float()) for x, y in zip(originals, decoded, strict=True)]
+        sides: list[Pair] = []
+        for stream, (x, y), part in zip(self._unit.streams, pairs, parts, strict=True):
+            codec, roots = stream.codec, None
+            # Square roots count where the codec stores them, or the update is divided by them.
+            if stream.spec.role is Role.MOMENT2 or codec.stores_roots:
+                roots = root(x), root(y)
+            if codec.measured_as == "weight":
+                self._errors.streams[stream.index].merge(weight_error(x, y))
+            elif codec.measured_as == "lattice":
+                self._errors.streams[stream.index].merge(lattice_error(x, y))
+            elif codec.measured_as == "moment":
+                scales = codec.group_scales(codec.tile(part, stream.spec.dtype, first, rest))
+                self._errors.streams[stream.index].merge(moment_error(x, y, scales, roots))
+            sides.append(roots or (x, y))
+        self._add_update(first + done, pairs, sides)
+
+    def result(self) -> UnitErrors:
+        """The errors of all tiles."""
+        if self._blocks is not None:
+            self._errors.merge(self._blocks.result())
+        return self._errors
+
+    def _add_update(self, first: int, pairs: Sequence[Pair], sides: Sequence[Pair]) -> None:
+        """Measure a tile in update space and in steps. In ``sides`` are roots of the second moments of ``pairs``."""
+        parameter, errors = self._unit.parameter, self._errors
+        if parameter is None or (rule := parameter.rule) is None:
+            return
+        place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
+        if (replay := parameter.replay) is None:
+            m = sides[place[parameter.moments["moment1"]]]
+            v = sides[place[parameter.moments[parameter.denominator]]] if parameter.denominator else (None, None)
+            confidence = self._factors.confidence
+            at = confidence.at(first, first + len(m[0]), m[0].device) if confidence else None
+            updates = rule.apply(m[0], v[0], at), rule.apply(m[1], v[1], at)
+            if errors.update is not None:
+                errors.update.merge(update_error(*updates, rule.factor))
+            if errors.steps is not None:
+                errors.steps.merge(self._step_error(parameter, place, first, pairs, sides, updates))
+        elif errors.update is not None:
+            # On the CPU, where all arithmetic of a replay is done.
+            was, there = (
+                {key: pairs[place[index]][side].cpu() for key, index in replay.state.items()} for side in (0, 1)
+            )
+            if replay.is_whole:
+                # Copies, since a buffer may hold the tile.
+                was, there = ({key: x.clone() for key, x in side.items()} for side in (was, there))
+                errors.pieces.append((was, there))
+            else:
+                errors.update.merge(_replayed_error(replay, was, there, Order((len(pairs[0][0]),))))
+
+    def _step_error(
+        self,
+        parameter: Parameter,
+        place: Mapping[int, int],
+        first: int,
+        pairs: Sequence[Pair],
+        sides: Sequence[Pair],
+        updates: Pair,
+    ) -> StepError:
+        """The error of a tile in the measure of a budget."""
+        assert parameter.step is not None  # noqa: S101 - errors are measured in steps only for a known step
+        weight = None if parameter.step.weight is None else pairs[place[parameter.step.weight]]
+        if self._factors.squares is not None:
+            inverse_roots = self._factors.squares.at(first, first + len(updates[0]), updates[0].device)
+            sums = factored_step_sums(weight, updates, inverse_roots)
+        else:
+            assert parameter.denominator is not None  # noqa: S101 - nor without second moments
+            second = place[parameter.moments[parameter.denominator]]
+            sums = step_sums(weight, pairs[place[parameter.moments["moment1"]]], pairs[second][0], sides[second])
+        return scaled_steps(self._unit, sums)
 
 
-def _step_error(
-    unit: Unit,
-    parameter: Parameter,
-    factors: _Factors,
-    start: int,
-    pairs: Sequence[Pair],
-    sides: Sequence[Pair],
-    updates: Pair,
-) -> StepError:
-    """The error in the measure of a budget. ``pairs`` and ``sides`` are by stream; these have roots of v."""
-    scales = StepScales.of(parameter)
-    if scales is None or parameter.step is None:
-        raise AssertionError("errors are measured in steps only for a known step")
-    place = {stream.index: k for k, stream in enumerate(unit.streams)}
-    weight = None if parameter.step.weight is None else pairs[place[parameter.step.weight]]
-    first = place[parameter.moments["moment1"]]
-    second = None if parameter.denominator is None else place[parameter.moments[parameter.denominator]]
-    if factors.squares is not None:
-        inverse_roots = factors.squares.at(start, start + len(updates[0]), updates[0].device)
-        sums = factored_step_sums(weight, updates, inverse_roots)
-    elif second is not None:
-        sums = step_sums(weight, pairs[first], pairs[second][0], sides[second])
-    else:
-        raise AssertionError("an error in steps needs second moments")
-    # What comes back as it was errs by nothing, NaN too.
-    if parameter.step.weight is not None and not unit.streams[place[parameter.step.weight]].lossy:
-        sums.weight = 0.0
-    if not unit.streams[first].lossy:
-        sums.moment1 = 0.0
-    if second is not None and not unit.streams[second].lossy:
-        sums.moment2 = 0.0
-    return scales.apply(sums)
+def scaled_steps(unit: Unit, sums: StepError) -> StepError:
+    """The error in steps of a unit whose step is known, from sums over its elements.
 
-
-def _by_key(unit: Unit, replay: Replay, values: Sequence[torch.Tensor]) -> Moments:
-    """``values`` by stream, of the streams that a replayed step takes: on the CPU, where all its arithmetic is done.
-
-    A whole step takes copies, since a buffer may hold the originals.
+    What comes back as it was errs by nothing, NaN too.
     """
-    place = {stream.index: k for k, stream in enumerate(unit.streams)}
-    moments = {key: values[place[index]].cpu() for key, index in replay.state.items()}
-    return {key: x.clone() for key, x in moments.items()} if replay.is_whole else moments
+    parameter, scales = unit.parameter, step_scales(unit.parameter)
+    assert parameter is not None and parameter.step is not None and scales is not None  # noqa: S101, PT018
+    lossy = {stream.index for stream in unit.streams if stream.lossy}
+    moments = parameter.moments
+    return StepError(
+        scales.step * sums.step,
+        scales.weight * sums.weight if parameter.step.weight in lossy else 0.0,
+        scales.moment1 * sums.moment1 if moments["moment1"] in lossy else 0.0,
+        scales.moment2 * sums.moment2 if moments.get(parameter.denominator or "") in lossy else 0.0,
+    )
 
 
 def _replayed_error(replay: Replay, original: Moments, decoded: Moments, order: Order) -> UpdateError:

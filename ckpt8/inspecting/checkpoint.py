@@ -19,16 +19,15 @@ from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import check_storages, open_source
 from ckpt8.codecs.error_stats import StepError
-from ckpt8.compressing import lockstep
 from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.compressor import steps_record
 from ckpt8.compressing.groups import Group, GroupEncoder, share
-from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing.lockstep import Lockstep
+from ckpt8.compressing.measure import exceeded_share
 from ckpt8.compressing.parameters import copy_steps_from
 from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.planning import plan_policies
 from ckpt8.compressing.policy import PRESETS, Budget, Policy
-from ckpt8.compressing.unit_errors import exceeded_share
 from ckpt8.container import frames, header, symbols
 from ckpt8.container.facts import FILE_ROLE, NO_BUDGET, NOT_MEASURED, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
@@ -215,7 +214,7 @@ class _Prediction:
     def __init__(self, source: Bundle, skeletons: Mapping[int, str], plan: Plan) -> None:
         self._source, self._plan = source, plan
         self._structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
-        self._meter = ErrorMeter(source)
+        self._lockstep = Lockstep(source)
 
     def run(self, workers: Workers, stepped: Plan, budget: Budget | None) -> dict[str, Any]:
         """The figures under a ``budget``. ``stepped`` is a plan that knows the steps of the parameters."""
@@ -272,8 +271,8 @@ class _Prediction:
         originals, first = self._sample(unit)
         share_of_all = unit.numel / len(originals[0])
         while True:
-            coded, parts = _encoded(unit, originals, first, self._source)
-            steps = self._meter.measure(coded, first, originals, parts).steps if _has_step(unit) else None
+            coded, parts = self._encoded(unit, first, originals)
+            steps = self._lockstep.measure(coded, first, originals, parts).steps if _has_step(unit) else None
             error = _scaled(steps, share_of_all)
             refusal = exceeded_share(self._plan.shares, coded, error if steps else None)
             if refusal is None:
@@ -282,6 +281,14 @@ class _Prediction:
         slabs = len(header.slab_chunks(unit.numel, header.SLAB))
         stored = sum(map(len, _frames_of(parts))) * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
         return _Found(stored + _STEPS_BYTES * _has_step(unit), error)
+
+    def _encoded(self, unit: Unit, first: int, originals: Sequence[torch.Tensor]) -> tuple[Unit, list[Parts]]:
+        """The unit with the first of its codecs that take it, and its parts."""
+        while True:
+            try:
+                return unit, self._lockstep.encode(unit, first, originals)[0]
+            except RefusedError as exc:
+                unit = unit.fallback(Refusal(str(exc), exc.storage))
 
     def _of_group(self, group: Group) -> _Found:
         """Small units with common entries, from some of them. Thread-safe."""
@@ -318,15 +325,6 @@ def _has_step(unit: Unit) -> bool:
 
 def _scaled(error: StepError | None, factor: float) -> StepError:
     return StepError(*(value * factor for value in astuple(error or StepError())))
-
-
-def _encoded(unit: Unit, originals: Sequence[torch.Tensor], first: int, source: Bundle) -> tuple[Unit, list[Parts]]:
-    """The unit with the first of its codecs that take it, and its parts."""
-    while True:
-        try:
-            return unit, lockstep.encode(unit.streams, originals, first, None, source)
-        except RefusedError as exc:
-            unit = unit.fallback(Refusal(str(exc), exc.storage))
 
 
 def _frames_of(coded: Sequence[Parts]) -> Iterator[bytes | memoryview]:

@@ -31,19 +31,16 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo
 from ckpt8.codecs import Codec, config_of
-from ckpt8.codecs.error_measures import root
 from ckpt8.codecs.error_stats import ErrorStats, LatticeError, UpdateError, WeightError, read_error
-from ckpt8.compressing import lockstep
-from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing.lockstep import Lockstep
+from ckpt8.compressing.measure import UnitErrors, root
 from ckpt8.compressing.plan import Parameter, Stream, Unit, join, read_elements
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import LOSSLESS, Policy
-from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container.facts import NO_PARAMETER, NOT_MEASURED, codec_kind, error_facts, figure_of, unknown_updates
 from ckpt8.container.frames import FRAME
 from ckpt8.container.joined import JoinedReader, Stored
 from ckpt8.container.manifest import Manifest, ParameterRecord
-from ckpt8.core.backend import Backend
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.core.workers import Workers
@@ -450,9 +447,9 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
             errors_from=f"preset {PRESET} on the sample",
             total=sum(unit.numel * len(unit.streams) for unit in units),
         )
-        meter = ErrorMeter(source)
-        for unit, seen in look_at(units, gathered.sampling, partial(_look_in_checkpoint, source, meter), workers):
-            meter.finish(unit, seen.errors)
+        lockstep = Lockstep(source)
+        for unit, seen in look_at(units, gathered.sampling, partial(_look_in_checkpoint, source, lockstep), workers):
+            lockstep.meter.finish(unit, seen.errors)
             _add(gathered, unit, seen)
         source.check_unchanged()
         return gathered.to_json()
@@ -478,38 +475,34 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
     gathered.add(unit, seen)
 
 
-def _look_in_checkpoint(source: Bundle, meter: ErrorMeter, work: Work) -> Seen:
+def _look_in_checkpoint(source: Bundle, lockstep: Lockstep, work: Work) -> Seen:
     """Read windows of one chunk of a unit, encode, decode, count and measure them. Thread-safe."""
     unit, chunk, windows = work
     seen = Seen(UnitErrors.for_unit(unit))
     for window in windows:
         start, count = chunk * FRAME + window.start, window.stop - window.start
         originals = [read_elements(source, s.storage, s.spec.dtype, start, count) for s in unit.streams]
-        pieces, refused = _encode(unit.streams, originals, start, meter.backend, source)
+        pieces, refused = _encode(unit, start, originals, lockstep)
         seen.refused = seen.refused or refused
         seen.drawn.merge(draw(pieces, unit.parameter))
         if refused is None and unit.measured:
-            seen.errors.merge(meter.measure(unit, start, originals, [piece.parts for piece in pieces]))
+            seen.errors.merge(lockstep.measure(unit, start, originals, [piece.parts for piece in pieces]))
     return seen
 
 
 def _encode(
-    streams: Sequence[Stream],
-    originals: Sequence[torch.Tensor],
-    start: int,
-    backend: Backend | None,
-    source: Bundle,
+    unit: Unit, start: int, originals: Sequence[torch.Tensor], lockstep: Lockstep
 ) -> tuple[list[Piece], str | None]:
     """The decoded pieces of a unit, and the reason if a codec refuses them."""
     try:
-        parts = lockstep.encode(streams, originals, start, backend, source)
+        parts = lockstep.encode(unit, start, originals)[0]
     except RefusedError as exc:
-        pairs = zip(streams, originals, strict=True)
+        pairs = zip(unit.streams, originals, strict=True)
         return [Piece(stream.index, stream.spec.role, LOSSLESS, x, x, {}) for stream, x in pairs], str(exc)
-    decoded = lockstep.decode(streams, parts, originals, start, backend, source)
+    decoded = lockstep.decode(unit, start, originals, parts)
     return [
         Piece(stream.index, stream.spec.role, stream.codec, x, after, part)
-        for stream, x, after, part in zip(streams, originals, decoded, parts, strict=True)
+        for stream, x, after, part in zip(unit.streams, originals, decoded, parts, strict=True)
     ], None
 
 

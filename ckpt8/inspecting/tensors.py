@@ -38,10 +38,10 @@ from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.codecs.error_stats import ErrorStats
 from ckpt8.compressing.compressor import Results, UnitResult, fill_manifest
+from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
-from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import DCP, Manifest

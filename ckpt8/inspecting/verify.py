@@ -40,12 +40,12 @@ from ckpt8.checkpoint.tree import Checkpoint, Inert, StatefulDict, StorageInfo, 
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error, read_step_error
 from ckpt8.compressing.chunk_encoder import check_source, read_chunk, read_master, rounded_masters
 from ckpt8.compressing.compressor import steps_record
-from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing.lockstep import Lockstep
+from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.parameters import attach_steps
 from ckpt8.compressing.plan import Parameter, Stream, Unit
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
-from ckpt8.compressing.unit_errors import UnitErrors
 from ckpt8.container import frames, header
 from ckpt8.container.decoding import check_frames, scratch_tensor
 from ckpt8.container.joined import JoinedReader, Stored, containers_of, open_stored
@@ -133,8 +133,8 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
     }
     units = [_as_stored(reader, unit, parameter_of) for unit in plan.units]
     measured = Measured(describe(source, plan))
-    meter = ErrorMeter(source)
-    compare = partial(_compare, reader, source, meter)
+    lockstep = Lockstep(source)
+    compare = partial(_compare, reader, source, lockstep)
     results = workers.map(compare, ((u, c) for u in units for c in range(header.chunk_count(u.numel))))
     for unit in units:
         errors = UnitErrors.for_unit(unit)
@@ -148,7 +148,7 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
                 sums[k] = combine(sums[k], crcs[k], length)
                 progress(length)
         check_source(unit, sums, source.label)
-        meter.finish(unit, errors)
+        lockstep.meter.finish(unit, errors)
         measured.storages.update(errors.streams)
         parameter = unit.parameter
         index = parameter_of.get(frozenset(parameter.moments.values())) if parameter else None
@@ -209,7 +209,7 @@ def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozen
 
 
 def _compare(
-    reader: ContainerReader, source: Bundle, meter: ErrorMeter, work: tuple[Unit, int]
+    reader: ContainerReader, source: Bundle, lockstep: Lockstep, work: tuple[Unit, int]
 ) -> tuple[list[str], UnitErrors, list[int]]:
     """For one chunk: names of lossless streams that differ, errors of lossy ones, and crc32s of the original."""
     unit, chunk = work
@@ -223,7 +223,7 @@ def _compare(
     ]
     if not unit.measured:
         return differing, UnitErrors.for_unit(unit), crcs
-    return differing, meter.measure(unit, chunk * frames.FRAME, originals, parts), crcs
+    return differing, lockstep.measure(unit, chunk * frames.FRAME, originals, parts), crcs
 
 
 def _is_copy(source: Bundle, stream: Stream, chunk: int, x: torch.Tensor) -> bool:

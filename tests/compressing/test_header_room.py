@@ -49,7 +49,7 @@ def same(a, b):
 @pytest.mark.parametrize("options", [{"preset": "flash"}, {"preset": "archive"}], ids=str)
 def test_data_is_moved_where_codecs_refuse(options, background, tmp_path, monkeypatch):
     """All weights and moments are refused: their entries need more room than the header has. All else is as it was."""
-    monkeypatch.setattr("ckpt8.compressing.compressor._ROOM", 1 << 20)
+    monkeypatch.setattr("ckpt8.compressing.groups._ROOM", 1 << 20)
     monkeypatch.setattr("ckpt8.container.writer.PIECE", 5000)
     tree, found = tree_of(12, range(12)), []
     reserved = header.reserved_size
@@ -72,14 +72,14 @@ def test_data_is_moved_where_codecs_refuse(options, background, tmp_path, monkey
 
 @pytest.mark.parametrize("options", [{"preset": "flash"}, {"preset": "compact"}, {"preset": "lossless"}], ids=str)
 def test_little_of_the_header_is_not_used(options, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt8.compressing.compressor._ROOM", 1 << 20)
+    monkeypatch.setattr("ckpt8.compressing.groups._ROOM", 1 << 20)
     ckpt8.save(tree_of(20, ()), tmp_path / "a.ckpt8", **options)
     size, used = header_of(tmp_path / "a.ckpt8")
     assert used > 0.7 * size
 
 
 def test_a_disk_that_is_full_while_data_is_moved(tmp_path, monkeypatch):
-    monkeypatch.setattr("ckpt8.compressing.compressor._ROOM", 1 << 20)
+    monkeypatch.setattr("ckpt8.compressing.groups._ROOM", 1 << 20)
 
     def full(*_):
         raise OSError(28, "No space left on device")

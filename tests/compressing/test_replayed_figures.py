@@ -16,7 +16,7 @@ from own_optimizer_kit import registered
 
 import ckpt8
 from ckpt8.checkpoint.meaning import replayed
-from ckpt8.compressing import compressor
+from ckpt8.compressing import groups
 from ckpt8.container import reader as container_reader
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
@@ -413,7 +413,7 @@ SMALL_AND_LARGE = {
 @pytest.mark.filterwarnings("ignore")
 def test_the_figure_counts_parameters_that_are_exact(name, shared, tmp_path, monkeypatch):
     """Biases, norms and small matrices take their steps too: a replay counts them, whoever shares entries."""
-    monkeypatch.setattr(compressor, "_ROOM", 0 if shared else 1 << 40)
+    monkeypatch.setattr(groups, "_ROOM", 0 if shared else 1 << 40)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.LayerNorm(96), torch.nn.Linear(96, 40))
     optimizer = SMALL_AND_LARGE[name](model)

@@ -11,17 +11,19 @@ import torch
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.error_measures import lattice_error, moment_error, root, step_sums, update_error
 from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.compressing import lockstep, unit_errors
-from ckpt8.compressing.measure import ErrorMeter
+from ckpt8.compressing import lockstep as lockstep_module
+from ckpt8.compressing.lockstep import Lockstep
+from ckpt8.compressing.measure import (
+    ErrorMeter,
+    UnitErrors,
+)
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Stream, Unit
 from ckpt8.compressing.policy import carry
-from ckpt8.compressing.unit_errors import BudgetedTiles, StepScales, UnitErrors
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
@@ -85,13 +87,12 @@ def unit_of(values, codecs, rule: UpdateRule, **options) -> Unit:
     return Unit(streams, Parameter("p", moments, rule, None, (numel,), step=step, **options))
 
 
-def measured(unit: Unit, values, meter: ErrorMeter | None = None) -> tuple[UnitErrors, dict[str, torch.Tensor]]:
-    originals = list(values.values())
-    meter = meter or ErrorMeter(SimpleNamespace(storages=[]))
-    source = SimpleNamespace(storages=[])
-    parts = lockstep.encode(unit.streams, originals, 0, "torch", source)
-    decoded = lockstep.decode(unit.streams, parts, originals, 0, "torch", source)
-    return meter.measure(unit, 0, originals, parts), dict(zip(values, decoded, strict=True))
+def measured(unit: Unit, values, backend="torch") -> tuple[UnitErrors, dict[str, torch.Tensor]]:
+    lockstep, originals = Lockstep(SimpleNamespace(storages=[])), list(values.values())
+    lockstep.backend = backend
+    parts, errors = lockstep.encode(unit, 0, originals, measure=True)
+    assert lockstep.measure(unit, 0, originals, parts) == errors
+    return errors, dict(zip(values, lockstep.decode(unit, 0, originals, parts), strict=True))
 
 
 def assert_energies(steps, expected):
@@ -131,24 +132,19 @@ def archived(values) -> list:
     return [codecs[key] for key in values]
 
 
-@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("backend", ["torch", None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("numel", [256 * 1100 + 77, 300])
-def test_the_codecs_of_a_budget_take_chunks_whole(numel, dtype, backend, monkeypatch):
-    """A chunk is decoded once and measured tile by tile, or by a kernel and the rest by tiles: the same figures."""
-    fused, add = [], BudgetedTiles.add
-    if backend == "numba":
+def test_the_codecs_of_a_budget(numel, dtype, backend, monkeypatch):
+    """A chunk is decoded and measured tile by tile, or by kernels and the rest behind the last block in torch."""
+    if backend is None:
         pytest.importorskip("numba", reason="numba is not installed")
         monkeypatch.setattr(backends, "SMALLEST_FOR_NUMBA", 1)
-        monkeypatch.setattr(BudgetedTiles, "add", lambda *given: fused.append(add(*given)) or fused[-1])
     keys = ("moment2", "weight", "moment1")
     values = {key: x.to(dtype) for key, x in state(numel).items() if key in keys}
     values = {key: values[key] for key in keys}
     unit = unit_of(values, archived(values), RULES["adam"])
-    meter = ErrorMeter(SimpleNamespace(storages=[]))
-    meter.backend = None if backend == "numba" else "torch"
-    found, there = measured(unit, values, meter)
-    assert sum(fused) == (numel // 256 * 256 if backend == "numba" else 0)
+    found, there = measured(unit, values, backend)
     assert_energies(found.steps, energies(values, there, "adam"))
     wide, decoded = ({key: x.double() for key, x in side.items()} for side in (values, there))
     for k, key in enumerate(values):
@@ -168,30 +164,25 @@ def test_the_codecs_of_a_budget_take_chunks_whole(numel, dtype, backend, monkeyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_chunk_encoded_in_the_memory_of_its_originals_has_the_same_parts_and_errors(dtype, monkeypatch):
+def test_tiles_of_any_length_have_the_parts_and_errors_of_the_chunk(dtype, monkeypatch):
     """Tiles and chunks begin in the middle of a row, and the last tile in the middle of a block."""
     pytest.importorskip("numba", reason="numba is not installed")
-    numel, first = 256 * 1100 + 77, 1 << 20
-    values = {key: x.to(dtype) for key, x in state(numel).items() if key in ("weight", "moment1", "moment2")}
-    codecs = archived(values)
-    unit = unit_of(values, [*codecs[:2], RowColumnLog(1 << 21, 300, columns=True)], RULES["adam"])
-    meter = ErrorMeter(SimpleNamespace(storages=[]))
-    meter.backend = "numba"
-    originals = list(values.values())
-    whole = lockstep.encode(unit.streams, originals, first, "numba", meter)
-    expected = meter.measure(unit, first, originals, whole)
-    for tile in (1 << 16, 1 << 20, 256 * 33):
-        monkeypatch.setattr(unit_errors, "_TILE", tile)
-        tiled, given = meter.tiled(unit, originals), [x.clone() for x in originals]
-        parts = lockstep.encode_by_tile(unit.streams, given, first, [None] * 3, tiled)
-        for mine, theirs in zip(parts, whole, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-        assert tiled.result() == expected
-    broken = [x.clone() for x in originals]
-    broken[1][70_000] = math.nan
+    first, keys = 1 << 20, ("weight", "moment1", "moment2")
+    values = {key: x.to(dtype) for key, x in state(256 * 1100 + 77).items() if key in keys}
+    unit = unit_of(values, [*archived(values)[:2], RowColumnLog(1 << 21, 300, columns=True)], RULES["adam"])
+    lockstep, originals, seen = Lockstep(SimpleNamespace(storages=[])), list(values.values()), []
+    lockstep.backend = None
+    for tile in (1 << 20, 1 << 16, 256 * 33):
+        monkeypatch.setattr(lockstep_module, "TILE", tile)
+        seen.append(lockstep.encode(unit, first, originals, measure=True))
+    for parts, errors in seen[1:]:
+        assert errors == seen[0][1]
+        assert all(
+            torch.equal(mine[key], x) for mine, whole in zip(parts, seen[0][0], strict=True) for key, x in whole.items()
+        )
+    originals[1][70_000] = math.nan
     with pytest.raises(RefusedError) as refusal:
-        lockstep.encode_by_tile(unit.streams, broken, first, [None] * 3, None)
+        lockstep.encode(unit, first, originals)
     assert refusal.value.storage == unit.streams[1].index
 
 
@@ -210,39 +201,48 @@ def test_without_a_known_step_nothing_is_measured_in_steps():
     values = {key: state()[key] for key in ("moment1", "moment2")}
     unit = unit_of(values, [Companded8(), Companded8(signed=False, Q=255)], UpdateRule("momentum"))
     assert measured(unit, values)[0].steps is None
-    assert StepScales.of(None) is None
 
 
-@pytest.mark.parametrize("with_weight", [True, False])
-def test_the_fused_kernel_finds_the_same(with_weight):
+FLASH = {"weight": Split24(), "moment1": Companded8(), "moment2": Companded8(signed=False, Q=255)}
+UNITS = {
+    "weight": ({"weight": FLASH["weight"]}, None),
+    "flash": ({key: FLASH[key] for key in ("moment1", "moment2")}, "adam"),
+    "flash with its weight": (FLASH, "stable_adamw"),
+    "fourth roots": ({"moment1": FLASH["moment1"], "moment2": Companded8(signed=False, Q=63, p=0.5)}, "adam"),
+    "largest second moments": ({**FLASH, "max_moment2": FLASH["moment2"]}, "adam"),
+    "exact": (dict.fromkeys(FLASH, Lossless()), "adam"),
+    "weight alone is lossy": ({**dict.fromkeys(FLASH, Lossless()), "weight": Lattice(-28, 7)}, "adam"),
+    "budget": (None, "adam"),
+    "no rule": ({"moment2": FLASH["moment2"]}, None),
+}
+
+
+@pytest.mark.parametrize("low", [0, -18, 12])
+@pytest.mark.parametrize("name", UNITS)
+def test_the_kernels_measure_what_torch_does(name, low, monkeypatch):
+    """Maxima are equal, and sums to the last digits: of many magnitudes, zeros, and groups of nothing else."""
     pytest.importorskip("numba", reason="numba is not installed")
-    from ckpt8.codecs.error_numba import BudgetedSums
-
-    was = state()
-    generator = torch.Generator().manual_seed(3)
-    there = {key: x * (1 + 0.2 * (torch.rand(COUNT, generator=generator) - 0.5)) for key, x in was.items()}
-    pairs = {key: (was[key], there[key]) for key in was}
-    weight, rule = pairs["weight"] if with_weight else None, RULES["adam"]
-    sums = BudgetedSums()
-    for run in (slice(0, 512), slice(512, COUNT)):
-        tile = {key: (x[run], y[run]) for key, (x, y) in pairs.items()}
-        sums.add(tile["weight"] if with_weight else None, tile["moment1"], tile["moment2"], rule.divisor_eps)
-    *streams, update, steps = sums.errors(rule.factor)
-    roots = [root(x) for x in pairs["moment2"]]
-    updates = [rule.apply(m, r, None) for m, r in zip(pairs["moment1"], roots, strict=True)]
-    expected = [
-        *([lattice_error(*weight)] if weight else []),
-        moment_error(*pairs["moment1"], None),
-        moment_error(*pairs["moment2"], None),
-        update_error(*updates, rule.factor),
-        step_sums(weight, pairs["moment1"], was["moment2"], roots),
-    ]
-    for mine, theirs in zip([*streams[not with_weight :], update, steps], expected, strict=True):
-        assert theirs.disagreement(mine, tolerance=1e-12) is None
-    if not with_weight:
-        was = {key: was[key] for key in ("moment1", "moment2")}
-    unit = unit_of(was, [Lossless()] * len(was), rule)
-    assert_energies(StepScales.of(unit.parameter).apply(steps), energies(was, there, "adam"))
+    monkeypatch.setattr(backends, "SMALLEST_FOR_NUMBA", 1)
+    codecs, rule = UNITS[name]
+    if codecs is None and low:
+        pytest.skip("the steps of these codecs fit the magnitudes of weights")
+    values = {
+        key: x * 10.0 ** (low if key != "moment2" else 2 * low)
+        for key, x in state().items()
+        if key in (codecs or FLASH)
+    }
+    for x in values.values():
+        x[7 * 32 : 8 * 32] = 0.0
+    codecs = list(codecs.values()) if codecs else archived(values)
+    unit = unit_of(values, codecs, RULES[rule or "adam"])
+    if rule is None:
+        unit = Unit(unit.streams)
+    plain, kernels = (measured(unit, values, backend)[0] for backend in ("torch", None))
+    assert kernels.streams.keys() == plain.streams.keys()
+    pairs = [(kernels.streams[key], error) for key, error in plain.streams.items()]
+    for mine, theirs in [*pairs, (kernels.update, plain.update), (kernels.steps, plain.steps)]:
+        assert (mine is None) == (theirs is None)
+        assert theirs is None or theirs.disagreement(mine, tolerance=1e-12) is None
 
 
 def test_a_thread_gets_the_statistics_of_its_own_parameter(tmp_path):

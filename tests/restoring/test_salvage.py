@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpt8
-from ckpt8.compressing import compressor
+from ckpt8.compressing import groups
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError
 
 FRAME = 1 << 20
@@ -30,7 +30,7 @@ FRAME = 1 << 20
 def own_entries():
     """Nothing shares entries, as in a large checkpoint; ``test_sharing`` damages what shares them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compressor, "_ROOM", 1 << 40)
+        patch.setattr(groups, "_ROOM", 1 << 40)
         yield
 
 

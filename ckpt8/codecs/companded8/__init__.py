@@ -42,7 +42,6 @@ class Companded8(Codec):
 
     id = "companded8/1"
     measured_as = "moment"
-    measured_in_one_pass = True
     has_kernels = True
 
     signed: bool = True

@@ -19,7 +19,7 @@ from ckpt8.core.tensors import Parts
 
 GROUPS = 8
 BLOCK = GROUPS * GROUP
-"""Elements that ``decode_*`` and ``error_numba`` process at once."""
+"""Elements that decoding, and measuring in numba, process at once."""
 
 _INFINITE = 0x7F800000
 _SMALLEST_MOMENT1 = 0x0D800000

@@ -54,7 +54,6 @@ class Split24(SplitWeight):
 
     id = "split24/1"
     measured_as = "weight"
-    measured_in_one_pass = True
     has_kernels = True
     upper_parts = ("exponent", "mantissa")
     residual = ("rho", DType.INT8)

@@ -1,0 +1,306 @@
+"""Measures on a CPU with numba, as ``measure`` does in torch.
+
+Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks of 256 elements go through one short
+loop after the other, and a compiler turns each loop into vector instructions. One loop would take twice as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt8.codecs.companded8 import GROUP
+from ckpt8.codecs.companded8.numba import BLOCK, GROUPS
+from ckpt8.codecs.error_stats import (
+    SMALLEST_NORMAL,
+    ErrorStats,
+    LatticeError,
+    MomentError,
+    StepError,
+    UpdateError,
+    WeightError,
+)
+from ckpt8.compressing.measure import UnitErrors, scaled_steps
+from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.core.numba import MAGNITUDE, f4, f8, i4, kernel, with_bits
+from ckpt8.core.tensors import Parts, Role
+
+_ROOM = 5
+"""Blocks of memory that kernels need."""
+
+
+@kernel
+def _add(x, lanes):
+    """Add a block to the lanes."""
+    for j in range(GROUP):
+        low = (f8(x[j]) + f8(x[j + 32])) + (f8(x[j + 64]) + f8(x[j + 96]))
+        high = (f8(x[j + 128]) + f8(x[j + 160])) + (f8(x[j + 192]) + f8(x[j + 224]))
+        lanes[j] += low + high
+
+
+@kernel
+def _square(x):
+    return f8(x) * f8(x)
+
+
+@kernel
+def add_squares(x, lanes):
+    """Add the squares of a block to the lanes."""
+    for j in range(GROUP):
+        low = (_square(x[j]) + _square(x[j + 32])) + (_square(x[j + 64]) + _square(x[j + 96]))
+        high = (_square(x[j + 128]) + _square(x[j + 160])) + (_square(x[j + 192]) + _square(x[j + 224]))
+        lanes[j] += low + high
+
+
+@kernel
+def subtract(y, x, out):
+    """Y - x of a block."""
+    for i in range(BLOCK):
+        out[i] = y[i] - x[i]
+
+
+@kernel
+def top_bits(bits):
+    """The bits of the largest magnitude."""
+    largest = i4(0)
+    for i in range(bits.size):
+        largest = max(largest, i4(bits[i] & i4(MAGNITUDE)))
+    return largest
+
+
+@kernel
+def _largest_scaled(bits, scales, cell, cell_bits):
+    """The bits of the largest magnitude of a block relative to the scale of its group."""
+    largest = i4(0)
+    for g in range(GROUPS):
+        top = top_bits(bits[g * GROUP : (g + 1) * GROUP])
+        s = scales[g]
+        cell_bits[0] = top
+        # A zero group has no scale and no error.
+        cell[0] = cell[0] / max(s, f4(SMALLEST_NORMAL)) if s > 0 else cell[0] * s
+        largest = max(largest, cell_bits[0])
+    return largest
+
+
+@kernel
+def take_roots(x, out):
+    """The square roots of a block."""
+    for i in range(BLOCK):
+        out[i] = np.sqrt(x[i])
+
+
+@kernel
+def divide(m, root, eps, out):
+    """The update of a block without its factor."""
+    for i in range(BLOCK):
+        out[i] = m[i] / (root[i] + eps)
+
+
+@kernel
+def _product(x, weight):
+    return f8(x) * f8(x) * f8(weight)
+
+
+@kernel
+def _add_weighted_squares(x, weights, lanes):
+    """Add the squares of a block, each times its weight, to the lanes."""
+    for j in range(GROUP):
+        a, b, c = j + 32, j + 64, j + 96
+        low = (_product(x[j], weights[j]) + _product(x[a], weights[a])) + (
+            _product(x[b], weights[b]) + _product(x[c], weights[c])
+        )
+        a, b, c, d = j + 128, j + 160, j + 192, j + 224
+        high = (_product(x[a], weights[a]) + _product(x[b], weights[b])) + (
+            _product(x[c], weights[c]) + _product(x[d], weights[d])
+        )
+        lanes[j] += low + high
+
+
+@kernel
+def _relative(decoded, root, m, out):
+    """The relative error of ``root`` times m; 0 where the root is 0."""
+    for i in range(BLOCK):
+        error = decoded[i] - root[i] if root[i] > 0 else f4(0)
+        out[i] = error / max(root[i], f4(SMALLEST_NORMAL)) * m[i]
+
+
+@kernel
+def _add_relative(x, x_bits, there, there_bits, room, room_bits, lanes):
+    """Add relative errors to the lanes; the bits of the largest, and the largest in fp32 steps."""
+    smallest = f4(SMALLEST_NORMAL)
+    relative, relative_bits = room[0], room_bits[0]
+    largest, up, down = i4(0), i4(0), i4(0)
+    for first in range(0, x.size, BLOCK):
+        last = first + BLOCK
+        a, b, bits, decoded_bits = x[first:last], there[first:last], x_bits[first:last], there_bits[first:last]
+        for i in range(BLOCK):
+            relative[i] = abs(b[i] - a[i]) / (max(smallest, abs(a[i])))
+        _add(relative, lanes)
+        largest = max(largest, top_bits(relative_bits))
+        for i in range(BLOCK):
+            up = max(up, i4(decoded_bits[i] - bits[i]))
+        for i in range(BLOCK):
+            down = min(down, i4(decoded_bits[i] - bits[i]))
+    return largest, max(up, i4(-down))
+
+
+@kernel
+def _add_weighted_errors(x, there, weights, error, lanes):
+    """Add the squares of the errors, each times its weight, to the lanes."""
+    for first in range(0, x.size, BLOCK):
+        last = first + BLOCK
+        subtract(there[first:last], x[first:last], error)
+        _add_weighted_squares(error, weights[first:last], lanes)
+
+
+@kernel
+def _add_errors(x, there, error, error_bits, sums):
+    """Add the squares of errors and values to two rows of lanes; the bits of the largest error."""
+    largest = i4(0)
+    for first in range(0, x.size, BLOCK):
+        last = first + BLOCK
+        subtract(there[first:last], x[first:last], error)
+        add_squares(error, sums[0])
+        add_squares(x[first:last], sums[1])
+        largest = max(largest, top_bits(error_bits))
+    return largest
+
+
+@kernel
+def _add_moments(x, there, scales, of_roots, room, room_bits, sums):
+    """Add the squares of errors and values to two rows of lanes.
+
+    Returns the bits of the largest error, or error of the square roots, relative to the scale of its group, if any.
+    """
+    largest = i4(0)
+    error, error_bits, cell, cell_bits = room[0], room_bits[0], room[3], room_bits[3]
+    for first in range(0, x.size, BLOCK):
+        last, group = first + BLOCK, first // GROUP
+        subtract(there[first:last], x[first:last], error)
+        add_squares(error, sums[0])
+        add_squares(x[first:last], sums[1])
+        if scales.size:
+            if of_roots:
+                take_roots(x[first:last], room[1])
+                take_roots(there[first:last], room[2])
+                subtract(room[2], room[1], error)
+            largest = max(largest, _largest_scaled(error_bits, scales[group : group + GROUPS], cell, cell_bits))
+    return largest
+
+
+@kernel
+def _add_updates(m, m_there, v, v_there, scales, eps, in_steps, room, room_bits, sums, maxima):
+    """Measure second moments as ``_add_moments``, and the updates that both moments make, with the same square roots.
+
+    Rows of ``sums``: squares of errors and values of v, of errors and values of updates, and of (e m). ``maxima`` are
+    the bits of the largest error of a root, of the largest error of an update and of the largest update.
+    """
+    eps = f4(eps)
+    error, error_bits, here, there, u, u_there = room[0], room_bits[0], room[1], room[2], room[3], room[4]
+    u_bits = room_bits[3]
+    for first in range(0, m.size, BLOCK):
+        last, group = first + BLOCK, first // GROUP
+        block = m[first:last]
+        subtract(v_there[first:last], v[first:last], error)
+        add_squares(error, sums[0])
+        add_squares(v[first:last], sums[1])
+        take_roots(v[first:last], here)
+        take_roots(v_there[first:last], there)
+        if scales.size:
+            subtract(there, here, error)
+            maxima[0] = max(maxima[0], _largest_scaled(error_bits, scales[group : group + GROUPS], u, u_bits))
+        if in_steps:
+            _relative(there, here, block, error)
+            add_squares(error, sums[4])
+        divide(block, here, eps, u)
+        divide(m_there[first:last], there, eps, u_there)
+        subtract(u_there, u, error)
+        add_squares(error, sums[2])
+        add_squares(u, sums[3])
+        maxima[1] = max(maxima[1], top_bits(error_bits))
+        maxima[2] = max(maxima[2], top_bits(u_bits))
+
+
+class BlockSums:
+    """Sums over the whole blocks of a chunk of one unit, whose tiles come in turn."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit, self._count, self._room = unit, 0, with_bits(_ROOM, BLOCK)
+        # By stream: squares of errors and of values, or relative errors alone.
+        self._sums, self._maxima = np.zeros((len(unit.streams), 2, GROUP)), np.zeros((len(unit.streams), 2), i4)
+        self._updates, self._tops, self._weight = np.zeros((5, GROUP)), np.zeros(3, i4), np.zeros(GROUP)
+        self._place = {stream.index: k for k, stream in enumerate(unit.streams)}
+        self._rule = unit.parameter.rule if unit.parameter else None
+        self._step = unit.parameter.step if unit.parameter else None
+        self._first = self._second = -1
+        if unit.parameter is not None and unit.parameter.denominator is not None and self._rule is not None:
+            moments = unit.parameter.moments
+            self._first = self._place[moments["moment1"]]
+            self._second = self._place[moments[unit.parameter.denominator]]
+
+    @staticmethod
+    def fits(unit: Unit) -> bool:
+        """Whether the update of a unit, if it has one, divides by second moments."""
+        parameter = unit.parameter
+        if parameter is None or parameter.rule is None:
+            return True
+        return parameter.rule.divisor_eps is not None and parameter.denominator is not None
+
+    def add(self, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor], parts: Sequence[Parts]) -> int:
+        """Measure a tile but what is behind its last whole block; return how many elements these are."""
+        done = len(originals[0]) // BLOCK * BLOCK
+        self._count += done
+        pairs = [(x[:done].float().numpy(), y[:done].float().numpy()) for x, y in zip(originals, decoded, strict=True)]
+        room, room_bits = self._room
+        for k, (stream, (x, y), part) in enumerate(zip(self._unit.streams, pairs, parts, strict=True)):
+            sums, maxima = self._sums[k], self._maxima[k]
+            if stream.codec.measured_as == "weight":
+                tops = _add_relative(x, x.view(i4), y, y.view(i4), room, room_bits, sums[0])
+                maxima[:] = max(maxima[0], tops[0]), max(maxima[1], tops[1])
+            elif stream.codec.measured_as == "lattice":
+                maxima[0] = max(maxima[0], _add_errors(x, y, room[0], room_bits[0], sums))
+            elif k != self._second:
+                of_roots = stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
+                top = _add_moments(x, y, _scales(stream, part), of_roots, room, room_bits, sums)
+                maxima[0] = max(maxima[0], top)
+        if self._rule is not None:
+            both, in_steps = (*pairs[self._first], *pairs[self._second]), self._step is not None
+            scales = _scales(self._unit.streams[self._second], parts[self._second])
+            _add_updates(*both, scales, self._rule.divisor_eps, in_steps, room, room_bits, self._updates, self._tops)
+            if self._step is not None and self._step.weight is not None:
+                x, y = pairs[self._place[self._step.weight]]
+                _add_weighted_errors(x, y, pairs[self._second][0], room[0], self._weight)
+        return done
+
+    def result(self) -> UnitErrors:
+        """The errors of all tiles."""
+        updates, tops = self._updates.sum(axis=1).tolist(), self._tops.view(f4).tolist()
+        sums, maxima = self._sums.sum(axis=2).tolist(), self._maxima.view(f4)[:, 0].tolist()
+        if self._rule is not None:
+            sums[self._second], maxima[self._second] = updates[:2], tops[0]
+        errors: dict[int, ErrorStats] = {}
+        for k, stream in enumerate(self._unit.streams):
+            if stream.codec.measured_as == "weight":
+                errors[stream.index] = WeightError(self._count, maxima[k], sums[k][0], int(self._maxima[k, 1]))
+            elif stream.codec.measured_as == "lattice":
+                errors[stream.index] = LatticeError(sums[k][0], sums[k][1], maxima[k])
+            elif stream.codec.measured_as == "moment":
+                errors[stream.index] = MomentError(sums[k][0], sums[k][1], maxima[k])
+        if self._rule is None:
+            return UnitErrors(errors)
+        factor, square = self._rule.factor, self._rule.factor * self._rule.factor
+        update = UpdateError(updates[2] * square, updates[3] * square, tops[1] * factor, tops[2] * factor)
+        if self._step is None:
+            return UnitErrors(errors, update)
+        error, moved = sums[self._first]
+        steps = StepError(moved, float(self._weight.sum()), error, updates[4])
+        return UnitErrors(errors, update, scaled_steps(self._unit, steps))
+
+
+def _scales(stream: Stream, parts: Parts) -> np.ndarray[Any, Any]:
+    """The scales of the groups of a tile; none of them for a codec without scales."""
+    scales = stream.codec.group_scales(parts) if stream.lossy else None
+    return np.zeros(0, f4) if scales is None else scales.numpy()
