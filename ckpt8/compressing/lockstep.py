@@ -13,7 +13,7 @@ import torch
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.vscaled.reference import expand
-from ckpt8.compressing.measure import ErrorMeter, UnitErrors
+from ckpt8.compressing.measure import ChunkErrors, ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import Unit, read_elements
 from ckpt8.core.backend import Backend, for_checkpoint, on_cpu, resolve
 from ckpt8.core.errors import RefusedError
@@ -54,7 +54,7 @@ class Lockstep:
         measures = measure and unit.measured
         if not measures and len(chunk.alone) == len(parts):
             return parts, UnitErrors()
-        errors = self.meter.begin(unit, numba=chunk.backend == "numba") if measures else None
+        errors = self._begin(unit, chunk) if measures else None
         for run in chunk.tiles():
             tile, decoded = chunk.parts_of(run, parts), dict[int, torch.Tensor]()
             for k in (*chunk.alone, *chunk.dependent):
@@ -79,11 +79,19 @@ class Lockstep:
         All must be on one device, which computes the errors.
         """
         chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
-        errors = self.meter.begin(unit, numba=chunk.backend == "numba")
+        errors = self._begin(unit, chunk)
         for run in chunk.tiles():
             tile = chunk.parts_of(run, parts)
             errors.add(first + run.start, [x[run] for x in originals], chunk.decode_all(run, tile, reuse=True), tile)
         return errors.result()
+
+    def _begin(self, unit: Unit, chunk: _Chunk) -> ChunkErrors:
+        blocks = None
+        if chunk.backend == "numba":
+            from ckpt8.compressing.measure_numba import BlockSums
+
+            blocks = BlockSums(unit) if BlockSums.fits(unit) else None
+        return self.meter.begin(unit, blocks)
 
 
 class _Chunk:

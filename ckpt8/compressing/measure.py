@@ -251,13 +251,8 @@ class ErrorMeter:
         self._checkpoint = checkpoint
         self._last: tuple[Parameter, _Factors] | None = None
 
-    def begin(self, unit: Unit, *, numba: bool) -> ChunkErrors:
-        """New sums for one chunk of ``unit``; ``numba`` says whether its kernels measure what they can."""
-        blocks = None
-        if numba:
-            from ckpt8.compressing.measure_numba import BlockSums
-
-            blocks = BlockSums(unit) if BlockSums.fits(unit) else None
+    def begin(self, unit: Unit, blocks: BlockSums | None) -> ChunkErrors:
+        """New sums for one chunk of ``unit``; ``blocks`` measure what numba can."""
         return ChunkErrors(unit, UnitErrors.for_unit(unit), self._factors(unit.parameter), blocks)
 
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
