@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from disk_kit import flip_bit
+from hostile_kit import pack, unpack
 from reference_kit import LAYOUTS, MATRICES, SHAPES, VECTORS, adamw, codecs, copies, masters
-from test_damage import pack, unpack
 
 import ckpt8
 from ckpt8.codecs.lossless import Lossless

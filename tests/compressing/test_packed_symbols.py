@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from budget_kit import run_of
-from test_damage import unpack
+from hostile_kit import unpack
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source

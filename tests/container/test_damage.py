@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import io
 import json
 import random
@@ -18,6 +17,7 @@ import zlib
 import pytest
 import torch
 import zstandard
+from hostile_kit import INFINITE, edited, pack, stored_manifest, unpack, with_header
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -29,53 +29,6 @@ from ckpt8.core.errors import CheckFailedError, InputError, UnsupportedError
 from ckpt8.inspecting.container import inspect_container
 
 RULES = ("model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
-INFINITE = "@infinite@"
-"""Stands for the JSON number 1e999, which Python reads as infinity."""
-
-
-def unpack(data):
-    """The header as parsed, the stored bytes of every entry in order, and the manifest."""
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    metadata = header.pop("__metadata__")
-    body = data[8 + length :]
-    entries = {
-        name: body[slice(*entry["data_offsets"])]
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    }
-    entries.pop("ckpt8.seal")
-    manifest = json.loads(zstandard.decompress(entries.pop("ckpt8.manifest")))
-    return metadata, entries, manifest
-
-
-def stored_manifest(manifest):
-    text = json.dumps(manifest).replace(f'"{INFINITE}"', "1e999")
-    return zstandard.ZstdCompressor().compress(text.encode())
-
-
-def pack(manifest, entries, metadata=None, *, stored=None):
-    """A file with a valid seal, whatever the manifest says."""
-    stored = stored_manifest(manifest) if stored is None else stored
-    header = {"__metadata__": metadata or {"ckpt8": "1.0"}}
-    position = 0
-    for name, content in {**entries, "ckpt8.manifest": stored, "ckpt8.seal": bytes(32)}.items():
-        header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [position, position + len(content)]}
-        position += len(content)
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return seal(text, b"".join(entries.values()), stored)
-
-
-def edited(parts, change, path):
-    """The path of a container whose manifest ``change`` has changed, under a valid seal."""
-    metadata, entries, manifest = copy.deepcopy(parts)
-    change(manifest)
-    path.write_bytes(pack(manifest, entries, metadata))
-    return path
-
-
-def seal(text, frames, stored):
-    head = struct.pack("<Q", len(text)) + text
-    return head + frames + stored + hashlib.sha256(head + stored).digest()
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +111,7 @@ def _header(parts, change):
     data = pack(manifest, entries, metadata)
     (length,) = struct.unpack_from("<Q", data)
     frames = b"".join(entries.values())
-    return seal(change(data[8 : 8 + length]), frames, stored_manifest(manifest))
+    return with_header(change(data[8 : 8 + length]), {"": frames}, stored_manifest(manifest))
 
 
 def _edit(name, **fields):
@@ -250,7 +203,7 @@ def _laid_out(parts, place):
         header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [start, start + len(content)]}
     header["ckpt8.seal"] = {"dtype": "U8", "shape": [32], "data_offsets": [len(data), len(data) + 32]}
     text = json.dumps(header).encode()
-    return seal(text, data[: len(data) - len(stored)], stored)
+    return with_header(text, {"": data[: len(data) - len(stored)]}, stored)
 
 
 def test_holes_and_shared_bytes_are_refused_even_where_everything_else_fits(parts, tmp_path):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from chain_kit import chain, delta, moved
-from test_damage import edited, exercise, unpack
+from hostile_kit import edited, unpack
+from test_damage import exercise
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader

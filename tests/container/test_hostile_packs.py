@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hostile_kit import bounded
+from hostile_kit import bounded, edited, unpack
 from small_kit import ALL_LOSSY, adamw_state
-from test_damage import edited, exercise, unpack
+from test_damage import exercise
 
 import ckpt8
 from ckpt8.core.errors import InputError

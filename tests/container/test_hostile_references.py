@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
+from hostile_kit import edited, pack, unpack
 from reference_kit import LAYOUTS, masters
-from test_damage import edited, exercise, is_detected, pack, unpack
+from test_damage import exercise, is_detected
 
 import ckpt8
 from ckpt8.core.errors import InputError

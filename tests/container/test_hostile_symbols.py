@@ -10,8 +10,8 @@ import pytest
 import torch
 import zstandard
 from budget_kit import run_of
-from hostile_kit import bounded
-from test_damage import INFINITE, edited, exercise, is_detected, pack, unpack
+from hostile_kit import INFINITE, bounded, edited, pack, unpack
+from test_damage import exercise, is_detected
 
 import ckpt8
 from ckpt8.container.manifest import PLANES, Mode

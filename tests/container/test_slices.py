@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hostile_kit import edited, unpack
 from plain_reader import Plain
-from test_damage import edited, unpack
 
 import ckpt8
 from ckpt8.container.sharded import slices_of

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from members_kit import pack, unpack
+from hostile_kit import pack, unpack
 from torch import nn
 
 import ckpt8
@@ -154,9 +154,9 @@ def test_a_stated_error_in_steps_that_does_not_hold_is_found(checkpoint, tmp_pat
         "of another kind": lambda steps: steps.update(weight="none"),
     }
     for words, change in changes.items():
-        entries, manifest = unpack(content)
+        metadata, entries, manifest = unpack(content)
         change(manifest["parameters"][0]["steps"])
-        target.write_bytes(pack(entries, manifest))
+        target.write_bytes(pack(manifest, entries, metadata))
         [failure] = ckpt8.verify(target, source).failures
         assert failure.startswith(f"{manifest['parameters'][0]['name']} (in steps): ")
         assert words in failure

@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 from dcp_kit import save_small
-from members_kit import pack, tampered, unpack
+from hostile_kit import pack, unpack
+from members_kit import tampered
 from safetensors.torch import save_file
 
 import ckpt8
@@ -139,7 +140,7 @@ def test_a_changed_table_is_found_and_the_tensor_named(attack, kind, made, tmp_p
     if kind == "dcp" and attack == "step":
         pytest.skip("without groups no rule is known")
     target = tampered(made[kind][1], tmp_path / "x.ckpt8", lambda manifest, _: ATTACKS[attack](manifest))
-    before, after = unpack(made[kind][1].read_bytes())[1], unpack(target.read_bytes())[1]
+    before, after = (unpack(path.read_bytes())[2] for path in (made[kind][1], target))
     changed = {
         each["name"]
         for key in ("tensors", "storages", "parameters")
@@ -156,10 +157,10 @@ def test_a_changed_table_is_found_and_the_tensor_named(attack, kind, made, tmp_p
 
 
 def test_a_storage_and_its_entries_under_another_name(made, tmp_path):
-    entries, manifest = unpack(made["file"][1].read_bytes())
+    metadata, entries, manifest = unpack(made["file"][1].read_bytes())
     storage(manifest, "a.bias")["name"] += "_"
     entries = {name.replace("model.a.bias/", "model.a.bias_/"): content for name, content in entries.items()}
-    (tmp_path / "x.ckpt8").write_bytes(pack(entries, manifest))
+    (tmp_path / "x.ckpt8").write_bytes(pack(manifest, entries, metadata))
     with pytest.raises(InputError, match=r"model.a.bias_: is the storage 'model.a.bias'"):
         ckpt8.verify(tmp_path / "x.ckpt8", threads=1)
 

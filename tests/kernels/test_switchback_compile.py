@@ -22,8 +22,10 @@ POINTERS = {"a": "*i8", "b": "*i8", "codes": "*i8", "states": "*fp32", "row_stat
 POINTERS |= {"largest": "*i32"}
 ROUNDED = {"div.rn.f32", "mul.rn.f32", "add.rn.f32", "add.rn.f32.f16", "cvt.rn.f16x2.f32", "cvt.rn.f16.f32"}
 EXACT = r"(abs|neg|min|max|selp|mov|setp\.\w+)\.f(16|32)|cvt\.rn\.f32\.s32|cvt\.f32\.f16|cvt\.rzi\.s(8|16|32)\.f32"
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("*fp32", "*fp16")]
-KINDS = pytest.mark.parametrize("kind", ["*i16", *SLOW])
+SLOW = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in (("*i16", 80), ("*i16", 100), ("*fp32", 90), ("*fp16", 90))
+]
+KINDS = pytest.mark.parametrize(("kind", "capability"), [("*i16", 90), *SLOW])
 
 
 def compiled(kernel, kinds, options, capability, folder, even=True, padded=("padded",)) -> Compiled:
@@ -48,7 +50,6 @@ def share(kernel: Compiled, kind: str, least: int) -> float:
 
 
 @pytest.mark.slow
-@TARGETS
 @KINDS
 @pytest.mark.parametrize("columns", [384, 8192])
 def test_codes_by_row(tmp_path, kind, columns, capability):
@@ -65,7 +66,6 @@ def test_codes_by_row(tmp_path, kind, columns, capability):
 
 
 @pytest.mark.slow
-@TARGETS
 @KINDS
 @pytest.mark.parametrize("transposed", [False, True])
 def test_codes_of_a_tensor(tmp_path, kind, transposed, capability):
@@ -87,7 +87,6 @@ def product(kind, bias, rows, capability, folder, *, even=True) -> Compiled:
 
 
 @pytest.mark.by_default("64-*i16-90")
-@TARGETS
 @KINDS
 @pytest.mark.parametrize("rows", [8, 64, 4096])
 def test_products(tmp_path, kind, rows, capability):

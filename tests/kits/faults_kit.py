@@ -9,10 +9,7 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,30 +221,19 @@ def kill_rounds(server: Server, operation: Operation, rounds: int, seed: int) ->
     return outcome
 
 
-def signal_rounds(server: Server | None, operation: Operation, name: str, rounds: int, seed: int) -> Outcome:
-    """SIGINT or SIGTERM at random moments of a child of the server; without one of a new process, from its start on."""
+def signal_rounds(server: Server, operation: Operation, name: str, rounds: int, seed: int) -> Outcome:
+    """SIGINT or SIGTERM at random moments."""
     rng, outcome, number = random.Random(seed), Outcome(), SIGNALS[name]
     source = digest(operation.source)
-    if server is not None:
-        prepare(server, operation)
-    seconds = operation.seconds
-    # Two rounds of a new process tell how long that takes; the first of them reads files from the disk.
-    for k in range(-2 if server is None else 0, rounds):
+    prepare(server, operation)
+    for k in range(rounds):
         remove(operation.target)
         old = place_old(operation) if k % 2 else None
-        delay = None if k < 0 else rng.uniform(0 if server else 0.1, 1.05 * seconds)
-        if server is None:
-            code, taken, said = _signalled(operation, number, delay)
-        else:
-            code, taken, said = server.run(operation, **({"delay": delay, "signal": number} if delay else {}))
-        if delay is None:
-            assert (code, said) == (0, ""), said
-            seconds, operation.expected = taken, digest(operation.target)
-            assert not operation.leftovers()
-            continue
-        what = f"round {k}, {delay:.3f} of {seconds:.3f} s"
-        # Until ``main`` is reached it is the interpreter that is interrupted, and says so: with 1 in its first steps.
-        began = code != -number and not said.startswith("Fatal Python error: init")
+        delay = rng.uniform(0, 1.05 * operation.seconds)
+        code, _, said = server.run(operation, delay=delay, signal=number)
+        what = f"round {k}, {delay:.3f} of {operation.seconds:.3f} s"
+        # Until ``main`` is reached it is the interpreter that is interrupted, and says so.
+        began = code != -number
         ended = {128 + number: "stopped", 0: "had ended"}.get(code) if began else "stopped before it began"
         outcome.counts[ended or f"exit code {code}"] += 1
         check(operation, outcome, source, old, what, clean=True)
@@ -255,26 +241,6 @@ def signal_rounds(server: Server | None, operation: Operation, name: str, rounds
         if ended is None or (code == 0 and not complete) or (began and said.count("\n") > 1):
             outcome.faults.append(f"{what}: exit code {code}: {said}")
     return outcome
-
-
-def _signalled(operation: Operation, number: int, delay: float | None) -> tuple[int, float, str]:
-    """Exit code, seconds and what was said."""
-    started = time.perf_counter()
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "ckpt8", *operation.job["argv"]],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(operation.tmp)},
-        # A shell that runs this in the background has it ignore SIGINT.
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509
-    ) as process:
-        if delay is not None:
-            time.sleep(delay)
-            process.send_signal(number)
-        _, said = process.communicate(timeout=120)
-    return process.returncode, time.perf_counter() - started, said
 
 
 def size_rounds(server: Server, operation: Operation, limits: int) -> Outcome:

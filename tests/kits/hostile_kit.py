@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import struct
@@ -14,6 +15,8 @@ import zstandard
 
 from ckpt8.core.errors import Ckpt8Error
 
+INFINITE = "@infinite@"
+"""Stands in a manifest for the JSON number 1e999, which Python reads as infinity."""
 SECONDS = 1.0
 MEMORY = 512 << 20
 
@@ -33,17 +36,55 @@ def container_of(content, member_format, *, name="a.pt", change=lambda manifest:
         "storages": [record], "tensors": [], "parameters": [], "members": [member],
     }  # fmt: skip
     change(manifest)
-    stored = zstandard.compress(json.dumps(manifest, separators=(",", ":")).encode())
-    return sealed({"s/bytes": content} if content else {}, stored)
+    return pack(manifest, {"s/bytes": content} if content else {}, {"ckpt8": "1.1"})
 
 
-def sealed(entries, stored):
+def unpack(data):
+    """The metadata, the stored bytes of every entry in order, the manifest."""
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    metadata, body = header.pop("__metadata__"), data[8 + length :]
+    places = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    entries = {name: body[slice(*entry["data_offsets"])] for name, entry in places}
+    entries.pop("ckpt8.seal")
+    return metadata, entries, json.loads(zstandard.decompress(entries.pop("ckpt8.manifest")))
+
+
+def stored_manifest(manifest):
+    text = json.dumps(manifest).replace(f'"{INFINITE}"', "1e999")
+    return zstandard.ZstdCompressor().compress(text.encode())
+
+
+def pack(manifest, entries, metadata=None, *, stored=None):
+    """A container with a valid seal, whatever the manifest says."""
+    return sealed(entries, stored_manifest(manifest) if stored is None else stored, metadata or {"ckpt8": "1.0"})
+
+
+def edited(parts, change, path):
+    """The path of a container whose manifest ``change`` has changed, under a valid seal."""
+    metadata, entries, manifest = copy.deepcopy(parts)
+    change(manifest)
+    path.write_bytes(pack(manifest, entries, metadata))
+    return path
+
+
+def sealed(entries, stored, metadata=None):
     """A file of these entries and this manifest, which is compressed already."""
-    header, position = {"__metadata__": {"ckpt8": "1.1"}}, 0
+    text = json.dumps(lay_out(entries, stored, metadata or {"ckpt8": "1.1"}), separators=(",", ":")).encode()
+    return with_header(text, entries, stored)
+
+
+def lay_out(entries, stored, metadata):
+    """The header for these entries."""
+    header, position = {"__metadata__": metadata}, 0
     for name, content in {**entries, "ckpt8.manifest": stored, "ckpt8.seal": bytes(32)}.items():
         header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [position, position + len(content)]}
         position += len(content)
-    text = json.dumps(header).encode()
+    return header
+
+
+def with_header(text, entries, stored):
+    """A file whose seal is valid, whatever its header says."""
     head = struct.pack("<Q", len(text)) + text
     return head + b"".join(entries.values()) + stored + hashlib.sha256(head + stored).digest()
 

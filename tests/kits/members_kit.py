@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import struct
 from pathlib import Path
 
 import torch
-import zstandard
-from hostile_kit import sealed
+from hostile_kit import pack, unpack
 from safetensors.torch import save_file
 
 GROUP = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "lr": 1e-3, "weight_decay": 0.0}
@@ -78,27 +75,9 @@ def tree(root):
     return found
 
 
-def unpack(data):
-    """Stored bytes of every entry by name, and the manifest."""
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    header.pop("__metadata__")
-    body = data[8 + length :]
-    entries = {name: body[slice(*entry["data_offsets"])] for name, entry in header.items()}
-    entries.pop("ckpt8.seal")
-    manifest = json.loads(zstandard.decompress(entries.pop("ckpt8.manifest")))
-    return entries, manifest
-
-
-def pack(entries, manifest):
-    """A container with a valid seal, whatever the manifest says."""
-    return sealed(entries, zstandard.compress(json.dumps(manifest).encode()))
-
-
 def tampered(path, target, change):
     """Write ``target``: the container at ``path`` after ``change(manifest, member by path)``."""
-    entries, manifest = unpack(path.read_bytes())
-    manifest = copy.deepcopy(manifest)
+    metadata, entries, manifest = unpack(path.read_bytes())
     change(manifest, {member["path"]: member for member in manifest["members"]})
-    target.write_bytes(pack(entries, manifest))
+    target.write_bytes(pack(manifest, entries, metadata))
     return target

@@ -324,7 +324,7 @@ def test_what_never_was_a_container(content, tmp_path):
 
 
 def test_a_later_version_is_not_taken_for_damage(sample, tmp_path):
-    from test_damage import pack, unpack
+    from hostile_kit import pack, unpack
 
     metadata, entries, manifest = unpack(sample.read_bytes())
     path = tmp_path / "x.ckpt8"

@@ -7,9 +7,10 @@ import json
 import time
 
 import pytest
+from hostile_kit import pack
 from hypothesis import given
 from hypothesis import strategies as st
-from test_damage import HEADERS, MALFORMED, VALUES, _header, _mutate, _nodes, pack, parts, small  # noqa: F401 - fixtures
+from test_damage import HEADERS, MALFORMED, VALUES, _header, _mutate, _nodes, parts, small  # noqa: F401 - fixtures
 
 import ckpt8
 from ckpt8.core.errors import Ckpt8Error

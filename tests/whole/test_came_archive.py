@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from flips_kit import places
+from hostile_kit import pack, unpack
 from plain_reader import Plain
-from test_damage import pack, unpack
 from torch import nn
 
 import ckpt8

@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+sys.path.append(str(Path(__file__).parents[2] / "kits"))
+
 SLOW = 1.0
 """Seconds of processor time that a small input may take."""
 HANG = 30

@@ -36,7 +36,8 @@ from fuzz_checkpoints import (
     train,
     written,
 )
-from fuzz_containers import ROOM, edit_blindly, edit_by_grammar, unpack
+from fuzz_containers import ROOM, edit_blindly, edit_by_grammar
+from hostile_kit import unpack
 from rich.console import Console
 
 import ckpt8

@@ -7,13 +7,11 @@ its kind may hold, so that most edits get past the types and reach what the read
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import math
 import re
 import struct
 import zlib
-from functools import lru_cache
 
 import zstandard
 from fuzz_mutations import (
@@ -27,6 +25,7 @@ from fuzz_mutations import (
     mutate_values,
     render_json,
 )
+from hostile_kit import lay_out, pack, unpack, with_header
 
 from ckpt8.core.tensors import DType
 
@@ -74,47 +73,6 @@ ROOM = "x" * 2000
 """A text in checkpoints that are packed: what is edited there may take as much of its place, or leave it as much."""
 
 
-# Taken apart and put together
-
-
-@lru_cache(maxsize=64)
-def _unpacked(data):
-    (length,) = struct.unpack_from("<Q", data)
-    header = json.loads(data[8 : 8 + length])
-    metadata, body = header.pop("__metadata__"), data[8 + length :]
-    places = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    entries = {name: body[slice(*entry["data_offsets"])] for name, entry in places}
-    entries.pop("ckpt8.seal")
-    return metadata, entries, zstandard.decompress(entries.pop("ckpt8.manifest"))
-
-
-def unpack(data):
-    """The metadata, the stored bytes of every entry in order, the manifest."""
-    metadata, entries, manifest = _unpacked(data)
-    return dict(metadata), dict(entries), json.loads(manifest)
-
-
-def lay_out(metadata, entries, stored):
-    """The header for these entries."""
-    header, position = {"__metadata__": metadata}, 0
-    for name, content in {**entries, "ckpt8.manifest": stored, "ckpt8.seal": bytes(32)}.items():
-        header[name] = {"dtype": "U8", "shape": [len(content)], "data_offsets": [position, position + len(content)]}
-        position += len(content)
-    return header
-
-
-def seal(text, entries, stored):
-    """A file whose seal is valid."""
-    head = struct.pack("<Q", len(text)) + text
-    return head + b"".join(entries.values()) + stored + hashlib.sha256(head + stored).digest()
-
-
-def pack(metadata, entries, manifest):
-    """A container of a manifest that is written as it is."""
-    stored = zstandard.compress(json.dumps(manifest).encode(), 1)
-    return seal(json.dumps(lay_out(metadata, entries, stored)).encode(), entries, stored)
-
-
 def edit_blindly(rng, data, other=b""):
     """A file with changed bytes, or a changed and sealed one."""
     if rng.random() < 0.1:
@@ -130,9 +88,8 @@ def edit_blindly(rng, data, other=b""):
     stored = zstandard.compress(render_json(rng, manifest) if kind >= 5 else json.dumps(manifest).encode(), 1)
     if kind == 8 or rng.random() < 0.03:
         stored = mutate_bytes(rng, stored)
-    header = lay_out(metadata, entries, stored)
-    text = mutate_header(rng, json.dumps(header)) if kind == 9 else json.dumps(header).encode()
-    return seal(text, entries, stored)
+    text = json.dumps(lay_out(entries, stored, metadata)).encode()
+    return with_header(mutate_header(rng, text) if kind == 9 else text, entries, stored)
 
 
 def edit_by_grammar(rng, data):
@@ -141,7 +98,7 @@ def edit_by_grammar(rng, data):
     if rng.random() < 0.25:
         edit_skeleton(rng, manifest, entries)
         if rng.random() < 0.7:
-            return pack(metadata, entries, manifest)
+            return pack(manifest, entries, metadata)
     if rng.random() < 0.1 and "tensor_table" not in manifest:
         renumber(rng, manifest)
     if rng.random() < 0.15:
@@ -149,7 +106,7 @@ def edit_by_grammar(rng, data):
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         edit = rng.choice((_edit_fields, _edit_fields, _edit_fields, _edit_storages, _swap_segments, _edit_view))
         edit(rng, manifest)
-    return pack(metadata, entries, manifest)
+    return pack(manifest, entries, metadata)
 
 
 # The manifest

@@ -89,8 +89,7 @@ TARGETS = {
     "container": Target(partial(edited, blindly=True), run_edited, 0.02),
     "manifest": Target(partial(edited, blindly=False), run_edited, 0.08),
     "values": Target(odd_checkpoint, there_and_back, 0.05),
-    "environment": Target(environment.mutate, environment.run, 0.019),
-    "process": Target(environment.mutate, partial(environment.run, forked=False), 0.001),
+    "environment": Target(environment.mutate, environment.run, 0.02),
     "directory": Target(mutate_directory, read_source, 0.01),
     "resume": Target(lambda rng: mutate_zip(rng, *choose(rng, "resume")), resume_source, 0.01),
 }
