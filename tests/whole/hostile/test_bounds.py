@@ -42,11 +42,7 @@ DEEP = {
     "long keys": LONG_KEY + b"0" + b"}h\x02" * 900 + b"](" + b"h\x01" * 5000 + b"e" + b"s" * 900,
     "containers": b"]" * 900 + b"](" + b"]h\x01a" * 2000 + b"e" + b"a" * 900,
     "optimizers": b"X\x05\0\0\0stateq\x05X\x0c\0\0\0param_groupsq\x0600"
-    + b"}h\x06]sh\x05}K\x00" * 300
-    + b"]("
-    + b"h\x01" * 5000
-    + b"e"
-    + b"ss" * 300,
+    + (b"}h\x06]sh\x05}K\x00" * 300 + b"](" + b"h\x01" * 5000 + b"e" + b"ss" * 300),
 }
 
 

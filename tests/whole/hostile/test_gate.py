@@ -37,7 +37,7 @@ from gate_kit import (
     pickled,
     text,
     written,
-)
+)  # fmt: skip
 
 HUGE, NONE, NO = number(1 << 40), b"N", b"\x89"
 MANY = 20_000
@@ -62,6 +62,16 @@ def typed(function, arguments, state=NONE):
     return call("torch._tensor._rebuild_from_type_v2", call_name(function), call_name("torch.Tensor"), arguments, state)
 
 
+LISTS_IN_LISTS = nested(number(1), LISTS, wide=64, deep=5)
+TUPLES_IN_TUPLES = nested(number(1), TUPLES, wide=64, deep=5)
+REBUILT = b"(" + STORAGE + number(0) + b"))" + NO + HOOKS + b"t"
+"""The arguments of ``_rebuild_tensor_v2`` for a scalar."""
+
+
+def quantized(shape, scheme):
+    return call(f"{REBUILD}qtensor", STORAGE, number(0), shape, number(0) + b"\x85", scheme, NO, HOOKS)
+
+
 BODIES = {
     # Memory that the arguments of a call ask for
     "bytearray": call("builtins.bytearray", HUGE),
@@ -69,36 +79,20 @@ BODIES = {
     "bytearray behind another function": typed("builtins.bytearray", HUGE + b"\x85"),
     "tensor": call("torch.FloatTensor", HUGE),
     "tensor of a shape of tensors": call("torch.Tensor", SCALAR, SCALAR),
-    "tensor of lists in lists": among(nested(number(1), LISTS, wide=64, deep=5), call("torch.Tensor", NESTED)),
+    "tensor of lists in lists": among(LISTS_IN_LISTS, call("torch.Tensor", NESTED)),
     "storage": call("torch.storage.UntypedStorage", HUGE),
     "new storage": call_name("torch.storage.UntypedStorage") + HUGE + b"\x85\x81",
-    "storage of lists in lists": among(
-        nested(number(1), LISTS, wide=64, deep=5), call("torch.storage.TypedStorage", NESTED)
-    ),
+    "storage of lists in lists": among(LISTS_IN_LISTS, call("torch.storage.TypedStorage", NESTED)),
     "expanded tensor of another type": call(
         f"{REBUILD}device_tensor_from_cpu_tensor", expanded(1 << 36), call_name("torch.float64"), text("cpu"), NO
     ),
-    "quantized tensor": call(
-        f"{REBUILD}qtensor",
-        STORAGE,
-        number(0),
-        HUGE + b"\x85",
-        number(0) + b"\x85",
-        call_name("torch.per_tensor_affine") + b"G?\xf0\0\0\0\0\0\0" + number(0) + b"\x87",
-        NO,
-        HOOKS,
+    "quantized tensor": quantized(
+        HUGE + b"\x85", call_name("torch.per_tensor_affine") + b"G?\xf0\0\0\0\0\0\0" + number(0) + b"\x87"
     ),
     "scales of a quantized tensor": among(
-        nested(number(1), LISTS, wide=64, deep=5),
-        call(
-            f"{REBUILD}qtensor",
-            STORAGE,
-            number(0),
-            number(64) + b"\x85",
-            number(0) + b"\x85",
-            b"(" + call_name("torch.per_channel_affine") + NESTED + NESTED + number(0) + b"t",
-            NO,
-            HOOKS,
+        LISTS_IN_LISTS,
+        quantized(
+            number(64) + b"\x85", b"(" + call_name("torch.per_channel_affine") + NESTED + NESTED + number(0) + b"t"
         ),
     ),
     "sparse tensor of expanded ones": call(
@@ -121,36 +115,21 @@ BODIES = {
         *(b"h\x11)Rh\x10b" for _ in range(2000)),
     ),
     "the same tensor again": among(
-        call_name(f"{REBUILD}tensor_v2") + b"q\x11(" + STORAGE + number(0) + b"))" + NO + HOOKS + b"tq\x12R",
-        b"h\x11h\x12R" * 1_500_000,
+        call_name(f"{REBUILD}tensor_v2") + b"q\x11" + REBUILT + b"q\x12R", b"h\x11h\x12R" * 1_500_000
     ),
     # Time
     "counted collisions": call_name("collections.Counter") + b")R(" + b"N".join(COLLIDING) + b"Nu",
     "set of collisions": call("builtins.set", b"](" + b"".join(COLLIDING) + b"e"),
-    "set of tuples in tuples": among(
-        nested(number(1), TUPLES, wide=64, deep=5), call("builtins.set", b"](" + NESTED + b"e")
-    ),
-    "layout by tuples in tuples": among(
-        nested(number(1), TUPLES, wide=64, deep=5), call("torch.serialization._get_layout", NESTED)
-    ),
+    "set of tuples in tuples": among(TUPLES_IN_TUPLES, call("builtins.set", b"](" + NESTED + b"e")),
+    "layout by tuples in tuples": among(TUPLES_IN_TUPLES, call("torch.serialization._get_layout", NESTED)),
     # What torch says of what it refuses is as long as that
-    "call of lists in lists": among(nested(number(1), LISTS, wide=64, deep=5), NESTED + b")R"),
-    "class of lists in lists": among(nested(number(1), LISTS, wide=64, deep=5), NESTED + b")\x81"),
+    "call of lists in lists": among(LISTS_IN_LISTS, NESTED + b")R"),
+    "class of lists in lists": among(LISTS_IN_LISTS, NESTED + b")\x81"),
     # A tensor or its storage changed behind the back of whoever checked it
     "storage given to a tensor": call("torch.FloatTensor")
-    + b"("
-    + STORAGE
-    + number(0)
-    + HUGE
-    + b"\x85"
-    + number(1)
-    + b"\x85tb",
+    + (b"(" + STORAGE + number(0) + HUGE + b"\x85" + number(1) + b"\x85tb"),
     "attributes of a storage": STORAGE + b"}" + text("dtype") + call_name("torch.float64") + b"sb",
-    "data of a tensor": typed(
-        f"{REBUILD}tensor_v2",
-        b"(" + STORAGE + number(0) + b"))" + NO + HOOKS + b"t",
-        b"}" + text("data") + TENSOR + b"s",
-    ),
+    "data of a tensor": typed(f"{REBUILD}tensor_v2", REBUILT, b"}" + text("data") + TENSOR + b"s"),
 }
 """What makes ``g``, by what is wrong with it."""
 ASKING = ("bytearray", "tensor", "storage", "new storage", "tensor of lists in lists", "legacy: bytearray")
@@ -216,10 +195,7 @@ FILES = {
     "legacy: bytearray": lambda: legacy(BODIES["bytearray"]),
     "legacy: bytearray among the keys": with_a_bytearray_among_the_keys,
     "legacy: view by tuples in tuples": lambda: legacy(
-        among(
-            nested(number(1), TUPLES, wide=64, deep=5),
-            SMALL_PLACE + b"(" + NESTED + number(0) + number(2) + b"ttQ",
-        )
+        among(TUPLES_IN_TUPLES, SMALL_PLACE + b"(" + NESTED + number(0) + number(2) + b"ttQ")
     ),
     "legacy: the same tensor again": lambda: legacy(BODIES["the same tensor again"]),
 }
@@ -259,17 +235,9 @@ ODD = {
     "attributes of a number": number(5) + b"}b",
     "attributes that are none": call("collections.OrderedDict") + number(5) + b"b",
     "metadata that are none": call(f"{REBUILD}tensor_v2", STORAGE, number(0), b")", b")", NO, HOOKS, text("conj")),
-    "a state of three": typed(
-        f"{REBUILD}tensor_v2", b"(" + STORAGE + number(0) + b"))" + NO + HOOKS + b"t", NONE * 3 + b"\x87"
-    ),
+    "a state of three": typed(f"{REBUILD}tensor_v2", REBUILT, NONE * 3 + b"\x87"),
     "an unknown opcode": b"\xff",
-    "a location that is nowhere": b"("
-    + text("storage")
-    + call_name("torch.FloatStorage")
-    + text("0")
-    + text("nowhere:1")
-    + number(2)
-    + b"tQ",
+    "a location that is nowhere": PLACE + text("nowhere:1") + number(2) + b"tQ",
 }
 
 
@@ -281,8 +249,6 @@ def test_whatever_else_is_wrong_is_one_line(name, gate, attempt, tmp_path):
 
 
 NUMPY = ["numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype"]
-
-
 ARRAYS = {
     "shape": call("numpy._core.multiarray._reconstruct", call_name("numpy.ndarray"), HUGE + b"\x85", text("b")),
     "call": call("numpy.ndarray", HUGE),

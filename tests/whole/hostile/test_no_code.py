@@ -64,32 +64,32 @@ class _Call:
         return self.call
 
 
-def _text(module, name, argument):
-    return b"c" + module + b"\n" + name + b"\nX" + struct.pack("<I", len(argument)) + argument + b"\x85R"
+def _text(argument):
+    return b"X" + struct.pack("<I", len(argument)) + argument
 
 
 def gadgets(marker):
     """Pickles, without PROTO and STOP, that make ``marker`` when they are loaded by Python's own pickle."""
-    path, script = str(marker).encode(), f"open({str(marker)!r}, 'w')".encode()
-    system = f"touch {marker}".encode()
+    path, script = _text(str(marker).encode()), _text(f"open({str(marker)!r}, 'w')".encode())
+    system = _text(f"touch {marker}".encode())
+    called = b"\x85R"
     return {
-        "system": _text(b"posix", b"system", system),
-        "os.system": _text(b"os", b"system", system),
-        "eval": _text(b"builtins", b"eval", script),
-        "exec": _text(b"builtins", b"exec", script),
-        "old names": _text(b"__builtin__", b"eval", script),
+        "system": b"cposix\nsystem\n" + system + called,
+        "os.system": b"cos\nsystem\n" + system + called,
+        "eval": b"cbuiltins\neval\n" + script + called,
+        "exec": b"cbuiltins\nexec\n" + script + called,
+        "old names": b"c__builtin__\neval\n" + script + called,
         "an import": b"chostile_gadget\nNAME\n",
-        "instance": b"(X" + struct.pack("<I", len(script)) + script + b"ibuiltins\neval\n",
-        "object": b"(cbuiltins\neval\nX" + struct.pack("<I", len(script)) + script + b"o",
-        "new object": _text(b"hostile_class", b"Made", path)[:-1] + b"\x81",
-        "stack global": b"X\x08\0\0\0builtinsX\x04\0\0\0eval\x93X" + struct.pack("<I", len(script)) + script + b"\x85R",
+        "instance": b"(" + script + b"ibuiltins\neval\n",
+        "object": b"(cbuiltins\neval\n" + script + b"o",
+        "new object": b"chostile_class\nMade\n" + path + b"\x85\x81",
+        "stack global": _text(b"builtins") + _text(b"eval") + b"\x93" + script + called,
         "getattr": b"cbuiltins\ngetattr\ncos\npath\nX\x02\0\0\0os\x86RX\x06\0\0\0systemq\x00"
-        + b"0cos\nsystem\nX" + struct.pack("<I", len(system)) + system + b"\x85R\x86",
-        "state": b"chostile_class\nState\n)\x81X" + struct.pack("<I", len(path)) + path + b"b",
-        "key": b"}" + _text(b"builtins", b"eval", script) + b"Ns",
-        "partial": b"cfunctools\npartial\ncbuiltins\neval\n\x85RX"
-        + struct.pack("<I", len(script)) + script + b"\x85R",
-    }  # fmt: skip
+        + (b"0cos\nsystem\n" + system + b"\x85R\x86"),
+        "state": b"chostile_class\nState\n)\x81" + path + b"b",
+        "key": b"}cbuiltins\neval\n" + script + called + b"Ns",
+        "partial": b"cfunctools\npartial\ncbuiltins\neval\n\x85R" + script + called,
+    }
 
 
 NAMES = sorted(gadgets("x"))
@@ -176,15 +176,15 @@ def tree(gadget, place):
     hooks = TENSOR[: -len(b"ccollections\nOrderedDict\n)RtR")]
     key = gadget if gadget.startswith(b"c") else b"K\x01"
     made = {
-        "value": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0g" + gadget,
-        "argument": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0gccollections\nOrderedDict\n]" + gadget + b"a\x85R",
-        "hooks": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0h" + hooks + gadget + b"tR",
-        "state": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0sccollections\nOrderedDict\n)R}X\x01\0\0\0g" + gadget + b"sb",
-        "key of a dict": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0d}" + key + b"Ns",
-        "persistent id": b"X\x01\0\0\0w" + TENSOR + b"X\x01\0\0\0p" + gadget + b"Q",
-        "dropped": b"X\x01\0\0\0w" + TENSOR + gadget + b"0",
+        "value": b"X\x01\0\0\0g" + gadget,
+        "argument": b"X\x01\0\0\0gccollections\nOrderedDict\n]" + gadget + b"a\x85R",
+        "hooks": b"X\x01\0\0\0h" + hooks + gadget + b"tR",
+        "state": b"X\x01\0\0\0sccollections\nOrderedDict\n)R}X\x01\0\0\0g" + gadget + b"sb",
+        "key of a dict": b"X\x01\0\0\0d}" + key + b"Ns",
+        "persistent id": b"X\x01\0\0\0p" + gadget + b"Q",
+        "dropped": gadget + b"0",
     }
-    return b"\x80\x02}(" + made[place] + b"u."
+    return b"\x80\x02}(X\x01\0\0\0w" + TENSOR + made[place] + b"u."
 
 
 PLACES = ["value", "argument", "hooks", "state", "key of a dict", "persistent id", "dropped"]
@@ -207,16 +207,8 @@ def test_in_a_zip_file_and_in_a_container(place, marker):
 
 def legacy(gadget, place):
     """A file of torch before 1.6 with the gadget in one of its five pickles."""
-    pickles = [
-        pickle.dumps(each, 2)
-        for each in (
-            MAGIC,
-            PROTOCOL_VERSION,
-            {"protocol_version": PROTOCOL_VERSION, "little_endian": True},
-            None,
-            ["0"],
-        )
-    ]
+    versions = {"protocol_version": PROTOCOL_VERSION, "little_endian": True}
+    pickles = [pickle.dumps(each, 2) for each in (MAGIC, PROTOCOL_VERSION, versions, None, ["0"])]
     pickles[3] = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"s."
     if place == 3:
         pickles[3] = tree(gadget, "value")

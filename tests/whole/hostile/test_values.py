@@ -16,33 +16,37 @@ from hostile_kit import container_of, outcome, sealed
 
 import ckpt8
 from ckpt8.container import header as manifests
-from ckpt8.container.manifest import TensorRecord
 from ckpt8.core.errors import InputError
 from ckpt8.core.json_text import FREE, HEADER_COST, MANIFEST_COST, MAX_DEPTH, check_json, cost, parse_json
-from ckpt8.core.tensors import DType
 
 KINDS = {
-    "lists": lambda n: "[" + ",".join(["[]"] * n) + "]",
-    "lists in lists": lambda n: "[" + ",".join(["[[[[[[[[]]]]]]]]"] * (n // 8)) + "]",
-    "objects": lambda n: "[" + ",".join(["{}"] * n) + "]",
-    "numbers": lambda n: "[" + ",".join(str(300 + k) for k in range(n)) + "]",
-    "fractions": lambda n: "[" + ",".join(["1.5"] * n) + "]",
-    "texts": lambda n: "[" + ",".join(['"ab"'] * n) + "]",
-    "texts in other scripts": lambda n: "[" + ",".join(['"é☃🙂"'] * n) + "]",
-    "texts with escapes": lambda n: "[" + ",".join(['"\\ud83d\\ude42"'] * n) + "]",
-    "a long text": lambda n: '["' + "a" * (10 * n) + '🙂"]',
-    "a long text with an escape": lambda n: '["' + "a" * (10 * n) + '\\ud83d\\ude42"]',
-    "keys": lambda n: "{" + ",".join(f'"{k:x}":0' for k in range(n)) + "}",
-    "keys in other scripts": lambda n: "{" + ",".join(f'"{k:x}🙂":0' for k in range(n)) + "}",
-    "keys with lists": lambda n: "[" + ",".join(f'{{"{k:x}":[]}}' for k in range(n)) + "]",
-    "the same key": lambda n: "[" + ",".join(['{"a":0}'] * n) + "]",
+    "lists": lambda n: ["[]"] * n,
+    "lists in lists": lambda n: ["[[[[[[[[]]]]]]]]"] * (n // 8),
+    "objects": lambda n: ["{}"] * n,
+    "numbers": lambda n: [str(300 + k) for k in range(n)],
+    "fractions": lambda n: ["1.5"] * n,
+    "texts": lambda n: ['"ab"'] * n,
+    "texts in other scripts": lambda n: ['"é☃🙂"'] * n,
+    "texts with escapes": lambda n: ['"\\ud83d\\ude42"'] * n,
+    "a long text": lambda n: ['"' + "a" * (10 * n) + '🙂"'],
+    "a long text with an escape": lambda n: ['"' + "a" * (10 * n) + '\\ud83d\\ude42"'],
+    "keys": lambda n: [f'"{k:x}":0' for k in range(n)],
+    "keys in other scripts": lambda n: [f'"{k:x}🙂":0' for k in range(n)],
+    "keys with lists": lambda n: [f'{{"{k:x}":[]}}' for k in range(n)],
+    "the same key": lambda n: ['{"a":0}'] * n,
 }
+
+
+def text_of(kind, n):
+    """A list of ``n`` of a kind, or a dictionary of so many keys."""
+    joined = ",".join(KINDS[kind](n))
+    return f"{{{joined}}}" if kind in ("keys", "keys in other scripts") else f"[{joined}]"
 
 
 @pytest.mark.by_default(most=7)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_takes_more_than_its_cost(kind):
-    text = KINDS[kind](10_000).encode()
+    text = text_of(kind, 10_000).encode()
     parse_json(text[:1] + text[-1:], "x")
     tracemalloc.start()
     parse_json(text, "x")
@@ -118,8 +122,8 @@ def lists_and_numbers():
 
 
 LARGE = {
-    "keys": lambda: KINDS["keys"](4_500_000),
-    "keys with lists": lambda: KINDS["keys with lists"](1_800_000),
+    "keys": lambda: text_of("keys", 4_500_000),
+    "keys with lists": lambda: text_of("keys with lists", 1_800_000),
     "lists": lists_and_numbers,
     "a long text": lambda: (
         '["' + "".join(f"{k * 2654435761 % 1_000_003}" + "x" * 120 for k in range(1_200_000)) + '🙂"]'
@@ -171,25 +175,14 @@ def test_a_checkpoint_of_any_number_of_small_tensors_can_be_read(kind, tmp_path,
 
 @pytest.mark.slow
 def test_records_that_are_all_the_same_do_not_compress_beyond_what_is_read():
-    tree = {"tensors": [_plain(TensorRecord(f"v.{k}", 0, DType.FLOAT32, 0, [1], [1])) for k in range(60_000)]}
+    view = {"storage": 0, "dtype": "float32", "offset": 0, "shape": [1], "stride": [1], "flags": []}
+    tree = {"tensors": [{"name": f"v.{k}", **view} for k in range(60_000)]}
     stored = manifests.pack_manifest(tree, 1 << 20)
     length = zstandard.frame_content_size(stored)
     assert length <= (1 << 20) + 64 * len(stored)
     assert manifests.unpack_manifest(stored, len(stored) + (1 << 20), "x") == tree
     best = zstandard.ZstdCompressor(level=9).compress(json.dumps(tree, separators=(",", ":")).encode())
     assert length > (1 << 20) + 64 * len(best)
-
-
-def _plain(record):
-    return {
-        "name": record.name,
-        "storage": 0,
-        "dtype": "float32",
-        "offset": 0,
-        "shape": [1],
-        "stride": [1],
-        "flags": [],
-    }
 
 
 def test_tables_of_frames_of_a_large_model_are_far_below(tmp_path):
