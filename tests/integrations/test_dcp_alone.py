@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from ckpt8.container.joined import read_index
 from ckpt8.container.sharded import Part, ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter, writer
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter, storage
 from ckpt8.integrations.dcp.rank_file import RankPlan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -199,7 +199,7 @@ def test_parts_that_do_not_belong_together_are_refused(fields, said, copied):
 def test_a_faster_rank_does_not_count_as_a_checkpoint_that_must_stay(tmp_path, monkeypatch):
     for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 1}.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(writer, "save_of_all_ranks", lambda _: "this")
+    monkeypatch.setattr(storage, "save_of_all_ranks", lambda _: "this")
     ShardedIndex({}, {}, {}, part=Part(0, 2, "this")).write(tmp_path)
     slower = Ckpt8StorageWriter(tmp_path, overwrite=False)
     slower.set_up_storage_writer(False, rank=1, use_collectives=False)

@@ -12,7 +12,6 @@ one rank write a parameter and its state, which compression takes together.
 """
 
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner
-from ckpt8.integrations.dcp.reader import Ckpt8StorageReader
-from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
+from ckpt8.integrations.dcp.storage import Ckpt8StorageReader, Ckpt8StorageWriter
 
 __all__ = ["Ckpt8SavePlanner", "Ckpt8StorageReader", "Ckpt8StorageWriter"]

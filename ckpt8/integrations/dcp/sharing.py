@@ -38,7 +38,7 @@ from ckpt8.core.files.atomic import as_private_as
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.text import listed, shown
 from ckpt8.integrations.dcp.planner import Families, find_owner, with_copies
-from ckpt8.integrations.dcp.writer import Ckpt8StorageWriter
+from ckpt8.integrations.dcp.storage import Ckpt8StorageWriter
 
 _LISTED = 5
 
