@@ -43,9 +43,8 @@ def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -
     own = [path for path in places if source_name(path) == source.name]
     targets = own or [path for path in places if not os.path.lexists(path)] or (places if force else [])
     if not targets:
-        target = _places(source)[0]
-        error = OutputError(f"{target}: is in the way of {source}: it was not made from it; move it away")
-        return Job(source, target, settings, problem=error)
+        error = f"{_places(source)[0]}: is in the way of {source}: it was not made from it; move it away"
+        return Job(source, _places(source)[0], settings, problem=OutputError(error))
     taken.add(targets[0])
     is_doubted = bool(own) and _is_older(targets[0], source)
     return Job(source, targets[0], settings, force=force, present=bool(own), doubted=is_doubted)

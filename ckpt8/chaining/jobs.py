@@ -355,8 +355,9 @@ class Job:
                 with ContainerReader(base) as reader:
                     outcome.base = reader.path.name
             preset, rules, budget, bound = map(options.get, ("preset", "rules", "budget", "max_update_error"))
-            policy = Policy.of(preset, rules or (), budget, bound)
-            outcome.bytes, outcome.predicted = predicted_bytes(self.source, policy, options.get("threads"))
+            outcome.bytes, outcome.predicted = predicted_bytes(
+                self.source, Policy.of(preset, rules or (), budget, bound), options.get("threads")
+            )
         outcome.would_remove = self.settings.remove
 
     @property

@@ -12,7 +12,6 @@ itself writes and reads the rest: schedulers, samplers, random states, objects o
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,9 @@ def save_state(
         def pack(models: list[Any], _: list[Any], folder: str) -> None:
             models.extend(model for model, _ in pairs)  # hooks of the user's own, which come later, see them
             state: dict[str, Any] = {}
-            for (model, own), keys in zip(pairs, _keys(), strict=False):
-                packed = state_to_pack(model, own, adapter_only=adapter_only and is_peft_model(model))
-                state |= zip(keys, packed, strict=True)
+            for number, (model, own) in enumerate(pairs):
+                weights, moments = state_to_pack(model, own, adapter_only=adapter_only and is_peft_model(model))
+                state |= {_key("model", number): weights, _key("optimizer", number): moments}
             save_packed(Path(folder) / FOLDER, state, options)
 
         hook = accelerator.register_save_state_pre_hook(pack)
@@ -98,9 +97,9 @@ def load_state(
             _refuse_container(Path(folder))
             if not is_sharded(place):
                 raise InputError(f"{folder}: holds nothing that save_state packed; use accelerator.load_state")
-            for (model, own), (weights, moments) in zip(pairs, _keys(), strict=False):
-                load_model(place, weights, model, has_adapters=is_peft_model(model), threads=threads)
-                load_optimizers(place, moments, model, own, threads=threads)
+            for number, (model, own) in enumerate(pairs):
+                load_model(place, _key("model", number), model, has_adapters=is_peft_model(model), threads=threads)
+                load_optimizers(place, _key("optimizer", number), model, own, threads=threads)
 
         hooks.callback(accelerator.register_load_state_pre_hook(unpack).remove)
         accelerator.load_state(None if source is None else str(source))
@@ -134,7 +133,5 @@ def _taken_over(accelerator: Any, name: str) -> Iterator[list[tuple[Any, list[An
         accelerator._models, accelerator._optimizers = models, optimizers
 
 
-def _keys() -> Iterator[tuple[str, str]]:
-    """The keys of each model and of its optimizers."""
-    yield "model", "optimizer"
-    yield from ((f"model_{number}", f"optimizer_{number}") for number in count(1))
+def _key(kind: str, number: int) -> str:
+    return f"{kind}_{number}" if number else kind

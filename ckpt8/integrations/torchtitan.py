@@ -96,8 +96,9 @@ class Ckpt8CheckpointManager(CheckpointManager):
         if from_hf or not is_local(checkpoint_id) or not is_sharded(Path(checkpoint_id)):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        threads = self._packing["threads"]
-        state_dict_loader.load(state_dict, storage_reader=Ckpt8StorageReader(checkpoint_id, threads=threads))
+        state_dict_loader.load(
+            state_dict, storage_reader=Ckpt8StorageReader(checkpoint_id, threads=self._packing["threads"])
+        )
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)  # its weights stand flat among the other states
 

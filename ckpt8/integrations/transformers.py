@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ckpt8.checkpoint.replacing import TRAINER_STATE
-from ckpt8.compressing.compress import checked_options, compress
+from ckpt8.compressing.compress import checked_options, compress, default_target
 from ckpt8.compressing.deltas import only_auto
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import remove_container
@@ -51,11 +51,6 @@ __getattr__ = lazy_names(__name__, lambda: {"Ckpt8TrainerMixin": "ckpt8.integrat
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _DISCARDED = re.compile(r"\.(checkpoint-\d+)\.ckpt8-discarded")
-
-
-def container_of(source: Path) -> Path:
-    """Where the container of a directory lies."""
-    return source.with_name(source.name + CONTAINER)
 
 
 def directories_in(folder: Path) -> dict[int, Path]:
@@ -120,7 +115,7 @@ def remove_discarded(folder: Path, threads: int | None) -> None:
 def _check(source: Path, kept: str, threads: int | None) -> None:
     """Raise CheckFailedError, which begins with ``kept``, where the container of a directory does not hold."""
     try:
-        verify(container_of(source), threads=threads)
+        verify(default_target(source), threads=threads)
     except Ckpt8Error as exc:
         raise CheckFailedError(f"{kept}: {exc}") from exc
 
@@ -216,7 +211,7 @@ class Ckpt8Callback(TrainerCallback):
         self._harvest(state)
 
     def _compress(self, source: Path) -> None:
-        target, threads = container_of(source), self._options["threads"]
+        target, threads = default_target(source), self._options["threads"]
         compress(source, target, force=True, **self._options)
         if not self._keep and (failures := verify(target, source, threads=threads).failures):
             raise CheckFailedError(f"{target}: {failures[0]}")
@@ -236,7 +231,7 @@ class Ckpt8Callback(TrainerCallback):
             self._remove(self._discard, source, source == compressed)
         # After that: a limit may remove the container of what was the best until now.
         if error is None:
-            self._remove(rotate, container_of(compressed), limit, best)
+            self._remove(rotate, default_target(compressed), limit, best)
 
     def _discard(self, source: Path, is_new: bool) -> None:
         if not is_new and source.exists():
@@ -252,8 +247,8 @@ class Ckpt8Callback(TrainerCallback):
     def _fail(self, error: BaseException, source: Path | None = None) -> None:
         if self._strict or not isinstance(error, Exception):
             raise error
-        failure = error if source is None else f"{source}: was not compressed: {error}"
-        warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+        where = "" if source is None else f"{source}: was not compressed: "
+        warnings.warn(f"{where}{error}", RuntimeWarning, stacklevel=2)
 
 
 def _is_distributed() -> bool:

@@ -31,7 +31,7 @@ from ckpt8.checkpoint.gate import refusal_of_bytes
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers.dcp_metadata import GROUPS, PARAMETERS, STATE
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
+from ckpt8.checkpoint.sources.live_object import live_checkpoint
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, is_setting
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.compressing.chunk_encoder import choose_encoder
@@ -364,23 +364,32 @@ class RankPlan:
         self._pickled: dict[SliceKey, tuple[int, int]] = {}
         self._content = bytearray()
         for item in plan.items:
-            value = self._sources.resolve(item)
-            _check(item, value)
-            self._add(item, value)
+            self._add(item, self._sources.resolve(item))
 
     def _add(self, item: WriteItem, value: torch.Tensor | io.BytesIO) -> None:
-        """Add a value. A copy is beside the slices of the file, and the index does not name it."""
-        name, offsets = item.index.fqn, tuple(item.index.offset or ())
+        """Add a value. A copy is beside the slices of the file, and the index does not name it.
+
+        Raises UsageError for a tensor that has no values, and for a plain one of another type or shape than planned.
+        """
+        name, offsets, data = item.index.fqn, tuple(item.index.offset or ()), item.tensor_data
         if not isinstance(value, torch.Tensor):
             self._objects[name] = self._place(value.getvalue())
             return
+        if value.is_meta and value.numel():
+            raise UsageError(f"{shown(name)}: is on the device meta and has no values; initialise it first")
+        planned = None if data is None else (data.properties.dtype, tuple(data.chunk.sizes))
+        if planned is not None and is_plain(value) and (value.dtype, tuple(value.shape)) != planned:
+            raise UsageError(
+                f"{shown(name)}: the planner gives {value.dtype} of {tuple(value.shape)} for {planned[0]} of "
+                f"{planned[1]} in its plan; let create_local_plan say what resolve_data gives"
+            )
         if not value.numel():
             return
         if not isinstance(item, Copy):
             self._boxes.append((name, offsets, tuple(value.shape)))
         if is_plain(value):
-            whole = value.shape if item.tensor_data is None else item.tensor_data.size
-            self._pieces.append((name, offsets, tuple(value.shape), tuple(whole)))
+            whole = tuple(value.shape if data is None else data.size)
+            self._pieces.append((name, offsets, tuple(value.shape), whole))
             self._tensors.append(value)
         elif not isinstance(item, Copy):
             content = io.BytesIO()
@@ -424,8 +433,11 @@ class RankPlan:
             obj[OBJECTS] = torch.frombuffer(self._content, dtype=torch.uint8)
         with part_of(self._whole_bytes()), live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
-            memory = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
-            live = {key: storage for key, storage in memory.items() if storage.data_ptr() not in self._sources.made}
+            live = {
+                key: storage
+                for key, storage in getattr(checkpoint, "memory", {}).items()
+                if storage.data_ptr() not in self._sources.made
+            }
             encoder = choose_encoder(bundle, live, None, measure=options.stats)
 
             def compressed(measured: Measured | None) -> tuple[Manifest, bytes | None]:
@@ -454,8 +466,11 @@ class RankPlan:
             for name, value in self._known.items()
             if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")
         }
-        planned = ((item.index.fqn, item.tensor_data) for item in self._plan.items)
-        sizes |= {name: data.size.numel() * data.properties.dtype.itemsize for name, data in planned if data}
+        sizes |= {
+            item.index.fqn: data.size.numel() * data.properties.dtype.itemsize
+            for item in self._plan.items
+            if (data := item.tensor_data)
+        }
         return sum(sizes.values())
 
     def _tree(self) -> dict[str, Any]:
@@ -471,17 +486,3 @@ class RankPlan:
             # The bytes need this key, so a value of that name gets another one.
             tree[f"{OBJECTS}#"] = tree.pop(OBJECTS)
         return tree
-
-
-def _check(item: WriteItem, value: Any) -> None:
-    """Raise UsageError for a tensor that has no values, and for a plain one of another type or shape than planned."""
-    if isinstance(value, torch.Tensor) and value.is_meta and value.numel():
-        raise UsageError(f"{shown(item.index.fqn)}: is on the device meta and has no values; initialise it first")
-    if item.tensor_data is None or not isinstance(value, torch.Tensor) or not is_plain(value):
-        return
-    planned = item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
-    if (value.dtype, tuple(value.shape)) != planned:
-        raise UsageError(
-            f"{shown(item.index.fqn)}: the planner gives {value.dtype} of {tuple(value.shape)} for {planned[0]} of "
-            f"{planned[1]} in its plan; let create_local_plan say what resolve_data gives"
-        )

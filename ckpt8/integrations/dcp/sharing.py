@@ -100,14 +100,11 @@ class SharingPlanner(SavePlanner):
     def __init__(self, source: Path, rank: int, world: int) -> None:
         self._source, self._rank, self._world = source, rank, world
         self._files = ExitStack()
+        self.close = self._files.close
         self._stored: dict[tuple[str, tuple[int, ...]], tuple[Slice, DcpMember, TensorRef, StorageInfo]] = {}
         self.share = Share((), 0, 0)
         self.left_out: list[str] = []
         self.state_dict: Mapping[str, Any] = {}
-
-    def close(self) -> None:
-        """Close the directory."""
-        self._files.close()
 
     def set_up_planner(
         self,

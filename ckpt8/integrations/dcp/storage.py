@@ -331,8 +331,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             f"{unspent.total()} of {sum(len(tensor.layout) for tensor in index.tensors.values())} slices are kept as "
             "flash keeps them, not within the budget"
         )
-        roles = frozenset(Role) if self._measures or unspent else {Role.WEIGHT}
-        parted, total = count_parted(index.tensors, roles)
+        parted, total = count_parted(index.tensors, frozenset(Role) if self._measures or unspent else {Role.WEIGHT})
         if parted and not unspent:
             kept = (
                 "the error of their updates is not measured"
