@@ -3,8 +3,6 @@
 ``looked_for_in`` adds folders for all containers that are opened in a ``with`` block, and the environment for all.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,8 +43,8 @@ _SHOWN = 12
 
 def directories() -> tuple[Path, ...]:
     """Folders where readers look for a base, besides that of the delta."""
-    named = os.environ.get(_VARIABLE, "").split(os.pathsep)
-    return tuple(dict.fromkeys((*_directories.get(), *(Path(name) for name in named if name))))
+    named = filter(None, os.environ.get(_VARIABLE, "").split(os.pathsep))
+    return tuple(dict.fromkeys((*_directories.get(), *map(Path, named))))
 
 
 @contextmanager
@@ -78,10 +76,10 @@ def stated_base(container: Path, only: str | None = None) -> Stated:
     """
     with closing(SourceFile(ByteRange.of(container))) as file:
         where, size = str(container), file.source.length
-        text = manifest_text(read_head(file, where).manifest, where)
-        is_wanted = only is None or only.encode() in text
-        record = read_base(Fields(parse_manifest(text, size, where), where)) if is_wanted else None
-        return Stated(file.read(size - SEAL_BYTES, SEAL_BYTES).hex(), record)
+        text, seal = manifest_text(read_head(file, where).manifest, where), file.read(size - SEAL_BYTES, SEAL_BYTES)
+        if only is not None and only.encode() not in text:
+            return Stated(seal.hex(), None)
+        return Stated(seal.hex(), read_base(Fields(parse_manifest(text, size, where), where)))
 
 
 def files_of(source: Path, *, damaged_too: bool = False) -> list[Path]:
@@ -121,8 +119,7 @@ def find_base(
 
     Raises InputError, which names the base and all places where it was looked for.
     """
-    base = next(bases_of(container, record, base_dirs), None)
-    if base is not None:
+    for base in bases_of(container, record, base_dirs):
         return base
     places = _places(container, record, base_dirs)
     there = [place for place in places if _is_there(place)]
@@ -145,7 +142,7 @@ def bases_of(container: Path, record: BaseRecord, base_dirs: Sequence[Path] = ()
     only its path names are not listed.
     """
     folders = _folders(container, base_dirs)
-    others = (path for home in folders for folder in (home, home / KEPT) for path in _files(folder))
+    others = (path for home in folders for folder in (home, home / KEPT) for path in files_in(folder))
     places = _places(container, record, base_dirs)
     return (path for path in chain(places, others) if holds_seal(path, record.seal))
 
@@ -165,8 +162,7 @@ def folders_that_need(folder: Path) -> list[Path]:
 
 def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:
     homes = dict.fromkeys((container.parent, container.resolve().parent))
-    above = (home.parent for home in homes if home.name == KEPT)
-    return list(dict.fromkeys((*homes, *above, *base_dirs)))
+    return list(dict.fromkeys((*homes, *(home.parent for home in homes if home.name == KEPT), *base_dirs)))
 
 
 def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> list[Path]:
@@ -184,7 +180,8 @@ def _is_there(path: Path) -> bool:
         return False
 
 
-def _files(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
+    """Everything in a folder; nothing of one that cannot be listed."""
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -14,8 +14,6 @@ its directory: resolved step by step, over other links or not, it then stays ins
 states.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +32,6 @@ from ckpt8.container.manifest import (
     FrameTable,
     Manifest,
     MemberRecord,
-    Mode,
     Pack,
     StorageRecord,
     planes,
@@ -112,8 +109,7 @@ def check_companions(manifest: Manifest, codec_of: Callable[[int], Codec], where
     storages = manifest.storages
     for index, record in enumerate(storages):
         for name, other in codec_of(index).companion_storages.items():
-            known = type(other) is int and 0 <= other < len(storages)
-            if not known or storages[other].numel != record.numel:
+            if not (type(other) is int and 0 <= other < len(storages)) or storages[other].numel != record.numel:
                 raise InputError(f"{where}: {record.name}: {name} is not a storage of as many elements")
             if codec_of(other).companions or codec_of(other).copied is not None:
                 raise InputError(f"{where}: {record.name}: {name} is coded with another storage itself")
@@ -269,7 +265,8 @@ def check_paths(manifest: Manifest, where: str) -> None:
         return
     seen: set[str] = set()
     for member in manifest.members:
-        check_path(member.path, where)
+        if (problem := path_problem(member.path)) is not None:
+            raise InputError(f"{where}: holds a member {member.path[:80]!r}, whose path {problem}; nothing is written")
         _check_member(member, where)
         if member.path in seen:
             raise InputError(f"{where}: manifest is malformed: it has two members {member.path[:80]!r}")
@@ -281,28 +278,19 @@ def check_paths(manifest: Manifest, where: str) -> None:
             raise InputError(f"{where}: manifest is malformed: {shown} lies below another member")
 
 
-def check_path(path: str, where: str) -> None:
-    """Raise InputError for the path of a member that no directory can have."""
-    problem = path_problem(path)
-    if problem is not None:
-        raise InputError(f"{where}: holds a member {path[:80]!r}, whose path {problem}; nothing is written")
-
-
 def _check_member(member: MemberRecord, where: str) -> None:
     shown, malformed = repr(member.path[:80]), "manifest is malformed:"
-    no_checkpoint = member.format in (FILE, SYMLINK, DIRECTORY)
-    checks = (
+    for wrong, what in (
         (member.format == DIRECTORY and member.size, f"{malformed} the directory {shown} has content"),
         (
             member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES,
             f"{malformed} the link {shown} has {member.size} bytes",
         ),
         (
-            no_checkpoint and (member.segments or member.crc_fields),
+            member.format in (FILE, SYMLINK, DIRECTORY) and (member.segments or member.crc_fields),
             f"{malformed} {shown} is no checkpoint but has storages",
         ),
-    )
-    for wrong, what in checks:
+    ):
         if wrong:
             raise InputError(f"{where}: {what}")
 
@@ -412,23 +400,13 @@ class Locator:
         table = record.parts[part]
         if not spec.is_symbols and not table.modes:
             return spec.nbytes
-        if not spec.is_symbols or not _fits_modes(table, spec.numel):
+        chunks = zip(table.modes, range(spec.numel, 0, -FRAME), strict=False)
+        lengths = [length for mode, rest in chunks for length in mode.plane_lengths(min(FRAME, rest))]
+        # Every chunk of symbols has a mode, and stored bytes for those planes that this mode uses.
+        are_stored = list(map(bool, table.lengths)) == list(map(bool, lengths))
+        if not (spec.is_symbols and len(table.modes) == header.chunk_count(spec.numel) and are_stored):
             raise InputError(f"{self.where}: {record.name}: modes of {part!r} do not fit its frames")
-        return sum(sum(mode.plane_lengths(count)) for mode, count in _chunks(table, spec.numel))
-
-
-def _fits_modes(table: FrameTable, numel: int) -> bool:
-    """Whether every chunk of symbols has a mode, and stored bytes for those planes that this mode uses."""
-    chunks = header.chunk_count(numel)
-    lengths = [length for mode, count in _chunks(table, numel) for length in mode.plane_lengths(count)]
-    given = [bool(length) for length in table.lengths]
-    return len(table.modes) == chunks and given == [bool(length) for length in lengths]
-
-
-def _chunks(table: FrameTable, numel: int) -> Iterator[tuple[Mode, int]]:
-    """The mode and the number of symbols of every chunk."""
-    for chunk, mode in enumerate(table.modes):
-        yield mode, min(header.FRAME, numel - chunk * header.FRAME)
+        return sum(lengths)
 
 
 def check_frame_count(record: StorageRecord | Pack, where: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from math import prod
@@ -82,7 +82,10 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
             chosen = np.flatnonzero(dims == count)
             boxes = flat[starts[chosen][:, None] + np.arange(2 * count)]
             rows[count].append((tensors[chosen], np.full(len(chosen), number), boxes))
-    pickled = _pickled(files)
+    pickled: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
+    for number, file in enumerate(files):
+        for (name, offsets), place in file.pickled.items():
+            pickled[name][number, offsets] = place
     names = list(numbers)
     layouts: dict[str, Layout] = {}
     for count, parts in rows.items():
@@ -90,20 +93,11 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
         volumes = boxes[:, count:].prod(axis=1)
         order = np.lexsort((-volumes, *(boxes[:, k] for k in reversed(range(count))), tensors))
         tensors, owners, boxes = tensors[order], owners[order], boxes[order]
-        edges = [0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(tensors)]
-        for first, stop in pairwise(edges):
+        for first, stop in pairwise([0, *(np.flatnonzero(np.diff(tensors)) + 1).tolist(), len(tensors)]):
             name = names[int(tensors[first])]
             own = owners[first:stop], boxes[first:stop, :count], boxes[first:stop, count:]
             layouts[name] = layout_of(own, shapes[name], pickled.get(name, {}))
     return layouts
-
-
-def _pickled(files: Iterable[RankFile]) -> dict[str, dict[tuple[int, Shape], tuple[int, int]]]:
-    places: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
-    for number, file in enumerate(files):
-        for (name, offsets), place in file.pickled.items():
-            places[name][number, offsets] = place
-    return places
 
 
 def layout_of(arrays: _Found, shape: Shape, pickled: _Pickled) -> Layout:

@@ -67,9 +67,12 @@ class DamagedContainer(ContainerReader):
         """The lost runs [start, stop) of a storage, in elements."""
         numel, lost = self.manifest.storages[storage].numel, self.lost.get(storage, ())
         # A run starts at a lost chunk whose predecessor is not lost, and stops after one whose successor is not.
-        starts = sorted(chunk * header.FRAME for chunk in lost if chunk - 1 not in lost)
-        stops = sorted(min((chunk + 1) * header.FRAME, numel) for chunk in lost if chunk + 1 not in lost)
-        return list(zip(starts, stops, strict=True))
+        firsts = sorted(chunk for chunk in lost if chunk - 1 not in lost)
+        lasts = sorted(chunk for chunk in lost if chunk + 1 not in lost)
+        return [
+            (first * header.FRAME, min((last + 1) * header.FRAME, numel))
+            for first, last in zip(firsts, lasts, strict=True)
+        ]
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode a chunk into ``out``. A lost one becomes NaN, or 0 in integers and 8-bit floats; it has no parts."""
@@ -80,8 +83,7 @@ class DamagedContainer(ContainerReader):
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
         """Fill ``out`` with the elements of a chunk. A lost one becomes NaN, or 0 in integers and 8-bit floats."""
-        is_lost = chunk in self.lost.get(storage, ())
-        self.decode_chunk(storage, chunk, out) if is_lost else super().fill_chunk(storage, chunk, out)
+        (self.decode_chunk if chunk in self.lost.get(storage, ()) else super().fill_chunk)(storage, chunk, out)
 
     def _open_header(self) -> tuple[list[Entry], bytes]:
         try:
@@ -97,16 +99,15 @@ class DamagedContainer(ContainerReader):
         if by_manifest < header.LENGTH_BYTES:
             raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
         # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
-        known = self._read_entries(min(by_manifest, header.MAX_HEADER))
-        self._data_start = max(by_manifest, min(by_header, by_manifest), key=lambda at: self._count_frames(at, known))
+        known, wanted = self._read_entries(min(by_manifest, header.MAX_HEADER)), dict(self._expected_entries())
+        firsts = [(entry.start, *wanted[entry.name][1:]) for entry in known if entry.name in wanted][:_ENTRIES_TRIED]
+
+        def count_frames(data_start: int) -> int:
+            return sum(self._has_frame(data_start + start, length, crc) for start, length, crc in firsts)
+
+        self._data_start = max(by_manifest, min(by_header, by_manifest), key=count_frames)
         self._data_stop = start - self._data_start
         return known, stored
-
-    def _count_frames(self, data_start: int, entries: Iterable[Entry]) -> int:
-        """Count the entries that begin with the frame that the manifest states for them."""
-        wanted = dict(self._expected_entries())
-        known = [(entry.start, *wanted[entry.name][1:]) for entry in entries if entry.name in wanted]
-        return sum(self._has_frame(data_start + start, first, crc) for start, first, crc in known[:_ENTRIES_TRIED])
 
     def _has_frame(self, place: int, length: int, crc: int) -> bool:
         """Whether the frame of that length and checksum stands at ``place``."""
@@ -118,8 +119,7 @@ class DamagedContainer(ContainerReader):
         entries = []
         for text in head.split(_ENTRY_END):
             name, _, rest = text.rpartition(_METADATA_END)[2].partition(_TYPE)
-            offsets = _OFFSETS.fullmatch(rest)
-            if offsets is not None:
+            if (offsets := _OFFSETS.fullmatch(rest)) is not None:
                 with contextlib.suppress(ValueError):
                     entries.append(Entry(json.loads(b'"' + name + b'"'), int(offsets[1]), int(offsets[2])))
         times = Counter(entry.name for entry in entries)
@@ -184,8 +184,12 @@ class DamagedContainer(ContainerReader):
                 position = entry.stop
         holes.append((position, self._data_stop))
         missing = {name: facts for name, facts in wanted.items() if name not in placed}
-        for start, stop in holes:
-            placed |= {entry.name: entry for entry in self._fill_hole(start, stop, missing)}
+        for position, stop in holes:
+            at = position
+            while at < stop and (name := self._find_entry(at, stop, missing)) is not None:
+                length = missing.pop(name)[0]
+                placed[name] = Entry(name, at, at + length)
+                at += length
         return placed
 
     def _expected_entries(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -199,13 +203,6 @@ class DamagedContainer(ContainerReader):
                     table = record.parts[part]
                     if lengths := table.lengths[frames.start : frames.stop]:
                         yield name, (sum(lengths), lengths[0], table.crcs[frames.start])
-
-    def _fill_hole(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> Iterator[Entry]:
-        """Find entries of ``missing`` one after the other from ``start`` on, and remove them from it."""
-        while start < stop and (name := self._find_entry(start, stop, missing)) is not None:
-            length = missing.pop(name)[0]
-            yield Entry(name, start, start + length)
-            start += length
 
     def _find_entry(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> str | None:
         """The entry at ``start``: its first frame stands there or, if that is damaged, another entry follows it."""

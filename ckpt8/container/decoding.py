@@ -263,8 +263,15 @@ class CheckpointDirectory(Closing):
         boxes = tensor.boxes()
         records = [replace(self._record(name, box), storage=joined.storage_of(name, box)) for box in boxes]
         own = [tensor_facts(joined.manifest, record) for record in records]
-        if not own:
-            return _facts_of_nothing(tensor)
+        if not own:  # a tensor without elements, which no container holds
+            known: dict[str, Any] = {
+                "role": Role.OTHER.value,
+                "dtype": tensor.dtype.label,
+                "codec": None,
+                "reason": None,
+            }
+            sizes = dict.fromkeys(("elements", "bytes", "stored_bytes", "slices"), 0)
+            return {**known, **sizes, "parts": {}, "masters": [], "error": None}
         total = {**own[0], "slices": len(own)}
         for key in ("codec", "reason"):
             total[key] = ", ".join(dict.fromkeys(record[key] for record in own if record[key] is not None)) or None
@@ -279,13 +286,6 @@ class CheckpointDirectory(Closing):
 
 def _is_pickled(tensor: GlobalTensor) -> bool:
     return not tensor.is_whole and any(tensor.pickled(box) is not None for box in tensor.boxes())
-
-
-def _facts_of_nothing(tensor: GlobalTensor) -> dict[str, Any]:
-    """Those of a tensor without elements, which no container holds."""
-    known: dict[str, Any] = {"role": Role.OTHER.value, "dtype": tensor.dtype.label, "codec": None, "reason": None}
-    sizes = dict.fromkeys(("elements", "bytes", "stored_bytes", "slices"), 0)
-    return {**known, **sizes, "parts": {}, "masters": [], "error": None}
 
 
 def _error(manifest: Manifest, records: Sequence[TensorRecord]) -> dict[str, Any] | None:

@@ -1,7 +1,5 @@
 """Facts about the tensors, codecs and errors of a container, for reports. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -121,7 +119,11 @@ def figure_of(parameter: ParameterRecord) -> Literal["update", "replayed"]:
 
 def _unknown_reasons(manifest: Manifest) -> dict[str, list[str]]:
     """The parameters with lossy moments whose error of the update is unknown, by the reason for that."""
-    lossy = {index for index, storage in enumerate(manifest.storages) if _is_lossy_moment(storage)}
+    lossy = {
+        index
+        for index, record in enumerate(manifest.storages)
+        if record.role in (Role.MOMENT1, Role.MOMENT2) and codec_from_config(record.codec).measured_as is not None
+    }
     reasons = defaultdict[str, list[str]](list)
     for parameter in manifest.parameters:
         if parameter.error is None and not lossy.isdisjoint(parameter.moments.values()):
@@ -130,11 +132,6 @@ def _unknown_reasons(manifest: Manifest) -> dict[str, list[str]]:
     if others := {manifest.storages[index].name.rpartition(".")[0] for index in lossy - owned}:
         reasons[NO_PARAMETER] += others
     return reasons
-
-
-def _is_lossy_moment(record: StorageRecord) -> bool:
-    is_moment = record.role in (Role.MOMENT1, Role.MOMENT2)
-    return is_moment and codec_from_config(record.codec).measured_as is not None
 
 
 def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -146,8 +143,7 @@ def error_facts(stored: dict[str, Any] | None) -> dict[str, Any] | None:
 def figures(error: WeightError | LatticeError | MomentError | UpdateError) -> dict[str, Any]:
     """The figures of an error that people read; ``max_scaled`` is None for moments without a scale."""
     if isinstance(error, WeightError):
-        names = ("max_relative", "mean_relative", "max_bf16_ulp")
-        return {name: getattr(error, name) for name in names}
+        return {name: getattr(error, name) for name in ("max_relative", "mean_relative", "max_bf16_ulp")}
     noise = {"nmse": error.nmse if math.isfinite(error.nmse) else None, "snr_db": error.snr_db}
     if isinstance(error, MomentError):
         return {**noise, "max_scaled": error.max_scaled or (None if error.sum_square_error else 0.0)}

@@ -5,8 +5,6 @@ an independent zstd frame with its content size, or the plane itself where zstd 
 stored length tells which. The manifest holds the stored length and the crc32 of the stored bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from functools import cache

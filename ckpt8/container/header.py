@@ -9,8 +9,6 @@ A storage lies in chunks of 2^20 elements, slabs of whole chunks, and one entry 
 JSON in one frame of zstd, and the seal a SHA-256 of header and manifest. All of it is read without torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -145,8 +143,7 @@ def parse_safetensors(text: bytes, where: str) -> tuple[object, dict[str, Any]]:
 
 def check_version(text: object, where: str) -> None:
     """Raise UnsupportedError for a format version that this reader does not know."""
-    major = str(text).partition(".")[0]
-    if major != str(MAJOR):
+    if str(text).partition(".")[0] != str(MAJOR):
         raise UnsupportedError(f"{where}: is ckpt8 format {text}; this version reads format {MAJOR}")
 
 
@@ -326,11 +323,6 @@ def pack_manifest(tree: dict[str, Any], rest: int) -> bytes:
         if len(text) <= _FLOOR + _RATIO * len(stored) and costs <= _allowed(rest + len(stored)):
             break
     return stored
-
-
-def unpack_manifest(stored: bytes, size: int, where: str) -> Any:
-    """The tree of a stored manifest in a container of ``size`` bytes. Raises InputError."""
-    return parse_manifest(manifest_text(stored, where), size, where)
 
 
 def manifest_text(stored: bytes, where: str) -> bytes:

@@ -334,9 +334,10 @@ def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: Globa
 
 def objects_of(manifest: Manifest) -> TensorRecord | None:
     """The bytes of the values of a container that are no tensors; None where it has none."""
-    objects = next((tensor for tensor in manifest.tensors if tensor.name == OBJECTS), None)
-    fits = objects is not None and objects.dtype is DType.UINT8 and not objects.offset and not objects.flags
-    return objects if fits else None
+    for tensor in manifest.tensors:
+        if tensor.name == OBJECTS:
+            return tensor if tensor.dtype is DType.UINT8 and not tensor.offset and not tensor.flags else None
+    return None
 
 
 def _is_index(name: str) -> bool:

@@ -7,8 +7,6 @@ needs go when nobody holds one.
 Nothing of ckpt8 replaces or removes a container that another one needs as its base.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -26,6 +24,7 @@ from ckpt8.container.bases import (
     KEPT,
     Stated,
     bases_of,
+    files_in,
     find_base,
     folders_that_need,
     is_kept_name,
@@ -223,10 +222,9 @@ def _linked_again(path: Path, twin: Path) -> int:
 
 def containers_in(folder: Path) -> list[Path]:
     """The containers in a folder, and what may be one: by its suffix, or unreadable. Empty without a folder."""
-    try:
+    with suppress(OSError):
         return _containers_in(folder)
-    except OSError:
-        return []
+    return []
 
 
 def _containers_in(folder: Path) -> list[Path]:
@@ -333,10 +331,10 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
     try:
         try:
             fcntl.flock(descriptor, how)
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass  # the file system has no locks
+        except OSError as exc:
+            if isinstance(exc, BlockingIOError):
+                raise
+            # Else the file system has no locks.
         yield
     finally:
         os.close(descriptor)
@@ -354,10 +352,7 @@ def dependents(path: Path) -> list[Path]:
     seal, path = stated_seal(path), Path(os.path.realpath(path))
     if seal is None:
         return []
-    files: list[Path] = []
-    for folder in folders_that_need(path.parent):
-        with suppress(OSError):
-            files += sorted(folder.iterdir())
+    files = [file for folder in folders_that_need(path.parent) for file in files_in(folder)]
     is_kept = cache(partial(_keeps_bytes, path))
     return [file for file in files if _needs(file, path, seal, is_kept)]
 
@@ -388,9 +383,10 @@ def _needs(container: Path, path: Path, seal: str, is_kept: Callable[[Path], boo
         return False
     if record is None or record.seal != seal:
         return False
-    others = (base for base in bases_of(container, record) if os.path.realpath(base) != str(path))
-    other = next(others, None)  # what readers take without ``path``
-    return other is None or not is_kept(other)
+    for other in bases_of(container, record):
+        if os.path.realpath(other) != str(path):
+            return not is_kept(other)  # what readers take without ``path``
+    return True
 
 
 def _keeps_bytes(path: Path, other: Path) -> bool:

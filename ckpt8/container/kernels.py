@@ -3,8 +3,6 @@
 They pack and unpack symbols in a pass over memory for every plane, and take differences and sums in one pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

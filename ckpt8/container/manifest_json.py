@@ -10,8 +10,6 @@ integers from k on. One column of every table is always a list: nothing takes me
 not have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise

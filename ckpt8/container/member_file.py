@@ -5,8 +5,6 @@ other values. The checksums that the source kept of it are then zero until ``pat
 at them, and ``restore`` sets them at its end.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from bisect import bisect_left, bisect_right
@@ -18,7 +16,6 @@ import torch
 
 from ckpt8.container import frames
 from ckpt8.container.checks import CRC_BYTES, member_runs
-from ckpt8.container.manifest import StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error
 from ckpt8.core.workers import Workers
@@ -91,8 +88,7 @@ class MemberFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill ``buffer`` as far as the member goes; the number of bytes. Raises InputError."""
-        view = memoryview(buffer).cast("B")
-        start = self._position
+        view, start = memoryview(buffer).cast("B"), self._position
         length = max(0, min(len(view), self.size - start))
         try:
             self._read(view, start, list(self.pieces(start, start + length)))
@@ -115,8 +111,7 @@ class MemberFile(io.RawIOBase):
         at = bisect_right(self._starts, start) - 1
         while start < stop:
             run = self._runs[at]
-            record = self._reader.manifest.storages[run.storage]
-            chunk_bytes = frames.FRAME * record.dtype.itemsize
+            chunk_bytes = frames.FRAME * self._reader.manifest.storages[run.storage].dtype.itemsize
             origin = run.origin + start - run.start
             end = min(stop, run.stop, start - origin % chunk_bytes + chunk_bytes)
             yield Piece(start, end, run.storage, origin // chunk_bytes, origin % chunk_bytes)
@@ -165,7 +160,8 @@ class MemberFile(io.RawIOBase):
             target[:] = memoryview(last[1])[piece.origin : piece.origin + len(target)]
         else:
             self._fill_anew(piece, target, keep=keep or piece.storage == self._skeleton)
-        self._patch(piece, target)
+        if piece.storage == self._skeleton:
+            self._patch(piece, target)
 
     def lend(self, piece: Piece, content: torch.Tensor) -> None:
         """Let the next chunk that this thread decodes take the ``content`` of a piece, if it needs all of that."""
@@ -174,33 +170,21 @@ class MemberFile(io.RawIOBase):
             self._reader.lend(piece.storage, piece.chunk, content.view(spec.dtype.torch))
 
     def _fill_anew(self, piece: Piece, target: memoryview, *, keep: bool) -> None:
+        """Decode a chunk: straight into ``target`` where it takes all of it. With ``keep`` small reads use it again."""
         record = self._reader.manifest.storages[piece.storage]
         length = min(record.numel - piece.chunk * frames.FRAME, frames.FRAME) * record.dtype.itemsize
-        if len(target) < length or not self._decode(record, piece, target):
-            chunk = self._chunk(record, piece, length, keep=keep)
-            target[:] = memoryview(chunk)[piece.origin : piece.origin + len(target)]
-
-    def _decode(self, record: StorageRecord, piece: Piece, target: memoryview) -> bool:
-        """Decode a whole chunk straight into ``target``; False where its address does not suit the element type."""
-        out = _tensor(target)
-        if out.data_ptr() % record.dtype.itemsize:
-            return False
-        self._reader.fill_chunk(piece.storage, piece.chunk, out.view(record.dtype.torch))
-        return True
-
-    def _chunk(self, record: StorageRecord, piece: Piece, length: int, *, keep: bool) -> bytearray:
-        """A whole decoded chunk. With ``keep`` it is kept for the next read, since small reads come in sequence."""
+        out = _tensor(target) if len(target) == length else None
+        if out is not None and out.data_ptr() % record.dtype.itemsize == 0:
+            self._reader.fill_chunk(piece.storage, piece.chunk, out.view(record.dtype.torch))
+            return
         chunk = bytearray(length)
-        out = _tensor(memoryview(chunk)).view(record.dtype.torch)
-        self._reader.fill_chunk(piece.storage, piece.chunk, out)
+        self._reader.fill_chunk(piece.storage, piece.chunk, _tensor(memoryview(chunk)).view(record.dtype.torch))
         if keep:
             self._last[piece.storage == self._skeleton] = (piece.storage, piece.chunk), chunk
-        return chunk
+        target[:] = memoryview(chunk)[piece.origin : piece.origin + len(target)]
 
     def _patch(self, piece: Piece, target: memoryview) -> None:
         """Write the checksum fields over a piece of the skeleton; a field may begin or end outside the piece."""
-        if piece.storage != self._skeleton:
-            return
         begin = bisect_left(self._places, piece.start - CRC_BYTES + 1)
         for place in self._places[begin : bisect_left(self._places, piece.stop, begin)]:
             first, last = max(place, piece.start), min(place + CRC_BYTES, piece.stop)

@@ -32,7 +32,7 @@ from ckpt8.container.checks import (
     check_references,
     member_runs,
 )
-from ckpt8.container.header import FRAME, Entry, inflate_plain, read_head, unpack_manifest
+from ckpt8.container.header import FRAME, Entry, inflate_plain, manifest_text, parse_manifest, read_head
 from ckpt8.container.manifest import BaseRecord, Manifest, Pack, Packing, StorageRecord
 from ckpt8.container.manifest_json import read_manifest
 from ckpt8.core.backend import Backend, for_checkpoint
@@ -189,7 +189,7 @@ class ContainerReader(Closing):
 
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)
-        manifest = read_manifest(unpack_manifest(stored, self.size, where), where)
+        manifest = read_manifest(parse_manifest(manifest_text(stored, where), self.size, where), where)
         if manifest.frame != header.FRAME or manifest.slab % header.FRAME or not manifest.slab:
             raise InputError(f"{where}: manifest is malformed at 'slab'")
         return manifest
@@ -235,8 +235,8 @@ class ContainerReader(Closing):
         """
         from ckpt8.container.symbols import unpack_parts
 
-        packed = self.read_packed(storage, chunk, only, reuse=reuse)
-        return unpack_parts(*packed, self.where(storage), self.backend, reuse=reuse)
+        parts, packings = self.read_packed(storage, chunk, only, reuse=reuse)
+        return unpack_parts(parts, packings, self.where(storage), self.backend, reuse=reuse)
 
     def read_packed(
         self, storage: int, chunk: int, only: Collection[str] | None = None, *, reuse: bool = False
@@ -493,11 +493,9 @@ class SkeletonFile(SourceFile):
         record = reader.manifest.members[member]
         self.source = ByteRange(reader.path, 0, record.size, record.path)
         self._reader = reader
-        self._skeleton = record.skeleton
-        runs = member_runs(reader.manifest, member, str(reader.path))
-        self._runs = [run for run in runs if run.storage == self._skeleton]
-        self._starts = [run.start for run in self._runs]
-        self._stops = [run.stop for run in self._runs]
+        self._skeleton, where = record.skeleton, str(reader.path)
+        self._runs = [run for run in member_runs(reader.manifest, member, where) if run.storage == self._skeleton]
+        self._starts, self._stops = [run.start for run in self._runs], [run.stop for run in self._runs]
         self._last: tuple[int, bytes] = (-1, b"")
 
     @property

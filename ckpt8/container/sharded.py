@@ -40,7 +40,7 @@ from itertools import accumulate, chain, product
 from math import prod
 from operator import add, lt
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ckpt8.container.checks import name_problem
 from ckpt8.container.manifest import SEAL, Manifest, TensorRecord
@@ -91,23 +91,6 @@ class Slice(NamedTuple):
     sizes: Shape
 
 
-class Layout(Protocol):
-    """The boxes of one tensor. Each is not empty and lies in the tensor."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the boxes cover the tensor, each element once, as far as the layout tells."""
-
-    def __len__(self) -> int:
-        """The number of boxes."""
-
-    def boxes(self) -> Iterator[tuple[int, Shape, Shape]]:
-        """File number, offsets and sizes of every box."""
-
-    def overlapping(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Shape, Shape]]:
-        """File number, offsets and sizes of every box that shares elements with the given one."""
-
-
 class Cuts:
     """The cuts of one dimension: ``runs`` are [size, count] of equal parts that follow each other."""
 
@@ -144,6 +127,7 @@ class Grid:
     """
 
     is_whole = True
+    """Whether the boxes cover the tensor, each element once, as far as the layout tells."""
 
     def __init__(self, cuts: Sequence[Sequence[Sequence[int]]], owners: Sequence[int | Sequence[int]]) -> None:
         self.cuts = [Cuts(runs) for runs in cuts]
@@ -226,6 +210,10 @@ class Listed:
         return _BoxTree(self.listed, range(len(self.listed)))
 
 
+Layout = Grid | Listed
+"""The boxes of one tensor. Each is not empty and lies in the tensor."""
+
+
 class _BoxTree:
     """Boxes by place, to find those that overlap another one without looking at all: a plan asks for each.
 
@@ -292,8 +280,7 @@ def check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> Non
 
 
 def _add_corners(corners: Counter[tuple[int, ...]], box: Box, dims: Sequence[int], weight: int) -> None:
-    ends = [((box[0][dim], 1), (box[0][dim] + box[1][dim], -1)) for dim in dims]
-    for corner in product(*ends):
+    for corner in product(*[((box[0][dim], 1), (box[0][dim] + box[1][dim], -1)) for dim in dims]):
         corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
 
 
@@ -354,7 +341,7 @@ class GlobalTensor:
 
     def pickled(self, box: Slice) -> Place | None:
         """Where a part is that is kept as an object is; None for those that are tensors of their file."""
-        place = self.layout.pickled.get(box.offsets) if isinstance(self.layout, Listed) else None
+        place = None if isinstance(self.layout, Grid) else self.layout.pickled.get(box.offsets)
         return None if place is None else Place(box.file, *place)
 
     def to_json(self) -> dict[str, Any]:
@@ -364,7 +351,7 @@ class GlobalTensor:
             return tree | {"cuts": [cuts.runs for cuts in self.layout.cuts], "owners": self.layout.owners}
         boxes = list(self.layout.boxes())
         tree["boxes"] = [[file, list(offsets), list(sizes)] for file, offsets, sizes in boxes]
-        if isinstance(self.layout, Listed) and self.layout.pickled:
+        if self.layout.pickled:
             tree["pickled"] = [self.layout.pickled.get(offsets) for _, offsets, _ in boxes]
         return tree
 
@@ -587,8 +574,7 @@ def _is_owner(value: Any, files: int) -> bool:
     """Whether this is the number of a file, or [first, count, step] of such numbers."""
     match value:
         case [int(first), int(count), int(step)] if not any(isinstance(number, bool) for number in value):
-            last = first + (count - 1) * step
-            return 0 < count < LARGEST and 0 <= first < files and 0 <= last < files
+            return 0 < count < LARGEST and 0 <= first < files and 0 <= (first + (count - 1) * step) < files
     return type(value) is int and 0 <= value < files
 
 

@@ -14,8 +14,6 @@ stand for integers q, and -1 for a value of its own; with those of the base:
 All other parts differ by the exclusive or of their bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache

@@ -183,20 +183,13 @@ def rebase(
             if reader.manifest.base is None:
                 return source
             refuse_needed(source)
+        storages = reader.manifest.storages
+        whole = {k: partial(reader.read_parts, k) for k, record in enumerate(storages) if record.base is not None}
+        manifest = replace(reader.manifest, base=None, storages=[replace(record, base=None) for record in storages])
         with Workers(threads) as workers:
-            write_whole(reader, final, workers, force=force or target is None, progress=progress)
+            write_again(reader, final, workers, manifest, whole, force=force or target is None, progress=progress)
     drop_unneeded(Path(os.path.realpath(final)).parent)
     return final
-
-
-def write_whole(
-    reader: ContainerReader, target: Path, workers: Workers, *, force: bool, progress: Progress = lambda _: None
-) -> None:
-    """Write the container of ``reader`` without a base. Raises InputError, OutputError."""
-    storages = reader.manifest.storages
-    whole = {k: partial(reader.read_parts, k) for k, record in enumerate(storages) if record.base is not None}
-    manifest = replace(reader.manifest, base=None, storages=[replace(record, base=None) for record in storages])
-    write_again(reader, target, workers, manifest, whole, force=force, progress=progress)
 
 
 def write_again(

@@ -52,8 +52,7 @@ def _fault_of_triton() -> str | None:
     except ImportError:
         return "needs the package triton, which cannot be imported"
     if tuple(int(number) for number in triton.__version__.split(".")[:2]) < OLDEST_TRITON:
-        oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"needs triton {oldest} or newer, not {triton.__version__}"
+        return f"needs triton {'.'.join(map(str, OLDEST_TRITON))} or newer, not {triton.__version__}"
     return None
 
 

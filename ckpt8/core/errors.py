@@ -3,8 +3,6 @@
 A message is one line: which file, which tensor, what was found, what to do.
 """
 
-from __future__ import annotations
-
 from ckpt8.core.text import printable
 
 _LONGEST = 1500

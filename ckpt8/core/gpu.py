@@ -1,7 +1,5 @@
 """Copies between the host and a GPU: pinned memory, copies that overlap with computation, and marks to wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar

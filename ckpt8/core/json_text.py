@@ -62,9 +62,8 @@ def _measured(text: bytes) -> tuple[int, bytes]:
     marks = (_ESCAPED.sub(b"", text) if b"\\" in text else text).translate(None, _NO_MARKS)
     quotes = marks.count(b'"')
     marks = _STRING.sub(b"", marks.replace(b'""', b""))
-    opening = marks.count(b"[") + marks.count(b"{")
-    size = _BYTE * len(text) + _BRACKET * opening + _COMMA * marks.count(b",") + _COLON * marks.count(b":")
-    return size + _QUOTE * quotes, marks.translate(_SQUARE, _NO_BRACKETS)
+    size = _BYTE * len(text) + _COMMA * marks.count(b",") + _COLON * marks.count(b":") + _QUOTE * quotes
+    return size + _BRACKET * (marks.count(b"[") + marks.count(b"{")), marks.translate(_SQUARE, _NO_BRACKETS)
 
 
 def parse_json(text: bytes, where: str, allowed: int | None = None) -> Any:

@@ -8,8 +8,6 @@ looks at the file of the kernel alone and misses a change of another kernel that
 ``make_private`` makes folders that only their user can write to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -81,8 +79,7 @@ class KernelCache(NullCache):
 
         The name leaves out the source and the version of numba, so newer code replaces older code.
         """
-        name = self._function.__qualname__
-        python = sys.implementation.cache_tag, getattr(sys, "abiflags", "")
+        name, python = self._function.__qualname__, (sys.implementation.cache_tag, getattr(sys, "abiflags", ""))
         place = (self._function.__module__, name, signature, target_context.codegen().magic_tuple(), python, _PACKAGE)
         key = hashlib.sha256(repr(place).encode(errors="surrogateescape")).digest()
         return folder / f"{name}-{key.hex()[:_NAME_DIGITS]}.nbc", key + _source()
@@ -180,7 +177,11 @@ def make_private(folder: Path) -> None:
 def _check_way(path: Path, links: int) -> None:
     """Check every folder and link on the way to ``path``, and make missing folders. Raises OSError."""
     for folder in (*reversed(path.parents), path):
-        status = _status_of_made(folder)
+        if not os.path.lexists(folder):
+            # Another process may be making it at the same time.
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(_PRIVATE)
+        status = folder.lstat()
         check_private(folder, status, on_the_way=True)
         if stat.S_ISLNK(status.st_mode):
             if links == _MOST_LINKS:
@@ -201,13 +202,3 @@ def check_private(path: Path, status: os.stat_result, *, on_the_way: bool = Fals
         raise PermissionError(errno.EPERM, f"it belongs to another user, {status.st_uid}", str(path))
     if status.st_mode & _OTHERS_WRITE and not (on_the_way and kept):
         raise PermissionError(errno.EPERM, "other users can write to it", str(path))
-
-
-def _status_of_made(entry: Path) -> os.stat_result:
-    try:
-        return entry.lstat()
-    except FileNotFoundError:
-        # Another process may be making it at the same time.
-        with contextlib.suppress(FileExistsError):
-            entry.mkdir(_PRIVATE)
-        return entry.lstat()

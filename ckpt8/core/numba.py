@@ -5,8 +5,6 @@ on disk, so that a machine compiles it once. It takes numpy views of flat CPU te
 Wrap integers in ``i4`` at every step: otherwise two int32 make an int64, and a vector holds half as many of those.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any

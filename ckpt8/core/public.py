@@ -3,8 +3,6 @@
 A value of another type is a UsageError, before anything is done. Importing a package does not import torch.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
@@ -82,24 +80,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+def _is_count(value: object, most: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) <= most
 
 
-def _is_steps(value: object) -> bool:
-    return _is_count(value) and cast("int", value) <= _MOST_STEPS
+def _are_all(value: object, accepts: Callable[[object], bool]) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(accepts, value))
 
 
-def _is_threads(value: object) -> bool:
-    return _is_count(value) and cast("int", value) <= _MOST_THREADS
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(_is_text, value))
-
-
-def _are_paths(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(is_path, value))
+_are_texts = functools.partial(_are_all, accepts=_is_text)
 
 
 def _is_module(value: object) -> bool:
@@ -116,15 +105,18 @@ def _optional(accepts: Callable[[object], bool]) -> Callable[[object], bool]:
 _KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
     "str | os.PathLike[str]": (is_path, "a path, as text or a pathlib.Path"),
     "str | os.PathLike[str] | None": (_optional(is_path), "a path, as text or a pathlib.Path"),
-    "Sequence[str | os.PathLike[str]]": (_are_paths, "a list of paths"),
+    "Sequence[str | os.PathLike[str]]": (functools.partial(_are_all, accepts=is_path), "a list of paths"),
     "str": (_is_text, "a text"),
     "str | None": (_optional(_is_text), "a text"),
-    "Sequence[str]": (_is_texts, "a list of texts"),
-    "str | Sequence[str]": (lambda value: _is_text(value) or _is_texts(value), "a text, or a list of texts"),
-    "Sequence[str] | None": (_optional(_is_texts), "a list of texts"),
+    "Sequence[str]": (_are_texts, "a list of texts"),
+    "str | Sequence[str]": (lambda value: _is_text(value) or _are_texts(value), "a text, or a list of texts"),
+    "Sequence[str] | None": (_optional(_are_texts), "a list of texts"),
     "bool": (_is_flag, "True or False"),
-    "int": (_is_steps, f"a whole number from 0 to {_MOST_STEPS}"),
-    "int | None": (_optional(_is_threads), f"a whole number from 0 to {_MOST_THREADS}, or None"),
+    "int": (functools.partial(_is_count, most=_MOST_STEPS), f"a whole number from 0 to {_MOST_STEPS}"),
+    "int | None": (
+        _optional(functools.partial(_is_count, most=_MOST_THREADS)),
+        f"a whole number from 0 to {_MOST_THREADS}, or None",
+    ),
     "float | None": (_optional(_is_number), "a number, or None"),
     "nn.Module": (_is_module, "a torch.nn.Module"),
     "Progress": (lambda value: callable(value) and not isinstance(value, type), "a function of the number of bytes"),

@@ -138,8 +138,9 @@ class Strided:
     @property
     def span(self) -> int:
         """Elements of the storage from the first to the last of the tensor; 0 for an empty tensor."""
-        reach = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else reach + 1
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
 
     @property
     def is_contiguous(self) -> bool:

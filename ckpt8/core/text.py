@@ -1,7 +1,5 @@
 """Makes text from files safe to print, and writes sizes, shares and counts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -23,15 +21,16 @@ def printable_tree(tree: Any) -> Any:
 
 def natural_order(text: str) -> list[tuple[int, str]]:
     """A key that sorts numbers in names by value: ``run-9`` comes before ``run-10``."""
-    parts = enumerate(re.split(r"([0-9]+)", text))
-    return [(len(part.lstrip("0")), part.lstrip("0")) if k % 2 else (-1, part) for k, part in parts]
+    return [
+        (len(part.lstrip("0")), part.lstrip("0")) if k % 2 else (-1, part)
+        for k, part in enumerate(re.split(r"([0-9]+)", text))
+    ]
 
 
 def listed(names: Iterable[object], limit: int = 3) -> str:
     """The first names, and how many more there are, for a message of one line."""
     shown = [str(name) for name in names]
-    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
-    return ", ".join(shown[:limit]) + more
+    return ", ".join(shown[:limit]) + (f" and {len(shown) - limit} more" if len(shown) > limit else "")
 
 
 _SHOWN_CHARACTERS = 60

@@ -7,8 +7,6 @@ save in the background may still have most of its work to do then.
 Buffers are used again: what threads allocate and free in turn, the allocator keeps in pieces of no use.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -223,8 +221,8 @@ def rows(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
 
 def assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
     """Set the elements from ``start`` on, counted in the order of dimensions, of a tensor of any stride."""
-    flat = [target.view(-1)[start : start + len(values)]] if target.is_contiguous() else None
-    for part in flat or rows(target, start, start + len(values)):
+    is_flat, stop = target.is_contiguous(), start + len(values)
+    for part in [target.view(-1)[start:stop]] if is_flat else rows(target, start, stop):
         part.copy_(values[: part.numel()].view(part.shape))
         values = values[part.numel() :]
 

@@ -8,8 +8,6 @@ unseen) a temporary counts as abandoned after an hour without a change.
 Files are written at a position, and their flush to the disk starts early.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -61,16 +59,12 @@ def remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-            _remove_tree(path)
+            # What is left goes with one descriptor in all: ``shutil.rmtree`` holds three for each level.
+            for name in os.listdir(path):  # noqa: PTH208 - iterdir keeps its descriptor
+                remove(path / name)
+            path.rmdir()
         else:
             path.unlink()
-
-
-def _remove_tree(path: Path) -> None:
-    """Remove a directory with one descriptor in all; ``shutil.rmtree`` holds three for each level. Raises OSError."""
-    for name in os.listdir(path):  # noqa: PTH208 - iterdir keeps its descriptor
-        remove(path / name)
-    path.rmdir()
 
 
 class Partial:
@@ -89,7 +83,9 @@ class Partial:
             self.descriptor = -1
             try:
                 if directory:
-                    self.descriptor = _make_directory(self.path)
+                    self.path.mkdir(0o700)
+                    with contextlib.suppress(FileNotFoundError):  # another run took it for abandoned
+                        self.descriptor = os.open(self.path, os.O_RDONLY | _NO_LINK)
                 else:
                     self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
                 # Another run may have taken it for abandoned before it was locked.
@@ -123,14 +119,6 @@ def _machine() -> str:
     except OSError:
         name = os.uname().nodename.encode()
     return f"{zlib.crc32(name):08x}"
-
-
-def _make_directory(path: Path) -> int:
-    path.mkdir(0o700)
-    try:
-        return os.open(path, os.O_RDONLY | _NO_LINK)
-    except FileNotFoundError:
-        return -1  # another run took it for abandoned, as in ``_hold``
 
 
 @contextlib.contextmanager
@@ -286,10 +274,8 @@ class AtomicOutput(Closing):
 
     def __init__(self, target: Path, *, force: bool, check: Check, room: Room | None = None) -> None:
         self.target = target
-        self._room = room
         self.replaced: str | None = None
-        self._force = force
-        self._check = check
+        self._force, self._check, self._room = force, check, room
         refuse_url(target)
         with self.guard():
             # Resolve symbolic links: the temporary must be on the file system of the final target.
@@ -308,10 +294,6 @@ class AtomicOutput(Closing):
             raise _exists(target)
         return check(target.resolve()) if target.exists() else None
 
-    def _look(self) -> str | None:
-        """The description of the existing target, if any. Raises OutputError if it must stay."""
-        return self._check(self._final) if self._final.exists() else None
-
     @property
     def path(self) -> Path:
         """The temporary."""
@@ -323,11 +305,8 @@ class AtomicOutput(Closing):
         try:
             yield
         except OSError as exc:
-            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{self._needs(exc)}") from exc
-
-    def _needs(self, error: OSError) -> str:
-        """The room that the output needs, where an error says that there is too little."""
-        return f"; it needs {self._room()}" if error.errno in _NO_ROOM and self._room is not None else ""
+            needs = f"; it needs {self._room()}" if exc.errno in _NO_ROOM and self._room is not None else ""
+            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{needs}") from exc
 
     def _open_up(self, file: Path | int) -> None:
         """Give a file or directory of the output, which is open to nobody so far, its permissions. Raises OSError."""
@@ -343,7 +322,7 @@ class AtomicOutput(Closing):
     def _take_name(self, replace: Callable[[Path, Path], object]) -> None:
         """Rename to the target, with ``force`` by ``replace``, and flush the name to the disk."""
         if self._force:
-            self.replaced = self._look()
+            self.replaced = self._check(self._final) if self._final.exists() else None
             replace(self.path, self._final)
             if self.replaced is not None and (noted := _noted.get()) is not None:
                 noted.append(self.replaced)
@@ -410,20 +389,16 @@ def replace_directory(new: Path, final: Path) -> None:
     elif _renameat2(new, final, _EXCHANGE):
         remove(new)
     else:
-        _replace_in_two_steps(new, final)
-
-
-def _replace_in_two_steps(new: Path, final: Path) -> None:
-    old = partial_path(final)
-    with locked(final):
-        try:
-            final.rename(old)
-            new.rename(final)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                rename_new(old, final)
-            raise
-    remove(old)
+        old = partial_path(final)
+        with locked(final):
+            try:
+                final.rename(old)
+                new.rename(final)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    rename_new(old, final)
+                raise
+        remove(old)
 
 
 def refuse_source(target: Path, source: Path) -> None:
@@ -512,12 +487,11 @@ class AtomicDirectory(AtomicOutput):
         # A user may have no home directory, which pathlib takes for an error.
         here, home = Path.cwd(), Path(os.path.expanduser("~")).resolve()  # noqa: PTH111
         kept = (here, *here.parents, *keep.resolve().parents, keep.parent.resolve(), *keep.parent.resolve().parents)
-        refusals = (
+        for refused, why in (
             (final in kept, "holds the file that is read, or the current directory; give another"),
             (final in (home, *home.parents), "is or holds the home directory; give another name"),
             (os.path.ismount(final), "is a mount point, which cannot be replaced; give a name in it"),
-        )
-        for refused, why in refusals:
+        ):
             if refused:
                 raise OutputError(f"{self.target}: {why}")
         return check(final)
@@ -542,8 +516,7 @@ class AtomicDirectory(AtomicOutput):
         """The descriptor of a new file, flushed to the disk at the end."""
         with self.guard():
             self._make(Path(path).parent)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-            descriptor = os.open(self.path / path, flags, 0o666)
+            descriptor = os.open(self.path / path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
         try:
             yield descriptor
             with self.guard():
@@ -557,18 +530,13 @@ class AtomicDirectory(AtomicOutput):
             for path, target in self._links:
                 self._make(Path(path).parent)
                 (self.path / path).symlink_to(target)
-            self._set_modes()
+            for folder, _, names in os.walk(self.path):
+                for inner in (*(Path(folder, name) for name in names), Path(folder)):
+                    if not inner.is_symlink():
+                        self._open_up(inner)
             for directory in self._made:
                 sync_directory(self.path / directory)
             self._take_name(replace_directory)
-
-    def _set_modes(self) -> None:
-        """Open the directory and what is in it to others, as far as they may read the sources. Raises OSError."""
-        for folder, _, names in os.walk(self.path):
-            for name in names:
-                if not (path := Path(folder, name)).is_symlink():
-                    self._open_up(path)
-            self._open_up(Path(folder))
 
 
 @contextmanager
@@ -582,9 +550,12 @@ def deferred() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     # None: Python did not install the handler and could not restore it.
-    before = {number: handler for number, handler in handlers.items() if handler is not None}
+    before = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if (handler := signal.getsignal(number)) is not None
+    }
     try:
         for number in before:
             signal.signal(number, lambda number, _: came.append(number))
