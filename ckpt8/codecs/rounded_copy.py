@@ -55,8 +55,7 @@ def round_to(dtype: DType, x: torch.Tensor) -> torch.Tensor:
     if dtype is DType.BFLOAT16:
         return round_masters(x)
     sign = (x.view(DType.INT32.torch) >> 16).to(DType.INT16.torch) & _SIGN
-    bits = _bits(x.to(DType.FLOAT16.torch)).where(~x.isnan(), sign | _NAN)
-    return bits.view(DType.FLOAT16.torch)
+    return _bits(x.to(DType.FLOAT16.torch)).where(~x.isnan(), sign | _NAN).view(DType.FLOAT16.torch)
 
 
 def _run(value: Any) -> Run:

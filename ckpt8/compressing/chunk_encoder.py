@@ -333,8 +333,7 @@ class LiveEncoder(DeviceEncoder):
 
 def _elements(storage: torch.UntypedStorage, dtype: DType, start: int, count: int) -> torch.Tensor:
     """A flat view of ``count`` elements of a live storage, from ``start`` on."""
-    whole = torch.empty(0, dtype=dtype.torch, device=storage.device).set_(storage)
-    return whole[start : start + count]
+    return torch.empty(0, dtype=dtype.torch, device=storage.device).set_(storage)[start : start + count]
 
 
 @dataclass(slots=True)

@@ -418,7 +418,8 @@ class Continuation:
 
 def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None) -> Continuation:
     """Make differences to ``base`` of storages of ``plan``. Raises InputError."""
-    streams = {stream.index: stream for stream in plan.streams}
+    continued = replace(plan, by_index=dict(plan.by_index))
+    streams = continued.by_index
     partners = find_partners(plan, base.manifest)
     with Workers(threads) as workers:
 
@@ -442,8 +443,6 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
         if trial.nbytes < sizes[stream.index]:
             streams[stream.index] = replace(stream, codec=codec, base=partner)
             sizes[stream.index] = trial.nbytes
-    continued = replace(plan)
-    continued.map_streams(lambda stream: streams[stream.index])
     balance(continued)
     return Continuation(continued, resumed, sum(sizes.values()), whole)
 
@@ -498,8 +497,7 @@ def _resumed(trials: Sequence[_Trial]) -> bool:
 def _outgrown(plan: Plan, candidates: Iterable[_Candidate]) -> bool:
     """Whether the steps of the base take more of a budget than first moments can give."""
     codecs = {candidate.stream.index: candidate.codec for candidate in candidates}
-    shares = left_over(plan, codecs)
-    return any(left < -_MOST_TAKEN * moments for left, moments in shares.values())
+    return any(left < -_MOST_TAKEN * moments for left, moments in left_over(plan, codecs).values())
 
 
 def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:

@@ -116,7 +116,7 @@ def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: P
     """Turn the storages of ``plan`` that hold nothing but copies of masters into references."""
     if not any(tensor.ref.dtype in _REFERENCES for tensor, _ in plan.tensors):
         return
-    streams = {stream.index: stream for stream in plan.streams}
+    streams = plan.by_index
     copies, masters = [], []
     for tensor, index in plan.tensors:
         candidate = _tensor(tensor, streams[index])
@@ -135,7 +135,6 @@ def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: P
     plan.masters = {index: master for index, master in whole.items() if master is not None}
     for index, codec in _references(plan, copied, streams, policy).items():
         streams[index] = replace(streams[index], codec=codec, reason=None)
-    plan.map_streams(lambda stream: streams[stream.index])
 
 
 def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:

@@ -172,8 +172,7 @@ def step_sums(weight: Pair | None, moment1: Pair, moment2: torch.Tensor, roots: 
     moved = (roots[1] - roots[0]).div_(roots[0].clamp_min(SMALLEST_NORMAL)).masked_fill_(moment2 == 0, 0.0).mul_(m)
     weighed = 0.0
     if weight is not None:
-        error = (weight[1] - weight[0]).double().square_()
-        weighed = float(error.mul_(moment2.double()).sum())
+        weighed = float((weight[1] - weight[0]).double().square_().mul_(moment2.double()).sum())
     return StepError(_square_sum(m), weighed, _square_sum(decoded - m), _square_sum(moved))
 
 

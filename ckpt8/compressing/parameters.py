@@ -23,7 +23,7 @@ from ckpt8.checkpoint.meaning.parameters import trained_states
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
-from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, Unit, join, views_of
+from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, views_of
 from ckpt8.core.tensors import DType
 from ckpt8.optim.cards import Card, Form
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE, setting
@@ -191,16 +191,9 @@ _LEAST_SHARE = 0.1
 
 def attach_steps(plan: Plan, bundle: Bundle) -> None:
     """Give every parameter of ``plan`` its step, or the reason why it has none, and join weights into their units."""
-    if any(unit.parameter is not None for unit in plan.units):
+    if parameters := [unit.parameter for unit in plan.units if unit.parameter is not None]:
         steps = _Steps(plan, bundle)
-        parameters = [steps.with_step(unit.parameter) for unit in plan.units if unit.parameter is not None]
-        plan.units, plan.stepless = join(plan.units, parameters), steps.stepless
-
-
-def copy_steps_from(plan: Plan, other: Plan) -> None:
-    """Give the parameters of ``plan`` the steps that ``other``, a plan of the same source, has, and the same copies."""
-    plan.units = join(plan.units, [unit.parameter for unit in other.units if unit.parameter is not None])
-    plan.copies, plan.stepless = other.copies, other.stepless
+        plan.parameters, plan.stepless = [steps.with_step(parameter) for parameter in parameters], steps.stepless
 
 
 class _Steps:
@@ -212,7 +205,7 @@ class _Steps:
         self._views = views_of(plan.tensors)
         self._masters = plan.masters
         self._chosen = plan.chosen
-        self._taken = {index for unit in plan.units if unit.parameter is not None for index in _indices(unit)}
+        self._taken = {s.index for unit in plan.units if unit.parameter is not None for s in unit.streams}
         self.stepless: dict[int, str] = {}
         self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)
 
@@ -302,10 +295,6 @@ def _rate(group: Mapping[Any, Any]) -> float | str:
         return "its learning rate is missing" if "lr" not in group else "its learning rate is not a finite number"
     lr = max(lr, _LEAST_SHARE * (initial or 0.0))
     return lr if lr > 0 else "its learning rate is zero"
-
-
-def _indices(unit: Unit) -> list[int]:
-    return [stream.index for stream in unit.streams]
 
 
 def _order(ref: TensorRef) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ A unit is one storage, or the moments of one parameter, whose error is measured 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -213,7 +213,7 @@ class Measured(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """The units in the order of the source, and all tensors with the index of their storage.
+    """What becomes of every storage, by its index, the parameters, and all tensors with the index of their storage.
 
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
     ``masters`` are those of rounded copies that are all of one master, whatever codec these copies have.
@@ -223,7 +223,8 @@ class Plan:
     are what one step moves, by optimizer; ``is_measured`` says whether a whole file told it, and not a sample.
     """
 
-    units: list[Unit]
+    by_index: dict[int, Stream] = field(default_factory=dict)
+    parameters: list[Parameter] = field(default_factory=list)
     tensors: list[tuple[NamedTensor, int]] = field(default_factory=list)
     chosen: set[int] = field(default_factory=set)
     masters: Mapping[int, int] = field(default_factory=dict)
@@ -236,16 +237,17 @@ class Plan:
     @property
     def is_lossy(self) -> bool:
         """Whether decoding gives other values anywhere."""
-        return any(stream.lossy for unit in self.units for stream in unit.streams)
-
-    def map_streams(self, change: Callable[[Stream], Stream]) -> None:
-        """Put what ``change`` makes of every stream in its place."""
-        self.units = [replace(unit, streams=tuple(map(change, unit.streams))) for unit in self.units]
+        return any(stream.lossy for stream in self.by_index.values())
 
     @property
     def streams(self) -> list[Stream]:
         """All streams, by index."""
-        return sorted((stream for unit in self.units for stream in unit.streams), key=lambda stream: stream.index)
+        return [self.by_index[index] for index in sorted(self.by_index)]
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units in the order of the source."""
+        return join(self.streams, self.parameters)
 
 
 def views_of(tensors: Iterable[tuple[NamedTensor, int]]) -> Mapping[int, list[NamedTensor]]:
@@ -269,15 +271,13 @@ def read_tensor(source: Checkpoint, storage: StorageInfo, ref: TensorRef) -> tor
     return values.as_strided(ref.shape, ref.stride).float().contiguous()
 
 
-def join(units: list[Unit], parameters: list[Parameter]) -> list[Unit]:
+def join(streams: Iterable[Stream], parameters: Iterable[Parameter]) -> list[Unit]:
     """Put the moments of each parameter into one unit; return the units in the order of the source."""
-    streams = {stream.index: stream for unit in units for stream in unit.streams}
-    taken: set[int] = set()
-    joined = []
-    for parameter in parameters:
-        members = parameter.streams
-        if not members & taken:
-            taken |= members
-            joined.append(Unit(tuple(streams[index] for index in sorted(members)), parameter))
-    joined += [unit for unit in units if unit.streams[0].index not in taken]
-    return sorted(joined, key=lambda unit: unit.streams[0].storage.offset)
+    rest = {stream.index: stream for stream in streams}
+    units = [
+        Unit(tuple(rest.pop(index) for index in sorted(parameter.streams)), parameter)
+        for parameter in parameters
+        if parameter.streams <= rest.keys()
+    ]
+    units += [Unit((stream,)) for stream in rest.values()]
+    return sorted(units, key=lambda unit: unit.streams[0].storage.offset)

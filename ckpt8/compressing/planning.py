@@ -9,7 +9,6 @@ from functools import cache
 import torch
 
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
-from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter
 from ckpt8.checkpoint.meaning.parameter_names import SLICE
 from ckpt8.checkpoint.meaning.parameters import Universal, joint_parameters
 from ckpt8.checkpoint.meaning.roles import Names, Structure, classify, short_name, unique_name
@@ -17,8 +16,8 @@ from ckpt8.checkpoint.meaning.state_dicts import evident_weights
 from ckpt8.checkpoint.sources.bundle import Bundle, WithSkeleton
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense
 from ckpt8.compressing.masters import copies_of_weights, refer_to_masters
-from ckpt8.compressing.parameters import attach_steps, copy_steps_from, find_parameters
-from ckpt8.compressing.plan import Measured, Plan, Stream, Unit, join, read_elements, views_of
+from ckpt8.compressing.parameters import attach_steps, find_parameters
+from ckpt8.compressing.plan import Measured, Parameter, Plan, Stream, Unit, read_elements, views_of
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.compressing.spending import spend
 from ckpt8.container.manifest import SKELETON
@@ -43,16 +42,17 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured
     plans: list[Plan] = []
     stepped: Plan | None = None
     for policy in policies:
-        units = first.units if policy is policies[0] else [_chosen(unit, first, views, policy) for unit in first.units]
-        plan = Plan(units, first.tensors, first.chosen)
+        plan = Plan(dict(first.by_index), first.parameters, first.tensors, first.chosen)
+        for index in first.chosen if policy is not policies[0] else ():
+            plan.by_index[index] = choose(plan.by_index[index], views[index], policy)
         refer_to_masters(plan, bundle, trees, policy)
         if policy.budget is not None:
             if stepped is None:
                 attach_steps(plan, bundle)
                 plan.copies = copies_of_weights(plan, bundle)
-            else:
-                copy_steps_from(plan, stepped)
-            stepped = stepped or replace(plan)  # whatever the budget is
+                stepped = plan
+            # They are the same under every budget.
+            plan.parameters, plan.copies, plan.stepless = stepped.parameters, stepped.copies, stepped.stepless
             spend(plan, bundle, policy, policy.budget, measured)
         set_companions(plan)
         plans.append(plan)
@@ -63,42 +63,30 @@ def plan_members(bundle: Bundle, policy: Policy) -> Plan:
     """The plan of all members, which leaves open which storages are copies of others. Raises as ``plan_bundle``."""
     members = [(member.path, member.checkpoint) for member in bundle.members]
     names = Names()
-    plan = Plan([])
+    plan = Plan()
     weight_names, universal = NamesFromWeights(members), Universal(members)
     beside = cache(lambda: evident_weights(*(checkpoint.tree for _, checkpoint in members)))
     for member in bundle.members:
         names.prefix = "" if bundle.directory is None else f"{member.path}:"
         own = make_plan(member.checkpoint, policy, names, universal.role(member.path), bundle, member.first, beside)
-        if any(unit.parameter for unit in own.units):
+        if own.parameters:
             better = weight_names.of_member(member.path).items()
             name_of = {names.prefix + place: short_name(names.prefix + name) for place, name in better}
-            own.units = [_renamed(unit, name_of) for unit in own.units]
-        plan.units += own.units
+            plan.parameters += [_renamed(parameter, name_of) for parameter in own.parameters]
+        plan.by_index |= own.by_index
         plan.tensors += own.tensors
         plan.chosen |= own.chosen
     joint = [*joint_parameters(bundle.opened), *universal.parameters()]
     if joint:
-        plan_joint(bundle, plan, joint)
+        by_key = {stream.storage.key: stream for stream in plan.streams}
+        plan.parameters = find_parameters(bundle, joint, by_key, views_of(plan.tensors)) + plan.parameters
     return plan
 
 
-def _chosen(unit: Unit, plan: Plan, views: Mapping[int, list[NamedTensor]], policy: Policy) -> Unit:
-    """The unit with the codecs that ``policy`` chooses."""
-    streams = tuple(
-        choose(stream, views[stream.index], policy) if stream.index in plan.chosen else stream
-        for stream in unit.streams
-    )
-    return unit if streams == unit.streams else Unit(streams, unit.parameter)
-
-
-def _renamed(unit: Unit, name_of: Mapping[str, str]) -> Unit:
-    """The unit, whose parameter has a better name if ``name_of`` has one for it; the place of a slice stays."""
-    parameter = unit.parameter
-    if parameter is None:
-        return unit
+def _renamed(parameter: Parameter, name_of: Mapping[str, str]) -> Parameter:
+    """The parameter with a better name if ``name_of`` has one for it; the place of a slice stays."""
     bare = SLICE.sub("", parameter.name)
-    name = name_of[bare] + parameter.name[len(bare) :] if bare in name_of else parameter.name
-    return unit if name == parameter.name else Unit(unit.streams, replace(parameter, name=name))
+    return replace(parameter, name=name_of[bare] + parameter.name[len(bare) :]) if bare in name_of else parameter
 
 
 _MOST_PADDING = 4096
@@ -127,21 +115,20 @@ def make_plan(
     tensors = [(tensor, index_of[tensor.ref.key]) for tensor in structure.tensors]
     views = views_of(tensors)
     chosen: set[int] = set()
-    streams = {}
+    by_key = {}
     for key, index in index_of.items():
-        streams[key], is_free = _stream(index, key, views[index], structure, names, source)
+        by_key[key], is_free = _stream(index, key, views[index], structure, names, source)
         if is_free:
             chosen.add(index)
-            streams[key] = choose(streams[key], views[index], policy)
-    units = join(
-        [Unit((stream,)) for stream in streams.values()], find_parameters(source, structure.parameters, streams, views)
-    )
+            by_key[key] = choose(by_key[key], views[index], policy)
+    parameters = find_parameters(source, structure.parameters, by_key, views)
+    by_index = {stream.index: stream for stream in by_key.values()}
     if isinstance(checkpoint, WithSkeleton):
         index = first + len(storages)
         name = unique_name(names.prefix + SKELETON, names.storages)
         spec = TensorSpec(name, Role.OTHER, DType.UINT8, (checkpoint.skeleton.nbytes,))
-        units.append(Unit((Stream(index, spec, source.storages[index], LOSSLESS, checkpoint.reason),)))
-    return Plan(units, tensors, chosen)
+        by_index[index] = Stream(index, spec, source.storages[index], LOSSLESS, checkpoint.reason)
+    return Plan(by_index, parameters, tensors, chosen)
 
 
 def _stream(
@@ -206,19 +193,11 @@ def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: ran
     return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
 
 
-def plan_joint(source: Checkpoint, plan: Plan, states: list[SavedParameter]) -> None:
-    """Join the units of ``plan`` that hold moments of one parameter; ``states`` refer to storages of ``source``."""
-    streams = {stream.storage.key: stream for stream in plan.streams}
-    plan.units = join(plan.units, find_parameters(source, states, streams, views_of(plan.tensors)))
-
-
 def set_companions(plan: Plan) -> None:
     """Set the companions of codecs that need other moments. Streams whose parameter lacks them become lossless."""
-    if not any(stream.codec.companions for stream in plan.streams):
-        return
-    plan.units = [
-        replace(unit, streams=tuple(_with_companions(stream, unit) for stream in unit.streams)) for unit in plan.units
-    ]
+    if any(stream.codec.companions for stream in plan.streams):
+        for unit in plan.units:
+            plan.by_index |= {stream.index: _with_companions(stream, unit) for stream in unit.streams}
 
 
 def _with_companions(stream: Stream, unit: Unit) -> Stream:
@@ -228,8 +207,7 @@ def _with_companions(stream: Stream, unit: Unit) -> Stream:
     for name, slots in stream.codec.companions.items():
         if name in stream.codec.factored:
             continue
-        indices = (moments[slot] for slot in slots if moments.get(slot) in usable)
-        index = next(indices, None)
+        index = next((moments[slot] for slot in slots if moments.get(slot) in usable), None)
         if index is None:
             return replace(stream, codec=LOSSLESS, reason=f"its codec needs {slots[0]} of the same parameter")
         companions[name] = index

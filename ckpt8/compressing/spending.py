@@ -125,8 +125,7 @@ class Sampler:
 
     def salt(self, storage: int) -> int:
         """A uint32 that depends on everything read so far and on the number of a storage."""
-        message = b"%d %d" % (self._crc, storage)
-        return int.from_bytes(blake2b(message, digest_size=4).digest(), "little")
+        return int.from_bytes(blake2b(b"%d %d" % (self._crc, storage), digest_size=4).digest(), "little")
 
     def _spread(self, sample: Sample) -> tuple[Spread, int]:
         """The spread of a sample, and the crc32 of what was read. Thread-safe."""
@@ -296,16 +295,12 @@ def _correct(plan: Plan, measured: Measured) -> None:
     for index, share in plan.shares.items():
         planned, per_square = plan.energies.get(share.optimizer, 0.0), measured.per_square.get(index, share.per_square)
         allowed = share.allowed * measured.energies.get(share.optimizer, 0.0) / planned if planned else 0.0
-        plan.shares[index] = Share(share.optimizer, _rounded(allowed, math.floor), _rounded(per_square, math.ceil))
-
-    def corrected(stream: Stream) -> Stream:
-        share, codec = plan.shares.get(stream.index), stream.codec
-        if share is None or not isinstance(codec, Lattice) or not (share.allowed and share.per_square):
-            return stream
-        k = min(math.floor(2 * math.log2(share.allowed / share.per_square)), codec.k)
-        return replace(stream, codec=replace(codec, k=max(k, LOWEST_K)))
-
-    plan.map_streams(corrected)
+        allowed, per_square = _rounded(allowed, math.floor), _rounded(per_square, math.ceil)
+        plan.shares[index] = Share(share.optimizer, allowed, per_square)
+        stream = plan.by_index[index]
+        if isinstance(stream.codec, Lattice) and allowed and per_square:
+            k = max(min(math.floor(2 * math.log2(allowed / per_square)), stream.codec.k), LOWEST_K)
+            plan.by_index[index] = replace(stream, codec=replace(stream.codec, k=k))
 
 
 def _rounded(x: float, to: Callable[[float], int]) -> float:
@@ -319,16 +314,13 @@ def balance(plan: Plan) -> None:
     Steps of weights are rounded down, or are those of a base; only those of first moments are any number.
     """
     shares = left_over(plan, {})
-
-    def balanced(stream: Stream) -> Stream:
-        share = plan.shares.get(stream.index)
-        if share is None or not isinstance(stream.codec, VScaled) or not (share.allowed and share.per_square):
-            return stream
-        left, moments = shares[share.optimizer]
-        k = math.sqrt(share.allowed * max(1 + left / moments, _LEAST_LEFT) / share.per_square)
-        return replace(stream, codec=replace(stream.codec, k=min(max(k, 1 / LARGEST), LARGEST)))
-
-    plan.map_streams(balanced)
+    for index, share in plan.shares.items():
+        stream = plan.by_index[index]
+        if isinstance(stream.codec, VScaled) and share.allowed and share.per_square:
+            left, moments = shares[share.optimizer]
+            k = math.sqrt(share.allowed * max(1 + left / moments, _LEAST_LEFT) / share.per_square)
+            codec = replace(stream.codec, k=min(max(k, 1 / LARGEST), LARGEST))
+            plan.by_index[index] = replace(stream, codec=codec)
 
 
 def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float, float]]:
@@ -357,7 +349,7 @@ class _Spending:
         self._plan, self._policy, self._budget = plan, policy, budget
         self._views = views_of(plan.tensors)
         self._sampler = Sampler(source)
-        self._streams = {stream.index: stream for stream in plan.streams}
+        self._streams = plan.by_index
         self._by_key = {stream.storage.key: stream for stream in self._streams.values()}
         stepped = ((unit.parameter.shape, unit.parameter.step) for unit in plan.units if unit.parameter is not None)
         # Why no state is known to belong to a weight, by its shape.
@@ -376,15 +368,13 @@ class _Spending:
                     self._keep(one, "its optimizer has not moved anything yet")
         self._follow_weights()
         self._follow_masters()
-        self._plan.map_streams(lambda stream: self._streams[stream.index])
 
     def _stepped(self, unit: Unit) -> _Stepped | None:
         """The parameter of a unit if its step is known; else a note why its streams keep the codecs of the preset."""
         free = [stream for stream in unit.streams if self._is_free(stream)]
         parameter = unit.parameter
         if parameter is None:
-            others = [stream for stream in free if stream.index not in self._plan.copies]
-            for stream in others:
+            for stream in [stream for stream in free if stream.index not in self._plan.copies]:
                 shapes = (view.ref.shape for view in self._views[stream.index])
                 reason = next((self._unpaired[shape] for shape in shapes if shape in self._unpaired), None)
                 unknown = "no optimizer in the file is known to update it"

@@ -24,8 +24,7 @@ from ckpt8.compressing.compressor import steps_record
 from ckpt8.compressing.groups import Group, GroupEncoder, share
 from ckpt8.compressing.lockstep import Lockstep
 from ckpt8.compressing.measure import exceeded_share
-from ckpt8.compressing.parameters import copy_steps_from
-from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
+from ckpt8.compressing.plan import Plan, Refusal, Unit, join, read_elements
 from ckpt8.compressing.planning import plan_policies
 from ckpt8.compressing.policy import PRESETS, Budget, Policy
 from ckpt8.container import frames, header, symbols
@@ -222,9 +221,8 @@ class _Prediction:
         is_exact = not self._plan.is_lossy
         if not is_exact and not any(map(_has_step, units)):
             # The plan knows no steps: measure it as if it did.
-            plan = Plan(list(self._plan.units), self._plan.tensors, self._plan.chosen)
-            copy_steps_from(plan, stepped)
-            again = workers.map(self._of_unit, [unit for unit in plan.units if _has_step(unit)])
+            units = join(self._plan.streams, stepped.parameters)
+            again = workers.map(self._of_unit, [unit for unit in units if _has_step(unit)])
             sizes += [part._replace(stored=0.0) for part in again]
         error = StepError(1.0) if is_exact else StepError()
         for part in sizes:

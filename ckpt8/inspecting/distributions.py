@@ -566,7 +566,7 @@ def _units(reader: Stored, counted: set[int]) -> list[Unit]:
         if counted.issuperset(record.moments.values())
         and len({storages[index].numel for index in record.moments.values()}) == 1
     ]
-    return join([Unit((stream,)) for stream in streams], parameters)
+    return join(streams, parameters)
 
 
 def _parameter(record: ParameterRecord) -> Parameter:
