@@ -9,7 +9,6 @@ import shutil
 import pytest
 import torch
 from chain_command_kit import age, make_run
-from disk_kit import longest_file
 from faults_kit import digest
 
 import ckpt8
@@ -31,18 +30,6 @@ def chained(run_command, folder, *more, code=0):
     found, out, err = run_command("chain", folder, "--json", *more)
     assert found == code, err
     return json.loads(out)["checkpoints"], err
-
-
-@pytest.mark.slow
-def test_lines_for_people(run, run_command):
-    code, out, err = run_command("chain", run[0].parent, "--remove")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        *(str(path.with_suffix(".ckpt8")) for path in run),
-        "4 checkpoints",
-    ]
-    assert all(line.endswith(f"{path.name} removed") for line, path in zip(lines, run, strict=False))
 
 
 @pytest.mark.slow
@@ -94,14 +81,6 @@ def test_keep_raw_counts_epochs_that_count_their_steps_anew(tmp_path, run_comman
         age(tmp_path / f"epoch_{epoch}.pt")
     rows, _ = chained(run_command, tmp_path, "--keep-raw", 1)
     assert [row["source"].rpartition("/")[2] for row in rows] == ["epoch_0.pt", "epoch_1.pt"]
-
-
-@pytest.mark.slow
-def test_a_step_in_the_file_counts_more_than_that_in_its_name(run, run_command):
-    folder = run[0].parent
-    run[3].rename(folder / "step-1.pt")
-    rows, _ = chained(run_command, folder)
-    assert [row["source"].rpartition("/")[2] for row in rows] == ["step-5.pt", "step-10.pt", "step-15.pt", "step-1.pt"]
 
 
 def test_a_whole_file_with_the_name_of_a_part_and_what_is_skipped(run, run_command):
@@ -176,54 +155,6 @@ def test_containers_under_the_names_of_lightning_are_left_alone(run, run_command
 
 
 @pytest.mark.slow
-def test_steps_of_the_file_and_of_the_optimizer_and_a_time_where_names_say_nothing(tmp_path, run_command):
-    folder = tmp_path / "run"
-    first, second, third = make_run(folder, 3)
-    shutil.copy(third, folder / "a.pt")
-    shutil.copy(first, folder / "b.pt")
-    tree = torch.load(second)
-    for name, then in (("last.pt", 500), ("best.pt", 100)):
-        torch.save({"model": tree["model"]}, folder / name)
-        age(folder / name, then)
-    torch.save({"model": tree["model"], "optimizer": tree["optimizer"]}, folder / "c.pt")
-    for path in (first, second, third):
-        path.unlink()
-    torch.save({"x": torch.randn(300, 300)}, folder / "dataset.pt")
-    for path in (folder / "a.pt", folder / "b.pt", folder / "c.pt", folder / "dataset.pt"):
-        age(path)
-    listed = [record.name for record in ckpt8.runs(folder) if record.name != "dataset.pt"]
-    before = digest(folder / "dataset.pt")
-    rows, _ = chained(run_command, folder, "--remove")
-    assert (
-        [row["source"].rpartition("/")[2] for row in rows] == ["b.pt", "c.pt", "a.pt", "last.pt", "best.pt"] == listed
-    )
-    assert digest(folder / "dataset.pt") == before
-    assert not (folder / "dataset.ckpt8").exists()
-
-
-@pytest.mark.slow
-def test_directories_and_files_of_one_run(tmp_path, inputs, run_command):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for step in (300, 1000):
-        shutil.copytree(inputs / "trainer-adamw", folder / f"checkpoint-{step}")
-        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-        age(folder / f"checkpoint-{step}")
-    (source,) = make_run(folder, 1)
-    torch.save({**torch.load(source), "step": 400}, tmp_path / "later.pt")
-    ckpt8.convert(tmp_path / "later.pt", folder / "step-400", to="dcp")
-    age(folder / "step-400")
-    rows, _ = chained(run_command, folder, "--remove")
-    assert [row["source"].rpartition("/")[2] for row in rows] == [
-        "step-5.pt",
-        "checkpoint-300",
-        "step-400",
-        "checkpoint-1000",
-    ]
-    assert names(folder) == ["checkpoint-1000.ckpt8", "checkpoint-300.ckpt8", "step-400.ckpt8", "step-5.ckpt8"]
-
-
-@pytest.mark.slow
 def test_the_same_name_twice(tmp_path, run_command):
     """The second keeps its suffix; so it stays when one of them has gone."""
     folder = tmp_path / "run"
@@ -276,19 +207,6 @@ def test_another_checkpoint_of_the_same_name_is_not_lost(run, run_command):
         assert digest(path.with_suffix(".ckpt8")) != sums[path.with_suffix(".ckpt8")]
 
 
-@pytest.mark.slow
-def test_a_copied_run_is_known_again(run, run_command, tmp_path):
-    """Times that a copy does not keep say nothing: the container is verified."""
-    folder = run[0].parent
-    chained(run_command, folder)
-    for path in run:
-        age(path, -7200)
-    sums = {path: digest(path) for path in folder.iterdir()}
-    rows, _ = chained(run_command, folder, "--rest", 0)
-    assert all(row["present"] for row in rows)
-    assert {path: digest(path) for path in folder.iterdir()} == sums
-
-
 def test_damaged_and_unfinished_ones_amid_others(run, run_command, inputs):
     folder = run[0].parent
     content = run[1].read_bytes()
@@ -306,18 +224,6 @@ def test_damaged_and_unfinished_ones_amid_others(run, run_command, inputs):
     assert names(folder) == ["checkpoint-12", "step-10.pt", "step-15.ckpt8", "step-20.ckpt8", "step-5.ckpt8"]
 
 
-@pytest.mark.slow
-def test_a_full_disk_leaves_originals(run, run_command):
-    folder = run[0].parent
-    sums = {path: digest(path) for path in run}
-    with longest_file(20_000):
-        rows, err = chained(run_command, folder, "--remove", code=4)
-    assert err.count("cannot be written") == len(run)
-    assert {path: digest(path) for path in folder.iterdir()} == sums
-    rows, _ = chained(run_command, folder, "--remove")
-    assert all(row["removed"] for row in rows)
-
-
 def test_nothing_to_chain(tmp_path, run_command, inputs):
     for folder in (tmp_path, tmp_path / "none", inputs / "trainer-adamw", inputs / "views.pt"):
         code, out, err = run_command("chain", folder)
@@ -332,13 +238,6 @@ def test_nothing_to_chain(tmp_path, run_command, inputs):
 def test_wrong_arguments(more, run, run_command):
     assert run_command("chain", run[0].parent, *more)[0] == 2
     assert len(names(run[0].parent)) == 4
-
-
-@pytest.mark.slow
-def test_python(run):
-    outcomes = ckpt8.chain(run[0].parent, preset="archive", remove=True, keep_raw=1)
-    assert [(each.source, each.removed, each.error) for each in outcomes] == [(path, True, None) for path in run[:3]]
-    assert all(each.stored == each.target.stat().st_size for each in outcomes)
 
 
 FIRST = ("--rule", "*0.weight=lossless")
@@ -369,18 +268,3 @@ def test_a_container_of_other_settings_is_not_the_one_asked_for(case, remove, ru
     (row,), _ = chained(run_command, folder, *asked, *more, "--force")
     assert (row["present"], row["removed"]) == (False, remove)
     chained(run_command, folder, *asked, *more)
-
-
-@pytest.mark.slow
-def test_a_container_without_statistics_is_made_anew(run):
-    """One that was bound tighter than asked for is as good as asked for."""
-    folder = run[0].parent
-    ckpt8.compress(run[0], stats=False)
-    ckpt8.compress(run[1], max_update_error=1e-9)
-    first, second, *_ = ckpt8.chain(folder, remove=True)
-    assert isinstance(first.error, ckpt8.CheckFailedError)
-    assert "carries no statistics" in str(first.error)
-    assert first.source.is_file()
-    assert (second.present, second.removed, second.error) == (True, True, None)
-    (again,) = ckpt8.chain(folder, remove=True, force=True)
-    assert (again.present, again.removed, again.error) == (False, True, None)

@@ -25,19 +25,6 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.slow
-def test_each_beside_itself_and_what_is_said(run, run_command):
-    code, out, err = run_command("compress", *run, "--preset", "archive")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
-    assert len(lines) == 4
-    for source, line in zip(run, lines, strict=False):
-        target = source.with_suffix(".ckpt8")
-        assert line.startswith(f"{target}: ")
-        assert not ckpt8.verify(target, source).failures
-    assert lines[-1].startswith("3 checkpoints: ")
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_folder_collects_them(exists, run, run_command, tmp_path):
     folder = tmp_path / "out"
@@ -50,12 +37,6 @@ def test_a_folder_collects_them(exists, run, run_command, tmp_path):
     assert facts["bytes"] == sum(path.stat().st_size for path in run)
     assert facts["stored_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
     assert len(names(run[0].parent)) == 3
-
-
-def test_one_source_goes_into_a_folder_that_is_there(run, run_command, tmp_path):
-    (tmp_path / "out").mkdir()
-    assert run_command("compress", run[0], "-o", tmp_path / "out")[0] == 0
-    assert names(tmp_path / "out") == ["step-5.ckpt8"]
 
 
 def test_a_damaged_one_amid_others(run, run_command):
@@ -108,23 +89,6 @@ def test_a_full_disk(run, run_command, tmp_path):
     assert "nothing was compressed" in out
     assert not (tmp_path / "out").exists()
     assert len(names(run[0].parent)) == 3
-
-
-def test_a_folder_that_cannot_be_made(run, run_command, tmp_path):
-    for folder in (tmp_path / "none" / "deeper", run[0] / "below"):
-        code, out, err = run_command("compress", *run, "-o", folder, "--remove")
-        assert (code, out) == (4, "")
-        assert re.fullmatch(rf"ckpt8: {re.escape(str(folder))}: cannot be made: [^\n]+\n", err)
-    assert len(names(run[0].parent)) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 3])
-def test_remove(count, run, run_command):
-    code, _, err = run_command("compress", *run[:count], "--remove", "--preset", "archive")
-    assert (code, err) == (0, "")
-    left = [f"step-{k}.ckpt8" for k in (5, 10, 15)[:count]] + [path.name for path in run[count:]]
-    assert names(run[0].parent) == sorted(left)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from safetensors.torch import load_file  # noqa: E402
 from trainer_kit import names_in, trainer  # noqa: E402
 
 from ckpt8.core.errors import UsageError  # noqa: E402
-from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint, temporary_checkpoint  # noqa: E402
+from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::RuntimeWarning")
 
@@ -64,50 +64,6 @@ def test_the_limit_breaks_no_chain(background, tmp_path):
     assert len(names_in(moved / "bases")) == 1
     for step in (16, 18):
         check_weights(moved / f"checkpoint-{step}.ckpt8", load_file(moved / f"checkpoint-{step}" / "model.safetensors"))
-
-
-@pytest.mark.slow
-def test_the_best_checkpoint_stays_whole(tmp_path):
-    best = run(
-        tmp_path,
-        chained(keep_original=False),
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,
-        save_total_limit=1,
-        max_steps=8,
-    ).state.best_model_checkpoint
-    kept = [name for name in names_in(tmp_path) if name.endswith(".ckpt8")]
-    assert f"{os.path.basename(best)}.ckpt8" in kept  # noqa: PTH119
-    for name in kept:
-        assert not ckpt8.verify(tmp_path / name).failures
-        ckpt8.restore(tmp_path / name, tmp_path / f"back-{name}")
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch):
-    compress = ckpt8.compress
-    with monkeypatch.context() as patch:
-
-        def killed(source, target, **options):
-            if source.name == "checkpoint-8":
-                raise KeyboardInterrupt
-            return compress(source, target, **options)
-
-        patch.setattr("ckpt8.integrations.transformers.compress", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, chained(keep_original=False))
-    assert names_in(tmp_path) == ["bases", "checkpoint-4.ckpt8", "checkpoint-6.ckpt8", "checkpoint-8"]
-    for step in (4, 6):
-        assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
-    (tmp_path / "checkpoint-8").rename(tmp_path / "half")
-    with temporary_checkpoint(tmp_path) as path:
-        assert path == str(tmp_path / "checkpoint-6")
-        run(tmp_path, chained(keep_original=False), resume=path, max_steps=10)
-    for step in (8, 10):
-        assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
 
 
 def test_without_hard_links_every_container_is_whole(tmp_path, monkeypatch):

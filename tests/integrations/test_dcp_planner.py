@@ -199,20 +199,6 @@ def test_what_no_slice_needs_is_not_copied():
     assert share([alone])[0].items == alone.items
 
 
-def test_plans_with_copies_are_kept_from_the_last_save(monkeypatch):
-    for cache in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
-        monkeypatch.setattr(SavePlanner, cache, {})
-    planner = Ckpt8SavePlanner(enable_plan_caching=True)
-    plans = mesh_plans(CAME_SHAPES, shards=3, items=came_items)
-    first = planner.create_global_plan(plans)[0]
-    less = plan_of(*(item for item in plans[1].items if not item.index.fqn.endswith("4.weight.exp_avg_sq_col")))
-    for changed in (SavePlan([], usable=False), less):
-        planner.create_global_plan([SavePlan([], usable=False), changed, SavePlan([], usable=False)])
-        gone = {(1, "4.weight", "exp_avg_sq_col")} if changed is less else set()
-        assert copies(planner.global_plan) == copies(first) - gone
-    assert gone < copies(first)
-
-
 def test_masters_and_copies_are_with_the_weight():
     def items(name, shape, box, sharded):
         found = adam_items(name, shape, box, sharded)
@@ -249,16 +235,6 @@ def test_moments_stay_together_where_no_rank_has_all():
     found = ranks_of(shared)
     assert {found[f"optim.state.weight.{key}"] for key in MOMENTS} == {2}
     assert found["model.weight"] == 0
-
-
-def test_whole_weights_are_spread_where_only_moments_are_cut():
-    shapes = {f"{layer}.weight": (64, 64) for layer in range(8)}
-
-    def items(name, shape, box, sharded):
-        rest = [tensor_item(f"optim.state.{name}.{key}", shape, box) for key in MOMENTS]
-        return [tensor_item(f"model.{name}", shape, whole(shape), sharded=False), *rest]
-
-    assert len(set(loads(share(mesh_plans(shapes, shards=4, items=items))))) == 1
 
 
 def test_stages_of_a_pipeline_have_names_of_their_own():

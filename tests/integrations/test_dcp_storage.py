@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -26,7 +24,6 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import partial_path
-from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import compress_share
 
@@ -205,14 +202,6 @@ def test_a_tensor_that_is_no_plain_one_is_kept_as_torch_saves_it(tmp_path):
     assert load({"x": torch.zeros(4, 4).to_sparse(), "y": torch.zeros(2)}, tmp_path / "x")["x"].to_dense().trace() == 4
 
 
-def test_a_save_in_the_background_has_the_values_of_its_beginning(tmp_path):
-    state = {"model": {"w": torch.ones(100, 100)}}
-    pending = dcp.async_save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"))
-    state["model"]["w"].zero_()
-    pending.result()
-    assert load({"model": {"w": torch.zeros(100, 100)}}, tmp_path / "x")["model"]["w"].eq(1).all()
-
-
 def test_a_second_save_replaces_the_first(tmp_path):
     writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
     for value in (1.0, 2.0):
@@ -326,21 +315,6 @@ def test_ranks_that_find_different_saves_load_none(tmp_path):
         reader.prepare_global_plan(plans)
 
 
-class FewPlanner(dcp.DefaultLoadPlanner):
-    """Leaves out what ends in ``kept``."""
-
-    def create_local_plan(self):
-        plan = super().create_local_plan()
-        return replace(plan, items=[item for item in plan.items if not item.dest_index.fqn.endswith("kept")])
-
-
-def test_a_planner_may_leave_tensors_out(tmp_path):
-    save({"w": torch.ones(8), "kept": torch.ones(8)}, tmp_path / "x")
-    state = {"w": torch.zeros(8), "kept": torch.zeros(8)}
-    dcp.load(state, storage_reader=Ckpt8StorageReader(tmp_path / "x"), planner=FewPlanner(), no_dist=True)
-    assert (state["w"].sum(), state["kept"].sum()) == (8, 0)
-
-
 def test_a_rank_saves_and_loads_its_own_slices_alone(tmp_path):
     """The other half is in no file: only what a rank asks for must be there."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
@@ -356,26 +330,6 @@ def test_a_rank_saves_and_loads_its_own_slices_alone(tmp_path):
             dcp.load({"w": columns}, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
     finally:
         dist.destroy_process_group()
-
-
-def test_damage_is_found(tmp_path):
-    save({"w": torch.randn(5000)}, tmp_path / "x", preset="lossless")
-    file = tmp_path / "x" / "__0_0.ckpt8"
-    content = bytearray(file.read_bytes())
-    with ckpt8.open(file) as opened:
-        start = opened._reader.places[0]["plane3"].offsets[0]
-    content[start] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(CheckpointException, match="InputError"):
-        load({"w": torch.zeros(5000)}, tmp_path / "x")
-
-
-def test_compressing_it_again_says_what_to_give(tmp_path):
-    dcp.save({"w": torch.ones(3)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
-    for read in (ckpt8.compress, inspect_checkpoint, partial(ckpt8.verify, tmp_path / "x")):
-        with pytest.raises(InputError, match=r"compressed already, by Ckpt8StorageWriter; restore it to a plain dire"):
-            read(tmp_path / "x")
-    assert names_in(tmp_path) == ["x"]
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "restore", "compress", "convert", "diff"])
@@ -402,14 +356,6 @@ def test_directories_that_hold_none(tmp_path):
         Ckpt8StorageWriter(tmp_path, budget=11)
 
 
-def test_one_process_is_all_ranks_without_collectives(tmp_path):
-    state = {"w": torch.ones(8), "note": "x"}
-    for _ in range(2):  # it replaces its own, as with them
-        dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), use_collectives=False)
-    assert names_in(tmp_path / "x") == ["__0_1.ckpt8", "ckpt8-dcp.json"]
-    assert_same(load(emptied(state), tmp_path / "x"), state)
-
-
 def test_a_save_removes_what_killed_ones_have_left(tmp_path):
     save({"w": torch.ones(8)}, tmp_path / "x")
     for name in ("__7_3.ckpt8", "ckpt8-dcp.json", "ckpt8-dcp.7.json"):
@@ -434,18 +380,6 @@ def test_a_file_that_the_coordinator_does_not_see_stops_the_save(tmp_path):
         "nothing was replaced"
     )
     assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(1).all()
-
-
-def test_a_save_with_the_plan_before_it_has_metadata_of_its_own_files(tmp_path):
-    for step in range(3):
-        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        planner._cached_plans_key = "test"
-        writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
-        saved = dcp.save({"w": torch.full((8,), step)}, storage_writer=writer, planner=planner)
-        # The file before is gone when the next one is named.
-        assert list(saved.storage_data.files) == [f"__0_{step % 2}.ckpt8"]
-        assert saved.storage_meta.save_id == writer.storage_meta().save_id
-        assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(step).all()
 
 
 # A save that fails after its index is published, or just before: a whole checkpoint is there
@@ -480,20 +414,6 @@ def test_a_warning_that_is_an_error_stops_the_save_before_it_replaces_anything(t
 
 
 # Values that are unlike others: each is given back, or refused before anything is written
-
-
-def test_values_of_several_types_in_one_place(tmp_path):
-    real = torch.arange(64.0)
-    state = {
-        "real": real,
-        "complex": torch.view_as_complex(real.view(32, 2)),
-        "bits": real.view(torch.int32),
-        "half": real[:8].view(torch.bfloat16),
-        "again": real.view(8, 8),
-    }
-    save(state, tmp_path / "x", preset="lossless")
-    found = load(emptied(state), tmp_path / "x")
-    assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 @pytest.mark.parametrize(("state", "said"), [

@@ -15,7 +15,7 @@ L = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from ckpt8.container.header import is_container  # noqa: E402
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError  # noqa: E402
-from ckpt8.integrations.lightning import Ckpt8CheckpointIO, opened  # noqa: E402
+from ckpt8.integrations.lightning import Ckpt8CheckpointIO  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -108,23 +108,6 @@ def test_a_run_without_the_plugin_goes_on_with_it(whole, tmp_path):
     assert model.losses == whole[SAVED:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("save_last", [True, "link"])
-def test_what_model_checkpoint_keeps(save_last, background, whole, tmp_path):
-    plugin = Ckpt8CheckpointIO(preset="lossless", background=background)
-    callback = keep(tmp_path, save_top_k=2, monitor="step", mode="max", save_last=save_last)
-    trainer(tmp_path, SAVED, [plugin], [callback]).fit(Net(), batches())
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]
-    assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
-    model = Net()
-    trainer(tmp_path, LAST, [plugin], [callback]).fit(model, batches(), ckpt_path="last")
-    assert model.losses == whole[SAVED:]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=10.ckpt", "step=12.ckpt"]
-    assert ckpt8.load(tmp_path / "last.ckpt")["global_step"] == LAST
-
-
 def test_lightnings_own_thread_around_the_plugin(whole, tmp_path):
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
@@ -156,32 +139,6 @@ def test_pytorch_lightning_takes_the_plugin(whole, tmp_path):
     trainer(tmp_path, 4, [Ckpt8CheckpointIO()], module=classic).fit(
         Classic(), batches(), ckpt_path=str(tmp_path / "x.ckpt")
     )
-
-
-def test_fabric_saves_and_loads(tmp_path):
-    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[Ckpt8CheckpointIO(preset="lossless")])
-    model = torch.nn.Linear(80, 80)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fabric.save(tmp_path / "x.ckpt", {"model": model, "step": 3})
-    assert is_container(tmp_path / "x.ckpt")
-    with torch.no_grad():
-        model.weight.zero_()
-    rest = fabric.load(tmp_path / "x.ckpt", {"model": model})
-    assert rest == {"step": 3}
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
-
-
-@pytest.mark.slow
-def test_a_model_is_loaded_without_a_trainer(tmp_path):
-    model = Net()
-    run = trainer(tmp_path, 2, [Ckpt8CheckpointIO(preset="lossless")])
-    run.fit(model, batches())
-    run.save_checkpoint(tmp_path / "x.ckpt")
-    with opened(tmp_path / "x.ckpt") as file:
-        loaded = Net.load_from_checkpoint(file)
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-    ckpt8.restore(tmp_path / "x.ckpt", tmp_path / "plain.ckpt")
-    assert torch.equal(Net.load_from_checkpoint(tmp_path / "plain.ckpt").layers[0].weight, model.layers[0].weight)
 
 
 @pytest.mark.parametrize("weights_only", [None, False])
@@ -309,3 +266,16 @@ def test_only_checkpoints_are_removed(tmp_path):
     for name in ("plain.ckpt", "Documents", "last.ckpt"):
         io.remove_checkpoint(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.ckpt"]
+
+
+def test_fabric_saves_and_loads(tmp_path):
+    fabric = L.Fabric(accelerator="cpu", devices=1, plugins=[Ckpt8CheckpointIO(preset="lossless")])
+    model = torch.nn.Linear(80, 80)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fabric.save(tmp_path / "x.ckpt", {"model": model, "step": 3})
+    assert is_container(tmp_path / "x.ckpt")
+    with torch.no_grad():
+        model.weight.zero_()
+    rest = fabric.load(tmp_path / "x.ckpt", {"model": model})
+    assert rest == {"step": 3}
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())

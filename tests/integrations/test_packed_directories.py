@@ -22,7 +22,7 @@ import ckpt8
 from ckpt8 import CheckFailedError, InputError, OutputError, ResumeError, UsageError
 from ckpt8.cli.app import app
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.integrations.sharded import load_model, save_packed, state_to_pack
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -110,13 +110,6 @@ def test_verify_holds_and_repeats_every_figure_against_the_plain_directory(saved
         assert against.steps["steps"] == pytest.approx(inspect_container(saved / preset)["steps"]["steps"])
 
 
-def test_verify_against_a_plain_directory_that_is_cut_otherwise(saved, tmp_path):
-    ckpt8.convert(saved / "plain", tmp_path / "whole", to="dcp")
-    state = torch.load(saved / "run.pt", weights_only=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "one"), no_dist=True)
-    assert ckpt8.verify(saved / "flash", tmp_path / "one").failures == ()
-
-
 def test_verify_against_another_checkpoint(saved, tmp_path):
     state = torch.load(saved / "run.pt", weights_only=True)
     state["optimizer"]["state"]["2.weight"]["exp_avg"][90, 5] += 1
@@ -138,20 +131,6 @@ def test_verify_against_another_checkpoint(saved, tmp_path):
         ckpt8.verify(saved / "lossless", saved / "run.pt")
 
 
-@pytest.mark.slow
-def test_diff_with_every_kind_of_source(saved, tmp_path):
-    ckpt8.compress(saved / "plain", tmp_path / "one.ckpt8", preset="lossless")
-    ckpt8.convert(saved / "plain", tmp_path / "run.pt")
-    for other in (saved / "plain", tmp_path / "run.pt", tmp_path / "one.ckpt8", saved / "lossless"):
-        found = ckpt8.diff(saved / "lossless", other)
-        assert found.identical, other
-        assert len(found.tensors) == 17
-    found = ckpt8.diff(saved / "flash", saved / "lossless")
-    changed = {each.a.name for each in found.tensors if each.change is not None and each.change.differ}
-    assert "model.0.weight" in changed
-    assert not found.values
-
-
 @pytest.mark.parametrize("to", ["torch", "dcp", "trainer", "safetensors"])
 @pytest.mark.parametrize("preset", ["lossless", "flash"])
 def test_convert_gives_what_the_plain_directory_gives(saved, tmp_path, preset, to):
@@ -169,13 +148,6 @@ def test_convert_gives_what_the_plain_directory_gives(saved, tmp_path, preset, t
         "safetensors": load_file,
     }[to]
     assert_same(read(tmp_path / "mine"), read(tmp_path / "theirs"))
-
-
-def test_weights_for_publishing_come_with_their_snr(saved, tmp_path):
-    report = ckpt8.convert(saved / "archive", tmp_path / "archive.safetensors")
-    assert report.weights_snr < 60
-    assert f"{report.weights_snr:.1f} dB" in report.warning
-    assert ckpt8.convert(saved / "flash", tmp_path / "flash.safetensors").warning is None
 
 
 @pytest.mark.by_default("lossless")
@@ -235,15 +207,6 @@ def test_load_gives_the_state_dict_that_was_saved(saved):
     assert ckpt8.load(saved / "flash", map_location="meta")["model"]["0.weight"].is_meta
     with pytest.raises(UsageError, match="loaded as a whole"):
         ckpt8.load(saved / "flash", member="__0_0.ckpt8")
-
-
-def test_runs_counts_a_directory_once(saved, tmp_path):
-    for name in ("plain", "flash"):
-        shutil.copytree(saved / name, tmp_path / name)
-    found = {row["name"]: row for row in json.loads(call("runs", tmp_path, "--json").output)["checkpoints"]}
-    assert found.keys() == {"plain", "flash"}
-    assert found["flash"]["stored_bytes"] == sum(path.stat().st_size for path in (saved / "flash").iterdir())
-    assert found["flash"]["step"] == found["plain"]["step"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "another save", "truncated", "gap"])
@@ -340,14 +303,6 @@ def test_damage_is_one_line(saved, tmp_path, damage):
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_a_tensor_that_is_not_complete_is_not_loaded(saved, tmp_path):
-    shutil.copytree(saved / "lossless", tmp_path / "x")
-    _change(_gap)(tmp_path / "x")
-    state = {"model": {"2.bias": torch.zeros(96)}}
-    with pytest.raises(CheckpointException, match=r"model\.2\.bias.*: slices are missing: 48 of 96 elements"):
-        dcp.load(state, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
-
-
 def test_a_stray_file_is_told_and_does_not_count(saved, tmp_path):
     folder = tmp_path / "x"
     shutil.copytree(saved / "flash", folder)
@@ -384,15 +339,6 @@ def test_parts_of_ranks_that_saved_alone_are_one_checkpoint(saved, tmp_path):
         ckpt8.compress(saved / "parts", tmp_path / "x.ckpt8")
 
 
-@pytest.mark.slow
-def test_two_ranks_share_a_plain_directory(saved):
-    assert ckpt8.diff(saved / "shared", saved / "plain").identical
-    assert ckpt8.verify(saved / "shared", saved / "plain").failures == ()
-    files = {path.name: path.stat().st_size for path in (saved / "shared").iterdir()}
-    assert files.keys() == {"__0_0.ckpt8", "__1_0.ckpt8", INDEX}
-    assert abs(files["__0_0.ckpt8"] - files["__1_0.ckpt8"]) < 0.2 * files["__0_0.ckpt8"]
-
-
 def test_the_failure_of_one_rank_leaves_no_checkpoint(saved):
     assert not (saved / "nothing").exists()
     assert sorted(path.name for path in (saved / "older").iterdir()) == ["__0_0.ckpt8", "__1_0.ckpt8", INDEX]
@@ -404,16 +350,6 @@ def test_the_failure_of_one_rank_leaves_no_checkpoint(saved):
         )
         assert sum("__1_0.distcp: slice" in error and "failed: " not in error for error in errors) == 1
         assert sum(": rank " in error and "failed: " in error for error in errors) == 1
-
-
-def test_every_rank_measures_its_own_slices(saved):
-    """With the steps and settings that one of them stores."""
-    for rank in (0, 1):
-        with ckpt8.open(saved / "flash" / f"__{rank}_0.ckpt8") as file:
-            storages = file.manifest.storages
-            found = {storages[record.moments["moment1"]].name: record.error for record in file.manifest.parameters}
-        assert 0 < found["optimizer.state.0.weight.exp_avg"]["max_error"] < 0.1
-        assert 0 < found["optimizer.state.2.weight.exp_avg"]["max_error"] < 0.1
 
 
 def codecs(folder, rank):

@@ -83,16 +83,6 @@ def test_an_interrupted_run_goes_on(preset, drift, options, uninterrupted, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", [False, True])
-def test_the_limit_holds_for_containers(background, tmp_path):
-    callback = Ckpt8Callback(keep_original=False, background=background)
-    run = trainer(tmp_path, [callback], save_steps=2, save_total_limit=2, max_steps=6)
-    run.train()
-    assert names_in(tmp_path) == ["checkpoint-4.ckpt8", "checkpoint-6.ckpt8"]
-    assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-6")
-
-
-@pytest.mark.slow
 def test_a_run_that_begins_again_beside_later_containers_keeps_what_it_saves(tmp_path):
     """Their steps are higher: by these the newest one is the oldest."""
     torch.save({"w": torch.zeros(3)}, tmp_path / "x.pt")
@@ -130,27 +120,6 @@ def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch)
     assert len(done) > 2
     assert names_in(tmp_path) == [done[-1], f"{done[-1]}.ckpt8"]
     assert not ckpt8.verify(tmp_path / f"{done[-1]}.ckpt8", tmp_path / done[-1]).failures
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [1, 2])
-@pytest.mark.parametrize("background", [False, True])
-def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit, tmp_path):
-    # The loss that is to be as large as possible is that of the first evaluation.
-    run = trainer(
-        tmp_path,
-        [Ckpt8Callback(keep_original=False, background=background)],
-        **EVALUATED,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,
-        save_total_limit=limit,
-        max_steps=6,
-    )
-    run.train()
-    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-2.ckpt8", "checkpoint-6.ckpt8"]
-    first = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
-    assert all(first[name].equal(tensor) for name, tensor in run.model.state_dict().items())
 
 
 @pytest.mark.by_default("1")
@@ -197,22 +166,6 @@ def test_an_old_container_that_cannot_be_removed_is_named(tmp_path, monkeypatch)
     with pytest.warns(RuntimeWarning, match=r"^\S*checkpoint-4\.ckpt8: cannot be removed: Permission denied$"):
         run.train()
     assert names_in(tmp_path) == ["checkpoint-4.ckpt8", "checkpoint-8.ckpt8"]
-
-
-@pytest.mark.slow
-def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OutputError("the disk is full")
-
-    monkeypatch.setattr("ckpt8.integrations.transformers.compress", full)
-    run = trainer(tmp_path / "warned", [Ckpt8Callback(keep_original=False)], max_steps=4)
-    with pytest.warns(RuntimeWarning, match=r"checkpoint-4: was not compressed: the disk is full"):
-        run.train()
-    assert names_in(tmp_path / "warned") == ["checkpoint-4"]
-    for background in (False, True):
-        run = trainer(tmp_path / "strict", [Ckpt8Callback(strict=True, background=background)], max_steps=4)
-        with pytest.raises(OutputError, match="the disk is full"):
-            run.train()
 
 
 def test_a_container_that_differs_keeps_the_directory(tmp_path, monkeypatch):

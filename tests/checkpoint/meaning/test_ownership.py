@@ -135,12 +135,6 @@ def test_order_tells_lists_apart(tmp_path):
     assert names_of(tmp_path / "run.pt") == [f"models.{k}.{name}" for k in range(2) for name in NAMES]
 
 
-def test_pairs_in_a_list(tmp_path):
-    one, other = network(0), network(1)
-    torch.save([(one.state_dict(), trained(one)), (other.state_dict(), trained(other))], tmp_path / "run.pt")
-    assert names_of(tmp_path / "run.pt") == [f"{k}.0.{name}" for k in range(2) for name in NAMES]
-
-
 def test_what_cannot_be_told_is_said(tmp_path):
     one, other = network(0), network(1)
     tree = {"a": one.state_dict(), "b": other.state_dict(), "optimizer": trained(one)}
@@ -164,26 +158,6 @@ def test_a_key_beside_one_that_names_a_model(tmp_path):
     ckpt8.resume(tmp_path / "run.ckpt8", fresh)
     assert torch.equal(fresh[2].weight, other[2].weight)
     ckpt8.convert(tmp_path / "run.pt", tmp_path / "netG.safetensors", to="safetensors", key="netG")
-
-
-def test_a_copy_under_another_key_does_not_stop_resume(tmp_path):
-    model = network()
-    torch.save({"model": model.state_dict(), "swa": average(model), "opt": trained(model)}, tmp_path / "run.pt")
-    fresh = network(1)
-    ckpt8.resume(tmp_path / "run.pt", fresh)
-    assert torch.equal(fresh[2].weight, model[2].weight)
-
-
-@pytest.mark.slow
-def test_parts_of_one_state_dict(tmp_path):
-    """As Lightning saves a GAN."""
-    module = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
-    states = [trained(module["generator"]), trained(module["discriminator"])]
-    tree = {"state_dict": module.state_dict(), "optimizer_states": states}
-    expected = [f"{part}.{name}" for part in module for name in NAMES]
-    assert weights_of(tree, tmp_path / "run.ckpt") == [f"state_dict.{name}" for name in expected]
-    found = steps_after(tmp_path / "run.ckpt")
-    assert found["with_weights"] == found["parameters"]
 
 
 def steps_after(path):
@@ -210,14 +184,6 @@ def test_an_average_in_the_state_dict_of_its_model_takes_no_names(average_key, f
     assert names_of(tmp_path / "run.pt") == [f"net.{name}" for name in NAMES]
 
 
-def test_the_optimizer_of_a_part_is_not_that_of_the_average(tmp_path):
-    module = nn.ModuleDict({"encoder": network(0), "decoder": network(1, width=64)})
-    tree = {"model": module.state_dict(), "model_ema": average(module), "optimizer": trained(module["decoder"])}
-    found = weights_of(tree, tmp_path / "run.pt")
-    assert not any(each.startswith("model_ema") for each in found)
-    assert not any("ema" in name for name in names_of(tmp_path / "run.pt"))
-
-
 def test_two_optimizers_of_one_model(tmp_path):
     model = network()
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -234,27 +200,6 @@ def test_two_optimizers_of_one_model(tmp_path):
     }
     found = weights_of(tree, tmp_path / "run.pt")
     assert found[:3] == [f"model.{name}" for name in NAMES if name.endswith("weight") and name != "1.weight"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keyed", [True, False])
-def test_weights_in_another_file_than_the_optimizer(keyed, tmp_path):
-    one, other, folder = network(0), network(1, width=64), tmp_path / "run"
-    folder.mkdir()
-    for key, module in (("G", one), ("D", other)):
-        weights = {"params_of_it": module.state_dict(), "iteration": 3} if keyed else module.state_dict()
-        torch.save(weights, folder / f"net{key}_3.pth")
-        torch.save({"state_of_it": trained(module), "iteration": 3}, folder / f"opt{key}_3.pth")
-    torch.save({"features": torch.randn(300, 300)}, folder / "other.pth")
-    ckpt8.compress(folder)
-    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
-        roles = {each.name: each.role for each in file.manifest.storages}
-        names = [each.name for each in file.manifest.parameters]
-    key = "params_of_it." if keyed else ""
-    assert roles[f"netG_3.pth:{key}2.weight"] is roles[f"netD_3.pth:{key}2.weight"] is Role.WEIGHT
-    assert names == [f"opt{which}_3.pth:{name}" for which in "DG" for name in NAMES]
-    found = steps(folder)
-    assert found["with_weights"] == found["parameters"] == 2 * len(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -294,22 +239,6 @@ def test_weights_alone_stay_as_they_are(tmp_path):
     with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
         roles = {each.name: each.role for each in file.manifest.storages}
     assert roles["one.pt:params_of_it.2.weight"] is Role.OTHER
-
-
-@pytest.mark.slow
-def test_a_directory_of_the_trainer_is_replayed_with_its_weights(tmp_path):
-    """A safetensors file is sorted: only weights whose name is known count."""
-    model, folder = network(), tmp_path / "checkpoint-1"
-    folder.mkdir()
-    optimizer = trained(model)
-    save_file(model.state_dict(), folder / "model.safetensors")
-    torch.save(optimizer, folder / "optimizer.pt")
-    found = steps_after(folder)
-    assert found["parameters"] == len(NAMES)
-    assert found["with_weights"] >= 3
-    assert "the file has no state dict of a model" not in found["without_weights"].values()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    assert steps_after(folder)["with_weights"] == len(NAMES)
 
 
 @pytest.mark.parametrize("keys", [("enc", "dec"), ("encoder", "decoder")])

@@ -127,18 +127,6 @@ def test_the_program_goes_on_with_it(name, package, preset, tmp_path):
     assert all(torch.equal(x, y) for x, y in zip(weights, weights_again, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_our_own_packed_state(tmp_path):
-    with make_low_bit.quiet():
-        torch.save(make_low_bit.trained(make_low_bit.packed), tmp_path / "run.pt")
-    ckpt8.compress(tmp_path / "run.pt")
-    (row,) = inspect_container(tmp_path / "run.ckpt8")["low_bit"]
-    assert (row["program"], row["bits"], row["block"], row["parameters"]) == ("ckpt8.optim", "8-bit", 32, 1)
-    restored = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back.pt")
-    before, after = storages(tmp_path / "run.pt"), storages(restored)
-    assert all(before[key] == after[key] for key in before if ".state.0." in key)
-
-
 # The 32-bit state of bitsandbytes
 
 

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_optimizer
-from ckpt8.checkpoint.meaning.roles import classify, format_path, unique_name
+from ckpt8.checkpoint.meaning.roles import classify, unique_name
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.sources.bundle import WithSkeleton
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.plan import Refusal
 from ckpt8.compressing.planning import make_plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import DType, Role
@@ -131,22 +130,6 @@ def test_what_is_no_bare_state_dict(read):
     assert not is_bare_state_dict(None)
 
 
-def test_a_single_tensor_has_a_name(read):
-    assert roles(read(torch.ones(3))) == {"tensor": OTHER}
-
-
-def test_nested_models(read):
-    sd = {"w": torch.ones(2)}
-    algorithm = {"policy": dict(sd), "buffer": sd | {"x": torch.ones(1)}}
-    found = roles(read({"algo": algorithm, "wrapped": {"model": {"module": dict(sd)}}}))
-    assert found == {
-        "algo.policy.w": WEIGHT,
-        "algo.buffer.w": OTHER,
-        "algo.buffer.x": OTHER,
-        "wrapped.model.module.w": WEIGHT,
-    }
-
-
 def test_unknown_keys_are_other(read):
     tree = {
         "activations": {"w": torch.ones(2)},
@@ -159,15 +142,6 @@ def test_unknown_keys_are_other(read):
     found = roles(read(tree))
     assert len(found) == 6
     assert set(found.values()) == {OTHER}
-
-
-def test_whole_module(read):
-    """The parameters are weights under the names of the state dict; buffers are not."""
-    found = roles(read(network()))
-    weights = {name for name, role in found.items() if role is WEIGHT}
-    assert weights == {name for name, _ in network().named_parameters()}
-    others = {name.rpartition(".")[2] for name, role in found.items() if role is OTHER}
-    assert others == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def test_ema_as_a_list_of_parameters(read):
@@ -231,13 +205,6 @@ def test_every_key_of_the_state(read):
     }
 
 
-def test_amsgrad_and_sgd(read):
-    found = roles(read({"optimizer": stepped(network(), amsgrad=True).state_dict()}))
-    assert found["optimizer.state.2.max_exp_avg_sq"] is MOMENT2
-    found = roles(read({"optimizer": stepped(network(), torch.optim.SGD, lr=0.1, momentum=0.9).state_dict()}))
-    assert found == {f"optimizer.state.{i}.momentum_buffer": MOMENT1 for i in range(4)}
-
-
 def test_an_optimizer_may_stand_anywhere(read):
     state = stepped(network()).state_dict()
     for tree, prefix in (
@@ -262,16 +229,6 @@ def test_lists_of_optimizers_keep_their_groups_apart(read):
     assert [parameter.name for parameter in structure.parameters] == [
         f"optimizer.{k}.state.{i}" for k in range(2) for i in range(4)
     ]
-
-
-def test_groups_of_one_optimizer(read):
-    model = network()
-    groups = [{"params": list(model.fc.parameters()), "lr": 0.5}, {"params": list(model.bn.parameters()), "lr": 0.25}]
-    optimizer = torch.optim.AdamW(groups)
-    model(torch.randn(3, 6)).square().sum().backward()
-    optimizer.step()
-    structure = read({"optimizer": optimizer.state_dict()})
-    assert [parameter.group["lr"] for parameter in structure.parameters] == [0.5, 0.5, 0.25, 0.25]
 
 
 def test_state_keyed_by_name(read):
@@ -320,19 +277,6 @@ def test_tensors_of_the_groups_are_other(read):
         "model.o.param_groups.0.weights.model": OTHER,
         "model.o.state_dict.w": OTHER,
     }
-
-
-def test_moments_outside_an_optimizer_are_other(read):
-    found = roles(
-        read(
-            {
-                "exp_avg": torch.ones(2),
-                "x": {"exp_avg_sq": torch.ones(2)},
-                "y": {"state": {0: {"exp_avg": torch.ones(2)}}},
-            }
-        )
-    )
-    assert set(found.values()) == {OTHER}
 
 
 def test_shape_of_an_optimizer():
@@ -446,12 +390,6 @@ def test_one_role_twice_is_no_conflict(plan):
     ]
 
 
-def test_a_weight_that_something_else_holds_too_stays_exact(plan):
-    weight = torch.randn(96, 128)
-    _, streams = plan({"model": {"w": weight}, "history": [weight]})
-    assert "several roles" in lossless(streams["model.w"])
-
-
 @pytest.mark.parametrize(
     ("view", "covered"),
     [
@@ -560,26 +498,3 @@ def test_moments_that_are_not_alike_are_not_read_in_lockstep(plan):
     made, streams = plan({"optimizer": {"state": state, "param_groups": [{"params": [0], "amsgrad": False}]}})
     assert all(unit.parameter is None and len(unit.streams) == 1 for unit in made.units)
     assert streams["optimizer.state.0.exp_avg"].codec == Companded8()
-
-
-def test_a_unit_made_lossless_keeps_its_reason(plan):
-    model = nn.Linear(128, 96, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 128)).sum().backward()
-    optimizer.step()
-    made, _ = plan({"optimizer": optimizer.state_dict()})
-    [unit] = [unit for unit in made.units if unit.parameter is not None]
-    safe = unit.fallback(Refusal("holds NaN"))
-    assert [(stream.codec, stream.reason) for stream in safe.streams] == [(Lossless(), "holds NaN")] * 2
-    assert [stream.spec for stream in safe.streams] == [stream.spec for stream in unit.streams]
-    assert unit.streams[0].lossy
-    assert not safe.streams[0].lossy
-
-
-def test_references_are_to_the_right_place(read):
-    flat = torch.arange(20.0)
-    structure = read({"model": {"a": flat[4:16].view(3, 4).t()}})
-    [tensor] = structure.tensors
-    assert isinstance(tensor.ref, TensorRef)
-    assert (tensor.ref.offset, tensor.ref.shape, tensor.ref.stride) == (4, (4, 3), (1, 4))
-    assert format_path(("a", "b", "0")) == "a.b.0"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -143,16 +142,6 @@ def test_the_time_is_bounded(before, found, tmp_path):
     assert ("unet.0.weight" in roles(tree, tmp_path / "run.pt")[0]) is found
 
 
-def test_an_unknown_key_costs_nothing(tmp_path):
-    model = network()
-    sizes = {}
-    for key in ("model", "unet"):
-        torch.save({key: model.state_dict(), "opt": trained(copy.deepcopy(model))}, tmp_path / f"{key}.pt")
-        ckpt8.compress(tmp_path / f"{key}.pt")
-        sizes[key] = (tmp_path / f"{key}.ckpt8").stat().st_size
-    assert abs(sizes["unet"] - sizes["model"]) < 100
-
-
 def test_what_nothing_shows_stays_as_it_is(tmp_path):
     model = network()
     tree = {
@@ -170,16 +159,6 @@ def test_what_nothing_shows_stays_as_it_is(tmp_path):
     assert all(torch.equal(back["unet"][name], tensor) for name, tensor in tree["unet"].items())
 
 
-def test_a_small_parameter_shows_nothing(tmp_path):
-    """A temperature has the shape of many things."""
-    scale = nn.Parameter(torch.ones(64))
-    optimizer = torch.optim.AdamW([scale], lr=1e-3)
-    scale.sum().backward()
-    optimizer.step()
-    tree = {"logs": [torch.randn(64) for _ in range(200)], "opt": optimizer.state_dict()}
-    assert roles(tree, tmp_path / "run.pt")[0] == set()
-
-
 @pytest.mark.parametrize("key", ["unet", "actor_state_dict"])
 def test_convert_and_resume_take_the_same(key, tmp_path):
     model = network()
@@ -191,16 +170,6 @@ def test_convert_and_resume_take_the_same(key, tmp_path):
     rest = ckpt8.resume(tmp_path / "run.ckpt8", other, fresh)
     assert rest == {"epoch": 3}
     assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_list_becomes_a_distributed_checkpoint(tmp_path):
-    model = network()
-    torch.save([model.state_dict(), trained(model), {"epoch": 3}], tmp_path / "run.pt")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
-    weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    dcp.load({"model": weights}, checkpoint_id=tmp_path / "run", no_dist=True)
-    assert torch.equal(weights["0.weight"], model[0].weight)
 
 
 def test_what_stays_lossless_is_said_with_the_rule_that_compresses_it(tmp_path, run_command):

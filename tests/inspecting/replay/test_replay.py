@@ -208,7 +208,7 @@ def test_independent_gradients_of_the_scale_give_the_momentum(name):
 def test_a_state_that_is_not_finite(make, monkeypatch):
     """Lion's sign hides it from the update: it must be told all the same."""
     path = make("lion-pytorch")
-    read = replay._read
+    read = replay.Replayable.read
     sides = []
 
     def spoiled(*arguments):
@@ -218,7 +218,7 @@ def test_a_state_that_is_not_finite(make, monkeypatch):
             side.state["exp_avg"][0] = math.nan
         return side
 
-    monkeypatch.setattr(replay, "_read", spoiled)
+    monkeypatch.setattr(replay.Replayable, "read", spoiled)
     found = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1, threads=1)
     assert found.failures == ("optimizer.state.0: a replayed step is not finite",)
     assert found.resume["parameters"] == 5

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting import tensors
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.inspecting.facts import Stored, layers
+from ckpt8.inspecting.facts import layers_of
 from ckpt8.inspecting.survey import Rows, Tally
 
 pytestmark = pytest.mark.usefixtures("without_predictions")
@@ -174,18 +175,19 @@ def test_layers_have_all_bytes_and_every_moment_is_with_its_weight(name, inputs,
 
 def test_masters_and_averages_are_no_more_parameters():
     rows = [
-        Stored("model.h.0.w", Role.WEIGHT, DType.BFLOAT16, 2 * 100),
-        Stored("optimizer.fp32_groups_flat.0", Role.WEIGHT, DType.FLOAT32, 4 * 100),
-        Stored("ema.h.0.w", Role.WEIGHT, DType.FLOAT32, 4 * 100),
-        Stored("optimizer.state.0.exp_avg", Role.MOMENT1, DType.FLOAT32, 4 * 100),
+        SimpleNamespace(name="model.h.0.w", role=Role.WEIGHT, dtype=DType.BFLOAT16, nbytes=2 * 100),
+        SimpleNamespace(name="optimizer.fp32_groups_flat.0", role=Role.WEIGHT, dtype=DType.FLOAT32, nbytes=4 * 100),
+        SimpleNamespace(name="ema.h.0.w", role=Role.WEIGHT, dtype=DType.FLOAT32, nbytes=4 * 100),
+        SimpleNamespace(name="optimizer.state.0.exp_avg", role=Role.MOMENT1, dtype=DType.FLOAT32, nbytes=4 * 100),
     ]
-    found = layers(rows, [{"name": "h.0.w", "named": True, "moments": {"moment1": "optimizer.state.0.exp_avg"}}])
-    assert [(group["group"], group["parameters"], group["bytes"]) for group in found] == [
+    parameter = SimpleNamespace(name="h.0.w", moments={"moment1": 3})
+    manifest = SimpleNamespace(storages=rows, tensors=[], members=[], parameters=[parameter], directory=None)
+    assert [(group["group"], group["parameters"], group["bytes"]) for group in layers_of(manifest)] == [
         ("h.0", 100, 1000),
         ("flat master weights", 0, 400),
     ]
-    alone = layers(rows[1:2], [])
-    assert alone[0]["parameters"] == 100
+    manifest.storages, manifest.parameters = rows[1:2], []
+    assert layers_of(manifest)[0]["parameters"] == 100
 
 
 @pytest.mark.parametrize(

@@ -105,14 +105,6 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, change, match, form):
     refused(write(tmp_path, tree, form), *live(), match)
 
 
-def test_all_problems_are_told(tmp_path):
-    tree = tree_of(*trained(ADAMW))
-    tree["model"] = {name: t for name, t in tree["model"].items() if not name.startswith("norm.")}
-    error = refused(write(tmp_path, tree), *live(), r"norm.weight: is missing .*\(and 4 more")
-    assert len(error.problems) == 5
-    assert error.exit_code == 2
-
-
 def test_another_model(tmp_path, form):
     path = write(tmp_path, tree_of(*trained(ADAMW)), form)
     model = Net(width=80)
@@ -186,19 +178,6 @@ def test_groups_in_another_order(tmp_path, named):
     assert [group["weight_decay"] for group in swapped.param_groups] == [0.0, 0.1]
 
 
-@pytest.mark.slow
-def test_damage_anywhere_is_found_before_anything_changes(tmp_path):
-    path = write(tmp_path, tree_of(*trained(ADAMW)), "flash")
-    whole = path.read_bytes()
-    model, optimizer = live()
-    for place in range(100, len(whole), len(whole) // 25):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        refused(path, model, optimizer, "run", InputError)
-    for length in (0, 10, len(whole) // 2, len(whole) - 1):
-        path.write_bytes(whole[:length])
-        refused(path, model, optimizer, "run", InputError)
-
-
 def test_a_raw_file_with_a_flipped_bit(tmp_path):
     path = write(tmp_path, tree_of(*trained(ADAMW)))
     whole = bytearray(path.read_bytes())
@@ -217,12 +196,6 @@ def test_a_file_without_what_is_asked_for(tmp_path):
     refused(write(tmp_path, model.state_dict()), None, optimizer, "holds no optimizer state", UsageError)
     refused(write(tmp_path, {"model": [model]}), None, optimizer, "holds no optimizer state", UsageError)
     refused(tmp_path / "missing.pt", model, None, "No such file", InputError)
-
-
-def test_a_model_without_memory(tmp_path):
-    path = write(tmp_path, nn.Linear(2, 2).state_dict())
-    with pytest.raises(ResumeError, match="model weight: is on the meta device"):
-        ckpt8.resume(path, nn.Linear(2, 2, device="meta"))
 
 
 def test_not_strict_takes_what_fits_and_lists_the_rest(tmp_path):
@@ -278,3 +251,16 @@ def test_conjugate_views_are_refused(tmp_path):
     refused(
         write(tmp_path, {"bias": model.bias.conj(), "weight": model.weight}), model, None, "model bias: was saved as a"
     )
+
+
+@pytest.mark.slow
+def test_damage_anywhere_is_found_before_anything_changes(tmp_path):
+    path = write(tmp_path, tree_of(*trained(ADAMW)), "flash")
+    whole = path.read_bytes()
+    model, optimizer = live()
+    for place in range(100, len(whole), len(whole) // 25):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        refused(path, model, optimizer, "run", InputError)
+    for length in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        refused(path, model, optimizer, "run", InputError)

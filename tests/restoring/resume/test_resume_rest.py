@@ -19,7 +19,6 @@ from ckpt8.checkpoint.sources import composite as streaming
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.tree import Inert, TensorRef, iter_leaves
-from ckpt8.core.errors import UsageError
 
 
 def round_trip(tmp_path: Path, tree, model=None):
@@ -189,10 +188,3 @@ def test_extra_states(tmp_path):
     other = nn.Sequential(WithExtra(1.0))
     ckpt8.resume(tmp_path / "run.pt", other)
     assert other[0].scale == 2.5
-
-
-def test_a_path_that_is_text(tmp_path):
-    torch.save({"a": 1, "x": torch.ones(1)}, tmp_path / "run.pt")
-    assert ckpt8.resume(str(tmp_path / "run.pt"))["a"] == 1
-    with pytest.raises(UsageError, match="no optimizer"):
-        ckpt8.resume(str(tmp_path / "run.pt"), None, torch.optim.SGD([torch.ones(1)], 0.1))

@@ -186,24 +186,6 @@ def test_two_optimizers_of_parts_alike(named, tmp_path):
     assert [same(mine.state_dict(), its.state_dict()) for mine, its in zip(fresh, trained, strict=True)] == [True, True]
 
 
-def test_paths_choose(tmp_path):
-    there = Gan(1, trained=True, widths=(24, 24), makes=(adamw, adamw))
-    here = Gan(7, trained=False, widths=(24, 24), makes=(adamw, adamw))
-    path = saved(tmp_path, {**LAYOUTS["keys"](*there.states()), "ema_G": there.nets[0].state_dict()})
-    with pytest.raises(UsageError, match=r"may be one of netG, netD, ema_G; give a dict with these keys, or model_at="):
-        ckpt8.resume(path, model=here.nets)
-    options = {"model_at": ["netG", "netD"], "optimizer_at": {"a": "optimizerG", "b": "optimizerD"}}
-    ckpt8.resume(path, here.nets, dict(zip("ab", here.optimizers, strict=True)), **options)
-    assert here.equals(there)
-
-
-def test_one_of_several_is_enough(tmp_path):
-    there, here = Gan(1, trained=True), Gan(7, trained=False)
-    path = saved(tmp_path, LAYOUTS["keys"](*there.states()))
-    ckpt8.resume(path, model=[here.nets[1]], optimizer={"D": here.optimizers[1]})
-    assert same(here.states()[1::2], there.states()[1::2])
-
-
 @pytest.mark.parametrize("entries", [lambda a, b: {"optimizers": [a, b]}, lambda a, b: {"adamw": b, "muon": a}])
 def test_one_model_with_muon_and_adamw(entries, tmp_path):
     def split(model):
@@ -336,13 +318,6 @@ def test_wrong_arguments_are_one_line_and_change_nothing(case, tmp_path):
         ckpt8.resume(path, **arguments)
     assert "\n" not in str(found.value)
     assert same([model.state_dict(), optimizer.state_dict()], before)
-
-
-def test_a_wrapped_model_in_a_list(tmp_path):
-    there, here = Gan(1, trained=True), Gan(7, trained=False)
-    path = saved(tmp_path, LAYOUTS["keys"](*there.states()))
-    ckpt8.resume(path, model=[wrapped(here.nets[0]), nn.DataParallel(here.nets[1])], optimizer=here.optimizers)
-    assert here.equals(there)
 
 
 def test_one_optimizer_over_two_models(tmp_path):
