@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
 from ckpt8.core.files.atomic import noting_replaced
@@ -57,11 +57,6 @@ _begun: ContextVar[float | None] = ContextVar("_begun", default=None)
 def print_json(facts: Mapping[str, Any]) -> None:
     """Have ``facts`` printed as one JSON object on stdout at the end of the command, see ``guard.one_object``."""
     stated.update(facts)
-
-
-def write_json(facts: Mapping[str, Any]) -> None:
-    """Print one JSON object on stdout, with ``schema`` first."""
-    sys.stdout.write(json.dumps({"schema": SCHEMA, **facts}, allow_nan=False, ensure_ascii=True) + "\n")
 
 
 @contextmanager
@@ -214,10 +209,8 @@ def check_environment() -> None:
     rich and typer take any digits: a width of 0, or one of a thousand million columns.
     """
     for name in _SIZES:
-        text = os.environ.get(name)
-        if text is not None and (not (text.isascii() and text.isdigit() and len(text) < 20) or not int(text)):
-            del os.environ[name]
-        elif text is not None:
+        text = os.environ.pop(name, "")
+        if text.isascii() and text.isdigit() and len(text) < 20 and int(text):
             os.environ[name] = str(min(max(int(text), _SMALLEST), _LARGEST))
 
 
@@ -309,7 +302,7 @@ def _print_end(replaced: list[str], error: str | None, code: int, *, as_json: bo
     if "seconds" in stated:
         stated["total_seconds"] = waited()
     if stated:
-        write_json(stated)
+        sys.stdout.write(json.dumps({"schema": SCHEMA, **stated}, allow_nan=False, ensure_ascii=True) + "\n")
 
 
 def _outcome(error: BaseException) -> tuple[str | None, int]:
@@ -321,41 +314,34 @@ def _outcome(error: BaseException) -> tuple[str | None, int]:
     if hasattr(error, "exit_code") and not isinstance(error, Ckpt8Error):  # those of typer
         return getattr(error, "format_message", lambda: None)(), error.exit_code
     assert isinstance(error, Exception)  # noqa: S101 - what is none was handled
-    return _said(error.error if isinstance(error, UnexpectedError) else error)
+    return _said(error)
 
 
 def guarded(command: Callable[[], object]) -> None:
     """Run a command and turn every error into one line and an exit code."""
-    with waiting():
-        _guarded(command)
-
-
-def _guarded(command: Callable[[], object]) -> None:
     # A torch without numpy warns at its first use; ckpt8 does not need numpy.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     warnings.formatwarning = _one_line
     check_environment()
     try:
         try:
-            command()
+            with waiting():
+                command()
         finally:
             sys.stdout.flush()
     except StdoutError as exc:
-        _drop_stdout()
+        # Have the interpreter flush what is left to nowhere.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if exc.closed_pipe:
             # The reader has seen enough. A program without a handler would be killed by this signal.
             sys.exit(128 + signal.SIGPIPE)
-        _leave(f"standard output cannot be written: {exc}", OutputError.exit_code, exc)
+        _say(f"standard output cannot be written: {exc}", exc)
+        sys.exit(OutputError.exit_code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as exc:
-        error = exc.error if isinstance(exc, UnexpectedError) else exc
-        _leave(*_said(error), error)
-
-
-def _leave(text: str, code: int, error: BaseException) -> NoReturn:
-    _say(text, error)
-    sys.exit(code)
+        sys.exit(reported(exc)[1])
 
 
 def _say(text: str, error: BaseException) -> None:
@@ -364,24 +350,18 @@ def _say(text: str, error: BaseException) -> None:
 
 
 def reported(error: Exception) -> tuple[str, int]:
-    """Say on stderr what failed while other things go on; return that line and its exit code."""
+    """Say on stderr what failed; return that line and its exit code."""
     text, code = _said(error)
-    _say(text, error)
+    _say(text, error.error if isinstance(error, UnexpectedError) else error)
     return text, code
 
 
-def _drop_stdout() -> None:
-    """Have the interpreter flush what is left to nowhere."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _said(error: Exception) -> tuple[str, int]:
-    return (str(error), error.exit_code) if isinstance(error, Ckpt8Error) else _unexpected(error)
-
-
-def _unexpected(error: Exception) -> tuple[str, int]:
     """What went wrong and what to do, in a line, and the exit code."""
+    if isinstance(error, UnexpectedError):
+        return _said(error.error)
+    if isinstance(error, Ckpt8Error):
+        return str(error), error.exit_code
     if (missing := _missing(error)) is not None:
         return f"not enough {missing} for this process; raise its limit, or give fewer --threads", INTERNAL
     text = printable(str(error))

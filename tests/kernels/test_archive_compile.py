@@ -33,8 +33,6 @@ CASES = pytest.mark.parametrize(
     ("capability", "masked"),
     [(90, False), (90, True), *(pytest.param(each, False, marks=pytest.mark.slow) for each in (80, 100))],
 )
-DIRECTIONS = pytest.mark.parametrize("direction", ["encode", "decode"])
-COLUMNS = pytest.mark.parametrize("columns", [False, True], ids=["rows alone", "columns"])
 KERNELS = {
     f"{module.__name__.split('.')[-2]} {name.removesuffix('_kernel')}": found
     for module in (lattice, rclog, vscaled)
@@ -69,51 +67,27 @@ def assert_floors_are_compared(kernel, count) -> None:
 @pytest.mark.slow
 @CASES
 @KINDS
-@DIRECTIONS
-def test_lattice(tmp_path, direction, kind, size, masked, capability):
-    kernel = compiled(f"lattice {direction}", kind, capability, tmp_path, masked=masked)
-    assert_nothing_is_spilled(kernel, masked)
-    assert_rounded_once(kernel, divides=direction == "encode")
-    assert_floors_are_compared(kernel, PER_THREAD * (direction == "encode"))
-    if not masked:
-        assert_wide_parts(kernel, direction, size)
-
-
-@pytest.mark.slow
-@CASES
-@KINDS
-@DIRECTIONS
-def test_vscaled(tmp_path, direction, kind, size, masked, capability):
-    kernel = compiled(f"vscaled {direction}", kind, capability, tmp_path, masked=masked)
-    if triton.__version__.startswith("3.6."):
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+@pytest.mark.parametrize("codec", ["lattice", "vscaled", "rclog", "rclog with columns"])
+def test_codecs(tmp_path, codec, direction, kind, size, masked, capability):
+    name, _, columns = codec.partition(" with ")
+    given = {"columns": None} if codec == "rclog" else {}
+    kernel = compiled(f"{name} {direction}", kind, capability, tmp_path, masked=masked, **given)
+    if name == "vscaled" and triton.__version__.startswith("3.6."):
         # Its assembler keeps two words on the stack, with registers to spare.
         kernel.usage["STACK"] -= 8 * (kernel.usage["STACK"] == 8)
     assert_nothing_is_spilled(kernel, masked)
-    assert_rounded_once(kernel)
-    assert_floors_are_compared(kernel, 3 * PER_THREAD * (direction == "encode"))
-    assert "sqrt.rn.f32" in floating(kernel)
+    encodes = direction == "encode"
+    assert_rounded_once(kernel, divides=name == "vscaled" or (name == "lattice" and encodes))
+    assert_floors_are_compared(kernel, PER_THREAD * encodes * (3 if name == "vscaled" else 1))
+    assert name != "vscaled" or "sqrt.rn.f32" in floating(kernel)
+    assert name != "rclog" or encodes or floating(kernel) <= {"mov.f32"}
     if not masked:
-        assert_wide_parts(kernel, direction, size)
+        gathered = PER_THREAD * (1 + bool(columns)) if name == "rclog" else 0
+        assert_wide_parts(kernel, direction, size, gathered)
+    if not masked and name == "vscaled":
         # The second moments, and these as they were.
-        others = 1 + (direction == "encode")
-        assert kernel.accesses("ld")[16] == others + (direction == "decode" or size == 4)
-
-
-@pytest.mark.slow
-@CASES
-@KINDS
-@DIRECTIONS
-@COLUMNS
-def test_rclog(tmp_path, direction, kind, size, columns, masked, capability):
-    given = {} if columns else {"columns": None}
-    kernel = compiled(f"rclog {direction}", kind, capability, tmp_path, masked=masked, **given)
-    assert_nothing_is_spilled(kernel, masked)
-    assert_rounded_once(kernel, divides=False)
-    assert_floors_are_compared(kernel, PER_THREAD * (direction == "encode"))
-    if direction == "decode":
-        assert floating(kernel) <= {"mov.f32"}
-    if not masked:
-        assert_wide_parts(kernel, direction, size, gathered=PER_THREAD * (1 + columns))
+        assert kernel.accesses("ld")[16] == 1 + encodes + (not encodes or size == 4)
 
 
 @pytest.mark.parametrize("name", KERNELS)

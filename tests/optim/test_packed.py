@@ -148,29 +148,6 @@ def test_what_does_not_fit_changes_nothing(name):
 # --- the interface ------------------------------------------------------------------------------------------------
 
 
-def test_scheduler_survives_loading(name):
-    params = make_params()
-    optimizer = build(name, params)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
-    for step in range(3):
-        set_grads(params, step)
-        optimizer.step()
-        scheduler.step()
-    lr = optimizer.param_groups[0]["lr"]
-    assert lr == pytest.approx(ARGUMENTS[name]["lr"] / 4)
-    again = copies(params)
-    other = build(name, again)
-    resumed = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1 / (step + 1))
-    other.load_state_dict(optimizer.state_dict())
-    resumed.load_state_dict(scheduler.state_dict())
-    assert other.param_groups[0]["lr"] == lr
-    set_grads(again, 3)
-    set_grads(params, 3)
-    optimizer.step()
-    other.step()
-    assert_same_params(params, again)
-
-
 def test_learning_rate_may_be_a_tensor(name):
     one, two = make_params(), make_params()
     advance(build(name, one), one, 0, 2)

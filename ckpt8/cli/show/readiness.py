@@ -21,10 +21,8 @@ def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool
     """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
     console.print("\n[bold]Low-precision readiness[/]")
     console.print(_coverage(readiness))
-    for number_format in readiness["formats"]:
-        console.print(
-            f"[bold]{escape(number_format['label'])}[/]{escape(number_format['line'].removeprefix(number_format['label']))}"
-        )
+    for label, line in ((row["label"], row["line"]) for row in readiness["formats"]):
+        console.print(f"[bold]{escape(label)}[/]{escape(line.removeprefix(label))}")
     show_table(console, _COLUMNS, _rows(readiness["formats"]))
     if "against" in readiness:
         _show_measured(console, readiness["against"])
@@ -52,14 +50,12 @@ def _rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
     for number_format in formats:
         name, ideal = number_format["label"], f"{number_format['ideal_snr_db']:.1f}"
         for role, report in number_format["roles"].items():
-            yield name, ideal, ROLE_WORDS[role], *_cells(report[RAW]), *_cells(report[SCALED])
+            cells = []
+            for figures in (report[RAW], report[SCALED]):
+                losses = (percent(figures[key]) for key in ("overflow", "underflow", "subnormal"))
+                cells += [snr(figures["snr_db"]), *losses]
+            yield name, ideal, ROLE_WORDS[role], *cells
             name = ideal = ""
-
-
-def _cells(figures: dict[str, Any]) -> Iterator[str]:
-    yield snr(figures["snr_db"])
-    for key in ("overflow", "underflow", "subnormal"):
-        yield percent(figures[key])
 
 
 def _show_measured(console: Console, against: dict[str, Any]) -> None:

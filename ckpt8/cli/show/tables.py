@@ -156,13 +156,11 @@ class Share(NamedTuple):
 
 def bar(fraction: float, width: int, *, ascii_only: bool = False) -> str:
     """A bar of ``fraction`` of ``width`` columns, to an eighth of a column. Above zero it is never empty."""
-    eighths = min(round(fraction * width * 8), width * 8)
-    if fraction > 0:
-        eighths = max(eighths, 1)
+    eighths = max(min(round(fraction * width * 8), width * 8), 1 if fraction > 0 else 0)
     if ascii_only:
         return "#" * (-(-eighths // 8) if eighths < 8 else round(eighths / 8))
     whole, part = divmod(eighths, 8)
-    return _EIGHTHS[8] * whole + (_EIGHTHS[part] if part else "")
+    return _EIGHTHS[8] * whole + _EIGHTHS[part].strip()
 
 
 def bars(shares: Sequence[Share], width: int, *, ascii_only: bool = False) -> Iterator[str]:
@@ -197,10 +195,8 @@ HEALS = "its error heals: gradients renew the momentum within about ten steps, a
 
 def step_lines(steps: Mapping[str, Any]) -> list[str]:
     """The lines of ``facts``."""
-    lines = []
-    if steps["steps"] is not None:
-        whole, *parts = figure_phrases(steps)
-        lines.append(f"steps         {whole}: {', '.join(parts)}")
+    whole, *parts = figure_phrases(steps) if steps["steps"] is not None else [""]
+    lines = [f"steps         {whole}: {', '.join(parts)}"] if parts else []
     lines += [f"steps         {phrase}" for phrase in outside_phrases(steps)]
     lines += [f"learning rate {phrase}" for phrase in rate_phrases(steps)]
     lines.append(f"loss drift    {drift_text(steps['drift'])}")
@@ -225,25 +221,21 @@ def _budget_phrase(steps: Mapping[str, Any]) -> str:
 
 def fallback_phrase(steps: Mapping[str, Any]) -> str | None:
     """What is not stored under the budget, and why; None where all is."""
-    rows = steps["fallbacks"]
-    return (
-        "under no budget: " + "; ".join(f"{counted(row['count'], 'storage')}, {row['reason']}" for row in rows)
-        if rows
-        else None
-    )
+    rows = [f"{counted(row['count'], 'storage')}, {row['reason']}" for row in steps["fallbacks"]]
+    return f"under no budget: {'; '.join(rows)}" if rows else None
 
 
 def measured_lines(steps: Mapping[str, Any]) -> list[str]:
     """Lines about weights and updates, then those of ``step_lines``."""
     if steps["steps"] is None:
         return step_lines(steps)
-    update = {"nmse": steps["update_nmse"]}
-    lines = [f"update space  NMSE {number(steps['update_nmse'])}, max |Δu| {number(steps['max_error'])}"]
-    if steps["weight_snr_db"] is not None:
-        lines.insert(0, f"weights       SNR {number(steps['weight_snr_db'])} dB")
-    if heals := healing_line(update, steps):
-        lines.append(f"              {heals}")
-    return lines + step_lines(steps)
+    snr, heals = steps["weight_snr_db"], healing_line({"nmse": steps["update_nmse"]}, steps)
+    return [
+        *([] if snr is None else [f"weights       SNR {number(snr)} dB"]),
+        f"update space  NMSE {number(steps['update_nmse'])}, max |Δu| {number(steps['max_error'])}",
+        *([f"              {heals}"] if heals else []),
+        *step_lines(steps),
+    ]
 
 
 def drift_text(drift: Mapping[str, float] | None) -> str:
@@ -296,24 +288,13 @@ def part_phrases(steps: Mapping[str, Any]) -> list[str]:
 def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:
     """Print the error by optimizer, if there are several."""
     if steps and len(steps["optimizers"]) > 1:
-        columns = (
-            "optimizer of",
-            "steps",
-            *PARTS.values(),
-            "weights' SNR",
-            "max |Δu|",
-            "NMSE of u",
-            "expected loss drift",
+        figures = {"steps": "steps", **PARTS, "weight_snr_db": "weights' SNR", "max_error": "max |Δu|"}
+        figures["update_nmse"] = "NMSE of u"
+        rows = (
+            (counted(row["parameters"], "parameter"), *(number(row[key]) for key in figures), interval(row["drift"]))
+            for row in steps["optimizers"]
         )
-        rows = [
-            (
-                counted(optimizer["parameters"], "parameter"),
-                *(number(optimizer[key]) for key in ("steps", *PARTS, "weight_snr_db", "max_error", "update_nmse")),
-                interval(optimizer["drift"]),
-            )
-            for optimizer in steps["optimizers"]
-        ]
-        show_table(console, columns, rows)
+        show_table(console, ("optimizer of", *figures.values(), "expected loss drift"), rows)
 
 
 def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
