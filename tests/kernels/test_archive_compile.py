@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 import triton
-from test_compile import Compiled, assert_nothing_is_spilled, assert_rounded_once, floating
+from test_compile import TARGETS, Compiled, assert_nothing_is_spilled, assert_rounded_once, floating
 from triton.runtime.jit import JITFunction
 
 from ckpt8.codecs.lattice import triton as lattice
@@ -28,6 +28,7 @@ INTEGERS = ("S", "numbers", "skipped", "length", "across", "lowest", "highest")
 NUMBERS = ("step", "reciprocal", "k", "bias1", "root_bias2", "eps", "share", "reach", "most")
 TYPES = {**POINTERS, **dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(NUMBERS, "fp32"), "origin": "u32", "salt": "u32"}
 CHOICES = {"masked", "block", "tall", "wide"}
+TILE = {"tall": rclog.ROWS, "wide": rclog.COLUMNS}
 KINDS = pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
 CASES = pytest.mark.parametrize(
     ("capability", "masked"),
@@ -88,6 +89,28 @@ def test_codecs(tmp_path, codec, direction, kind, size, masked, capability):
     if not masked and name == "vscaled":
         # The second moments, and these as they were.
         assert kernel.accesses("ld")[16] == 1 + encodes + (not encodes or size == 4)
+
+
+@pytest.mark.slow
+@TARGETS
+@KINDS
+@pytest.mark.parametrize("columns", [False, True])
+def test_sums_of_rclog(tmp_path, kind, size, columns, capability):
+    given = {} if columns else {"rows": None}
+    kernel = compiled("rclog sums", kind, capability, tmp_path, **TILE, **given)
+    assert_nothing_is_spilled(kernel, masked=False)
+    assert floating(kernel) <= {"mov.f32"}
+    # Neighbours in a warp read neighbours in a row; a result is added once for a row or a column.
+    assert kernel.accesses("ld")[size] >= rclog.ROWS * rclog.COLUMNS // (32 * OPTIONS["num_warps"])
+    assert kernel.ptx.count("atom.global") + kernel.ptx.count("red.global") == 2
+
+
+@pytest.mark.slow
+@CASES
+def test_means_of_rclog(tmp_path, masked, capability):
+    kernel = compiled("rclog means", "*fp32", capability, tmp_path, masked=masked)
+    assert_nothing_is_spilled(kernel, masked)
+    assert not floating(kernel)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -100,15 +100,18 @@ def assert_wide(accesses: Counter[int], width: int, total: int, others: int = 0)
     assert sum(times for size, times in accesses.items() if size < width) <= others
 
 
+def split(direction, levels, masked, capability, folder) -> Compiled:
+    constants = {"levels": levels, "masked": masked, "block": BLOCK}
+    return Compiled(getattr(split24, f"{direction}_kernel"), PLANES, constants, capability, folder)
+
+
 @pytest.mark.slow
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("levels", [127, 7])
 @pytest.mark.parametrize("direction", ["encode", "decode"])
 def test_split24(tmp_path, direction, levels, masked, capability):
-    kernel = getattr(split24, f"{direction}_kernel")
-    constants = {"levels": levels, "masked": masked, "block": BLOCK}
-    kernel = Compiled(kernel, PLANES, constants, capability, tmp_path)
+    kernel = split(direction, levels, masked, capability, tmp_path)
     assert_nothing_is_spilled(kernel, masked)
     assert floating(kernel) <= {"mov.f32"}
     weights, planes, flags = ("ld", "st", 1) if direction == "encode" else ("st", "ld", 0)
@@ -118,6 +121,13 @@ def test_split24(tmp_path, direction, levels, masked, capability):
         assert flags or kernel.shared == 0  # no element changes its thread
 
 
+def companded(direction, kind, moment, masked, capability, folder) -> Compiled:
+    pointers = {"moments": kind, "codes": "*i8" if moment["signed"] else "*u8", "scales": "*u16", "flags": "*i32"}
+    levels = 127 if moment["signed"] else 63 if moment["fourth_root"] else 255
+    constants = {"levels": levels, "masked": masked, "block": BLOCK, **moment}
+    return Compiled(getattr(companded8, f"{direction}_kernel"), pointers, constants, capability, folder)
+
+
 @pytest.mark.slow
 @TARGETS
 @MASKED
@@ -125,10 +135,7 @@ def test_split24(tmp_path, direction, levels, masked, capability):
 @pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
 @pytest.mark.parametrize("direction", ["encode", "decode"])
 def test_companded8(tmp_path, direction, kind, size, moment, masked, capability):
-    pointers = {"moments": kind, "codes": "*i8" if moment["signed"] else "*u8", "scales": "*u16", "flags": "*i32"}
-    levels = 127 if moment["signed"] else 63 if moment["fourth_root"] else 255
-    constants = {"levels": levels, "masked": masked, "block": BLOCK, **moment}
-    kernel = Compiled(getattr(companded8, f"{direction}_kernel"), pointers, constants, capability, tmp_path)
+    kernel = companded(direction, kind, moment, masked, capability, tmp_path)
     assert_nothing_is_spilled(kernel, masked)
     assert_rounded_once(kernel)
     if masked:
