@@ -20,7 +20,7 @@ from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite, Streamer, add_prefix, computed
-from ckpt8.checkpoint.tree import Held, TensorRef, format_path, iter_nodes
+from ckpt8.checkpoint.tree import TensorRef, format_path, iter_nodes
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import DType
@@ -112,9 +112,8 @@ FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}
 
 def hold(data: Composite, values: torch.Tensor) -> TensorRef:
     """A tensor of ``data`` with the values of one in memory, such as a step."""
-    return data.tensor(
-        Held(bytes(bytes_of(values.contiguous()))), DType.from_label(str(values.dtype)), tuple(values.shape)
-    )
+    flat, dtype = values.contiguous().view(-1), DType.from_label(str(values.dtype))
+    return computed(data, dtype, tuple(values.shape), lambda start, stop: flat[start:stop])
 
 
 def cast(data: Composite, name: str, ref: TensorRef, dtype: DType) -> TensorRef:

@@ -31,7 +31,7 @@ from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.joined import Stored, containers_of, open_stored
-from ckpt8.container.manifest import DCP, FILE, Manifest, MemberRecord, base_json
+from ckpt8.container.manifest import DCP, FILE, Manifest, base_json
 from ckpt8.container.reader import ContainerReader, SkeletonFile
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError
@@ -103,12 +103,11 @@ def foreign_flags(members: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str
 def warning(target: str, members: Iterable[tuple[str, Sequence[str]]]) -> str | None:
     """The line in which ``restore`` warns of foreign names; None where there are none."""
     names = dict.fromkeys(name for _, classes in members for name in classes)
-    if not names:
-        return None
-    return (
+    line = (
         f"{target}: refers to {listed(names, _SHOWN)}, which torch.load refuses with weights_only=True, and without it "
         "imports and may call; load it so only if you trust where it came from"
     )
+    return line if names else None
 
 
 _WORST = 5
@@ -134,18 +133,18 @@ def inspect_container(
         manifest = reader.manifest
         if visit is not None:
             visit(reader)
-        looked = _not_surveyed(manifest)
         if full:
             from ckpt8.inspecting.survey import survey_decoded
-
-            looked = survey_decoded(path)
+        looked = survey_decoded(path) if full else _not_surveyed(manifest)
         looked["flags"][:0] = foreign_flags(
             names for file in containers_of(reader) for names in names_in_container(file)
         )
         return {
             "path": str(reader.path),
             "kind": "ckpt8",
-            "ranks": _rank_facts(reader),
+            "ranks": None
+            if isinstance(reader, ContainerReader)
+            else {"files": len(reader.readers), "strays": [*reader.strays()]},
             **_facts(manifest, reader.size),
             "measured_from": None if original is None else {"path": str(original), "differing": differing},
             **_framework(manifest),
@@ -173,46 +172,29 @@ def _not_surveyed(manifest: Manifest) -> dict[str, Any]:
     return {"flags": [], "sample": {"elements": 0, "of": count, "full": count == 0}}
 
 
-def _rank_facts(stored: Stored) -> dict[str, Any] | None:
-    """Of a directory of containers how many there are, and files that are no part of it; None of a container."""
-    if isinstance(stored, ContainerReader):
-        return None
-    return {"files": len(stored.readers), "strays": [*stored.strays()]}
-
-
 def _measure_again(stored: Stored, original: Path) -> list[str]:
     """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
-    from ckpt8.inspecting.verify import measure
+    from ckpt8.inspecting.verify import compare
 
     with Workers() as workers:
-        if isinstance(stored, ContainerReader):
-            measured = measure(stored, original, workers)
-            measured.replace_stated(stored.manifest)
-            return measured.differing
-        from ckpt8.inspecting.verify import differing_values, measure_ranks, open_originals
-
-        with open_originals(stored, original, workers) as originals:
-            differing = []
-            for reader, measured in measure_ranks(stored, originals, workers):
-                measured.replace_stated(reader.manifest)
-                differing += measured.differing
-            return differing + [line.partition(": differs")[0] for line in differing_values(stored, originals, workers)]
+        measured, values, _ = compare(stored, original, workers)
+    for reader, errors in measured:
+        errors.replace_stated(reader.manifest)
+    differing = [name for _, errors in measured for name in errors.differing]
+    return differing + [line.partition(": differs")[0] for line in values]
 
 
 def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
-    original = sum(member.size for member in manifest.members)
-    types = dtypes(manifest)
+    original, types, storages = sum(member.size for member in manifest.members), dtypes(manifest), manifest.storages
     weights = sum(
         record.nbytes // types[index].itemsize
-        for index, record in enumerate(manifest.storages)
+        for index, record in enumerate(storages)
         if record.role is Role.WEIGHT and types[index].is_plane_float and not record.is_reference
     )
     parts: Counter[str] = Counter()
-    for sizes in (
-        *(s.part_bytes for s in manifest.storages if s.pack is None),
-        *(p.part_bytes for p in manifest.packs),
-    ):
+    own = (record.part_bytes for record in storages if record.pack is None)
+    for sizes in (*own, *(pack.part_bytes for pack in manifest.packs)):
         parts.update(sizes)
     return {
         "format": manifest.version,
@@ -223,7 +205,16 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "directory": manifest.directory,
         "base": base_json(manifest.base) if manifest.base else None,
         "differences": sum(record.base is not None for record in manifest.storages),
-        "members": [_member_facts(manifest, member) for member in manifest.members],
+        "members": [
+            {
+                "path": member.path,
+                "format": member.format,
+                "bytes": member.size,
+                "stored_bytes": storages[member.skeleton].stored_bytes
+                + sum(storages[index].stored_bytes for _, index in member.segments),
+            }
+            for member in manifest.members
+        ],
         "bytes": original,
         "stored_bytes": size,
         "ratio": original / size,
@@ -236,12 +227,6 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "errors": total_errors(manifest, count_whole),
         "steps": step_facts(manifest, count_whole),
     }
-
-
-def _member_facts(manifest: Manifest, member: MemberRecord) -> dict[str, Any]:
-    storages = [member.skeleton, *(index for _, index in member.segments)]
-    stored = sum(manifest.storages[index].stored_bytes for index in storages)
-    return {"path": member.path, "format": member.format, "bytes": member.size, "stored_bytes": stored}
 
 
 def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
@@ -384,11 +369,7 @@ def _origin(source: Bundle, members: Sequence[Member], framework: str | None, *,
     homes = _homes(source, members)
     numbers += [_numbers(source, home) for home in homes]
     step = first_number(numbers, STEP_KEYS, whole=True)
-    counted = (
-        None
-        if step is not None
-        else next((step_there for step_there in (_counted(source, home) for home in homes) if step_there), None)
-    )
+    counted = next(filter(None, (_counted(source, home) for home in homes)), None) if step is None else None
     return {
         "framework": framework or _by_keys(members),
         "version": _text(version),
@@ -431,8 +412,7 @@ def _of_trees(source: Bundle) -> Iterator[dict[str, Any]]:
 def _homes(source: Bundle, members: Iterable[Member]) -> list[DcpCheckpoint]:
     """The distributed checkpoints that ``members`` of a source belong to."""
     paths = {member.path for member in members}
-    homes = [member.home for member in source.distributed if member.path in paths]
-    return list({id(home): home for home in homes}.values())
+    return list({id(member.home): member.home for member in source.distributed if member.path in paths}.values())
 
 
 def _numbers(source: Bundle, home: DcpCheckpoint) -> dict[str, Any]:

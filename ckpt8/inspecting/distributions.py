@@ -83,8 +83,7 @@ class Histogram(ErrorStats):
         wide = x if x.dtype is torch.float64 else x.float()
         finite = wide[wide.isfinite()]
         values = finite[finite != 0]
-        bins = torch.frexp(values).exponent.sub_(1).clamp_(LOWEST, HIGHEST).sub_(LOWEST)
-        counts = Counter({LOWEST + k: count for k, count in enumerate(torch.bincount(bins).tolist()) if count})
+        counts = _count(torch.frexp(values).exponent.sub_(1).clamp_(LOWEST, HIGHEST), LOWEST)
         return cls(len(finite) - len(values), len(wide) - len(finite), int((values < 0).sum()), counts)
 
     @property
@@ -119,8 +118,7 @@ class Codes:
     @classmethod
     def of(cls, codes: torch.Tensor, levels: range) -> Codes:
         """Count a flat tensor of codes, all of them in ``levels``."""
-        places = (codes.to(torch.int32) - levels.start).clamp_(0, len(levels) - 1)
-        return cls(levels, _counter(torch.bincount(places, minlength=len(levels)), levels.start))
+        return cls(levels, _count(codes.to(torch.int32).clamp(levels.start, levels.stop - 1), levels.start))
 
     @classmethod
     def of_symbols(cls, symbols: torch.Tensor) -> Codes:
@@ -164,8 +162,9 @@ class Codes:
         }
 
 
-def _counter(counts: torch.Tensor, first: int) -> Counter[int]:
-    return Counter({first + k: count for k, count in enumerate(counts.tolist()) if count})
+def _count(numbers: torch.Tensor, first: int) -> Counter[int]:
+    """How often each number occurs; none is less than ``first``."""
+    return Counter({first + k: count for k, count in enumerate(torch.bincount(numbers - first).tolist()) if count})
 
 
 @dataclass(slots=True)
@@ -196,13 +195,6 @@ class Drawn:
             what: {side: by_side.get((what, side)) for side in _SIDES} for what in CHARTED if (what, "after") in by_side
         }
 
-    def codes_json(self) -> list[dict[str, Any]]:
-        """The codes as plain values."""
-        return [
-            {"role": role, "codec": codec, "part": part, **codes.to_json()}
-            for (role, codec, part), codes in sorted(self.codes.items())
-        ]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -226,23 +218,17 @@ def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
     drawn = Drawn(sum(piece.after.numel() for piece in pieces))
     for piece in pieces:
         drawn.add(piece.role.value, piece.before, piece.after)
-        for part, codes in _codes(piece):
-            drawn.merge(Drawn(codes={(piece.role.value, codec_kind(config_of(piece.codec)), part): codes}))
+        codes = {name: Codes.of_symbols(part) for name, part in piece.parts.items() if part.dtype == DType.INT32.torch}
+        if levels := piece.codec.codes:
+            codes[levels.part] = Codes.of(piece.parts[levels.part], range(levels.lowest, levels.highest + 1))
+        kind = codec_kind(config_of(piece.codec))
+        drawn.merge(Drawn(codes={(piece.role.value, kind, part): counted for part, counted in codes.items()}))
     # The update of an element follows from its own moments alone, but for CAME's factored statistics.
     if parameter is not None and parameter.rule is not None and parameter.rule.kind not in _NOT_DRAWN:
         originals = {piece.index: piece.before for piece in pieces if piece.before is not None}
         before = _update(parameter, parameter.rule, originals) if len(originals) == len(pieces) else None
         drawn.add("update", before, _update(parameter, parameter.rule, {piece.index: piece.after for piece in pieces}))
     return drawn
-
-
-def _codes(piece: Piece) -> Iterator[tuple[str, Codes]]:
-    """How often the codes of each part are used, by the name of the part."""
-    if levels := piece.codec.codes:
-        yield levels.part, Codes.of(piece.parts[levels.part], range(levels.lowest, levels.highest + 1))
-    for name, part in piece.parts.items():
-        if part.dtype == DType.INT32.torch:
-            yield name, Codes.of_symbols(part)
 
 
 def _update(parameter: Parameter, rule: UpdateRule, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -349,23 +335,14 @@ class Gathered:
         """What the error of the update of a unit is, see ``figure_of``."""
         return self._figures[unit.parameter.name] if unit.parameter else "update"
 
-    def measure(self, what: str, error: ErrorStats, parameter: str | None = None) -> None:
-        """Add an error to the total of ``weight``, ``moment1``, ``moment2``, ``update`` or ``replayed``.
-
-        The last two are those of a ``parameter``.
-        """
-        self.totals.setdefault(what, type(error)()).merge(error)
-        self.measured[what] += [] if parameter is None else [parameter]
-
     def add(self, unit: Unit, seen: Seen) -> None:
         """Add the sample of a unit; ``seen.errors`` decide whether it is among the worst."""
         self.drawn.merge(seen.drawn)
         stream, update = unit.streams[0], seen.errors.update
         error = seen.errors.streams.get(stream.index)
-        if unit.parameter is None and isinstance(error, WeightError):
-            self._keep_worst("weight", "mean_relative", {"name": stream.spec.name}, error, seen.drawn)
-        if unit.parameter is None and isinstance(error, LatticeError):
-            self._keep_worst("lattice", "nmse", {"name": stream.spec.name}, error, seen.drawn)
+        if unit.parameter is None and isinstance(error, (WeightError, LatticeError)):
+            kind = ("weight", "mean_relative") if isinstance(error, WeightError) else ("lattice", "nmse")
+            self._keep_worst(*kind, {"name": stream.spec.name}, error, seen.drawn)
         if unit.parameter is not None and update is not None:
             shown = self._shown[unit.parameter.name]
             layer = self._layers[layer_of(plain_path(shown["name"]))]
@@ -403,7 +380,10 @@ class Gathered:
             "errors_from": self.errors_from,
             "errors": {**errors, **unknown_updates(self.unknown, count_whole)},
             "histograms": self.drawn.pairs_json(),
-            "codes": self.drawn.codes_json(),
+            "codes": [
+                {"role": role, "codec": codec, "part": part, **codes.to_json()}
+                for (role, codec, part), codes in sorted(self.drawn.codes.items())
+            ],
             "layers": [
                 self._layer_json(name)
                 for name in sorted(in_model_order(self._layers), key=lambda name: name == OUTSIDE_LAYERS)
@@ -463,11 +443,12 @@ def _add(gathered: Gathered, unit: Unit, seen: Seen) -> None:
         drawn |= {(what, "after"): before for (what, side), before in drawn.items() if side == "before"}
         seen.drawn.codes.clear()
         seen.errors = UnitErrors()
-    for stream in unit.streams:
-        if stream.index in seen.errors.streams:
-            gathered.measure(stream.spec.role.value, seen.errors.streams[stream.index])
+    errors = [(stream.spec.role.value, seen.errors.streams.get(stream.index)) for stream in unit.streams]
+    for what, error in (*errors, (gathered.figure(unit), seen.errors.update)):
+        if error is not None:
+            gathered.totals.setdefault(what, type(error)()).merge(error)
     if seen.errors.update is not None:
-        gathered.measure(gathered.figure(unit), seen.errors.update, unit.parameter.name if unit.parameter else None)
+        gathered.measured[gathered.figure(unit)] += [unit.parameter.name] if unit.parameter else []
     elif seen.refused is None and any(stream.lossy_moment for stream in unit.streams):
         parameter, name = unit.parameter, unit.streams[0].spec.name.rpartition(".")[0]
         reason = (parameter.reason or NOT_MEASURED) if parameter else NO_PARAMETER
@@ -594,9 +575,8 @@ def _piece(reader: Stored, source: Bundle | None, stream: Stream, chunk: int, wi
     if source is not None:
         before = torch.cat([_original(source, stream, chunk, window) for window in windows])
     by_element = {name: part for name, part in parts.items() if len(part) == spec.numel}
-    seen = {name: torch.cat([part[window] for window in windows]) for name, part in by_element.items()}
-    after = torch.cat([decoded[window] for window in windows])
-    return Piece(stream.index, spec.role, stream.codec, before, after, seen)
+    after, *seen = (torch.cat([part[window] for window in windows]) for part in (decoded, *by_element.values()))
+    return Piece(stream.index, spec.role, stream.codec, before, after, dict(zip(by_element, seen, strict=True)))
 
 
 def _original(source: Bundle, stream: Stream, chunk: int, window: slice) -> torch.Tensor:

@@ -27,7 +27,7 @@ they were stored with other steps. AMPLIFIED is the least factor with which none
 mean: 25 / 1.5. A run at twice the rate is unstable: any difference grows until the drift is 6e-3, one of 1e-7 in the
 weights to 3e-3. No expectation holds there.
 
-``layers`` groups storages by the part of the model that their parameter belongs to, and adds up their bytes. The first
+``layers_of`` groups storages by the part of the model that their parameter belongs to, and adds up bytes. The first
 number in the name of a parameter counts layers (``transformer.h.0``); parameters before and after the layers are
 grouped by module (``transformer.wte``, ``lm_head``). Moments and other state of an optimizer belong to the layer of
 their parameter if its name is known.
@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckpt8.checkpoint.meaning.optimizer_state import find_low_bit, read_rule
@@ -154,12 +154,15 @@ def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
         if is_unknown and tensor.dtype is DType.FLOAT32 and not is_small(tuple(tensor.shape)):
             storages[_rule_for(tensor.name)].append(tensor.storage)
     least = sum(member.size for member in manifest.members) / 100
-    rows: list[dict[str, Any]] = []
-    for rule, indices in storages.items():
-        nbytes = sum(manifest.storages[index].nbytes for index in set(indices))
-        if nbytes >= least:
-            rows.append({"rule": rule, "tensors": len(indices), "bytes": nbytes})
-    return sorted(rows, key=lambda row: -row["bytes"])
+    rows: list[dict[str, Any]] = [
+        {
+            "rule": rule,
+            "tensors": len(indices),
+            "bytes": sum(manifest.storages[index].nbytes for index in set(indices)),
+        }
+        for rule, indices in storages.items()
+    ]
+    return sorted((row for row in rows if row["bytes"] >= least), key=lambda row: -row["bytes"])
 
 
 def _rule_for(name: str) -> str:
@@ -178,10 +181,9 @@ def sizes_by(column: str, manifest: Manifest) -> list[dict[str, Any]]:
     types, skeletons = dtypes(manifest), skeleton_roles(manifest)
     codecs: dict[int, str] = {}  # those of a pack are one object
     for index, record in enumerate(manifest.storages):
-        if column == "dtype":
-            value = types[index].label
-        else:
-            value = codecs.get(id(record.codec)) or codecs.setdefault(id(record.codec), codec_kind(record.codec))
+        value = types[index].label if column == "dtype" else codecs.get(id(record.codec))
+        if value is None:
+            value = codecs[id(record.codec)] = codec_kind(record.codec)
         row = rows[skeletons.get(index, record.role.value), value]
         row["storages"] += 1
         row["elements"] += record.nbytes // types[index].itemsize
@@ -318,17 +320,17 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
             optimizers[_stated(parameter, "optimizer") or 0].append((parameter, error))
     every = [step for _, known in sorted(optimizers.items()) for step in known]
     storages = manifest.storages
-    inside = _inside(parameter for parameter, _ in every)
-    lossy = {index for index, storage in enumerate(storages) if _is_lossy(storage.codec)}
+    kinds = [codec_from_config(storage.codec).measured_as for storage in storages]
+    inside = {index for parameter, _ in every for index in (*parameter.moments.values(), *_weights([parameter]))}
+    lossy = {index for index, kind in enumerate(kinds) if kind is not None}
     outside = _rows((storages[index], _why_outside(manifest, index)) for index in sorted(lossy - inside))
     figures = _figures(every)
     if not lossy & inside and lossy:
         figures |= {"steps": None, **dict.fromkeys(PARTS), "drift": None}
     elif figures["drift"] is not None and any(row["reason"] != COPY for row in outside):
         figures["drift"]["is_open"] = True
-    weights = [
-        index for index, storage in enumerate(storages) if codec_from_config(storage.codec).measured_as == "lattice"
-    ]
+    weights = [index for index, kind in enumerate(kinds) if kind == "lattice"]
+    unbudgeted = (storages[index] for index in sorted(lossy) if storages[index].codec["id"] not in _ARCHIVED)
     return {
         "budget": manifest.budget.get("steps"),
         **figures,
@@ -340,12 +342,19 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
             "of": sum(storages[index].numel for index in lossy),
         },
         "weight_snr_db": _weight_snr(manifest, weights),
-        "optimizers": [_optimizer(manifest, members, count) for _, members in sorted(optimizers.items())],
+        "optimizers": [
+            {
+                "parameters": count(parameter.name for parameter, _ in members),
+                **_figures(members),
+                "weight_snr_db": _weight_snr(manifest, _weights(parameter for parameter, _ in members)),
+            }
+            for _, members in sorted(optimizers.items())
+        ],
         "capped": {
             "elements": sum(storages[index].numel for index in weights if storages[index].reason == CAPPED),
             "of": sum(storages[index].numel for index in weights),
         },
-        "fallbacks": _fallbacks(manifest),
+        "fallbacks": _rows((record, record.reason) for record in unbudgeted if record.reason is not None),
     }
 
 
@@ -355,23 +364,18 @@ def _stated(parameter: ParameterRecord, key: str) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
+def _weights(parameters: Iterable[ParameterRecord]) -> list[int]:
+    """The storages of the weights of parameters, as far as these state them."""
+    return [index for parameter in parameters if (index := _stated(parameter, "weight_storage")) is not None]
+
+
 def _weight_snr(manifest: Manifest, storages: Iterable[int]) -> float | None:
     """The SNR of weights on lattices, in dB."""
-    total = LatticeError()
-    for index in storages:
-        record = manifest.storages[index] if index < len(manifest.storages) else None
-        if record is not None and isinstance(error := read_error(record.error), LatticeError):
+    total, known = LatticeError(), manifest.storages
+    for error in (read_error(known[index].error) for index in storages if index < len(known)):
+        if isinstance(error, LatticeError):
             total.merge(error)
     return total.snr_db
-
-
-def _optimizer(manifest: Manifest, parameters: list[tuple[ParameterRecord, StepError]], count: Count) -> dict[str, Any]:
-    weights = [index for parameter, _ in parameters if (index := _stated(parameter, "weight_storage")) is not None]
-    return {
-        "parameters": count(parameter.name for parameter, _ in parameters),
-        **_figures(parameters),
-        "weight_snr_db": _weight_snr(manifest, weights),
-    }
 
 
 def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[str, Any]:
@@ -400,49 +404,25 @@ def _rates(every: Iterable[tuple[ParameterRecord, StepError]], count: Count) -> 
     return [{"rate": rate, "stated": stated, "parameters": count(name)} for (rate, stated), name in names.items()]
 
 
-def _inside(parameters: Iterable[ParameterRecord]) -> set[int]:
-    """The storages whose error is that of these parameters."""
-    storages = set[int]()
-    for parameter in parameters:
-        weight = _stated(parameter, "weight_storage")
-        storages |= {*parameter.moments.values(), *(() if weight is None else (weight,))}
-    return storages
-
-
 def _why_outside(manifest: Manifest, index: int) -> str:
     """Why the error of a lossy storage is not in the figure."""
     record = manifest.storages[index]
     if record.role is Role.WEIGHT and record.codec["id"] in _ARCHIVED:
         return COPY
     owner = next((parameter for parameter in manifest.parameters if index in parameter.moments.values()), None)
-    return _plain(record.reason or (owner.reason if owner else None) or NOT_MEASURED)
-
-
-def _fallbacks(manifest: Manifest) -> list[dict[str, Any]]:
-    """Lossy storages that codecs without a budget keep."""
-    lossy = (
-        storage for storage in manifest.storages if storage.codec["id"] not in _ARCHIVED and _is_lossy(storage.codec)
-    )
-    return _rows((record, _plain(record.reason)) for record in lossy if record.reason is not None)
+    return record.reason or (owner.reason if owner else None) or NOT_MEASURED
 
 
 def _rows(reasons: Iterable[tuple[StorageRecord, str]]) -> list[dict[str, Any]]:
     """Storages by reason: how many, their elements, and a few names."""
     rows: dict[str, dict[str, Any]] = {}
-    for record, reason in reasons:
+    for record, stated in reasons:
+        reason = stated.removeprefix(NO_BUDGET)
         row = rows.setdefault(reason, {"reason": reason, "count": 0, "elements": 0, "names": []})
         row["count"] += 1
         row["elements"] += record.numel
         row["names"] = [*row["names"], record.name][:_NAMES]
     return sorted(rows.values(), key=lambda row: -row["elements"])
-
-
-def _is_lossy(codec: Mapping[str, Any]) -> bool:
-    return codec_from_config(codec).measured_as is not None
-
-
-def _plain(reason: str) -> str:
-    return reason.removeprefix(NO_BUDGET)
 
 
 STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "iter", "global_steps", "num_updates", "steps")
@@ -466,39 +446,31 @@ MASTERS = "flat master weights"
 OUTSIDE_LAYERS = "other"
 
 
-class Stored(NamedTuple):
-    """One storage, or slice of a tensor: ``nbytes`` of ``dtype`` under the name of its first tensor."""
-
-    name: str
-    role: Role
-    dtype: DType
-    nbytes: int
-
-
-def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups in the order of the source: {group, parameters, bytes, roles}, ``roles`` with the bytes of each.
+def layers_of(manifest: Manifest) -> list[dict[str, Any]]:
+    """Groups in the order of the source: {group, parameters, bytes, roles}; ``roles`` are bytes by role.
 
     ``parameters`` of a group are the elements of its weights; copies of a weight, as an average or masters, count once.
-    The argument ``parameters`` lists those of optimizers: {name, named, moments}, moments by slot with the name of a
-    storage.
     """
     owners: dict[str, str] = {}
-    for parameter in parameters:
-        path = plain_path(parameter["name"]) if parameter["named"] else ""
-        owners.update((_state(moment), path) for moment in parameter["moments"].values())
-    storages = list(storages)
-    names = {storage.name for storage in storages}
-    sizes: dict[str, dict[str, int]] = defaultdict(dict)
+    for parameter, shown in zip(manifest.parameters, shown_names(manifest), strict=True):
+        path = plain_path(shown["name"]) if shown["named"] else ""
+        owners.update((_state(manifest.storages[index].name), path) for index in parameter.moments.values())
+    types, skeletons = dtypes(manifest), skeleton_roles(manifest)
+    storages = [(record, types[index]) for index, record in enumerate(manifest.storages) if index not in skeletons]
+    names = {record.name for record, _ in storages}
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)
     counts: dict[tuple[str, str, str], int] = {}
-    for storage in storages:
-        owner = owners.get(_state(storage.name)) if owners else None
-        plain = plain_path(storage.name) if storage.role is Role.WEIGHT else ""
-        group = _group(storage, owner, plain)
-        own, role = sizes[group], storage.role.value
-        own[role] = own.get(role, 0) + storage.nbytes
-        if storage.role is Role.WEIGHT and _is_parameter(storage, names):
-            key = group, owner or plain, "".join(SLICE.findall(storage.name))
-            counts.setdefault(key, storage.nbytes // storage.dtype.itemsize)
+    for record, dtype in storages:
+        owner = owners.get(_state(record.name)) if owners else None
+        plain = plain_path(record.name) if record.role is Role.WEIGHT else ""
+        group = _group(record, owner, plain)
+        sizes[group][record.role.value] += record.nbytes
+        # The scale of codes of 8 bits is no parameter, the codes are.
+        is_scale = record.name.endswith("weight_scale") and record.name.removesuffix("_scale") in names
+        is_parameter = not is_scale and (dtype.is_floating or f"{record.name}_scale" in names)
+        if record.role is Role.WEIGHT and is_parameter:
+            key = group, owner or plain, "".join(SLICE.findall(record.name))
+            counts.setdefault(key, record.nbytes // dtype.itemsize)
     totals: Counter[str] = Counter()
     for (group, _, _), count in counts.items():
         totals[group] += count
@@ -507,18 +479,11 @@ def layers(storages: Iterable[Stored], parameters: Iterable[Mapping[str, Any]]) 
         {
             "group": group,
             "parameters": 0 if group == MASTERS and elsewhere else totals[group],
-            "bytes": sum(sizes[group].values()),
-            "roles": sizes[group],
+            "bytes": sizes[group].total(),
+            "roles": dict(sizes[group]),
         }
         for group in sorted(in_model_order(sizes), key=lambda group: group in (UNNAMED, MASTERS, OUTSIDE_LAYERS))
     ]
-
-
-def _is_parameter(stored: Stored, names: Set[str]) -> bool:
-    """Whether a storage holds weights, or codes of 8 bits with a scale; not so that scale."""
-    if stored.name.endswith("weight_scale") and stored.name.removesuffix("_scale") in names:
-        return False
-    return stored.dtype.is_floating or f"{stored.name}_scale" in names
 
 
 def _state(name: str) -> str:
@@ -526,21 +491,10 @@ def _state(name: str) -> str:
     return whole_tensor(name).rpartition(".")[0]
 
 
-def _group(stored: Stored, path: str | None, plain: str) -> str:
+def _group(stored: StorageRecord, path: str | None, plain: str) -> str:
     """The group of a storage. ``path`` is that of its optimizer's parameter, if it has one, ``plain`` its own."""
     if path is not None:
         return layer_of(path) if path else UNNAMED
     if stored.role is Role.WEIGHT:
         return MASTERS if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", stored.name)) else layer_of(plain)
     return UNNAMED if stored.role in (Role.MOMENT1, Role.MOMENT2) else OUTSIDE_LAYERS
-
-
-def layers_of(manifest: Manifest) -> list[dict[str, Any]]:
-    """The layers of a checkpoint, with their uncompressed bytes."""
-    types, skeletons = dtypes(manifest), skeleton_roles(manifest)
-    storages = [
-        Stored(record.name, record.role, types[index], record.nbytes)
-        for index, record in enumerate(manifest.storages)
-        if index not in skeletons
-    ]
-    return layers(storages, parameter_facts(manifest))

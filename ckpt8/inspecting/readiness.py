@@ -194,21 +194,21 @@ RAW, SCALED = "raw", "scaled"
 _LARGEST_EXPONENT = 1022
 """2^this and its reciprocal are normal in float64."""
 
-_FLOAT32_SCALES = (1.0, 2.0**126)
-"""Scales at which a float32 times a power of two stays a float32: no element of the tensor leaves the range."""
+_LARGEST_SCALE = 2.0**126
+"""From 1 to this scale a float32 times a power of two stays a float32: no element of the tensor leaves the range."""
 
 
 @dataclass(slots=True)
 class Extent:
     """The result of the first pass. ``square`` * 4^``exponent`` is the sum of squares.
 
-    ``count`` elements are finite, and ``zeros`` of these are zero. ``largest`` and ``smallest`` are magnitudes; the
-    smallest is not zero.
+    ``count`` elements are finite, and ``nonzero`` of these are not zero. ``largest`` and ``smallest`` are magnitudes;
+    the smallest is not zero.
     """
 
     count: int = 0
     nonfinite: int = 0
-    zeros: int = 0
+    nonzero: int = 0
     largest: float = 0.0
     smallest: float = math.inf
     square: float = 0.0
@@ -218,30 +218,21 @@ class Extent:
         """Add a flat tile of float32 or float64."""
         finite = finite_of(x)
         self.nonfinite += len(x) - len(finite)
-        if not len(finite):
-            return
         magnitudes = finite.abs()
-        largest = float(magnitudes.amax())
-        self.count += len(finite)
-        self.largest = max(self.largest, largest)
         nonzero = int(magnitudes.count_nonzero())
-        self.zeros += len(finite) - nonzero
+        self.count += len(finite)
+        self.nonzero += nonzero
         if not nonzero:
             return
-        smallest = float(magnitudes.amin())
+        largest, smallest = float(magnitudes.amax()), float(magnitudes.amin())
         if not smallest:
             smallest = float(magnitudes.masked_fill_(magnitudes == 0, math.inf).amin())
-        self.smallest = min(self.smallest, smallest)
+        self.largest, self.smallest = max(self.largest, largest), min(self.smallest, smallest)
         exponent = _bounded(math.frexp(largest)[1])
         wide = finite.double() * 2.0**-exponent
         common = max(exponent, self.exponent) if self.square else exponent
         mine, added = math.ldexp(self.square, 2 * (self.exponent - common)), float(wide.dot(wide))
         self.square, self.exponent = mine + math.ldexp(added, 2 * (exponent - common)), common
-
-    @property
-    def nonzero(self) -> int:
-        """Finite elements that are not zero."""
-        return self.count - self.zeros
 
     @property
     def rms(self) -> float:
@@ -274,19 +265,6 @@ class Cast:
     subnormal: int = 0
     noise: float = 0.0
 
-    def to_json(self, extent: Extent) -> dict[str, Any]:
-        """Fractions, and the SNR in dB, None without any error."""
-        return {
-            **{key: getattr(self, key) / max(extent.nonzero, 1) for key in ("overflow", "underflow", "subnormal")},
-            "snr_db": decibels(self.nmse(extent)),
-        }
-
-    def nmse(self, extent: Extent) -> float:
-        """Noise divided by signal; 0 if all is zero."""
-        if not extent.square:
-            return 0.0
-        return self.noise / math.ldexp(extent.square, 2 * (math.frexp(extent.unit)[1] - 1 + extent.exponent))
-
 
 def decibels(nmse: float) -> float | None:
     """The SNR that belongs to noise divided by signal; None without noise."""
@@ -303,20 +281,26 @@ class Casts:
     )
 
     def to_json(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """By format, then RAW or SCALED, the values of ``Cast.to_json``."""
+        """By format, then RAW or SCALED, fractions, and the SNR in dB, None without any error."""
+        extent = self.extent
+        signal = math.ldexp(extent.square, 2 * (math.frexp(extent.unit)[1] - 1 + extent.exponent))
         return {
-            name: {kind: cast.to_json(self.extent) for kind, cast in kinds.items()}
+            name: {
+                kind: {
+                    **{key: getattr(cast, key) / max(extent.nonzero, 1) for key in _FRACTIONS},
+                    "snr_db": decibels(cast.noise / signal if signal else 0.0),
+                }
+                for kind, cast in kinds.items()
+            }
             for name, kinds in self.figures.items()
         }
 
     def add(self, x: torch.Tensor) -> None:
         """Round a flat tile of float32 or float64 and add the losses."""
         finite = finite_of(x)
-        if not len(finite):
-            return
         unit, largest = self.extent.unit, self.extent.largest
         scaled = scaled_by(finite, unit)
-        for number_format in FORMATS:
+        for number_format in FORMATS if len(finite) else ():
             self._round(number_format, RAW, finite, 1.0, unit)
             if number_format.scaling == "unit":
                 self._round(number_format, SCALED, scaled, unit, 1.0)
@@ -339,8 +323,7 @@ class Casts:
 
 def scaled_by(x: torch.Tensor, scale: float) -> torch.Tensor:
     """``x`` times a power of two, exactly: as float64 if float32 could lose bits."""
-    low, high = _FLOAT32_SCALES
-    return x * scale if x.dtype is torch.float32 and low <= scale <= high else x.double() * scale
+    return x * scale if x.dtype is torch.float32 and 1.0 <= scale <= _LARGEST_SCALE else x.double() * scale
 
 
 def tiles(blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -365,16 +348,10 @@ _REASONS = ("underflow", "snr_db", "overflow")
 _BECOME = {"overflow": "overflow", "underflow": "become zero"}
 
 
-def format_reports(tensors: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For every format its bounds, the losses and the verdict by role, and all verdicts in one line."""
-    return [
-        _format_report(number_format, [t for t in tensors if t["formats"] is not None]) for number_format in FORMATS
-    ]
-
-
-def _format_report(number_format: NumberFormat, tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    by_role = {role: [tensor for tensor in tensors if tensor["role"] == role] for role in ROLE_WORDS}
-    roles = {role: _role_report(number_format, of_role) for role, of_role in by_role.items() if of_role}
+def format_report(number_format: NumberFormat, tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The bounds of a format, the losses and the verdict by role, and all verdicts in one line."""
+    by_role = _by_role(tensor for tensor in tensors if tensor["formats"] is not None)
+    roles = {role: _role_report(number_format, by_role[role]) for role in ROLE_WORDS if role in by_role}
     parts = [f"{ROLE_WORDS[role]} {report['text']}" for role, report in roles.items()]
     return {
         "format": number_format.id,
@@ -401,9 +378,9 @@ def _verdict(tensors: Sequence[dict[str, Any]], failing: dict[str, list[dict[str
     if not failing[RAW]:
         return READY
     left, total = (sum(tensor["elements"] for tensor in some) for some in (failing[SCALED], tensors))
-    if not left:
-        return READY_SCALED
-    return READY_MOSTLY if left <= FEW * total else NOT_READY
+    if left > FEW * total:
+        return NOT_READY
+    return READY_MOSTLY if left else READY_SCALED
 
 
 def fails(number_format: NumberFormat, tensor: dict[str, Any], kind: str) -> str | None:
@@ -443,14 +420,18 @@ def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
 
 def measured_total(tensors: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By role the measured error against an original, over the tensors that have one."""
-    by_role: dict[str, list[dict[str, Any]]] = {}
-    for tensor in tensors:
-        if tensor["measured"] is not None:
-            by_role.setdefault(tensor["role"], []).append(tensor)
+    by_role = _by_role(tensor for tensor in tensors if tensor["measured"] is not None)
     return {
-        role: {"tensors": len(of_role), **_snr((tensor, tensor["measured"]["snr_db"]) for tensor in of_role)}
-        for role, of_role in by_role.items()
+        role: {"tensors": len(measured), **_snr((tensor, tensor["measured"]["snr_db"]) for tensor in measured)}
+        for role, measured in by_role.items()
     }
+
+
+def _by_role(tensors: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    by_role: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for tensor in tensors:
+        by_role[tensor["role"]].append(tensor)
+    return by_role
 
 
 def _text(number_format: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
@@ -514,7 +495,7 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
             "nonfinite": sum(tensor["nonfinite"] for tensor in tensors),
             "left_out": dict(source.left_out),
             "thresholds": {"underflow": MOST_UNDERFLOW, "few": FEW},
-            "formats": format_reports(tensors),
+            "formats": [format_report(number_format, tensors) for number_format in FORMATS],
             "tensors": tensors,
         }
         if original is not None:
@@ -576,8 +557,8 @@ def _measure(
 ) -> dict[str, Any]:
     signal, error, differing = Extent(), Extent(), 0
     one, two = mine, theirs
-    strides = [[ref.stride for ref in tensor.pieces] for tensor in (mine, theirs)]
-    if strides[0] == strides[1] and mine.scale is theirs.scale is None:
+    same_strides = [ref.stride for ref in mine.pieces] == [ref.stride for ref in theirs.pieces]
+    if same_strides and mine.scale is theirs.scale is None:
         one, two = mine.in_memory_order, theirs.in_memory_order
     for pair in zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True):
         for y, x in zip(*(tiles([block]) for block in pair), strict=True):
@@ -606,13 +587,13 @@ def pair_tensors(
         [tensor for tensor in mine if tensor.name not in equal],
         [tensor for tensor in theirs if tensor.name not in taken],
     )
-    pairs = [(tensor, equal.get(tensor.name) or loose.get(tensor.name)) for tensor in mine]
-    return [(one, other) for one, other in pairs if other is not None and _shapes(one) == _shapes(other)]
-
-
-def _shapes(tensor: SourceTensor) -> list[tuple[int, ...]]:
-    """The shapes of its slices: if two tensors have the same, their elements are in the same order."""
-    return [ref.shape for ref in tensor.pieces]
+    pairs = ((tensor, equal.get(tensor.name) or loose.get(tensor.name)) for tensor in mine)
+    # Tensors whose slices have the same shapes have their elements in the same order.
+    return [
+        (one, other)
+        for one, other in pairs
+        if other is not None and [ref.shape for ref in one.pieces] == [ref.shape for ref in other.pieces]
+    ]
 
 
 def _match_by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dict[str, SourceTensor]:

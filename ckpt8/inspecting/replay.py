@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.tensors import measure
+from ckpt8.inspecting.tensors import Change, measure
 from ckpt8.optim.cards import Form
 from ckpt8.optim.known_optimizers import SIDE_STATE
 
@@ -97,10 +98,8 @@ class ReplayFigures:
             self.broken.append(name)
         else:
             self.parameters += 1
-            if unpaired is None:
-                self.with_weights += 1
-            else:
-                self.without_weights[name] = unpaired
+            self.with_weights += unpaired is None
+            self.without_weights |= {} if unpaired is None else {name: unpaired}
             for total, step in zip(self.steps, steps, strict=True):
                 total.merge(step)
             if needs_gradient:
@@ -158,7 +157,17 @@ class Replayable:
     def __post_init__(self) -> None:
         object.__setattr__(self, "storages", {storage.key: storage for storage in self.checkpoint.storages})
 
-    def load(self, ref: TensorRef, home: str | None = None) -> Tensor:
+    def read(self, form: Form, saved: SavedParameter) -> _Side:
+        """The state and the weight of a parameter. Raises InputError."""
+        state = {
+            tensor.key: values.reshape(-1) if tensor.is_moment else values
+            for tensor in form.tensors
+            if isinstance(ref := saved.state.get(tensor.key), TensorRef)
+            for values in [self._load(ref)]
+        }
+        return _Side(state, None if saved.weight is None else self._load(saved.weight, saved.home).reshape(-1))
+
+    def _load(self, ref: TensorRef, home: str | None = None) -> Tensor:
         """The values of a tensor as float32, from the file at the path ``home`` or this one. Raises InputError."""
         values = torch.empty(ref.shape, dtype=ref.dtype.torch)
         Streamer(self.checkpoint if home is None else self.files[home]).copy(ref, values)
@@ -170,13 +179,11 @@ class Replayable:
         group = read_settings(self.checkpoint, self.storages, saved.group)
         state = {**saved.state, **read_settings(self.checkpoint, self.storages, own)}
         rule = find_rule(state, group, state.get("step", group.get("step")))
-        if isinstance(rule, Replayed) and rule.form.reach != "element" and any(map(_is_part, saved.state.values())):
+        refs = (value for value in saved.state.values() if isinstance(value, TensorRef))
+        is_part = any(ref.share is not None and ref.share.whole != ref.shape for ref in refs)
+        if isinstance(rule, Replayed) and rule.form.reach != "element" and is_part:
             return "its step takes the whole tensor, and the file has a part of it"
         return rule
-
-
-def _is_part(value: object) -> bool:
-    return isinstance(value, TensorRef) and value.share is not None and value.share.whole != value.shape
 
 
 class ReplaySource:
@@ -207,13 +214,13 @@ def replay(
 
     ``prefix`` comes before names. Raises InputError for damage, CheckFailedError if the two trees are not alike.
     """
-    both = _Sides(original, compressed, len(figures.steps))
     mine, theirs = original.parameters, compressed.parameters
     if [saved.name for saved in mine] != [saved.name for saved in theirs]:
         raise CheckFailedError(
             "the original and the compressed file have different parameters, so no step can be replayed"
         )
-    for saved, figures_of in zip(mine, workers.map(both.replay, zip(mine, theirs, strict=True)), strict=True):
+    replay_one = partial(_replay, original, compressed, len(figures.steps), threading.Lock())
+    for saved, figures_of in zip(mine, workers.map(replay_one, zip(mine, theirs, strict=True)), strict=True):
         rule = recognise(saved.state, saved.group, None)
         needs_gradient = isinstance(rule, UpdateRule) and rule.kind == "replayed"
         figures.add(prefix + saved.name, figures_of, saved.unpaired, needs_gradient=needs_gradient)
@@ -222,19 +229,14 @@ def replay(
 def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> ReplayFigures:
     """Replay every member with ``workers``; threads of its own decode the container."""
     figures = ReplayFigures([StepFigures() for _ in range(steps)])
-    whole = reader.manifest.directory is None
     with open_source(original) as one, open_source(reader.path) as other:
         first, second = ReplaySource(one), ReplaySource(other)
         for record in reader.manifest.members:
             if record.format == DCP:
-                names = [
-                    parameter.name
-                    for parameter in reader.manifest.parameters
-                    if parameter.name.startswith(f"{record.path}:")
-                ]
-                figures.skipped.update(dict.fromkeys(names, _SPREAD))
+                names = (parameter.name for parameter in reader.manifest.parameters)
+                figures.skipped.update({name: _SPREAD for name in names if name.startswith(f"{record.path}:")})
             if record.format in READERS:
-                prefix = "" if whole else f"{record.path}:"
+                prefix = "" if reader.manifest.directory is None else f"{record.path}:"
                 replay(first.of_member(record.path), second.of_member(record.path), figures, workers, prefix)
     return figures
 
@@ -248,49 +250,41 @@ class _Side:
 
     def find_not_finite(self) -> str | None:
         """The key of a tensor with a NaN or an Inf, or ``the weight``; None without any."""
-        weight = {} if self.weight is None else {"the weight": self.weight}
-        return next((key for key, values in {**self.state, **weight}.items() if not torch.isfinite(values).all()), None)
+        tensors = self.state if self.weight is None else {**self.state, "the weight": self.weight}
+        return next((key for key, values in tensors.items() if not torch.isfinite(values).all()), None)
 
 
-class _Sides:
-    """Reads parameters of both checkpoints; the sources take one reader at a time."""
+def _replay(
+    one: Replayable, other: Replayable, steps: int, lock: threading.Lock, pair: tuple[SavedParameter, SavedParameter]
+) -> list[StepFigures] | str:
+    """The figures of one parameter, step by step, or why it cannot be replayed. Thread-safe.
 
-    def __init__(self, original: Replayable, compressed: Replayable, steps: int) -> None:
-        self._original, self._compressed, self._steps = original, compressed, steps
-        self._lock = threading.Lock()
-
-    def replay(self, job: tuple[SavedParameter, SavedParameter]) -> list[StepFigures] | str:
-        """The figures of one parameter, step by step, or why it cannot be replayed. Thread-safe."""
-        saved, theirs = job
-        with self._lock:
-            rule = self._original.rule(saved)
-            if isinstance(rule, str):
-                return rule
-            if problem := _find_misfit(rule.form, saved, saved.state[rule.form.tensors[0].key].shape):
-                return problem
-            original, compressed = _read(self._original, rule.form, saved), _read(self._compressed, rule.form, theirs)
-        if rule.needs_weight and original.weight is None:
-            return "its weight, which its step needs, was not found"
-        order = Order.of(rule.form, saved.state[rule.form.tensors[0].key])
-        return self._replay_steps(rule, original, compressed, order)
-
-    def _replay_steps(
-        self, rule: Replayed, original: _Side, compressed: _Side, order: Order
-    ) -> list[StepFigures] | str:
-        if broken := original.find_not_finite():
-            return f"{broken} of the original is not finite"
-        if compressed.find_not_finite():
-            return [StepFigures(update_error=math.inf)] * self._steps
-        steps = []
-        gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
-        for k in range(self._steps):
-            grad = order.plain(gradients.at(k))
-            step = rule.step + k + 1
-            u, v = (rule.advance(s.state, s.weight, grad, order.shape, step) for s in (original, compressed))
-            if not torch.isfinite(u).all() or original.find_not_finite():
-                return "a replayed step of the original is not finite"
-            steps.append(_measure(u, v, original, compressed))
-        return steps
+    The sources take one reader at a time, which has the ``lock``.
+    """
+    saved, theirs = pair
+    with lock:
+        rule = one.rule(saved)
+        if isinstance(rule, str):
+            return rule
+        first = saved.state[rule.form.tensors[0].key]
+        if problem := _find_misfit(rule.form, saved, first.shape):
+            return problem
+        original, compressed = one.read(rule.form, saved), other.read(rule.form, theirs)
+    is_lost, broken = rule.needs_weight and original.weight is None, original.find_not_finite()
+    if is_lost or broken:
+        lost = "its weight, which its step needs, was not found"
+        return lost if is_lost else f"{broken} of the original is not finite"
+    if compressed.find_not_finite():
+        return [StepFigures(update_error=math.inf)] * steps
+    order, figures = Order.of(rule.form, first), []
+    gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
+    for k in range(steps):
+        grad = order.plain(gradients.at(k))
+        u, v = (rule.advance(s.state, s.weight, grad, order.shape, rule.step + k + 1) for s in (original, compressed))
+        if not torch.isfinite(u).all() or original.find_not_finite():
+            return "a replayed step of the original is not finite"
+        figures.append(_measure(u, v, original, compressed))
+    return figures
 
 
 def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> str | None:
@@ -304,23 +298,16 @@ def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> s
     return None
 
 
-def _read(source: Replayable, form: Form, saved: SavedParameter) -> _Side:
-    state = {
-        tensor.key: values.reshape(-1) if tensor.is_moment else values
-        for tensor in form.tensors
-        if isinstance(ref := saved.state.get(tensor.key), TensorRef)
-        for values in [source.load(ref)]
-    }
-    return _Side(state, None if saved.weight is None else source.load(saved.weight, saved.home).reshape(-1))
-
-
 def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepFigures:
-    update = measure(u, v)
-    # ``measure`` leaves NaN and Inf out; a step with any of them is broken.
-    figures = StepFigures(math.inf if update.excluded else update.change, update.square, update.max_change)
+    update, weight = measure(u, v), Change()
     if original.weight is not None and compressed.weight is not None:
         weight = measure(original.weight, compressed.weight)
-        figures.weight_error = math.inf if weight.excluded else weight.change
-        figures.weight = weight.square
-        figures.max_weight = weight.max_change / weight.rms if weight.rms else 0.0
-    return figures
+    return StepFigures(
+        # ``measure`` leaves NaN and Inf out; a step with any of them is broken.
+        update_error=math.inf if update.excluded else update.change,
+        update=update.square,
+        max_update=update.max_change,
+        weight_error=math.inf if weight.excluded else weight.change,
+        weight=weight.square,
+        max_weight=weight.max_change / weight.rms if weight.rms else 0.0,
+    )

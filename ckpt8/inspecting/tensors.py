@@ -32,7 +32,7 @@ import torch
 from ckpt8 import __version__
 from ckpt8.checkpoint.meaning.parameter_names import SLICE, without_file
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.composite import Composite, Stretch
+from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8 import GROUP
@@ -206,7 +206,13 @@ class TensorSource:
 
     def _find(self) -> list[SourceTensor]:
         plan = plan_bundle(self.bundle, Policy.of("lossless"))
-        parameters = _parameter_names(describe(self.bundle, plan))
+        manifest = describe(self.bundle, plan)
+        # The name of its parameter for every storage of a moment, if that is more than a number.
+        parameters = {
+            index: SLICE.sub("", shown["name"])
+            for record, shown in zip(manifest.parameters, shown_names(manifest), strict=True)
+            for index in (record.moments.values() if shown["named"] else ())
+        }
         groups: dict[tuple[str, Role, DType], tuple[str, list[TensorRef]]] = {}
         spread = {
             index
@@ -225,12 +231,9 @@ class TensorSource:
                 self.left_out["with more elements than are stored"] += 1
                 continue
             if ref.key not in self._data:
-                storage = self.bundle.storages[index]
-                self._data.add(Stretch(self.bundle, storage.offset, storage.nbytes), storage.dtype, ref.key)
+                self._data.add_storage(self.bundle, self.bundle.storages[index], ref.key)
             name = tensor.whole or tensor.name
-            parameter = parameters.get(index)
-            parameter = parameter and SLICE.sub("", parameter)
-            label = name if parameter is None else f"{parameter}.{name.rpartition('.')[2]}"
+            label = f"{parameters[index]}.{name.rpartition('.')[2]}" if index in parameters else name
             if index in spread:
                 name, label = without_file(name), without_file(label)
             groups.setdefault((name, tensor.role, ref.dtype), (label, []))[1].append(ref)
@@ -238,25 +241,32 @@ class TensorSource:
             SourceTensor(*key, refs[0].shape if len(refs) == 1 else None, tuple(refs), label)
             for key, (label, refs) in groups.items()
         ]
-        return [tensor for tensor in self._with_scales(tensors) if self._is_listed(tensor)]
+        listed = []
+        for item in self._with_scales(tensors):
+            if item.dtype.is_plane_float or item.scale is not None:
+                listed.append(item)
+            else:
+                self.left_out[f"of {item.dtype.label}"] += 1
+        return listed
 
     def _with_scales(self, tensors: list[SourceTensor]) -> list[SourceTensor]:
         """The tensors; those of 8 bits with their scales, which leave the list."""
-        by_name = {tensor.name + _SCALE: tensor for tensor in tensors if tensor.dtype in _QUANTISED}
-        owners = ((by_name.get(scale.name), scale) for scale in tensors)
+        by_name = {
+            tensor.name + _SCALE: tensor
+            for tensor in tensors
+            if tensor.dtype in _QUANTISED and tensor.shape is not None
+        }
         scales = {
             tensor.name: scale.pieces[0]
-            for tensor, scale in owners
-            if tensor is not None and _scale_fits(tensor, scale)
+            for scale in tensors
+            if (tensor := by_name.get(scale.name))
+            and scale.shape is not None
+            and scale.dtype.is_plane_float
+            # One for the tensor, or one for every row.
+            and scale.numel in (1, *(tensor.shape or ())[:1])
         }
         taken = {name + _SCALE for name in scales}
         return [replace(tensor, scale=scales.get(tensor.name)) for tensor in tensors if tensor.name not in taken]
-
-    def _is_listed(self, tensor: SourceTensor) -> bool:
-        if tensor.dtype.is_plane_float or tensor.scale is not None:
-            return True
-        self.left_out[f"of {tensor.dtype.label}"] += 1
-        return False
 
     def read(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop``, flat: float64 as they are, all others as float32. Raises InputError."""
@@ -287,19 +297,6 @@ class TensorSource:
         else:
             # Rows of one element: windows may begin anywhere.
             yield torch.cat([self.read(tensor, at, at + n) for at, n in windows(count, PER_TENSOR, row=1)])
-
-
-def _parameter_names(manifest: Manifest) -> dict[int, str]:
-    """The name of its parameter for every storage of a moment, if that is more than a number."""
-    rows = zip(manifest.parameters, shown_names(manifest), strict=True)
-    return {index: row["name"] for record, row in rows if row["named"] for index in record.moments.values()}
-
-
-def _scale_fits(tensor: SourceTensor, scale: SourceTensor) -> bool:
-    if tensor.shape is None or scale.shape is None or not scale.dtype.is_plane_float:
-        return False
-    count = scale.numel
-    return count == 1 or (bool(tensor.shape) and count == tensor.shape[0])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -396,24 +396,40 @@ def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 _DIFFERS = "differs from the original"
 
 
-def measure_ranks(
-    joined: JoinedReader, originals: Originals, workers: Workers, progress: Progress = lambda _: None
-) -> Iterator[tuple[ContainerReader, Measured]]:
-    """Each container with what is measured of it. Raises as ``measure``."""
-    for reader, bundle in zip(joined.readers, originals.bundles, strict=True):
-        yield reader, measure_source(reader, bundle, workers, progress)
+class Comparison(NamedTuple):
+    """What is measured of each container, lines on values of ranks that differ, and the figures of replayed steps."""
+
+    measured: list[tuple[ContainerReader, Measured]]
+    values: list[str]
+    replayed: ReplayFigures | None
 
 
-def replay_ranks(joined: JoinedReader, originals: Originals, steps: int, workers: Workers) -> ReplayFigures:
+def compare(
+    stored: Stored, original: Path, workers: Workers, progress: Progress = lambda _: None, steps: int = 0
+) -> Comparison:
+    """Compare a container, or those of ranks, with the original, and replay ``steps``. Raises as ``measure``."""
+    if isinstance(stored, ContainerReader):
+        measured = [(stored, measure(stored, original, workers, progress))]
+        return Comparison(measured, [], replay_files(stored, original, steps, workers) if steps else None)
+    with open_originals(stored, original, workers) as originals:
+        pairs = zip(stored.readers, originals.bundles, strict=True)
+        measured = [(reader, measure_source(reader, bundle, workers, progress)) for reader, bundle in pairs]
+        values = [*_differing_values(stored, originals, workers)]
+        return Comparison(measured, values, _replay_ranks(stored, originals, steps, workers) if steps else None)
+
+
+def _replay_ranks(joined: JoinedReader, originals: Originals, steps: int, workers: Workers) -> ReplayFigures:
     """Replay the parameters of all ranks, each put together from its slices."""
     figures = ReplayFigures([StepFigures() for _ in range(steps)])
-    both = (originals.source, sharded_bundle(joined, workers))
-    first, second = (ReplaySource(_assembled(bundle)).of_member("") for bundle in both)
-    replay(first, second, figures, workers)
+    first, second = (
+        ReplaySource(Bundle.of(assemble_distributed(Bundle(one.path, one.distributed, one.directory)).data, one.label))
+        for one in (originals.source, sharded_bundle(joined, workers))
+    )
+    replay(first.of_member(""), second.of_member(""), figures, workers)
     return figures
 
 
-def differing_values(joined: JoinedReader, originals: Originals, workers: Workers) -> Iterator[str]:
+def _differing_values(joined: JoinedReader, originals: Originals, workers: Workers) -> Iterator[str]:
     """A line for every value that torch.save has written, and that is another one in the original."""
     files, home = ShardedFiles(joined, workers), originals.home
     for name, place in joined.index.objects.items():
@@ -431,16 +447,12 @@ def differing_values(joined: JoinedReader, originals: Originals, workers: Worker
                     yield f"{part}: {_DIFFERS}"
 
 
-def _assembled(source: Bundle) -> Bundle:
-    return Bundle.of(assemble_distributed(Bundle(source.path, source.distributed, source.directory)).data, source.label)
-
-
 _OTHER_KIND = "the stored figures are of another kind"
 
 
 def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
     """A line for every stored figure that does not hold. Maxima must agree exactly, sums to 1e-9."""
-    failures = [f"{name}: differs from the original" for name in measured.differing]
+    failures = [f"{name}: {_DIFFERS}" for name in measured.differing]
     storages, parameters = reader.manifest.storages, reader.manifest.parameters
     for index, error in measured.storages.items():
         known = read_error(storages[index].error)
@@ -453,10 +465,10 @@ def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
         if parameters[index].error is not None and difference:
             failures.append(f"{parameters[index].name} (update): {difference}")
     for index, parameter in enumerate(parameters):
-        if parameter.steps is not None:
-            difference = _steps_disagreement(measured.steps.get(index), parameter.steps)
-            if difference is not None:
-                failures.append(f"{parameter.name} (in steps): {difference}")
+        if parameter.steps is not None and (
+            difference := _steps_disagreement(measured.steps.get(index), parameter.steps)
+        ):
+            failures.append(f"{parameter.name} (in steps): {difference}")
     return failures
 
 
@@ -521,76 +533,37 @@ def verify(
     if max_replay_error is not None and not resume_steps:
         raise UsageError("a limit on the replay error needs steps to replay; give --resume-steps N")
     with without_collection(), open_stored(Path(source), kernels=True) as stored, Workers(threads) as workers:
-        tables = []
-        for reader in containers_of(stored):
+        readers, tables = containers_of(stored), []
+        for reader in readers:
             check_frames(reader, workers, progress)
             tables.append(check_table(reader, workers))
-        checking = _Checking(stored, resume_steps, max_replay_error, workers, progress)
+        comparison = Comparison([], [], None)
         if original is not None:
-            (checking.one if isinstance(stored, ContainerReader) else checking.ranks)(tables, Path(original))
-        return checking.result(against=original is not None)
-
-
-class _Checking:
-    """Checks what an open source states, and collects the result."""
-
-    def __init__(
-        self, stored: Stored, resume_steps: int, max_replay_error: float | None, workers: Workers, progress: Progress
-    ) -> None:
-        self._stored, self._workers, self._progress = stored, workers, progress
-        self._resume_steps, self._limit = resume_steps, max_replay_error
-        self._statistics = self._unmeasured = 0
-        self._failures: list[str] = []
-        self._resume: dict[str, Any] | None = None
-
-    def one(self, tables: Sequence[Manifest], original: Path) -> None:
-        """Check a container against its original. Raises as ``verify``."""
-        (reader,) = containers_of(self._stored)
-        self._add(reader, tables[0], measure(reader, original, self._workers, self._progress), "")
-        if self._resume_steps:
-            self._replayed(replay_files(reader, original, self._resume_steps, self._workers))
-
-    def ranks(self, tables: Sequence[Manifest], original: Path) -> None:
-        """Check the containers of ranks against a plain directory. Raises as ``verify``."""
-        joined = self._stored
-        assert isinstance(joined, JoinedReader)  # noqa: S101
-        with open_originals(joined, original, self._workers) as originals:
-            measured = measure_ranks(joined, originals, self._workers, self._progress)
-            for (reader, measured_rank), table in zip(measured, tables, strict=True):
-                self._add(reader, table, measured_rank, f"{reader.path.name}: ")
-            self._failures += differing_values(joined, originals, self._workers)
-            if self._resume_steps:
-                self._replayed(replay_ranks(joined, originals, self._resume_steps, self._workers))
-
-    def _add(self, reader: ContainerReader, table: Manifest, measured: Measured, prefix: str) -> None:
-        storages, parameters = reader.manifest.storages, reader.manifest.parameters
-        self._statistics += sum(record.error is not None for record in storages)
-        self._statistics += sum(
-            (parameter.error is not None) + (parameter.steps is not None) for parameter in parameters
-        )
-        self._unmeasured += sum(storages[index].error is None for index in measured.storages)
-        problems = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
-        self._failures += (prefix + problem for problem in problems)
-        measured.replace_stated(reader.manifest)
-
-    def _replayed(self, figures: ReplayFigures) -> None:
-        self._failures += figures.failures(self._limit)
-        self._resume = figures.to_json()
-
-    def result(self, *, against: bool) -> Verification:
-        """What was found."""
-        readers = containers_of(self._stored)
+            comparison = compare(stored, Path(original), workers, progress, resume_steps)
+        figures, failures, statistics, unmeasured = comparison.replayed, list[str](), 0, 0
+        for (reader, measured), table in zip(comparison.measured, tables, strict=original is not None):
+            storages, parameters = reader.manifest.storages, reader.manifest.parameters
+            stated = [record.error for record in storages]
+            stated += [figure for record in parameters for figure in (record.error, record.steps)]
+            statistics += len(stated) - stated.count(None)
+            unmeasured += sum(storages[index].error is None for index in measured.storages)
+            prefix = "" if isinstance(stored, ContainerReader) else f"{reader.path.name}: "
+            problems = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
+            failures += (prefix + problem for problem in problems)
+            measured.replace_stated(reader.manifest)
+        failures += comparison.values
+        failures += [] if figures is None else figures.failures(max_replay_error)
         manifests = [reader.manifest for reader in readers]
         parts = [record.parts for manifest in manifests for record in manifest.storages]
         parts += [pack.parts for manifest in manifests for pack in manifest.packs]
         return Verification(
             sum(len(table.lengths) for tables in parts for table in tables.values()),
-            self._stored.size,
-            against,
-            self._statistics,
-            self._unmeasured,
-            tuple(self._failures),
-            self._resume,
-            step_facts(self._stored.manifest, count_whole) if against else None,
+            stored.size,
+            original is not None,
+            statistics,
+            unmeasured,
+            tuple(failures),
+            None if figures is None else figures.to_json(),
+            None if original is None else step_facts(stored.manifest, count_whole),
             tuple(str(link.path) for reader in readers for link in reader.links()),
         )

@@ -8,8 +8,6 @@ import time
 
 import pytest
 from hostile_kit import pack
-from hypothesis import given
-from hypothesis import strategies as st
 from test_damage import HEADERS, MALFORMED, VALUES, _header, _mutate, _nodes, parts, small  # noqa: F401 - fixtures
 
 import ckpt8
@@ -58,17 +56,3 @@ def test_hostile_headers_are_not_needed(name, parts, tmp_path):  # noqa: F811
     assert found is not None
     assert found.damage
     assert found.lost == []
-
-
-@pytest.mark.slow
-@given(data=st.data())
-def test_mutated_manifests(data, parts, tmp_path):  # noqa: F811
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    for _ in range(data.draw(st.integers(1, 3))):
-        nodes = [path for path in _nodes(changed) if path]
-        where = nodes[data.draw(st.integers(0, len(nodes) - 1))]
-        how = data.draw(st.sampled_from(["delete", "repeat", "swap", "add", "replace", "replace"]))
-        _mutate(changed, where, how, data.draw(st.integers(0, 10_000)))
-    assert VALUES
-    attempt(pack(changed, entries, metadata), tmp_path)

@@ -1,18 +1,16 @@
 """One checkpoint made of parts: storages of several files, and storages whose bytes are computed on reading.
 
-A part is a ``Region``, with as many addresses as it has bytes. Tensors refer to regions as the tensors of a file refer
-to its storages. So all that works on the tree of a file works on this one.
-
-A ``Computed`` region computes its elements when somebody reads them. ``Streamer`` reads the values of saved tensors in
-pieces of bounded size, into tensors of any device and stride.
+A part is a region, with as many addresses as it has bytes. Tensors refer to regions as the tensors of a file refer to
+its storages. So all that works on the tree of a file works on this one. ``Streamer`` reads the values of saved tensors
+in pieces of bounded size, into tensors of any device and stride.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,10 +67,14 @@ class Streamer:
         """Fill ``target`` with the values of ``ref``."""
         if not target.numel() or (self._copy_on_device is not None and self._copy_on_device(ref, target)):
             return
-        if is_dense(ref):
-            self._copy_dense(ref, target)
-        else:
+        if not is_dense(ref):
             self._copy_strided(ref, target)
+            return
+        # In the order of its dimensions in memory a dense tensor is one run of its storage.
+        order = sorted(range(len(ref.shape)), key=lambda dim: (-ref.stride[dim], ref.shape[dim] != 1))
+        target = target.permute(order) if order else target.reshape(1)
+        for start, stop in _pieces(ref.offset, ref.offset + target.numel()):
+            assign(target, start - ref.offset, self._read(ref, start, stop - start))
 
     def equal(self, one: TensorRef, other: TensorRef) -> bool:
         """Whether two tensors of one type and shape hold the same bytes."""
@@ -93,13 +95,6 @@ class Streamer:
             if not torch.equal(_bytes(first), _bytes(self._read(other, other.offset + start, stop - start))):
                 return False
         return True
-
-    def _copy_dense(self, ref: TensorRef, target: torch.Tensor) -> None:
-        # In the order of its dimensions in memory a dense tensor is one run of its storage.
-        order = sorted(range(len(ref.shape)), key=lambda dim: (-ref.stride[dim], ref.shape[dim] != 1))
-        target = target.permute(order) if order else target.reshape(1)
-        for start, stop in _pieces(ref.offset, ref.offset + target.numel()):
-            assign(target, start - ref.offset, self._read(ref, start, stop - start))
 
     def _copy_strided(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Copy a tensor with overlaps or gaps: cut it along the longest stride until its parts span few elements."""
@@ -140,28 +135,8 @@ BLOCK = 8 * FRAME
 """Elements to read and write at once, a multiple of every group and tile: 32 MiB of float32."""
 
 
-class Region(Protocol):
-    """Bytes that can be read from the start of any element."""
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes."""
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes at ``offset``, where an element begins. Raises InputError."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """A run of bytes of an open checkpoint."""
-
-    checkpoint: Checkpoint
-    start: int
-    nbytes: int
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from the checkpoint."""
-        self.checkpoint.read_into(self.start + offset, buffer)
+Read = Callable[[int, memoryview], None]
+"""Fills a buffer with the bytes at an offset, where an element begins. Raises InputError."""
 
 
 class Composite:
@@ -172,12 +147,12 @@ class Composite:
         self.format = "composite"
         self.size = 0
         self.tree: Any = None
-        self._regions: list[tuple[int, Region]] = []
+        self._regions: list[tuple[int, Read]] = []
         self._places: dict[str, StorageInfo] = {}
         self._adopted: list[Checkpoint] = []
         self._streamer: tuple[int, Streamer] | None = None
 
-    def add(self, region: Region, dtype: DType, key: str | None = None) -> str:
+    def add(self, read: Read, nbytes: int, dtype: DType, key: str | None = None) -> str:
         """Give a region addresses, and a key of its own unless ``key`` is given. Returns the key.
 
         Raises InputError for a key that is taken: files choose the keys of their storages.
@@ -188,21 +163,26 @@ class Composite:
                 key += "'"
         if key in self._places:
             raise InputError(f"{self.label}: has two storages of the name {key[:60]!r}")
-        self._places[key] = StorageInfo(key, dtype, self.size, region.nbytes)
-        self._regions.append((self.size, region))
+        self._places[key] = StorageInfo(key, dtype, self.size, nbytes)
+        self._regions.append((self.size, read))
         # An empty region has an address too, so that no two begin at the same.
-        self.size += max(region.nbytes, 1)
+        self.size += max(nbytes, 1)
         return key
 
-    def tensor(self, region: Region, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
-        """A contiguous tensor that is all of a region."""
-        return TensorRef.whole(self.add(region, dtype), dtype, shape)
+    def add_storage(self, checkpoint: Checkpoint, storage: StorageInfo, key: str) -> None:
+        """Take over a storage of an open checkpoint under ``key``. Raises InputError."""
+        self.add(
+            lambda offset, buffer: checkpoint.read_into(storage.offset + offset, buffer),
+            storage.nbytes,
+            storage.dtype,
+            key,
+        )
 
     def adopt(self, checkpoint: Checkpoint, prefix: str = "") -> None:
         """Take over all storages of an open checkpoint; ``prefix`` comes before their keys. Raises InputError."""
         self._adopted.append(checkpoint)
         for storage in checkpoint.storages:
-            self.add(Stretch(checkpoint, storage.offset, storage.nbytes), storage.dtype, prefix + storage.key)
+            self.add_storage(checkpoint, storage, prefix + storage.key)
 
     @property
     def storages(self) -> Sequence[StorageInfo]:
@@ -218,8 +198,8 @@ class Composite:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the region at the address ``offset``. Raises InputError."""
-        for (_, region), at, part in cut_by_runs(self._regions, offset, buffer):
-            region.read_into(at, part)
+        for (_, read), at, part in cut_by_runs(self._regions, offset, buffer):
+            read(at, part)
 
     def check_unchanged(self) -> None:
         """Raise InputError when an adopted file changed since it was opened."""
@@ -238,20 +218,18 @@ class Composite:
             values = content.view(ref.dtype.torch)
         else:
             # A tensor without memory shows the offsets, shapes and strides of the rows.
-            shape = torch.empty(ref.offset + ref.span, dtype=torch.uint8, device="meta")
-            parts = rows(shape.as_strided(ref.shape, ref.stride, ref.offset), start, stop)
-            values = torch.cat([self._copied(ref, part) for part in parts])
+            whole = torch.empty(ref.offset + ref.span, dtype=torch.uint8, device="meta")
+            whole, copied = whole.as_strided(ref.shape, ref.stride, ref.offset), []
+            if self._streamer is None or self._streamer[0] != len(self._places):
+                self._streamer = len(self._places), Streamer(self)
+            for part in rows(whole, start, stop):
+                copied.append(torch.empty(part.shape, dtype=ref.dtype.torch, device="cpu"))
+                shape, stride = tuple(part.shape), part.stride()
+                piece = replace(ref, offset=int(part.storage_offset()), shape=shape, stride=stride)
+                self._streamer[1].copy(piece, copied[-1])
+            values = torch.cat([rows_of.view(-1) for rows_of in copied])
         values = values.conj_physical() if ref.conj else values
         return values.neg() if ref.neg else values
-
-    def _copied(self, ref: TensorRef, part: torch.Tensor) -> torch.Tensor:
-        """The elements of a ``part`` of a tensor, flat."""
-        if self._streamer is None or self._streamer[0] != len(self._places):
-            self._streamer = len(self._places), Streamer(self)
-        copied = torch.empty(part.shape, dtype=ref.dtype.torch, device="cpu")
-        place = replace(ref, offset=int(part.storage_offset()), shape=tuple(part.shape), stride=part.stride())
-        self._streamer[1].copy(place, copied)
-        return copied.view(-1)
 
     def blocks(self, ref: TensorRef) -> Iterator[torch.Tensor]:
         """All elements of a tensor, flat, block by block. Raises InputError."""
@@ -302,26 +280,6 @@ def add_prefix(node: Any, prefix: str) -> Any:
     return copy(node)
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A region of ``numel`` elements. ``compute(start, stop)`` returns a block of them, flat and contiguous."""
-
-    numel: int
-    dtype: DType
-    compute: Callable[[int, int], torch.Tensor]
-    block: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.numel * self.dtype.itemsize
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``. Raises what ``compute`` raises."""
-        for start, stop, place in cut(offset, buffer, self.dtype.itemsize, self.block):
-            put(self.compute(start, stop), place)
-
-
 def computed(
     data: Composite,
     dtype: DType,
@@ -329,5 +287,13 @@ def computed(
     compute: Callable[[int, int], torch.Tensor],
     block: int = BLOCK,
 ) -> TensorRef:
-    """A contiguous tensor of ``data``. ``compute(start, stop)`` returns its elements ``start`` to ``stop``, flat."""
-    return data.tensor(Computed(prod(shape), dtype, compute, block), dtype, shape)
+    """A contiguous tensor of ``data``. ``compute(start, stop)`` returns its elements ``start`` to ``stop``, flat.
+
+    It is called for a ``block`` of elements at a time when somebody reads them.
+    """
+
+    def read(offset: int, buffer: memoryview) -> None:
+        for start, stop, place in cut(offset, buffer, dtype.itemsize, block):
+            put(compute(start, stop), place)
+
+    return TensorRef.whole(data.add(read, prod(shape) * dtype.itemsize, dtype), dtype, shape)

@@ -35,15 +35,13 @@ from ckpt8.checkpoint.readers.dcp_metadata import (
     StoredTensor,
     nest,
 )
-from ckpt8.checkpoint.readers.rebuild import make_tensor
 from ckpt8.checkpoint.sources.composite import Composite, add_prefix, computed
-from ckpt8.checkpoint.sources.stored_member import MemberSource
+from ckpt8.checkpoint.sources.stored_member import MemberSource, tensor_of
 from ckpt8.checkpoint.tree import (
     Held,
     Labelled,
     OpenCheckpoint,
     StorageInfo,
-    StorageRef,
     TensorRef,
     iter_leaves,
     iter_nodes,
@@ -77,11 +75,6 @@ def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], par
     filled = [part for part in parts if part.ref.numel]
     for part in filled:
         data.check_extent(name, part.ref)
-    if not prod(shape):
-        return data.tensor(Held(b""), dtype, shape)
-    check_cover(f"{data.label}: {name}", shape, [(part.offsets, part.ref.shape) for part in filled])
-    if len(filled) == 1:
-        return filled[0].ref
     kind = getattr(torch, _INTEGERS[dtype.itemsize])
 
     def assemble(start: int, stop: int) -> torch.Tensor:
@@ -89,9 +82,15 @@ def gather(data: Composite, name: str, dtype: DType, shape: tuple[int, ...], par
         for at, box in cut_into_boxes(shape, start, stop):
             target = flat[at - start : at - start + prod(box[1])].view(box[1])
             for part in filled:
-                _copy_part(data, part, box, target)
+                if (both := overlap(box, (part.offsets, part.ref.shape))) is not None:
+                    values = data.elements(_cut(part, both), 0, prod(both[1]))
+                    view_of_box(target, both, box[0]).copy_(values.view(kind).view(both[1]))
         return flat
 
+    if prod(shape):
+        check_cover(f"{data.label}: {name}", shape, [(part.offsets, part.ref.shape) for part in filled])
+        if len(filled) == 1:
+            return filled[0].ref
     return computed(data, dtype, shape, assemble)
 
 
@@ -110,13 +109,6 @@ def _cut(part: Part, box: Box) -> TensorRef:
     steps = zip(box[0], part.offsets, part.ref.stride, strict=True)
     start = part.ref.offset + sum((first - at) * stride for first, at, stride in steps)
     return replace(part.ref, offset=start, shape=box[1])
-
-
-def _copy_part(data: Composite, part: Part, box: Box, target: torch.Tensor) -> None:
-    """Copy the elements of a box that ``part`` holds into ``target``, which has the shape of the box."""
-    if (both := overlap(box, (part.offsets, part.ref.shape))) is not None:
-        values = data.elements(_cut(part, both), 0, prod(both[1]))
-        view_of_box(target, both, box[0]).copy_(values.view(target.dtype).view(both[1]))
 
 
 _MODEL, _NAMES = "model", "param_names"
@@ -152,27 +144,21 @@ class _Places:
     def find_path(self, name: str) -> KeyPath:
         """The keys that lead to a value."""
         state, option = self._roles.states.get(name), self._roles.options.get(name)
-        path = self._metadata.paths.get(name)
-        key = state or option
+        path, key = self._metadata.paths.get(name, ()), state or option
         if key is not None:
-            optimizer = self._optimizer(name, key.optimizer)
-            inside = () if path is None else path[len(optimizer) :]
+            if key.optimizer not in self.optimizers:
+                starts = (path[:k] for k in range(len(path)) if ".".join(map(str, path[:k])) == key.optimizer)
+                named = tuple(key.optimizer.split(".")) if key.optimizer else ()
+                self.optimizers[key.optimizer] = next(starts, named)
+            optimizer = self.optimizers[key.optimizer]
+            inside = path[len(optimizer) :]
             if len(inside) > 2 and (inside[1] == key.parameter or type(inside[1]) is int):
                 # The path tells which dots separate dictionaries inside a state or a group; the name does not.
                 return *optimizer, str(inside[0]), str(inside[1]), *inside[2:]
             return *optimizer, GROUPS if state is None else STATE, key.parameter, key.key
-        if path is None:
-            return model_path(name) or (name,)
         if self._model_at_top and len(path) == 1 and name in self._metadata.tensors:
             return _MODEL, name
-        return path
-
-    def _optimizer(self, name: str, optimizer: str) -> KeyPath:
-        if optimizer not in self.optimizers:
-            path = self._metadata.paths.get(name, ())
-            starts = (path[:k] for k in range(len(path)) if ".".join(map(str, path[:k])) == optimizer)
-            self.optimizers[optimizer] = next(starts, tuple(optimizer.split(".")) if optimizer else ())
-        return self.optimizers[optimizer]
+        return path or model_path(name) or (name,)
 
 
 def _rebuild(optimizer: Any, data: Composite) -> None:
@@ -281,7 +267,7 @@ class ShardedFiles:
 
     def __init__(self, joined: JoinedReader, workers: Workers) -> None:
         self._joined = joined
-        self._member_file = lru_cache(_OPEN_FILES)(partial(_member_file, workers=workers))
+        self._member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, member=0, workers=workers))
         self._sources = {reader.path.name: self._source(reader) for reader in joined.readers}
         self._offsets = {
             reader.path.name: {storage: offset for offset, storage in reader.manifest.members[0].segments}
@@ -365,16 +351,8 @@ class ShardedFiles:
             stored = reader.manifest.storages[record.storage]
             key = str(record.storage)
             storages[key] = StorageInfo(key, stored.dtype, piece.offset, stored.nbytes)
-            whole = StorageRef(key, DType.UINT8, stored.nbytes)
-            try:
-                ref = make_tensor(whole, record.dtype, record.offset, tuple(record.shape), tuple(record.stride))
-            except ValueError as exc:
-                raise InputError(f"{reader.path}: {record.name}: does not fit its storage: {exc}") from exc
+            ref = tensor_of(reader, record)
             parts.append((piece, ref))
         named = tuple(home.named(piece, ref) for piece, ref in parts)
         checkpoint = OpenCheckpoint(DCP, self._sources[reader.path.name], [*storages.values()], Labelled(named))
         return DcpMember(reader.path.name, checkpoint, home=home, parts=parts)
-
-
-def _member_file(reader: ContainerReader, workers: Workers) -> MemberFile:
-    return MemberFile(reader, 0, workers)

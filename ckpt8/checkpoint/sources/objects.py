@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -129,8 +130,7 @@ class RestBuilder:
         return self._loaded[key]
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
-        flat = self._load(ref.key)
-        size = ref.dtype.itemsize
+        flat, size = self._load(ref.key), ref.dtype.itemsize
         typed = flat[: len(flat) // size * size].view(ref.dtype.torch)
         tensor = typed.as_strided(ref.shape, ref.stride, ref.offset)
         tensor = tensor.conj() if ref.conj else tensor
@@ -143,8 +143,7 @@ class RestBuilder:
                 return _SETS[node.name](items)
             except TypeError:
                 return Inert(node.name, items=items)
-        plain = plain_object(node)
-        if plain is not None:
+        if (plain := plain_object(node)) is not None:
             return plain
         made = Inert(node.name)
         self._built[id(node)] = (node, made)
@@ -166,11 +165,9 @@ def plain_object(node: Inert) -> Any:
     """The device of torch, or the array or scalar of numpy, that ``node`` stands for; None for anything else."""
     if node.name != "torch.device":
         return _numpy(node)
-
-    try:
+    with suppress(RuntimeError, TypeError):
         return torch.device(*node.args) if all(type(arg) in (str, int) for arg in node.args) else None
-    except (RuntimeError, TypeError):
-        return None
+    return None
 
 
 def _numpy(node: Inert) -> Any:
@@ -224,10 +221,9 @@ class ValueBuilder(RestBuilder):
             self._built[id(node)] = (node, empty)
             vars(empty).update((key, self._build(value)) for key, value in node.state.items())
             return empty
-        kind = _registered_class(node)
-        if kind is not None:
+        if (kind := _registered_class(node)) is not None:
             return self._subclass(kind, node)
-        if node.name == _DEQUE and _is_deque(node):
+        if _is_deque(node):
             made: deque[Any] = deque(maxlen=node.args[1] if node.args else None)
             self._built[id(node)] = (node, made)
             made.extend(self._items(node.items))
@@ -247,38 +243,37 @@ class ValueBuilder(RestBuilder):
             names, context = frame.__tensor_flatten__()  # type: ignore[attr-defined]
             inner = {name: getattr(frame, name) for name in names}
             made = kind.__tensor_unflatten__(inner, context, frame.shape, frame.stride())  # type: ignore[attr-defined]
-            agrees = made.shape == frame.shape and all(_agree(vars(made)[key], parts[key]) for key in parts)
+            agrees = made.shape == frame.shape and all(
+                own is part or not (isinstance(own, torch.Tensor) or isinstance(part, torch.Tensor) or own != part)
+                for own, part in ((vars(made)[key], part) for key, part in parts.items())
+            )
         except Exception as exc:
             raise ResumeError(f"a {_class_name(node)} cannot be made of its parts: {exc}") from exc
         if not agrees:
             raise ResumeError(f"a {_class_name(node)} does not have the parts that the file gives it")
         return made  # type: ignore[no-any-return]
 
-    def _unmade(self, node: Any) -> str | None:
-        """The class or function of the first object in ``node`` that would stay ``Inert`` or ``Global``, or None."""
-        pending: list[Any] = [node]
+    def problem(self, what: str, value: Any) -> str | None:
+        """Why a value cannot go into a live object, or None: it holds an object that resume does not make."""
+        pending: list[Any] = [value]
         seen: set[int] = set()
         while pending:
             part = pending.pop()
             if id(part) in seen:
                 continue
             seen.add(id(part))
-            if isinstance(part, Global) and dtype_of(part) is part:
-                return part.name
+            name = part.name if isinstance(part, Global) and dtype_of(part) is part else None
             if isinstance(part, Inert):
-                if (parts := self._parts(part)) is None:
-                    return _class_name(part)
-                pending += parts
+                parts = self._parts(part)
+                name = _class_name(part) if parts is None else None
+                pending += parts or ()
             elif isinstance(part, dict):
                 pending += [*part.keys(), *part.values()]
             elif isinstance(part, (list, tuple)):
                 pending += part
+            if name is not None:
+                return f"{what} holds a {name}, which resume does not make"
         return None
-
-    def problem(self, what: str, value: Any) -> str | None:
-        """Why a value cannot go into a live object, or None: it holds an object that resume does not make."""
-        name = self._unmade(value)
-        return None if name is None else f"{what} holds a {name}, which resume does not make"
 
     @staticmethod
     def _parts(node: Inert) -> list[Any] | None:
@@ -287,11 +282,10 @@ class ValueBuilder(RestBuilder):
             return list(node.state.values())
         if _registered_class(node) is not None:
             return list(node.args[3].values())
-        if node.name == _DEQUE and _is_deque(node):
+        if _is_deque(node):
             return node.items
-        if node.name in _SETS:
-            return [] if all(type(item) in _SCALARS for item in node.items) else None
-        return None if plain_object(node) is None else []
+        is_set = node.name in _SETS and all(type(item) in _SCALARS for item in node.items)
+        return [] if is_set or (node.name not in _SETS and plain_object(node) is not None) else None
 
 
 def is_plain(value: Any) -> bool:
@@ -311,10 +305,10 @@ def _plain_class(node: Inert) -> type | None:
 
 
 def _is_deque(node: Inert) -> bool:
-    if not node.args:
-        return True
-    length = node.args[1] if len(node.args) == 2 else False
-    return length is None or (type(length) is int and 0 <= length <= sys.maxsize)
+    """Whether it is a deque without a length, or with one that can be."""
+    length = node.args[1] if len(node.args) == 2 else None
+    is_length = length is None or (type(length) is int and 0 <= length <= sys.maxsize)
+    return node.name == _DEQUE and len(node.args) in (0, 2) and is_length
 
 
 def _registered_class(node: Inert) -> type[torch.Tensor] | None:
@@ -326,7 +320,10 @@ def _registered_class(node: Inert) -> type[torch.Tensor] | None:
         return None
     if not (isinstance(arguments, tuple) and len(arguments) >= 4 and isinstance(state, dict)):
         return None
-    plain = all(isinstance(value, TensorRef) or _is_setting(value) for value in state.values())
+    plain = all(
+        is_plain(value) or (isinstance(value, tuple) and all(type(part) in _SCALARS for part in value))
+        for value in state.values()
+    )
     if not (plain and _is_shape(arguments[2]) and _is_shape(arguments[3]) and isinstance(arguments[1], Global)):
         return None
     registered = _registered().get(kind.name)
@@ -346,18 +343,8 @@ def _registered() -> dict[str, type]:
     return classes
 
 
-def _is_setting(value: Any) -> bool:
-    return type(value) in _SCALARS or (isinstance(value, tuple) and all(type(part) in _SCALARS for part in value))
-
-
 def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and all(type(size) is int for size in value)
-
-
-def _agree(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return one is other
-    return bool(one == other)
 
 
 def _class_name(node: Inert) -> str:

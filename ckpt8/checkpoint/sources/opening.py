@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -72,23 +72,21 @@ def open_source(
 def stored_bundle(reader: ContainerReader, workers: Workers, *, decode: bool = True) -> Bundle:
     """The files in a container as a source, see ``open_source``. Raises InputError."""
     member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, reader, workers=workers))
-    files = (
-        (at, member) for at, member in enumerate(reader.manifest.members) if member.format not in (SYMLINK, DIRECTORY)
-    )
-    stored = {record.path: index for index, record in files}
+    records = reader.manifest.members
+    stored = {record.path: index for index, record in enumerate(records) if record.format not in (SYMLINK, DIRECTORY)}
 
     def open_file(path: str) -> MemberSource:
-        size = reader.manifest.members[stored[path]].size
-        return MemberSource(reader, ByteRange(reader.path, 0, size, path), partial(member_file, stored[path]))
+        source = ByteRange(reader.path, 0, records[stored[path]].size, path)
+        return MemberSource(reader, source, partial(member_file, stored[path]))
 
-    def open_stored(path: str, index: int) -> DirectoryMember:
-        plain = reader.manifest.members[index].format in (FILE, DCP)
-        file = open_file(path)
-        return DirectoryMember(path, OpenCheckpoint(FILE, file) if plain else read_member(reader, index, file))
-
-    known = open_distributed([Entry(path, FILE) for path in stored], open_file, decode=decode)
-    members = [known.get(path) or open_stored(path, index) for path, index in stored.items()]
-    return Bundle(reader.path, members, None if reader.manifest.directory is None else reader.path.name)
+    members = open_distributed([Entry(path, FILE) for path in stored], open_file, decode=decode)
+    for path, index in stored.items():
+        if path not in members:
+            file, plain = open_file(path), records[index].format in (FILE, DCP)
+            checkpoint = OpenCheckpoint(FILE, file) if plain else read_member(reader, index, file)
+            members[path] = DirectoryMember(path, checkpoint)
+    directory = None if reader.manifest.directory is None else reader.path.name
+    return Bundle(reader.path, [members[path] for path in stored], directory)
 
 
 def sharded_bundle(joined: JoinedReader, workers: Workers) -> Bundle:
@@ -117,13 +115,13 @@ def storage_crc(checkpoint: Checkpoint, storage: StorageInfo) -> int:
 class OpenMember:
     """One open checkpoint. ``stored`` are its encoded parts if it is in a ``.ckpt8`` of its own.
 
-    ``check`` reads every byte and raises InputError that names the damage: it decodes all frames of the member, or
-    compares the checksums of a raw file. ``notes`` are lines about values that the tree does not hold.
+    ``checks`` read every byte and raise InputError that names the damage: they decode all frames of the member, or
+    compare the checksums of a raw file. ``notes`` are lines about values that the tree does not hold.
     """
 
     path: Path
     checkpoint: Checkpoint
-    check: Callable[[], None]
+    checks: Sequence[Callable[[], None]]
     stored: StoredParts | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -139,11 +137,16 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
         if member is not None:
             raise UsageError(f"{path}: is a directory of containers of ranks, and one checkpoint; leave out member")
         with JoinedReader(directory) as joined, Workers(threads) as workers:
-            yield _whole(path, sharded_bundle(joined, workers), partial(_check_all, joined.readers, workers))
+            bundle = sharded_bundle(joined, workers)
+            yield _whole(path, bundle, [partial(check_frames, reader, workers) for reader in joined.readers])
         return
     if member is None and is_directory(path) and (path / METADATA).is_file():
         with open_source(path) as bundle:
-            yield _whole(path, bundle, partial(_check_members, bundle))
+            yield _whole(
+                path,
+                bundle,
+                [partial(check_storages, member.checkpoint, f"{path}/{member.path}") for member in bundle.opened],
+            )
         return
     if not is_container(path):
         if member is not None and is_directory(path):
@@ -151,11 +154,11 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
         elif member not in (None, path.name):
             raise UsageError(f"{path}: is one file, and has no member {member!r}")
         with open_checkpoint(path) as checkpoint:
-            yield OpenMember(path, checkpoint, partial(check_storages, checkpoint, str(path)))
+            yield OpenMember(path, checkpoint, [partial(check_storages, checkpoint, str(path))])
         return
     with ContainerReader(path) as reader, Workers(threads) as workers:
         if member is None and any(record.path == METADATA for record in reader.manifest.members):
-            yield _whole(path, stored_bundle(reader, workers), partial(_check_all, [reader], workers))
+            yield _whole(path, stored_bundle(reader, workers), [partial(check_frames, reader, workers)])
             return
         index = member_index(reader, member)
         record = reader.manifest.members[index]
@@ -167,11 +170,11 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
         checkpoint = read_member(reader, index, MemberSource.of(reader, MemberFile(reader, index, workers)))
         refuse_share(checkpoint.tree, f"{path}: {record.path!r}")
         check = partial(check_frames, reader, workers, only=[record.skeleton, *(at for _, at in record.segments)])
-        yield OpenMember(path, checkpoint, check, StoredParts(reader, index, checkpoint, workers))
+        yield OpenMember(path, checkpoint, [check], StoredParts(reader, index, checkpoint, workers))
 
 
-def _whole(path: Path, bundle: Bundle, check: Callable[[], None]) -> OpenMember:
-    """The files of a distributed checkpoint as one; ``check`` reads every byte. Raises InputError, UnsupportedError."""
+def _whole(path: Path, bundle: Bundle, checks: Sequence[Callable[[], None]]) -> OpenMember:
+    """The files of a distributed checkpoint as one; ``checks`` read every byte. Raises InputError, UnsupportedError."""
     data, notes = Composite(str(path)), list[str]()
     members = bundle.distributed
     if not members:
@@ -179,16 +182,4 @@ def _whole(path: Path, bundle: Bundle, check: Callable[[], None]) -> OpenMember:
     if any(member.home is not members[0].home for member in members):
         raise InputError(f"{path}: holds several distributed checkpoints; give the directory of one")
     data.tree = tree_of(data, members, notes)
-    return OpenMember(path, data, check, notes=notes)
-
-
-def _check_all(readers: Iterable[ContainerReader], workers: Workers) -> None:
-    """Decode every frame of several containers. Raises InputError for damage."""
-    for reader in readers:
-        check_frames(reader, workers)
-
-
-def _check_members(bundle: Bundle) -> None:
-    """Compare the checksums of all files of a directory. Raises InputError."""
-    for member in bundle.opened:
-        check_storages(member.checkpoint, f"{bundle.path}/{member.path}")
+    return OpenMember(path, data, checks, notes=notes)

@@ -16,7 +16,7 @@ from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, Stora
 from ckpt8.codecs import Codec
 from ckpt8.container import header
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
-from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK, Packing
+from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK, Packing, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
@@ -96,18 +96,21 @@ def slices_of_member(reader: ContainerReader, index: int, file: SourceFile) -> O
         storage: StorageInfo(str(storage), manifest.storages[storage].dtype, offset, manifest.storages[storage].nbytes)
         for offset, storage in record.segments
     }
-    tree: dict[str, TensorRef] = {}
-    for tensor in manifest.tensors:
-        if tensor.storage not in storages:
-            continue
-        place = storages[tensor.storage]
-        whole = StorageRef(place.key, DType.UINT8, place.nbytes)
-        name = tensor.name.removeprefix(f"{record.path}:")
-        try:
-            tree[name] = make_tensor(whole, tensor.dtype, tensor.offset, tuple(tensor.shape), tuple(tensor.stride))
-        except ValueError as exc:
-            raise InputError(f"{reader.path}: {tensor.name}: does not fit its storage: {exc}") from exc
+    tree = {
+        tensor.name.removeprefix(f"{record.path}:"): tensor_of(reader, tensor)
+        for tensor in manifest.tensors
+        if tensor.storage in storages
+    }
     return OpenCheckpoint(DCP, file, list(storages.values()), tree)
+
+
+def tensor_of(reader: ContainerReader, record: TensorRecord) -> TensorRef:
+    """A tensor whose key is the number of its storage. Raises InputError where it does not fit that."""
+    whole = StorageRef(str(record.storage), DType.UINT8, reader.manifest.storages[record.storage].nbytes)
+    try:
+        return make_tensor(whole, record.dtype, record.offset, tuple(record.shape), tuple(record.stride))
+    except ValueError as exc:
+        raise InputError(f"{reader.path}: {record.name}: does not fit its storage: {exc}") from exc
 
 
 def load_source(reader: ContainerReader, index: int, file: MemberFile, map_location: Any) -> tuple[Any, Any]:

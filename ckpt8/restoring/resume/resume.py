@@ -293,7 +293,8 @@ def resume(
         if problems and strict:
             more = f" (and {len(problems) - 1} more: {listed(problems[1:], 2)})" if len(problems) > 1 else ""
             raise ResumeError(f"{path}: {problems[0]}{more}; nothing was changed", tuple(problems))
-        source.check()
+        for check in source.checks:
+            check()
         rest = RestBuilder(source.checkpoint, plan.consumed).tree()
         plan.apply()
     if source.notes:
