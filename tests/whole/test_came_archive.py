@@ -129,16 +129,6 @@ def test_a_reader_written_from_the_format_reads_the_same(run):
             assert plain.storage(record["storage"]) == expected.numpy().tobytes()
 
 
-@pytest.mark.slow
-def test_training_goes_on_from_it(run):
-    net = Net()
-    optimizer = came_pytorch.CAME(net.parameters(), lr=LR, weight_decay=0.0)
-    ckpt8.resume(run / "run.ckpt8", net, optimizer)
-    back = torch.load(run / "back.pt")
-    for place, state in optimizer.state_dict()["state"].items():
-        assert torch.equal(state["exp_avg"], back["optimizer"]["state"][place]["exp_avg"])
-
-
 def reasons(path):
     return {each["name"]: each["reason"] for each in unpack(path.read_bytes())[2]["storages"]}
 

@@ -127,10 +127,6 @@ def _plain(value):
     return struct.pack("<d", value) if isinstance(value, float) else value
 
 
-def _as_float(storage, dtype):
-    return storage.view(dtype).double()
-
-
 def _grouped(x):
     """Rows of 32 elements, the last one filled with zeros."""
     return torch.nn.functional.pad(x, (0, -len(x) % 32)).view(-1, 32)
@@ -167,50 +163,14 @@ CHECKS = {
 }
 
 
-# What the codecs of a budget promise, from their configurations alone; ``ulp`` is half a unit in the last place.
-
-
-def _check_lattice(x, y, config, ulp):
-    """Of a lattice: half a step, and exact zeros."""
-    step = 2.0 ** (config["k"] // 4) * torch.tensor(2.0 ** (config["k"] % 4 / 4), dtype=torch.float32).double()
-    reach = step * (0.5 + (x.abs() / step + 2) * 2.0**-22)
-    assert ((y - x).abs() <= reach + y.abs() * ulp).all()
-    assert (y[x == 0] == 0).all()
-
-
-def _check_rclog(x, y, config, ulp):
-    """Of rows and columns: half a step of the pseudo-logarithm, and zero where there was zero."""
-    bits = [each.float().view(torch.int32).long() for each in (x, y)]
-    assert ((y == 0) == (x == 0)).all()
-    assert ((bits[1] - bits[0]).abs()[x > 0] <= config["S"] // 2 + 1 + int(ulp * 2**23)).all()
-
-
-def _check_vscaled(x, y, divisors, config, ulp):
-    """In steps of the divisor of the rule, before and after: an update within half of u_max."""
-    u, again = (m / divisor for m, divisor in zip((x, y), divisors, strict=True))
-    assert ((again - u).abs() <= config["u_max"] / 2 * (1 + 1e-6) + again.abs() * ulp).all()
-
-
-def _divisors(found, path, tensor, config):
-    """What the update of a first moment divides by, before and after; ``found`` are storages by path."""
-
-    def sides(*keys):
-        name = next(name for key in keys if (name := (*path[:-1], key)) in found)
-        return [_as_float(each, tensor.dtype) for each in found[name]]
-
-    if isinstance(config["second"], list):
-        pairs = zip(sides("exp_avg_res_row"), sides("exp_avg_res_col"), strict=True)
-        return [((row / row.mean()).sqrt()[:, None] * column.sqrt()[None]).flatten() for row, column in pairs]
-    roots = [v.sqrt() / config["root_bias2"] for v in sides("max_exp_avg_sq", "exp_avg_sq")]
-    return [config["bias1"] * (root + config["eps"]) for root in roots]
-
-
 def _check_values(comparison, preset, container):
-    """Storages are bit-equal, or of a kind that the preset may change and within its bounds. How many changed."""
+    """Storages are bit-equal, or of a kind that the preset may change and within its bounds. How many changed.
+
+    What the codecs of a budget promise is tested with them, and their sum with a trained network.
+    """
     with ckpt8.open(container) as file:
         manifest = file.manifest
-    codecs = {tensor.name: manifest.storages[tensor.storage].codec for tensor in manifest.tensors}
-    found = {path: (_storage(a), _storage(b)) for path, a, b in comparison.tensors}
+    codecs = {tensor.name: manifest.storages[tensor.storage].codec["id"] for tensor in manifest.tensors}
     changed = {}
     for path, a, b in comparison.tensors:
         left, right = _storage(a), _storage(b)
@@ -218,27 +178,12 @@ def _check_values(comparison, preset, container):
             continue
         changed[a.untyped_storage().data_ptr()] = path
         assert preset != "lossless", path
-        assert a.numel() >= 4096, path
-        assert len(a.shape) > 1 or a.numel() >= 65_536, path
-        x, y = _as_float(left, a.dtype), _as_float(right, b.dtype)
-        check, config = CHECKS.get(path[-1]), codecs.get(".".join(path), {"id": None})
-        ulp = 0.0 if a.dtype == torch.float32 else 2.0**-8
-        if config["id"] == "reference/2":
-            (run,) = config["runs"]
-            master = next(name for name in found if codecs[".".join(name)] is manifest.storages[run[0]].codec)
-            assert torch.equal(y, _as_float(found[master][1], torch.float32).to(a.dtype).double())
-            continue
-        assert a.dtype == torch.float32 or (a.dtype == torch.bfloat16 and (check or config["id"] == "lattice/1"))
+        assert a.numel() >= (4096 if a.dim() > 1 else 65_536), path
+        check, codec = CHECKS.get(path[-1]), codecs.get(".".join(path), "split24/1")
         assert check or MODELS & set(path), path
-        assert config["id"] in (None, "split24/1", "companded8/1") or preset in BUDGETED
-        if config["id"] == "lattice/1":
-            _check_lattice(x, y, config, ulp)
-        elif config["id"] == "rclog/1":
-            _check_rclog(x, y, config, ulp)
-        elif config["id"] == "vscaled/1":
-            _check_vscaled(x, y, _divisors(found, path, a, config), config, ulp)
-        else:
-            (check or _check_weight)(x, y)
+        assert codec in ("split24/1", "companded8/1") or preset in BUDGETED
+        if codec in ("split24/1", "companded8/1"):
+            (check or _check_weight)(left.view(a.dtype).double(), right.view(b.dtype).double())
     return len(changed)
 
 

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 import torch
 from failing_calls import CODES, Calls
-from faults_kit import digest
+from faults_kit import digest, remove
 from flips_kit import make_sample, places
 from test_salvage import damage
 
@@ -62,7 +62,7 @@ def test_every_write_fails_once(name, old, made, tmp_path, monkeypatch):
     target = next(folder.iterdir())
     expected = digest(target)
     if not old:
-        _remove(target)
+        remove(target)
     present = digest(target) if old else None
     kinds = set()
     for turn in itertools.count(1):
@@ -88,18 +88,9 @@ def test_every_write_fails_once(name, old, made, tmp_path, monkeypatch):
         assert left in (({target.name: present} if old else {}), whole)
         if left == whole and not old:
             assert calls.seen[-1] == "fsync"
-            _remove(target)
+            remove(target)
     assert turn > 5
     assert {"fsync", "renameat2" if name == "directory" else "fsync"} <= kinds
-
-
-def _remove(path):
-    if path.is_dir():
-        for each in sorted(path.rglob("*"), reverse=True):
-            each.rmdir() if each.is_dir() and not each.is_symlink() else each.unlink()
-        path.rmdir()
-    else:
-        path.unlink()
 
 
 READS = {
@@ -135,7 +126,7 @@ def test_every_read_fails_once(name, made, tmp_path, monkeypatch):
             assert {each.name for each in tmp_path.iterdir()} == ({"whole", "out"} if writes else set())
             if writes:
                 assert digest(tmp_path / "out") == digest(tmp_path / "whole")
-                _remove(tmp_path / "out")
+                remove(tmp_path / "out")
         else:
             complaints += 1
             assert "read failed" in failed
