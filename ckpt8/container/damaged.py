@@ -92,8 +92,9 @@ class DamagedContainer(ContainerReader):
             self.damage = str(exc)
         length = int.from_bytes(self._file.read(0, min(header.LENGTH_BYTES, self.size)), "little")
         by_header = min(header.LENGTH_BYTES + length, header.MAX_HEADER, self.size)
-        named = [entry for entry in self._read_entries(by_header) if entry.name == header.MANIFEST]
-        start, stored = self._find_manifest([entry.start + by_header for entry in named])
+        start, stored = self._find_manifest(
+            by_header + entry.start for entry in self._read_entries(by_header) if entry.name == header.MANIFEST
+        )
         self.manifest = self._open_manifest(stored)
         by_manifest = start - sum(record.stored_bytes for _, record in self.owners())
         if by_manifest < header.LENGTH_BYTES:

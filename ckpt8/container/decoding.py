@@ -260,8 +260,7 @@ class CheckpointDirectory(Closing):
     def stats(self, name: str) -> dict[str, Any]:
         """Role, codec, sizes in bytes and error of one tensor, over all of its ``slices``. Raises as ``get_tensor``."""
         tensor, joined = self._tensor(name), self._joined
-        boxes = tensor.boxes()
-        records = [replace(self._record(name, box), storage=joined.storage_of(name, box)) for box in boxes]
+        records = [replace(self._record(name, box), storage=joined.storage_of(name, box)) for box in tensor.boxes()]
         own = [tensor_facts(joined.manifest, record) for record in records]
         if not own:  # a tensor without elements, which no container holds
             known: dict[str, Any] = {

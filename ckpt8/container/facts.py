@@ -128,8 +128,8 @@ def _unknown_reasons(manifest: Manifest) -> dict[str, list[str]]:
     for parameter in manifest.parameters:
         if parameter.error is None and not lossy.isdisjoint(parameter.moments.values()):
             reasons[parameter.reason or NOT_MEASURED].append(parameter.name)
-    owned = {index for parameter in manifest.parameters for index in parameter.moments.values()}
-    if others := {manifest.storages[index].name.rpartition(".")[0] for index in lossy - owned}:
+    lossy.difference_update(*(parameter.moments.values() for parameter in manifest.parameters))
+    if others := {manifest.storages[index].name.rpartition(".")[0] for index in lossy}:
         reasons[NO_PARAMETER] += others
     return reasons
 

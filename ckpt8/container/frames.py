@@ -52,8 +52,7 @@ class _Zstd(threading.local):
 
     def __init__(self) -> None:
         self.raw = zstandard.ZstdCompressor(level=_RAW_LEVEL)
-        parameters = zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS)
-        self.plane = zstandard.ZstdCompressor(compression_params=parameters)
+        self.plane = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS))
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
 
 
@@ -116,8 +115,7 @@ def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor, wo
     """Whether zstd makes a plane smaller than ``worth`` of it. Of a long plane it tries a sample."""
     if len(plane) < SHORT_PLANE:
         return len(plane) > 0
-    starts = range(0, len(plane), len(plane) // _SAMPLES)
-    sample = b"".join(plane[start : start + _SAMPLE_BYTES] for start in starts)
+    sample = b"".join(plane[start : start + _SAMPLE_BYTES] for start in range(0, len(plane), len(plane) // _SAMPLES))
     return len(compressor.compress(sample)) < worth * len(sample)
 
 

@@ -181,8 +181,7 @@ class JoinedReader(Closing):
     """
 
     def __init__(self, path: Path, *, kernels: bool = False, strict: bool = True) -> None:
-        self.path = path
-        self.index = read_index(path)
+        self.path, self.index = path, read_index(path)
         self.by_name: dict[str, ContainerReader] = {}
         self.unread: dict[str, str] = {}
         with ExitStack() as stack:
@@ -264,8 +263,7 @@ class JoinedReader(Closing):
         if tensor is None or len(record.shape) != len(tensor.shape):
             return False
         if self.index.joined:
-            ends = (at + size for at, size in zip(key[1], record.shape, strict=True))
-            return all(end <= size for end, size in zip(ends, tensor.shape, strict=True))
+            return all(at + size <= whole for at, size, whole in zip(key[1], record.shape, tensor.shape, strict=True))
         boxes = tensor.overlapping(key[1], record.shape)
         return any((box.offsets, box.sizes) == (key[1], tuple(record.shape)) for box in boxes) or 0 in record.shape
 

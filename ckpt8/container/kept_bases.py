@@ -52,8 +52,7 @@ class KeptBases(Closing):
     """The links in ``folder``, for one save there: until it is closed nobody removes any."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._links = folder / KEPT
+        self._folder, self._links = folder, folder / KEPT
         self._linked = set[str]()
         self._locks = contextlib.ExitStack()
         # Where a folder cannot be opened nobody lists it, so nobody removes links there.

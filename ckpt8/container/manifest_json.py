@@ -213,8 +213,7 @@ class Table:
     """Typed access to the columns of a table, of which ``key`` is a list. Every mismatch is an InputError."""
 
     def __init__(self, fields: Fields, key: str) -> None:
-        self._fields = fields
-        self._count = len(fields.read(key, as_list))
+        self._fields, self._count = fields, len(fields.read(key, as_list))
 
     def column(self, key: str, read: Reader[T]) -> Sequence[T]:
         """``read`` of every value of a column. Raises InputError."""
@@ -339,8 +338,9 @@ def _storages(fields: Fields) -> tuple[list[StorageRecord], list[Pack]]:
     packs: list[Pack] = []
     for stored in fields.each("storages"):
         record = stored.record(StorageRecord, _STORAGE)
-        parts = stored.read("parts", as_object)
-        record.parts = {name: _frame_table(stored.nested(table)) for name, table in parts.items()}
+        record.parts = {
+            name: _frame_table(stored.nested(table)) for name, table in stored.read("parts", as_object).items()
+        }
         if record.codec.get("id") == SHARED:
             packs.append(_pack(record, stored.nested(stored.read("shared", as_object)), shared))
             continue

@@ -40,15 +40,11 @@ class MemberFile(io.RawIOBase):
 
     def __init__(self, reader: ContainerReader, member: int, workers: Workers | None = None) -> None:
         super().__init__()
-        self._reader = reader
-        self._workers = workers
-        self._position = 0
+        self._reader, self._workers, self._position = reader, workers, 0
         self._runs = member_runs(reader.manifest, member, str(reader.path))
         self._starts = [run.start for run in self._runs]
         record = reader.manifest.members[member]
-        self.size = record.size
-        self.name = record.path
-        self._skeleton = record.skeleton
+        self.size, self.name, self._skeleton = record.size, record.path, record.skeleton
         self._patches: dict[int, bytes] = {}
         self._crc_fields: dict[int, list[int]] = {}
         for place, storage in record.crc_fields:

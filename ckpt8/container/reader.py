@@ -105,14 +105,12 @@ class ContainerReader(Closing):
         base_dirs: Sequence[Path] | None = None,
         pool: FilePool | None = None,
     ) -> None:
-        self.path = path
+        self.path, self._kernels = path, kernels
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
-        self._kernels = kernels
         self._base: ContainerReader | InputError | None = None
-        self._lock = threading.Lock()
+        self._lock, self._local = threading.Lock(), threading.local()
         self._file = SourceFile(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
         self._codecs: dict[int | Pack, Codec] = {}
-        self._local = threading.local()
         try:
             with without_collection():
                 self._open()
@@ -524,6 +522,3 @@ class SkeletonFile(SourceFile):
 
     def check_unchanged(self) -> None:
         """Nothing to check: every frame is checked when it is read."""
-
-    def close(self) -> None:
-        """The caller closes the container."""

@@ -500,9 +500,8 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
     for name, path in (paths or {}).items():
         if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
             raise fields.fail(name)
-    keys = (key for path in (paths or {}).values() for key in path if type(key) is str)
-    for name in chain(tensors, objects, keys):
-        if not is_unicode(name):
+    for name in chain(tensors, objects, *(paths or {}).values()):
+        if isinstance(name, str) and not is_unicode(name):
             raise InputError(f"{where}: names the value {shown(name)}, which is not valid UTF-8")
     known = None if paths is None else {name: tuple(path) for name, path in paths.items()}
     dcp, save_id = (fields.read(key, or_null(as_text)) for key in ("dcp", "save_id"))

@@ -169,8 +169,7 @@ class Fields:
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, Mapping):
             raise InputError(f"{where} is malformed: expected an object")
-        self._value = value
-        self._where = where
+        self._value, self._where = value, where
 
     def fail(self, key: str, error: Exception | None = None) -> InputError:
         """The error about a field, which says what is wrong with a text that is not valid."""

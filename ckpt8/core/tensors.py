@@ -54,9 +54,7 @@ class DType(enum.Enum):
     """A checkpoint has millions of lookups by type, and an ``Enum`` hashes its name in Python."""
 
     def __init__(self, label: str, itemsize: int, storage_class: str | None) -> None:
-        self.label = label
-        self.itemsize = itemsize
-        self.storage_class = storage_class
+        self.label, self.itemsize, self.storage_class = label, itemsize, storage_class
 
     @property
     def is_plane_float(self) -> bool:

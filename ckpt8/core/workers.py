@@ -183,9 +183,8 @@ class Buffers:
     """A pool of flat uint8 buffers; it grows to as many as are in use at once. Thread-safe."""
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
-        self._make = make
+        self._make, self._lock = make, threading.Lock()
         self._free: list[torch.Tensor] = []
-        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """The smallest free buffer of at least ``nbytes``, or a new one; its content is arbitrary."""

@@ -76,6 +76,9 @@ class ByteRange:
 class SourceFile:
     """An open ByteRange, read by position. Safe to share between threads."""
 
+    _fd = -1
+    """Subclasses that read from elsewhere open nothing, and close nothing."""
+
     def __init__(self, source: ByteRange) -> None:
         self.source = source
         try:
@@ -165,9 +168,6 @@ class Window(SourceFile):
         """Raise InputError when the file changed since it was opened."""
         self._base.check_unchanged()
 
-    def close(self) -> None:
-        """Nothing to do: the base stays open."""
-
 
 _OPEN_FILES = 64
 """Fewer than any system allows. Directories are read in order, so few files are in use at once."""
@@ -189,9 +189,8 @@ class FilePool:
     """Keeps the most recently used descriptors open. Thread-safe."""
 
     def __init__(self, limit: int = _OPEN_FILES) -> None:
-        self._limit = limit
+        self._limit, self._lock = limit, threading.Lock()
         self._handles: OrderedDict[Path, _Handle] = OrderedDict()
-        self._lock = threading.Lock()
 
     def get(self, path: Path) -> tuple[_Handle, bool]:
         """The open file, and whether it has just been opened. Raises OSError."""
@@ -214,9 +213,7 @@ class PooledFile(SourceFile):
     """A SourceFile whose descriptor comes from a pool. It is unchanged as long as its inode, size and time are."""
 
     def __init__(self, source: ByteRange, pool: FilePool) -> None:
-        self.source = source
-        self._pool = pool
-        self._place = source.path
+        self.source, self._pool, self._place = source, pool, source.path
         self._identity = self._identify(self._place)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -229,9 +226,6 @@ class PooledFile(SourceFile):
         if opened and self._identify(handle.descriptor) != self._identity:
             raise self._changed()
         self._read_at(handle.descriptor, offset, buffer)
-
-    def close(self) -> None:
-        """Nothing to do: the pool closes files."""
 
 
 __all__ = ["combine", "crc32"]
