@@ -23,7 +23,7 @@ from ckpt8.checkpoint.readers.torch_zip import LOCAL_SIGNATURE
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.container.member_file import MemberFile
 from ckpt8.core.closing import without_collection
-from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
+from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.text import listed
 
@@ -118,8 +118,7 @@ class _Stream(SourceFile):
 def _reader(source: SourceFile) -> _TorchReader:
     if source.read(0, min(len(LOCAL_SIGNATURE), source.source.length)) == LOCAL_SIGNATURE:
         return torch_zip
-    if not torch_legacy.sniff(source):
-        raise InputError(f"{source.source}: cannot be loaded: it is no file that torch.save writes")
+    require(torch_legacy.sniff(source), f"{source.source}: cannot be loaded: it is no file that torch.save writes")
     return torch_legacy
 
 
@@ -133,11 +132,12 @@ def _check(source: SourceFile, reader: _TorchReader, calls: TorchCalls | None = 
     calls = calls or _calls(source)
     with without_collection():
         checkpoint = reader.read(source, calls)
-    if calls.foreign:
-        raise UnsupportedError(
-            f"{source.source}: holds {listed(sorted(calls.foreign), 5)}, which torch does not allow and nothing "
-            "here unpickles; if you trust the file, call torch.serialization.add_safe_globals with these classes first"
-        )
+    require(
+        not calls.foreign,
+        f"{source.source}: holds {listed(sorted(calls.foreign), 5)}, which torch does not allow and nothing "
+        "here unpickles; if you trust the file, call torch.serialization.add_safe_globals with these classes first",
+        UnsupportedError,
+    )
     return checkpoint
 
 

@@ -22,7 +22,7 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite, Streamer, add_prefix, computed
 from ckpt8.checkpoint.tree import TensorRef, format_path, iter_nodes
 from ckpt8.container.frames import bytes_of
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 
@@ -66,8 +66,10 @@ def choose_optimizer(data: Composite) -> Candidate | None:
 def check_optimizer(label: str, optimizer: Candidate) -> None:
     """Raise InputError unless its groups list each parameter once, and every state is a dictionary."""
     groups, states = optimizer.node["param_groups"], optimizer.node["state"]
-    if not all(isinstance(entry, dict) for entry in (*groups, *states.values())):
-        raise InputError(f"{label}: {optimizer.path}: a group or a state of its optimizer is not a dictionary")
+    require(
+        all(isinstance(entry, dict) for entry in (*groups, *states.values())),
+        f"{label}: {optimizer.path}: a group or a state of its optimizer is not a dictionary",
+    )
     if isinstance(names := saved_names(groups), str):
         raise InputError(f"{label}: {optimizer.path}: {names}")
 

@@ -18,7 +18,7 @@ from ckpt8.container.joined import is_stored, open_stored
 from ckpt8.converting import writers
 from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress
 
@@ -97,8 +97,11 @@ def write_container(request: Request, report: Report) -> None:
     from ckpt8.compressing.compress import compress
 
     for option in ("dtype", "key", "member"):
-        if getattr(request, option) is not None:
-            raise UsageError(f"--{option}: a .ckpt8 holds its source as it is; convert to another format first")
+        require(
+            getattr(request, option) is None,
+            f"--{option}: a .ckpt8 holds its source as it is; convert to another format first",
+            UsageError,
+        )
     manifest = compress(
         request.source, request.target, threads=request.threads, force=request.force, progress=request.progress
     )
@@ -118,8 +121,11 @@ def _choose_format(request: Request, to: str | None, *, in_directory: bool) -> s
     if dtype in LARGEST or chosen == _QUANTIZING:
         what = "quantised weights" if dtype is None else f"{dtype.label} weights"
         raise UsageError(f"{target}: {what} need a config.json beside them that says so; give a directory, DST/")
-    if (request.scale, request.per, request.keep, request.config) != (None, None, (), None):
-        raise UsageError("--scale, --per, --keep and --config are for quantised weights: --dtype float8_e4m3fn or int8")
+    require(
+        (request.scale, request.per, request.keep, request.config) == (None, None, (), None),
+        "--scale, --per, --keep and --config are for quantised weights: --dtype float8_e4m3fn or int8",
+        UsageError,
+    )
     return chosen
 
 

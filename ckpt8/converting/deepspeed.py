@@ -22,7 +22,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef, is_setting
 from ckpt8.converting.choice import Content, adopt_member
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.tensors import contiguous_stride
 from ckpt8.core.text import listed
 
@@ -52,8 +52,9 @@ def assemble_universal(members: Bundle) -> Content:
     weights, states = {}, {}
     for name, state in files.items():
         values = {key: _value(data, member, shapes.get(name)) for key, member in state.items()}
-        if not isinstance(values.get(_WEIGHT), TensorRef):
-            raise InputError(f"{data.label}: zero/{name} has no {_WEIGHT}.pt with a tensor")
+        require(
+            isinstance(values.get(_WEIGHT), TensorRef), f"{data.label}: zero/{name} has no {_WEIGHT}.pt with a tensor"
+        )
         weights[name] = values.pop(_WEIGHT)
         if values:
             states[name] = values if "step" in values else shared | values
@@ -76,10 +77,10 @@ def _search(members: Bundle) -> tuple[States, DirectoryMember | None, DirectoryM
         if match := _STATE.fullmatch(member.path):
             roots[match["root"]][match["name"]][match["key"]] = member
     complete = [root for root, states in roots.items() if any(_WEIGHT in state for state in states.values())]
-    if len(complete) > 1:
-        raise InputError(
-            f"{members.path}: holds several universal checkpoints ({', '.join(sorted(complete))}); give one"
-        )
+    require(
+        len(complete) <= 1,
+        f"{members.path}: holds several universal checkpoints ({', '.join(sorted(complete))}); give one",
+    )
     root = complete[0]
     inside = {
         checkpoint.path.removeprefix(root): checkpoint

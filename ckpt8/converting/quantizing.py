@@ -55,7 +55,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.choice import FLOATS, HEADS, Content
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.tensors import DType
@@ -113,13 +113,18 @@ class Scheme:
 def make_scheme(dtype: DType | None, scale: str | None, per: str | None) -> Scheme:
     """The scheme of these settings; those that are None have the default of the type. Raises UsageError."""
     dtype = dtype or DType.FLOAT8_E4M3FN
-    if dtype not in LARGEST:
-        raise UsageError(f"--dtype {dtype.label}: expected one of {', '.join(kind.label for kind in LARGEST)}")
+    require(
+        dtype in LARGEST,
+        f"--dtype {dtype.label}: expected one of {', '.join(kind.label for kind in LARGEST)}",
+        UsageError,
+    )
     for option, value, known in (("--scale", scale, (ABSMAX, UNIT)), ("--per", per, (TENSOR, CHANNEL))):
-        if value is not None and value not in known:
-            raise UsageError(f"{option} {value}: expected one of {', '.join(known)}")
-    if scale == UNIT and dtype is DType.INT8:
-        raise UsageError("--scale unit: int8 has no exponent that would make up for it; use absmax")
+        require(value is None or value in known, f"{option} {value}: expected one of {', '.join(known)}", UsageError)
+    require(
+        scale != UNIT or dtype is not DType.INT8,
+        "--scale unit: int8 has no exponent that would make up for it; use absmax",
+        UsageError,
+    )
     return Scheme(dtype, scale or ABSMAX, per or (TENSOR if dtype is DType.INT8 else CHANNEL))
 
 
@@ -279,8 +284,11 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
         with_quantization(config, {})
     except (ValueError, RecursionError) as exc:
         raise InputError(f"{where}: is no JSON, or none that can be written again: {exc}") from exc
-    if _QUANTIZATION in config:
-        raise UsageError(f"{where}: the model is quantised already; convert the checkpoint that it was made of")
+    require(
+        _QUANTIZATION not in config,
+        f"{where}: the model is quantised already; convert the checkpoint that it was made of",
+        UsageError,
+    )
     return config
 
 
@@ -294,8 +302,7 @@ def _read_file(path: Path) -> bytearray:
 
 
 def _check_size(where: str, size: int) -> None:
-    if size > LONGEST_CONFIG:
-        raise InputError(f"{where}: has {size} bytes, too many for the configuration of a model")
+    require(size <= LONGEST_CONFIG, f"{where}: has {size} bytes, too many for the configuration of a model")
 
 
 def with_quantization(config: Mapping[str, Any] | None, quantization: Mapping[str, Any]) -> bytes:

@@ -34,7 +34,7 @@ from ckpt8.container.joined import is_stored
 from ckpt8.container.sharded import FOLDER, find_sharded
 from ckpt8.converting import deepspeed, ranks
 from ckpt8.converting.choice import SINGLE_FILE, Content, adopt_member, check_optimizer, tie_again
-from ckpt8.core.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.errors import InputError, UnsupportedError, UsageError, require
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.text import listed, printable, shown
 
@@ -84,8 +84,7 @@ def content_of(members: Bundle) -> Content:
     """Open members as one tree. Raises InputError, and UsageError for a directory of no known layout."""
     if (layout := layout_of(members)) is None:
         known = listed((member.path for member in members.checkpoints), _LISTED)
-        if not known:
-            raise InputError(f"{members.path}: a directory without a checkpoint that can be read")
+        require(known, f"{members.path}: a directory without a checkpoint that can be read")
         raise UsageError(f"{members.path}: a directory of no known layout; choose a file with --member: {known}")
     content = _single_file(members) if layout == SINGLE_FILE else LAYOUTS[layout][1](members)
     content.layout = layout
@@ -94,8 +93,7 @@ def content_of(members: Bundle) -> Content:
 
 def _single_file(members: Bundle) -> Content:
     data = Composite(str(members.path))
-    if not members.checkpoints:
-        raise InputError(f"{members.path}: holds no checkpoint that can be converted")
+    require(members.checkpoints, f"{members.path}: holds no checkpoint that can be converted")
     checkpoint = members.checkpoints[0].checkpoint
     data.adopt(checkpoint)
     data.tree = checkpoint.tree

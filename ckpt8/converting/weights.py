@@ -37,7 +37,7 @@ from ckpt8.converting.choice import (
     module_of,
 )
 from ckpt8.converting.request import Report
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.packed_tensor import Moment, weight_check
@@ -77,8 +77,7 @@ def model_weights(data: Composite, model: Candidate, types: WeightTypes, report:
     """
     tensors = model_tensors(model)
     report.dropped += [f"{name}: not a tensor" for name in model.node if name not in tensors]
-    if not tensors:
-        raise UsageError(f"{data.label}: {model.path} holds no tensors")
+    require(tensors, f"{data.label}: {model.path} holds no tensors", UsageError)
     named = {plain: tensors[name] for name, plain in strip_wrappers(tensors, report).items()}
     names: dict[tuple[object, ...], list[str]] = {}
     for name, ref in named.items():

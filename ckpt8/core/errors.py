@@ -117,3 +117,9 @@ class RefusedError(Exception):
     """
 
     storage: int | None = None
+
+
+def require(holds: object, message: str, error: type[Ckpt8Error] | None = None) -> None:
+    """Raise ``error``, by default InputError, with the message unless ``holds`` is true."""
+    if not holds:
+        raise (error or InputError)(message)

@@ -28,7 +28,7 @@ from ckpt8.checkpoint.readers.entries import is_named_shard, lone_shard, refuse_
 from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.core.closing import without_collection
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile, refuse_url
 
 READERS: dict[str, str] = {
@@ -83,8 +83,7 @@ def _as_source(path: Path) -> ByteRange:
     except OSError as exc:
         raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
     source = ByteRange.of(path)
-    if source.length == 0:
-        raise InputError(f"{path}: an empty file; the save was interrupted or the disk was full")
+    require(source.length != 0, f"{path}: an empty file; the save was interrupted or the disk was full")
     return source
 
 

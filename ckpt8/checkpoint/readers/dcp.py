@@ -38,7 +38,7 @@ from ckpt8.checkpoint.tree import (
     iter_leaves,
 )
 from ckpt8.container.manifest import DCP
-from ckpt8.core.errors import InputError, OutputError, UnsupportedError
+from ckpt8.core.errors import InputError, OutputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile, Window
 from ckpt8.core.text import shown
 
@@ -246,8 +246,11 @@ class DcpCheckpoint:
         transforms = {transform for piece in pieces for transform in piece.transforms}
         if unknown := transforms - {ZSTD}:
             raise UnsupportedError(f"its slices are transformed by {shown(min(unknown))}, which is not known")
-        if transforms and not decode:
-            raise UnsupportedError("its slices are compressed with zstd, and are encoded with any preset but lossless")
+        require(
+            not transforms or decode,
+            "its slices are compressed with zstd, and are encoded with any preset but lossless",
+            UnsupportedError,
+        )
         _check_slices(pieces, file)
         decoded = None
         if transforms:

@@ -20,7 +20,7 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_named_sh
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
 from ckpt8.container.sharded import INDEX, RANK_FILE, explain_missing, is_part
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.text import shown
 
@@ -39,13 +39,12 @@ def open_directory(
 
     ``decode`` decompresses the slices of distributed checkpoints; only those of the ``choice`` are read.
     """
-    if not entries:
-        raise InputError(f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
-    if any(entry.path == INDEX or is_part(entry.path) for entry in entries):
-        raise InputError(
-            f"{root}: is compressed already, by Ckpt8StorageWriter; restore it to a plain directory (restore DIR -o "
-            "PLAIN) and give that"
-        )
+    require(entries, f"{root}: an empty directory; give a checkpoint file, or a directory that holds some")
+    require(
+        not any(entry.path == INDEX or is_part(entry.path) for entry in entries),
+        f"{root}: is compressed already, by Ckpt8StorageWriter; restore it to a plain directory (restore DIR -o "
+        "PLAIN) and give that",
+    )
     if all(_INTERRUPTED.fullmatch(entry.path) for entry in entries):
         raise InputError(explain_missing(root))
     with closing(FilePool()) as pool:

@@ -16,7 +16,7 @@ from ckpt8.checkpoint.readers.rebuild import EMPTY, is_distributed
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, TensorRef, format_path, iter_leaves, iter_nodes
 from ckpt8.container.checks import MAX_COMPONENTS, link_stays_inside, path_problem
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, refuse_url
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
@@ -55,8 +55,7 @@ def is_directory(path: Path) -> bool:
 def directory_name(path: Path) -> str:
     """The name of a directory however it was given: ``.``, ``run/``, ``run/..``. Raises InputError for the root."""
     name = path.name if path.name not in ("", "..") else path.resolve().name
-    if not name:
-        raise InputError(f"{path}: the root of the file system; give a checkpoint directory")
+    require(name, f"{path}: the root of the file system; give a checkpoint directory")
     return name
 
 
@@ -70,8 +69,9 @@ def walk(root: Path) -> list[Entry]:
                 names = sorted(entry.name for entry in entries)
         except OSError as exc:
             raise InputError(f"{root / above}: cannot be read: {exc.strerror}") from exc
-        if above.count("/") >= MAX_COMPONENTS - 1:
-            raise InputError(f"{root}: its directories are nested deeper than {MAX_COMPONENTS}")
+        require(
+            above.count("/") < MAX_COMPONENTS - 1, f"{root}: its directories are nested deeper than {MAX_COMPONENTS}"
+        )
         if above and not names:
             below.append(Entry(above, DIRECTORY))
         for path in (f"{above}/{name}".lstrip("/") for name in names):
@@ -158,19 +158,23 @@ def check_shares(tree: Any, names: Collection[str], where: str) -> None:
         elif isinstance(node, dict):
             empty = [key for key, value in node.items() if type(value) is Inert and value.name == EMPTY]
             rests += [node.pop(key) for key in empty]
-    if any(leaf.key in keys for _, leaf in iter_leaves(rests)):
-        raise UnsupportedError(f"{where}: a file of one rank: a tensor shares its storage with the mesh of the ranks")
+    require(
+        not any(leaf.key in keys for _, leaf in iter_leaves(rests)),
+        f"{where}: a file of one rank: a tensor shares its storage with the mesh of the ranks",
+        UnsupportedError,
+    )
 
 
 def refuse_share(tree: Any, where: str) -> None:
     """Raise UnsupportedError for the tree of a file with a part of a tensor that is spread over ranks."""
-    if any(
-        type(leaf) is TensorRef and leaf.share is not None and leaf.share.whole != leaf.shape
-        for _, leaf in iter_leaves(tree)
-    ):
-        raise UnsupportedError(
-            f"{where}: the file of one rank, with its parts of the tensors; give the folder with the files of all ranks"
-        )
+    require(
+        not any(
+            type(leaf) is TensorRef and leaf.share is not None and leaf.share.whole != leaf.shape
+            for _, leaf in iter_leaves(tree)
+        ),
+        f"{where}: the file of one rank, with its parts of the tensors; give the folder with the files of all ranks",
+        UnsupportedError,
+    )
 
 
 def refuse_buckets(tree: Any, where: str) -> None:
@@ -178,11 +182,12 @@ def refuse_buckets(tree: Any, where: str) -> None:
     # The state of a distributed optimizer is kept by buffer, then by type of parameter and gradient.
     buffers = [value for key, value in tree.items() if type(key) is int] if type(tree) is dict else []
     is_bucketed = any(type(buffer) is dict and any(map(_is_dtypes, buffer)) for buffer in buffers)
-    if is_bucketed or (type(tree) is dict and "buckets_coalesced" in tree):
-        raise UnsupportedError(
-            f"{where}: a distrib_optim.pt of Megatron: buckets of an optimizer without names or shapes; "
-            "save in the torch_dist format, with an optimizer that is sharded by parameter"
-        )
+    require(
+        not is_bucketed and (type(tree) is not dict or "buckets_coalesced" not in tree),
+        f"{where}: a distrib_optim.pt of Megatron: buckets of an optimizer without names or shapes; "
+        "save in the torch_dist format, with an optimizer that is sharded by parameter",
+        UnsupportedError,
+    )
 
 
 def _is_dtypes(key: Any) -> bool:

@@ -12,7 +12,7 @@ from math import prod
 from ckpt8.checkpoint.readers.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, TensorRef
 from ckpt8.container.header import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER, METADATA, begins_container, parse_safetensors
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
@@ -52,17 +52,18 @@ def sniff(file: SourceFile) -> bool:
 def read(file: SourceFile) -> OpenCheckpoint:
     """The structure of the file. Raises InputError for damage, UnsupportedError for an unknown element type."""
     where, size = str(file.source), file.source.length
-    if size < LENGTH_BYTES:
-        raise InputError(f"{where}: damaged safetensors file: it has {size} bytes")
+    require(size >= LENGTH_BYTES, f"{where}: damaged safetensors file: it has {size} bytes")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
-    if length > MAX_HEADER:
-        raise InputError(f"{where}: damaged safetensors file: its header of {length} bytes is over {MAX_HEADER}")
+    require(
+        length <= MAX_HEADER, f"{where}: damaged safetensors file: its header of {length} bytes is over {MAX_HEADER}"
+    )
     start = LENGTH_BYTES + length
-    if start > size:
-        raise InputError(f"{where}: cut off inside the header of a safetensors file; copy or download it again")
+    require(start <= size, f"{where}: cut off inside the header of a safetensors file; copy or download it again")
     metadata, header = parse_safetensors(file.read(LENGTH_BYTES, length), f"{where}: safetensors header")
-    if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
-        raise InputError(f"{where}: damaged safetensors file: {METADATA} does not map names to texts")
+    require(
+        isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()),
+        f"{where}: damaged safetensors file: {METADATA} does not map names to texts",
+    )
     tensors = {name: _tensor(name, entry, start, where) for name, entry in header.items()}
     storages = sorted((storage for _, storage in tensors.values()), key=lambda own: (own.offset, own.nbytes))
     _check_layout(storages, start, size, where)

@@ -11,7 +11,7 @@ from ckpt8.checkpoint.readers.entries import check_shares
 from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle, longest_pickle
 from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, check_depth
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
@@ -63,11 +63,16 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
         label, persistent_load = f"{source}: {what}", table.load if table else None
         return load_pickle(stream, limit, label, persistent_load, names=names, stored=file.stored, calls=calls)
 
-    if load("magic number") != MAGIC or load("format version") != PROTOCOL_VERSION:
-        raise InputError(f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another")
+    require(
+        load("magic number") == MAGIC and load("format version") == PROTOCOL_VERSION,
+        f"{source}: not a checkpoint of torch before 1.6: its magic number or version is another",
+    )
     system = load("system record")
-    if type(system) is not dict or system.get("little_endian") is not True:
-        raise UnsupportedError(f"{source}: saved on a big-endian machine; load and save it again with torch")
+    require(
+        type(system) is dict and system.get("little_endian") is True,
+        f"{source}: saved on a big-endian machine; load and save it again with torch",
+        UnsupportedError,
+    )
     table = StorageTable(f"{source}: pickle")
     tree = load("pickle", table)
     check_depth(tree, table.label)

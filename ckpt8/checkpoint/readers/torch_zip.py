@@ -24,7 +24,7 @@ from ckpt8.checkpoint.readers.entries import check_shares, refuse_buckets
 from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle, longest_pickle
 from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, check_depth
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import SourceFile, crc32
 from ckpt8.core.text import shown
 
@@ -59,8 +59,10 @@ def read_end_records(file: SourceFile) -> EndRecords:
     if lead[:4] == b"PK\x06\x07":
         return _zip64_end(file, locator, lead, numbers, comment)
     disk, start_disk, here, count, size, offset = numbers
-    if disk or start_disk or here != count:
-        raise InputError(f"{file.source}: damaged zip file: it claims to be one of several disks")
+    require(
+        not disk and not start_disk and here == count,
+        f"{file.source}: damaged zip file: it claims to be one of several disks",
+    )
     _check_extent(file, offset, size, position)
     return EndRecords(offset, size, count, torch_style=not comment)
 
@@ -83,8 +85,7 @@ def _find_end(file: SourceFile) -> tuple[int, int, tuple[int, ...]]:
 
 def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, ...], comment: int) -> EndRecords:
     _, disk, position, disks = _LOCATOR.unpack(lead)
-    if disk or disks != 1:
-        raise InputError(f"{file.source}: damaged zip file: it claims to be one of several disks")
+    require(not disk and disks == 1, f"{file.source}: damaged zip file: it claims to be one of several disks")
     record = file.read(position, _END_64.size) if position + _END_64.size <= locator else bytes(_END_64.size)
     signature, length, made_by, needed, disk, start_disk, here, count, size, offset = _END_64.unpack(record)
     if signature != b"PK\x06\x06" or position + _END_64.size - _COUNTED_64 + length != locator:
@@ -93,8 +94,10 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
     # Each field of the old record holds the true number, or says "see the zip64 record".
     limits = (0xFFFF, 0xFFFF, *_ALL_SATURATED)
     agree = all(got in (true, limit) for got, true, limit in zip(numbers, true_numbers, limits, strict=True))
-    if disk or start_disk or here != count or not agree:
-        raise InputError(f"{file.source}: damaged zip file: its two end records do not agree")
+    require(
+        not disk and not start_disk and here == count and agree,
+        f"{file.source}: damaged zip file: its two end records do not agree",
+    )
     _check_extent(file, offset, size, position)
     torch_style = (
         numbers == (0, 0, *map(min, true_numbers[2:], _ALL_SATURATED))
@@ -106,12 +109,13 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
 
 def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
     """Raise InputError unless the directory ends exactly where the end records start."""
-    if size > MAX_DIRECTORY_BYTES:
-        raise InputError(f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}")
+    require(
+        size <= MAX_DIRECTORY_BYTES,
+        f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}",
+    )
     if offset + size < end and size and file.read(end - size, 4) == b"PK\x01\x02":
         raise _misplaced(file)
-    if offset + size != end:
-        raise InputError(f"{file.source}: damaged zip file: its directory is not where the end record says")
+    require(offset + size == end, f"{file.source}: damaged zip file: its directory is not where the end record says")
 
 
 def _misplaced(file: SourceFile) -> UnsupportedError:
@@ -178,14 +182,18 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
     """All records in the order of their offsets. Raises InputError for anything damaged or contradictory."""
     end = read_end_records(file)
     central = [*_parse_directory(file, file.read(end.offset, end.size), end.offset)]
-    if len(central) != end.count:
-        raise InputError(f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed")
+    require(
+        len(central) == end.count,
+        f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed",
+    )
     ahead = _ReadAhead(file)
     opened = [_open_record(ahead, record, end.offset) for record in central]
     # A record that someone added to torch's file with a zip tool may carry the tool's values.
     is_odd = any(by_torch and not record.bare for record, (_, by_torch) in zip(central, opened, strict=True))
-    if is_odd or (not end.torch_style and all(by_torch for _, by_torch in opened)):
-        raise InputError(f"{file.source}: damaged zip file: its directory holds values that torch never writes")
+    require(
+        not is_odd and (end.torch_style or not all(by_torch for _, by_torch in opened)),
+        f"{file.source}: damaged zip file: its directory holds values that torch never writes",
+    )
     entries = sorted((entry for entry, _ in opened), key=lambda entry: entry.header_offset)
     _check_layout(file, entries)
     return entries
@@ -370,15 +378,18 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
     if calls is not None:
         _check_for_torch(file, entries)
     records = {entry.name.removeprefix(prefix): entry for entry in entries if entry.name.startswith(prefix)}
-    if "constants.pkl" in records or any(name.startswith("code/") for name in records):
-        raise UnsupportedError(
-            f"{file.source}: a TorchScript archive; save the state dict of the model with torch.save instead"
-        )
+    require(
+        "constants.pkl" not in records and not any(name.startswith("code/") for name in records),
+        f"{file.source}: a TorchScript archive; save the state dict of the model with torch.save instead",
+        UnsupportedError,
+    )
     order = _read_stored(file, records["byteorder"], len("little")) if "byteorder" in records else b"little"
-    if order == b"big":
-        raise UnsupportedError(f"{file.source}: saved on a big-endian machine; load and save it again with torch")
-    if order != b"little":
-        raise InputError(f"{file.source}: record byteorder holds {shown(order)}, expected 'little'")
+    require(
+        order != b"big",
+        f"{file.source}: saved on a big-endian machine; load and save it again with torch",
+        UnsupportedError,
+    )
+    require(order == b"little", f"{file.source}: record byteorder holds {shown(order)}, expected 'little'")
     table = StorageTable(f"{file.source}: data.pkl")
     pickle = _read_stored(file, records["data.pkl"], longest_pickle(file))
     names: set[str] = set()
@@ -402,10 +413,14 @@ def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
     That library ignores the case of names, and takes the last signature of an end record, even one in a comment.
     """
     end = file.read(file.source.length - _END.size, _END.size)
-    if not (end.startswith(END_SIGNATURE) and end.endswith(b"\0\0")):
-        raise InputError(f"{file.source}: a zip file with a comment, which torch.save never writes")
-    if len({entry.name.lower() for entry in entries}) < len(entries):
-        raise InputError(f"{file.source}: a zip file with records that only differ in case, which torch takes for one")
+    require(
+        end.startswith(END_SIGNATURE) and end.endswith(b"\0\0"),
+        f"{file.source}: a zip file with a comment, which torch.save never writes",
+    )
+    require(
+        len({entry.name.lower() for entry in entries}) >= len(entries),
+        f"{file.source}: a zip file with records that only differ in case, which torch takes for one",
+    )
     for entry in entries:
         _require_stored(file, entry)
 

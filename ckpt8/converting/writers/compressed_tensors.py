@@ -37,7 +37,7 @@ from ckpt8.converting.quantizing import (
 from ckpt8.converting.request import Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, model_weights
 from ckpt8.converting.writers.safetensors import WEIGHTS, copy_others, total_bytes, with_masters, write_safetensors
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
@@ -117,8 +117,7 @@ def _make_tensors(
             continue
         tensors[name], errors[name] = encode_matrix(data, masters[name], scales[name], scheme)
         scale = f"{name}_scale"
-        if scale in weights:
-            raise UsageError(f"{data.label}: {scale} is there already; the model is quantised")
+        require(scale not in weights, f"{data.label}: {scale} is there already; the model is quantised", UsageError)
         tensors[scale] = hold(data, scales[name])
     return tensors, errors
 

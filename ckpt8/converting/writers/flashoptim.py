@@ -34,7 +34,7 @@ from ckpt8.converting.choice import FLOATS, cast, model_tensors
 from ckpt8.converting.request import Report, Request
 from ckpt8.converting.weights import WeightTypes, choose_run, step_number
 from ckpt8.converting.writers.torch_zip import write_torch
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import CARDS, TENSORS
 
@@ -105,8 +105,11 @@ def _make_state(
     except (ValueError, TypeError, OverflowError) as exc:
         raise InputError(f"{data.label}: a step of its optimizer is not a whole number") from exc
     moments = _moments(state)
-    if any(ref.dtype not in FLOATS for ref in moments.values()) or len({ref.shape for ref in moments.values()}) > 1:
-        raise InputError(f"{data.label}: moments that are no floats, or of different shapes")
+    require(
+        not any(ref.dtype not in FLOATS for ref in moments.values())
+        and len({ref.shape for ref in moments.values()}) <= 1,
+        f"{data.label}: moments that are no floats, or of different shapes",
+    )
     for name, ref in moments.items():
         made[f"{name}::quantized"], made[f"{name}::scales"] = _quantize(data, name, ref, dtype)
     weight = weights.get(id(state))

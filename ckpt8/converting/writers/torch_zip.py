@@ -27,7 +27,7 @@ from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.converting.choice import choose_model, hold, model_tensors
 from ckpt8.converting.request import OpenFile, Report, Request
 from ckpt8.converting.weights import WeightTypes, unpack_tree
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import UnsupportedError, require
 from ckpt8.core.files.source_file import combine, crc32
 from ckpt8.core.tensors import DType
 
@@ -74,8 +74,7 @@ def build_hollow(
         raise UnsupportedError(f"{data.label}: a tensor cannot be made by this torch: {exc}") from exc
     report.dropped += builder.dropped
     report.tensors += builder.tensors
-    if built is CONSUMED or not builder.made:
-        raise InputError(f"{data.label}: {NOTHING}")
+    require(built is not CONSUMED and builder.made, f"{data.label}: {NOTHING}")
     return Hollow(data, built, builder.made, builder.nbytes)
 
 
@@ -195,8 +194,7 @@ def write_zip(hollow: Hollow, out: OpenFile, name: str) -> None:
     """
     # torch names the records in the file after the file.
     saved = save_hollow(hollow, hollow.built, PurePath(name).stem)
-    if not saved.places:
-        raise InputError(f"{hollow.data.label}: {NOTHING}")
+    require(saved.places, f"{hollow.data.label}: {NOTHING}")
     write_saved(hollow, saved, out)
 
 
