@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from functools import cache
 
@@ -70,13 +69,6 @@ def test_tensors_spread_in_every_way_are_put_together(written, tmp_path):
     assert_same(torch.load(tmp_path / "whole.pt")["model"], torch.load(written / "placed.full.pt"))
 
 
-def test_a_rank_may_have_nothing_of_a_tensor(written):
-    with open_source(written / SHARDED) as source:
-        trees = {member.path: member.checkpoint.tree for member in source.checkpoints}
-    holders = [rank for rank in range(WORLD) if "tail" in trees[f"model_world_size_{WORLD}_rank_{rank}.pt"]]
-    assert holders == [0, 1]
-
-
 # One checkpoint
 
 
@@ -108,22 +100,6 @@ def test_state_is_recognised_and_its_parameters_are_named(kind, facts_of):
     assert named == set(NAMES)
     assert [row["options"]["lr"] for row in facts["hyperparameters"]] == [1e-3]
     assert facts["framework"] == (None if kind == FQN else "verl")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hsdp", FQN])
-def test_the_step_of_a_parameter_moves_the_weight_of_its_own_rank(kind, written, tmp_path):
-    manifest = ckpt8.compress(written / kind, tmp_path / "run.ckpt8", preset="archive")
-    assert len(manifest.parameters) == WORLD * len(NAMES)
-    for parameter in manifest.parameters:
-        if kind == FQN and parameter.name.startswith(
-            ("optimizer_0_rank3.bin:0.weight", "optimizer_0_rank3.bin:0.bias")
-        ):
-            continue  # FSDP2 pads the weights of a rank that has fewer rows than the others, and not their moments
-        weight = manifest.storages[parameter.steps["weight_storage"]].name
-        its, own = (re.search(r"rank_?(\d+).*:(.*)", name).groups() for name in (weight, parameter.name))
-        assert its == own
-    assert len({parameter.steps["optimizer"] for parameter in manifest.parameters}) == 1
 
 
 @pytest.mark.parametrize("kind", FOLDERS)

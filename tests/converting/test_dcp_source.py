@@ -1,20 +1,26 @@
-"""Distributed checkpoints as a source: slices become the tensors that torch itself puts together of them."""
+"""Distributed checkpoints as a source: slices, in boxes of any cut, become the tensors that torch itself puts together.
+
+Those that are damaged or made to harm get one line; nothing is written or executed.
+"""
 
 from __future__ import annotations
 
 import functools
+import random
+import shutil
 
 import make_dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from converting_kit import assert_trees_equal, converted, refused, trained
-from dcp_kit import adam_state, load_all, save_small
+from converting_kit import assert_trees_equal, converted, refused, refused_or_done, trained
+from dcp_kit import adam_state, change_metadata, load_all, save_in_pieces, save_small
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt8
-from ckpt8.core.errors import UsageError
+from ckpt8.converting.sources import open_content
+from ckpt8.core.errors import InputError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -197,3 +203,156 @@ def test_two_checkpoints_of_the_same_names(tmp_path):
         refused(source, tmp_path, r"is not one of step-1, step-2$", UsageError, member="step-3")
         for number in (1, 2):
             assert converted(source, tmp_path, member=f"step-{number}")["model"]["w.x"].tolist() == [number] * 3
+
+
+def change_paths(**paths):
+    return lambda metadata: metadata.planner_data.update(
+        {name.replace("__", "."): path for name, path in paths.items()}
+    )
+
+
+def test_paths_that_contradict_each_other(tmp_path):
+    saved = {"model": {"w": torch.ones(4), "w.x": torch.ones(2)}}
+    root = save_small(saved, tmp_path / "run")
+    change_metadata(root, change_paths(model__w__x=("model", "w", "x")))
+    refused(root, tmp_path, r"'model\.w\.x' lies inside another value$")
+    change_metadata(root, lambda m: setattr(m, "planner_data", {"model.w.x": ("model", "w", "x")}))
+    refused(root, tmp_path, r"'model\.w' lies where another value does$")
+
+
+def test_paths_that_are_long_or_lead_far(tmp_path):
+    long = ".".join("a" * 5000)
+    root = save_small({"model": {"w": torch.ones(4)}, "list": {"999999999": 3}, long: 1}, tmp_path / "run")
+    change_metadata(root, change_paths(list__999999999=("list", 999999999)))
+    assert converted(root, tmp_path)["list"] == {999999999: 3}
+    change_metadata(root, lambda metadata: metadata.planner_data.update({long: tuple("a" * 5000)}))
+    refused(root, tmp_path, "nested deeper than 1000")
+
+
+@pytest.mark.parametrize("params", [[["w"]], [{}], ["w", 0], "w", [None], ["w", "w"], [], [0, 0], None])
+def test_groups_that_make_no_sense(params, tmp_path):
+    weights = {"w": torch.randn(5, 4)}
+    state = adam_state(weights)
+    state["param_groups"][0]["params"] = params
+    root = save_small({"model": weights, "optimizer": state}, tmp_path / "run")
+    for name, options in (("x.pt", {}), ("x", {"to": "dcp"}), ("y", {"to": "trainer"})):
+        refused_or_done(root, tmp_path / name, **options)
+
+
+def test_a_slice_that_is_damaged(distributed, tmp_path):
+    root = save_small({"model": {"w": torch.ones(400), "b": torch.ones(2)}}, tmp_path / "run")
+    file = root / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-900])
+    refused(root, tmp_path, r"slice 'model\..' ends at byte")
+    shutil.copytree(distributed[0] / "nested", tmp_path / "other")
+    (tmp_path / "other" / "__1_0.distcp").unlink()
+    refused(tmp_path / "other", tmp_path, r"names '__1_0\.distcp', which is not there")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_slices_that_nobody_can_decode(tmp_path):
+    root = save_small({"model": {"w": torch.ones(400)}}, tmp_path / "run")
+
+    def change(metadata):
+        for place in metadata.storage_data.values():
+            place.transform_descriptors = ["stream.other/1"]
+
+    change_metadata(root, change)
+    refused(root, tmp_path, r"'stream\.other/1', which is not known; it cannot be converted$")
+
+
+def test_a_source_that_changes_while_it_is_read(tmp_path):
+    weights = {"up.weight": torch.randn(40, 30)}
+    for name, to in (("x.pt", "torch"), ("x.safetensors", "safetensors"), ("x", "dcp"), ("y", "trainer")):
+        root = save_small({"model": weights, "optimizer": adam_state(weights)}, tmp_path / "run", overwrite=True)
+        file = root / "__0_0.distcp"
+
+        def change(_, file=file):
+            file.write_bytes(file.read_bytes() + b"x")
+
+        with pytest.raises(InputError, match="changed while it was read"):
+            ckpt8.convert(root, tmp_path / name, to=to, progress=change)
+        assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def halves(shape, dim, at):
+    sizes = [*shape]
+    first, second = [*sizes], [*sizes]
+    first[dim], second[dim] = at, sizes[dim] - at
+    offsets = [0] * len(sizes)
+    offsets[dim] = at
+    return [([0] * len(sizes), first), (offsets, second)]
+
+
+BOXES = {
+    "rows": ((11, 7), halves((11, 7), 0, 6)),
+    "columns": ((11, 7), halves((11, 7), 1, 3)),
+    "inner": ((5, 4, 6), halves((5, 4, 6), 2, 5)),
+    "middle": ((5, 4, 6), halves((5, 4, 6), 1, 1)),
+    "grid": ((9, 8), [((r, c), (h, w)) for r, h in ((0, 5), (5, 4)) for c, w in ((0, 3), (3, 3), (6, 2))]),
+    "pinwheel": ((3, 3), [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]),
+    "with an empty one": ((6, 4), [((0, 0), (6, 4)), ((6, 0), (0, 4))]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("case", BOXES)
+def test_boxes_become_the_tensor_that_torch_loads(case, dtype, tmp_path):
+    shape, boxes = BOXES[case]
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+    root = save_in_pieces({"w.x": (tensor, boxes)}, tmp_path / "run")
+    expected = load_all(root)["w.x"]
+    assert torch.equal(expected, tensor)
+    assert torch.equal(converted(root, tmp_path)["w.x"], expected)
+    ckpt8.compress(root, tmp_path / "run.ckpt8", preset="lossless")
+    assert torch.equal(converted(tmp_path / "run.ckpt8", tmp_path)["w.x"], expected)
+
+
+@pytest.mark.parametrize("case", ["grid", "inner", "pinwheel"])
+def test_any_stretch_of_a_tensor_in_boxes(case, tmp_path):
+    shape, boxes = BOXES[case]
+    tensor = torch.randn(shape)
+    root = save_in_pieces({"w.x": (tensor, boxes)}, tmp_path / "run")
+    chance = random.Random(5)
+    with open_content(root) as content:
+        for _ in range(200):
+            start, stop = sorted(chance.choices(range(tensor.numel() + 1), k=2))
+            found = content.data.elements(content.data.tree["w.x"], start, stop)
+            assert torch.equal(found, tensor.flatten()[start:stop])
+
+
+def drop(name, number):
+    """Take one slice out of the metadata."""
+
+    def change(metadata):
+        index = [each for each in metadata.storage_data if each.fqn == name][number]
+        del metadata.storage_data[index]
+        chunks = metadata.state_dict_metadata[name].chunks
+        metadata.state_dict_metadata[name].chunks = [each for each in chunks if each.offsets != index.offset]
+
+    return change
+
+
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_a_slice_that_is_missing(number, tmp_path):
+    shape, boxes = BOXES["grid"]
+    root = save_in_pieces(
+        {"w.x": (torch.randn(shape), boxes), "w.y": (torch.ones(2), [((0,), (2,))])}, tmp_path / "run"
+    )
+    change_metadata(root, drop("w.x", number))
+    there = 72 - [15, 15, 10, 12, 12, 8][number]
+    refused(root, tmp_path, rf"'w\.x': slices are missing: {there} of 72 elements are there")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "match"),
+    [
+        ([((0, 0), (4, 4)), ((3, 0), (3, 4))], "overlap"),
+        ([((0, 0), (6, 4)), ((2, 2), (1, 1))], "overlap"),
+        ([((0, 0), (3, 4)), ((2, 0), (3, 4))], "overlap"),  # as many elements as there are, with a gap
+        ([((0, 0), (2, 4)), ((1, 0), (2, 4))], "missing"),
+    ],
+)
+def test_slices_that_overlap(boxes, match, tmp_path):
+    root = save_in_pieces({"w.x": (torch.randn(6, 4), boxes)}, tmp_path / "run")
+    refused(root, tmp_path, rf"'w\.x': .*{match}")

@@ -93,13 +93,6 @@ def test_logits_are_those_of_the_bf16_cast(form, trained, tmp_path):
     assert torch.equal(logits(found), logits(expected))
 
 
-def test_logits_of_fp32_weights(trained, tmp_path):
-    _, checkpoint = trained
-    ckpt8.convert(checkpoint, tmp_path / "model.safetensors", dtype="float32")
-    expected = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assert torch.equal(logits(loaded(tmp_path, checkpoint, torch.float32)), logits(expected))
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -131,17 +124,4 @@ def test_trainer_goes_on_from_a_converted_directory(trained, tmp_path):
         if path.name not in ("model.safetensors", "optimizer.pt"):
             assert (target / path.name).read_bytes() == path.read_bytes()
     assert not report.dropped
-    assert losses(tmp_path / "again", target) == expected
-
-
-def test_trainer_goes_on_from_one_file_with_everything(trained, tmp_path):
-    """Through a .pt and back, with the files that a .pt does not hold put beside it."""
-    expected, checkpoint = trained
-    ckpt8.convert(checkpoint, tmp_path / "run.pt")
-    target = tmp_path / f"checkpoint-{SAVED}"
-    report = ckpt8.convert(tmp_path / "run.pt", target, to="trainer")
-    assert any("trainer_state.json" in note for note in report.notes)
-    for path in checkpoint.iterdir():
-        if not (target / path.name).exists():
-            (target / path.name).write_bytes(path.read_bytes())
     assert losses(tmp_path / "again", target) == expected

@@ -62,19 +62,6 @@ def test_tensors_are_those_of_the_library(every_dtype):
             assert buffer == bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
-@pytest.mark.parametrize("preset", ["flash", "compact", "archive", "lossless"])
-def test_there_and_back(preset, every_dtype, tmp_path):
-    ckpt8.compress(every_dtype, tmp_path / "x.ckpt8", preset=preset)
-    assert not ckpt8.verify(tmp_path / "x.ckpt8", every_dtype).failures
-    # All of these are small.
-    assert ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "back").read_bytes() == every_dtype.read_bytes()
-    loaded, expected = ckpt8.load(tmp_path / "x.ckpt8"), load_file(every_dtype)
-    assert set(loaded) == set(expected)
-    for name, tensor in expected.items():
-        assert loaded[name].shape == tensor.shape
-        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
-
-
 def test_four_bit_floats_are_pairs(tmp_path):
     path = tmp_path / "f4.safetensors"
     path.write_bytes(raw({"w": {"dtype": "F4", "shape": [4, 6], "data_offsets": [0, 12]}}, bytes(range(12))))
@@ -190,13 +177,6 @@ def test_a_header_over_the_limit_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors, "MAX_HEADER", 10)
     with closing(SourceFile(ByteRange.of(path))) as file, pytest.raises(InputError, match="is over 10"):
         safetensors.read(file)
-
-
-def test_a_container_is_no_source(tmp_path):
-    save_file({"w": torch.randn(80, 80)}, tmp_path / "w.safetensors")
-    ckpt8.compress(tmp_path / "w.safetensors")
-    with pytest.raises(InputError, match=r"already a \.ckpt8 file"):
-        ckpt8.compress(tmp_path / "w.ckpt8", tmp_path / "again.ckpt8")
 
 
 def test_a_header_padded_with_spaces_and_without_tensors(tmp_path):

@@ -24,46 +24,30 @@ RANKS = 4
 SHAPE = (10, 6)
 
 
+def places(package, api):
+    """The modules of the classes in a version of torch that has them in ``package``."""
+    spec = dict.fromkeys(("DTensorSpec", "TensorMeta"), f"{package}._dtensor_spec")
+    placements = dict.fromkeys(("Shard", "_StridedShard", "Replicate", "Partial"), f"{package}.placement_types")
+    return {"DTensor": api, **spec, **placements, "DeviceMesh": "torch.distributed.device_mesh"}
+
+
+NEW = places("torch.distributed.tensor", "torch.distributed.tensor")
+PLACES = {
+    "2.4": places("torch.distributed._tensor", "torch.distributed._tensor.api"),
+    "2.8": NEW,
+    "2.10": {**NEW, "_MeshLayout": "torch.distributed._mesh_layout"},
+}
+
+
 class Classes:
     """Stand-ins for classes of torch.distributed at the places that a version had them, for the pickle to name.
 
     The objects of that version have these attributes.
     """
 
-    PLACES = {  # noqa: RUF012
-        "2.4": {
-            "DTensor": "torch.distributed._tensor.api",
-            "DTensorSpec": "torch.distributed._tensor._dtensor_spec",
-            "TensorMeta": "torch.distributed._tensor._dtensor_spec",
-            "Shard": "torch.distributed._tensor.placement_types",
-            "Replicate": "torch.distributed._tensor.placement_types",
-            "Partial": "torch.distributed._tensor.placement_types",
-            "DeviceMesh": "torch.distributed.device_mesh",
-        },
-        "2.8": {
-            "DTensor": "torch.distributed.tensor",
-            "DTensorSpec": "torch.distributed.tensor._dtensor_spec",
-            "TensorMeta": "torch.distributed.tensor._dtensor_spec",
-            "Shard": "torch.distributed.tensor.placement_types",
-            "_StridedShard": "torch.distributed.tensor.placement_types",
-            "Replicate": "torch.distributed.tensor.placement_types",
-            "Partial": "torch.distributed.tensor.placement_types",
-            "DeviceMesh": "torch.distributed.device_mesh",
-        },
-        "2.10": {
-            "DTensor": "torch.distributed.tensor",
-            "DTensorSpec": "torch.distributed.tensor._dtensor_spec",
-            "TensorMeta": "torch.distributed.tensor._dtensor_spec",
-            "Shard": "torch.distributed.tensor.placement_types",
-            "Replicate": "torch.distributed.tensor.placement_types",
-            "DeviceMesh": "torch.distributed.device_mesh",
-            "_MeshLayout": "torch.distributed._mesh_layout",
-        },
-    }
-
     def __init__(self, monkeypatch, version):
         self.version = version
-        for name, place in self.PLACES[version].items():
+        for name, place in PLACES[version].items():
             made = type(name, (), {"__module__": place})
             if name == "TensorMeta":
                 made = namedtuple(name, "shape stride dtype", module=place)
@@ -120,7 +104,7 @@ class _Pickled:
         return torch._tensor._rebuild_from_type_v2, (wrapped, self.kind, about, (None, self.slots))
 
 
-@pytest.fixture(params=list(Classes.PLACES))
+@pytest.fixture(params=list(PLACES))
 def classes(request, monkeypatch):
     return Classes(monkeypatch, request.param)
 

@@ -4,14 +4,14 @@
    ``readers/test_inert_pickle``, ``readers/test_hostile_pickle``, ``readers/test_torch_zip``.
 2. No small file takes unbounded memory or time
    * sizes and counts that are not there: ``test_bounds``; ``readers/test_hostile_pickle``, ``test_torch_legacy``,
-     ``test_zip_tools``, ``test_safetensors``; ``container/test_damage`` (headers, manifests, frames)
+     ``test_torch_zip``, ``test_safetensors``; ``container/test_damage`` (headers, manifests, frames)
    * calls that torch would make with other arguments than its own: ``test_gate``
    * more values than a file has room for, in JSON and in pickles: ``test_values``
    * decompression bombs: ``test_bounds``; ``container/test_damage`` (frames, manifest); zip records that are compressed
      are refused: ``readers/test_torch_zip``
    * deep nesting, shared parts, long names, colliding keys: ``test_bounds``; ``readers/test_walk``,
      ``test_hostile_pickle``
-   * offsets out of range, holes, overlaps, duplicate names: ``readers/test_zip_tools``, ``test_zip_directory``,
+   * offsets out of range, holes, overlaps, duplicate names: ``readers/test_torch_zip``,
      ``test_safetensors``; ``container/test_damage``; ``restoring/test_member_attacks``
    * NaN, Infinity, huge numbers, non-UTF-8 in JSON: ``test_bounds``; ``readers/test_safetensors``,
      ``container/test_damage``
@@ -19,7 +19,7 @@
    ``container/test_damage`` (names of members).
 4. A file says nothing to the terminal: ``test_targets``.
 5. Damage is noticed, at every bit: ``container/test_damage``, ``restoring/test_member_attacks``,
-   ``readers/test_zip_directory``.
+   ``readers/test_torch_zip``.
 6. Whatever else is wrong with a file, there is one line that says so: ``fuzz``, and ``test_corpus`` with what it found.
 """
 

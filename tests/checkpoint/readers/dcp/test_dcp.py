@@ -193,20 +193,6 @@ def _updates(values, name):
     return m / (1 - 0.9**step) / ((v / (1 - 0.99**step)).sqrt() + 1e-8)
 
 
-def test_moments_of_one_unit_may_lie_in_two_files(packed):
-    with ContainerReader(packed["threads"][0]) as reader:
-        members = {index: member.path for member in reader.manifest.members for _, index in member.segments}
-        spread = [{members[index] for index in p.moments.values()} for p in reader.manifest.parameters]
-    assert any(len(files) > 1 for files in spread)
-
-
-def test_parameters_of_a_raw_optimizer_have_the_names_of_their_places(tmp_path):
-    weights = {"0": torch.randn(80, 80), "1": torch.randn(80, 80)}
-    root = save_small({"optimizer": adam_state(weights), "epoch": 3}, tmp_path / "run")
-    names = [record.name for record in ckpt8.compress(root).parameters]
-    assert names == ["__0_0.distcp:optimizer.state.0", "__0_0.distcp:optimizer.state.1"]
-
-
 # Other ways in
 
 

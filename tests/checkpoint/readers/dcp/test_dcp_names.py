@@ -145,12 +145,3 @@ def test_buffers_and_the_rest(tmp_path):
     assert found["rng"] == found["extra.statistics"] == "other"
     rows = inspect_container(tmp_path / "run.ckpt8", tensors=True)["tensors"]
     assert {row["reason"] for row in rows if "running_mean" in row["name"]} == {"buffer"}
-
-
-def test_replay_says_that_it_does_not(tmp_path):
-    root = save_small({"model": WEIGHTS, "optimizer": adam_state(WEIGHTS)}, tmp_path / "run")
-    ckpt8.compress(root)
-    resume = ckpt8.verify(tmp_path / "run.ckpt8", root, resume_steps=1).resume
-    assert resume["parameters"] == 0
-    assert set(resume["skipped"]) == {f"__0_0.distcp:{name}" for name in WEIGHTS}
-    assert set(resume["skipped"].values()) == {"the files of a distributed checkpoint are not replayed"}
