@@ -397,7 +397,7 @@ def parameter_names(tree: object, folder: Callable[[], Sequence[Weights]] = tupl
     return {
         place(optimizer, identifier): f"{key}.{name}" if key else name
         for optimizer, owner, names in names_of
-        for key in (owner.model.before_names if several and owner.model else "",)
+        for key in ((owner.model.whole or owner.model.path) if several and owner.model else "",)
         for identifier, name in names.items()
     }
 

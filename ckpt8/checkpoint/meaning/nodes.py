@@ -86,21 +86,21 @@ class _Named:
         self._whole: dict[str, set[Shape]] = defaultdict(set)
         self._ends: dict[str, set[Shape]] = defaultdict(set)
         for name, ref in tensors:
-            ends = list(_ends(name))
+            ends = _ends(name)
             self._whole[ends[0]].add(ref.shape)
             for end in ends:
                 self._ends[end].add(ref.shape)
 
     def has(self, name: str, shape: Shape) -> bool:
         """Whether there is a tensor of this name and shape."""
-        ends = list(_ends(name))
+        ends = _ends(name)
         return shape in self._ends.get(ends[0], ()) or any(shape in self._whole.get(end, ()) for end in ends)
 
 
-def _ends(name: str) -> Iterator[str]:
+def _ends(name: str) -> list[str]:
     """The name with dots between its components, and all its ends."""
     parts = _SEPARATOR.split(name, _MOST_COMPONENTS)
-    return (".".join(parts[k:]) for k in range(len(parts)))
+    return [".".join(parts[k:]) for k in range(len(parts))]
 
 
 _EXTRA_STATE = "_extra_state"
@@ -217,13 +217,10 @@ class LiveObjects:
         self._uses[id(part)] += 1
         return self._uses[id(part)] <= _MOST_USES
 
-    def walk(self, tree: object) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """Every node of ``tree`` with its path, and the state dicts instead of the objects."""
-        return iter_nodes(tree, instead=self.instead)
 
-    def containers(self, tree: object) -> Iterator[tuple[tuple[str, ...], Any]]:
-        """Every node of ``tree`` that is no tensor or storage, and the state dicts instead of the objects."""
-        return iter_nodes(tree, instead=self.instead, leaves=frozenset())
+def containers(tree: object, live: LiveObjects) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every node of ``tree`` that is no tensor or storage with its path, and state dicts instead of the objects."""
+    return iter_nodes(tree, instead=live.instead, leaves=frozenset())
 
 
 def find_live_objects(tree: object) -> LiveObjects:
@@ -238,21 +235,17 @@ def find_live_objects(tree: object) -> LiveObjects:
         attributes = _attributes(node)
         if _is_module(attributes):
             module.enter(path)
-            tensors = _module(node, live)
+            live.instead[id(node)] = tensors = _module(node, live)
             for name, ref in tensors.items():
                 names.setdefault(_place(ref), name)
             live.modules.add(id(tensors))
-            _add(live, node, tensors)
+            live.origins[id(tensors)] = node
         elif isinstance(attributes.get("state"), dict) and isinstance(attributes.get("param_groups"), list):
             optimizers.append((node, attributes))
     for optimizer, state in optimizers:
-        _add(live, optimizer, _optimizer(state, names, live))
+        live.instead[id(optimizer)] = made = _optimizer(state, names, live)
+        live.origins[id(made)] = optimizer
     return live
-
-
-def _add(live: LiveObjects, node: Inert, state_dict: dict[Any, Any]) -> None:
-    live.instead[id(node)] = state_dict
-    live.origins[id(state_dict)] = node
 
 
 def _attributes(node: Inert) -> dict[str, Any]:
@@ -271,15 +264,12 @@ def _place(ref: TensorRef) -> tuple[object, ...]:
 
 def _module(module: Inert, live: LiveObjects) -> dict[str, TensorRef]:
     """The state dict of a module. A module that it holds several times has the first of its names."""
-    tensors: dict[str, TensorRef] = {}
-    seen = set()
-    waiting = [("", module)]
+    tensors, seen, waiting = dict[str, TensorRef](), set[int](), [("", module)]
     while waiting:
         prefix, node = waiting.pop()
         attributes = _attributes(node)
-        if id(node) in seen or len(prefix) > _LONGEST_NAME or not _is_module(attributes):
-            continue
-        if not live.may_use(node):
+        odd = id(node) in seen or len(prefix) > _LONGEST_NAME or not _is_module(attributes)
+        if odd or not live.may_use(node):
             continue
         seen.add(id(node))
         for key, ids in (("_parameters", live.weights), ("_buffers", live.buffers)):

@@ -16,7 +16,6 @@ from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import (
-    LiveObjects,
     find_live_objects,
     flat_states,
     flat_weights,
@@ -96,12 +95,11 @@ def classify(
     live = find_live_objects(tree)
     bare = is_bare_state_dict(live.instead.get(id(tree), tree))
     container = _Container(())
-    for path, node in live.walk(tree):
+    for path, node in iter_nodes(tree, instead=live.instead):
         if isinstance(node, TensorRef):
             if path[:-1] != container.path:
                 container = _Container(path[:-1])
-            moment = moments.get(id(node), Role.OTHER)
-            its_role = role or _role(path, container, optimizer, bare, moment)
+            its_role = role or _role(path, container, optimizer, bare, moments.get(id(node), Role.OTHER))
             structure.tensors.append(_named(names, container.name(path) or "tensor", its_role, node))
         elif isinstance(node, StorageRef):
             structure.opaque.add(node.key)
@@ -111,14 +109,29 @@ def classify(
             parameters, renamed = _parameter_states(format_path(path), node, names.prefix)
             structure.parameters += parameters
             moments |= renamed
-    _add_hidden(structure, tree, live, names)
+    if live.instead:
+        _add_hidden(structure, tree, names)
     if role is None:
         known = dict.fromkeys(live.buffers, Role.OTHER) | dict.fromkeys(live.weights, Role.WEIGHT)
         _set_roles(structure, lambda tensor: known.get(id(tensor.ref), tensor.role))
-        if any(map(_may_be_weight, structure.tensors)):
+        if any(
+            tensor.role is Role.OTHER and tensor.ref.dtype.is_floating and not is_small(tensor.ref.shape)
+            for tensor in structure.tensors
+        ):
             weights = evident_weights(tree) | beside()
             _set_roles(structure, lambda tensor: Role.WEIGHT if id(tensor.ref) in weights else tensor.role)
     return structure
+
+
+def _add_hidden(structure: Structure, tree: object, names: Names) -> None:
+    """Add the tensors and storages of pickled objects that their state dicts do not hold."""
+    shown, hidden = {id(tensor.ref) for tensor in structure.tensors}, dict[int, tuple[Components, TensorRef]]()
+    for path, leaf in iter_leaves(tree):
+        if isinstance(leaf, StorageRef):
+            structure.opaque.add(leaf.key)
+        elif id(leaf) not in shown:
+            hidden[id(leaf)] = path, leaf  # a parameter is a key of the state first, and then in its group
+    structure.tensors += [_named(names, format_path(path), Role.OTHER, leaf) for path, leaf in hidden.values()]
 
 
 def _named(names: Names, name: str, role: Role, ref: TensorRef) -> NamedTensor:
@@ -137,25 +150,6 @@ def _set_roles(structure: Structure, role_of: Callable[[NamedTensor], Role]) -> 
             structure.tensors[at] = replace(tensor, role=role)
 
 
-def _add_hidden(structure: Structure, tree: object, live: LiveObjects, names: Names) -> None:
-    """Add the tensors and storages of pickled objects that their state dicts do not hold."""
-    if not live.instead:
-        return
-    shown = {id(tensor.ref) for tensor in structure.tensors}
-    hidden: dict[int, tuple[Components, TensorRef]] = {}
-    for path, leaf in iter_leaves(tree):
-        if isinstance(leaf, StorageRef):
-            structure.opaque.add(leaf.key)
-        elif id(leaf) not in shown:
-            hidden[id(leaf)] = path, leaf  # a parameter is a key of the state first, and then in its group
-    for path, leaf in hidden.values():
-        structure.tensors.append(_named(names, format_path(path), Role.OTHER, leaf))
-
-
-def _may_be_weight(tensor: NamedTensor) -> bool:
-    return tensor.role is Role.OTHER and tensor.ref.dtype.is_floating and not is_small(tensor.ref.shape)
-
-
 def _classify_labelled(tree: Labelled, names: Names) -> Structure:
     structure = Structure(opaque=set(tree.opaque))
     for tensor in tree.tensors:
@@ -167,8 +161,7 @@ def _classify_labelled(tree: Labelled, names: Names) -> Structure:
 
 def _classify_flat(tree: Any, names: Names) -> Structure:
     """The tensors of a flat file: state of an optimizer, and weights that it fits."""
-    structure = Structure()
-    keys = flat_states(tree)
+    structure, keys = Structure(), flat_states(tree)
     weights = flat_weights(tree, keys)
     states: dict[str, dict[str, Any]] = {}
     for path, node in iter_nodes(tree):
@@ -198,8 +191,7 @@ class _Container:
 
     def __init__(self, path: Components) -> None:
         self.path = path
-        self.is_model = not MODEL_KEYS.isdisjoint(path)
-        self.has_masters = not MASTER_LISTS.isdisjoint(path)
+        self.is_model, self.has_masters = not MODEL_KEYS.isdisjoint(path), not MASTER_LISTS.isdisjoint(path)
         self.has_states = STATE_LISTS in path
         self._text = format_path(path)
 
@@ -215,18 +207,15 @@ def _role(path: Components, container: _Container, optimizer: Components | None,
     """
     depth = len(path) if optimizer is None else len(optimizer)
     is_inside = depth < len(path) and path[:depth] == optimizer
-    in_state = is_inside and len(path) == depth + 3 and path[depth] == "state"
     if path[-1:] and path[-1] in MASTER_LISTS:
         return Role.WEIGHT
-    if in_state:
+    if is_inside and len(path) == depth + 3 and path[depth] == "state":
         return STATE_ROLES.get(path[-1], moment)  # whatever the parameter is called
-    if container.has_masters:
-        return Role.WEIGHT
-    if is_inside:
+    if is_inside and not container.has_masters:
         return moment
-    if container.has_states:
+    if container.has_states and not container.has_masters:
         return STATE_ROLES.get(path[-1], Role.OTHER)
-    return Role.WEIGHT if bare or container.is_model else Role.OTHER
+    return Role.WEIGHT if bare or container.is_model or container.has_masters else Role.OTHER
 
 
 def _parameter_states(

@@ -32,6 +32,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import (
     Inside,
+    containers,
     dict_groups,
     find_live_objects,
     flat_states,
@@ -86,10 +87,6 @@ class _Parameters:
     named: dict[str, Shape]
     shapes: Counter[Shape]
 
-    def is_enough(self) -> bool:
-        """Whether agreement with them says anything."""
-        return numel(self.shapes) >= SMALL_NUMEL
-
     def fit(self, candidate: _Set) -> bool:
         """Whether the set has a tensor for every parameter, and not by chance."""
         if not self.shapes <= candidate.shapes:
@@ -130,15 +127,12 @@ def evident_weights(*trees: object) -> set[int]:
     evident: dict[int, Iterable[TensorRef]] = {}
     for parameters in optimizers:
         for candidate in unknown:
-            if id(candidate) not in evident and (
-                refs := _by_name(candidate, parameters) or _by_shape(candidate, parameters)
-            ):
-                evident[id(candidate)] = refs
+            if id(candidate) not in evident:
+                refs = _by_name(candidate, parameters) or _by_shape(candidate, parameters)
+                evident |= {id(candidate): refs} if refs else {}
         for candidate in _together([candidate for candidate in unknown if id(candidate) not in evident], parameters):
             evident[id(candidate)] = candidate.tensors.values()
-    known = [
-        candidate for candidate in sets if candidate.keyed or (candidate.only_tensors and id(candidate) in evident)
-    ]
+    known = [one for one in sets if one.keyed or (one.only_tensors and id(one) in evident)]
     signatures = {candidate.signature for candidate in known}
     in_order = {tuple(ref.shape for ref in candidate.weights.values()) for candidate in known}
     for candidate in unknown:
@@ -152,18 +146,19 @@ def evident_weights(*trees: object) -> set[int]:
 
 def weights_of_states(tensors: Mapping[str, TensorRef], states: Iterable[Mapping[str, Any]]) -> set[int]:
     """The ``id`` of the tensors that are weights by their shapes, beside the states of all parameters."""
-    parameters = _Parameters({}, Counter(shape for state in states if (shape := _shape(state)) is not None))
-    weights = _by_shape(_Set(tensors, True, False), parameters) if parameters.is_enough() else []
-    return set(map(id, weights))
+    shapes = Counter(shape for state in states if (shape := _shape(state)) is not None)
+    is_enough = numel(shapes) >= SMALL_NUMEL
+    return set(map(id, _by_shape(_Set(tensors, True, False), _Parameters({}, shapes)) if is_enough else ()))
 
 
 def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
+    """The sets of the tensors that containers hold directly, and the optimizers that are large enough to tell."""
     sets: list[_Set] = []
     optimizers: list[_Parameters] = []
     for tree in trees:
         optimizer = Inside()
         live = find_live_objects(tree)
-        for path, node in live.containers(tree):
+        for path, node in containers(tree, live):
             if optimizer.holds(path):
                 continue
             if is_optimizer(node):
@@ -172,18 +167,13 @@ def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
             elif not path and is_flat_optimizer(node):
                 optimizers.append(_flat_parameters(node))
             elif isinstance(node, (dict, list, tuple)):
-                is_model = id(node) in live.modules or (not path and is_bare_state_dict(node))
-                sets += _sets(node, is_model or not MODEL_KEYS.isdisjoint(path))
+                entries = node if isinstance(node, Mapping) else dict(enumerate(node))
+                if tensors := {name: value for name, value in entries.items() if isinstance(value, TensorRef)}:
+                    is_model = id(node) in live.modules or (not path and is_bare_state_dict(node))
+                    alone = len(tensors) == len(entries) or holds_tensors_alone(entries)
+                    sets.append(_Set(tensors, alone, is_model or not MODEL_KEYS.isdisjoint(path)))
     most = max(1, min(MOST_OPTIMIZERS, _MOST_PAIRS // max(1, len(sets))))
-    return sets, [optimizer for optimizer in optimizers if optimizer.is_enough()][:most]
-
-
-def _sets(node: Mapping[Any, Any] | Sequence[Any], keyed: bool) -> list[_Set]:
-    """The set of the tensors that a container holds directly; nothing where it holds none."""
-    entries = node if isinstance(node, Mapping) else dict(enumerate(node))
-    tensors = {name: value for name, value in entries.items() if isinstance(value, TensorRef)}
-    alone = len(tensors) == len(entries) or holds_tensors_alone(entries)
-    return [_Set(tensors, alone, keyed)] if tensors else []
+    return sets, [optimizer for optimizer in optimizers if numel(optimizer.shapes) >= SMALL_NUMEL][:most]
 
 
 def _flat_parameters(tree: Mapping[str, TensorRef]) -> _Parameters:
@@ -273,11 +263,6 @@ class Candidate:
         return self.node if self.origin is None else self.origin
 
     @property
-    def before_names(self) -> str:
-        """The path that the keys of ``node`` complete: a part of a dictionary has the keys of the whole."""
-        return self.path if self.whole is None else self.whole
-
-    @property
     def home(self) -> str:
         """The path of the container that holds it."""
         return self.path.rpartition(".")[0]
@@ -303,7 +288,7 @@ def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candid
     weights = evident_weights(tree) | evident if others else set()
     unknown = {key for key, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))}
     forms = {_form(model) for model in models if id(model) not in others} if others else set()
-    copies = [other for other in others.values() if id(other) not in unknown and _form(other) in forms]
+    copies = [other for key, other in others.items() if key not in unknown and _form(other) in forms]
     unknown.update(map(id, copies))
     return [model for model in models if id(model) not in unknown], copies, optimizers
 
@@ -320,7 +305,7 @@ def _find_every(tree: object) -> tuple[list[Candidate], dict[int, Candidate], li
     optimizers: list[Candidate] = []
     entry, inert = Inside(), Inside()
     live = find_live_objects(tree)
-    for path, node in live.containers(tree):
+    for path, node in containers(tree, live):
         if entry.holds(path) or (inert.holds(path) and id(node) not in live.origins):
             continue
         if is_optimizer(node):
@@ -357,9 +342,8 @@ def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
 
 def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:
     """The names and shapes of a model's weights."""
-    weights = weights_of(model.node)
-    plain = plain_names(weights)
-    return frozenset((plain[name], ref.shape) for name, ref in weights.items())
+    plain = plain_names(weights_of(model.node))
+    return frozenset((name, model.node[key].shape) for key, name in plain.items())
 
 
 def parts_of(model: Candidate) -> list[Candidate]:
