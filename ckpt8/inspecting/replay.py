@@ -30,7 +30,7 @@ from torch import Tensor
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, UpdateRule, recognise
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
-from ckpt8.checkpoint.meaning.replayed import Order, Replayed, find_rule
+from ckpt8.checkpoint.meaning.replayed import Gradients, Order, Replayed, find_rule
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Streamer
@@ -277,7 +277,7 @@ def _replay(
     if compressed.find_not_finite():
         return [StepFigures(update_error=math.inf)] * steps
     order, figures = Order.of(rule.form, first), []
-    gradients = rule.gradients({key: order.stored(values) for key, values in original.state.items()})
+    gradients = Gradients(rule, {key: order.stored(values) for key, values in original.state.items()})
     for k in range(steps):
         grad = order.plain(gradients.at(k))
         u, v = (rule.advance(s.state, s.weight, grad, order.shape, rule.step + k + 1) for s in (original, compressed))

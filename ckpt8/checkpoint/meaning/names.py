@@ -171,27 +171,24 @@ class ModelOrder:
 
     def places(self, names: Iterable[str]) -> dict[str, Place]:
         """The sort keys of a model's parameters whose place is known. Wrappers in names do not matter."""
-        short = (name for name in names if len(name) <= _LONGEST_NAME)
-        plain = {name: tuple(without.split(".")) for name, without in plain_names(short).items()}
+        short = plain_names(name for name in names if len(name) <= _LONGEST_NAME)
+        plain = {name: tuple(without.split(".")) for name, without in short.items()}
         siblings: dict[tuple[str, ...], set[str]] = defaultdict(set)
         for components in plain.values():
             for depth, component in enumerate(components):
                 siblings[components[:depth]].add(component)
-        places = {name: self._place(components, siblings) for name, components in plain.items()}
-        return {name: place for name, place in places.items() if place is not None}
-
-    def _place(self, components: tuple[str, ...], siblings: Mapping[tuple[str, ...], set[str]]) -> Place | None:
-        place = []
-        for depth, name in enumerate(components):
-            above = components[depth - 1] if depth else ""
-            if name.isdecimal() and len(name) <= _MOST_DIGITS:
-                place.append((-1, int(name)))
-                continue
-            rank = self.inside.get(above, self.ranks).get(name)
-            if rank is None and len(siblings[components[:depth]]) > 1:
-                return None
-            place.append((rank or 0, 0))
-        return tuple(place)
+        places: dict[str, Place] = {}
+        for name, components in plain.items():
+            place = []
+            for depth, part in enumerate(components):
+                ranks = self.inside.get(components[depth - 1] if depth else "", self.ranks)
+                if part.isdecimal() and len(part) <= _MOST_DIGITS:
+                    place.append((-1, int(part)))
+                elif part in ranks or len(siblings[components[:depth]]) == 1:
+                    place.append((ranks.get(part, 0), 0))
+            if len(place) == len(components):
+                places[name] = tuple(place)
+        return places
 
 
 def of_config(text: bytes) -> ModelOrder | None:
@@ -210,9 +207,8 @@ def of_config(text: bytes) -> ModelOrder | None:
     sequence = SEQUENCES.get(kind)
     if kind in REARRANGED and not BEFORE < version < NEWEST:
         sequence = REARRANGED[kind][version == NEWEST]
-    if sequence is None:
-        return None
-    return ModelOrder(_ranks(sequence), {name: _ranks(order) for name, order in _INSIDE.get(kind, {}).items()})
+    inside = {name: _ranks(order) for name, order in _INSIDE.get(kind, {}).items()}
+    return None if sequence is None else ModelOrder(_ranks(sequence), inside)
 
 
 _RANK = re.compile(r"(?:.*rank[_-]?|.*?(?=\d+\D*$))(\d+)", re.DOTALL)
@@ -285,14 +281,15 @@ class Weights:
     node: dict[str, Any] = field(default_factory=dict)
     files: dict[int, str] = field(default_factory=dict)
 
-    def add(self, state_dict: Mapping[str, object], files: Mapping[int, str] | None = None) -> None:
-        """Add the weights of one state dict of a model, without its buffers."""
+    def add(self, state_dict: Mapping[str, object], files: Mapping[int, str] | None = None) -> Weights:
+        """Add the weights of one state dict of a model, without its buffers; return this object."""
         self.files.update(files or {})
         weights = weights_of(state_dict)
         self.ordered &= not self.names
         self.names.update(weights)
         self.node.update(state_dict)
         self.shapes.update((name, ref.shape) for name, ref in untied(weights).items())
+        return self
 
     def in_order(self) -> list[str]:
         """The names whose order is known, in the order of the model.
@@ -324,7 +321,7 @@ class NamesFromWeights:
         """The models in the folder of a member, and what they say of its parameters. Raises InputError."""
         models = self._models_beside(path)
         files = {ref: file for model in models for ref, file in model.files.items()}
-        names = bare_names(self._members[path].tree, lambda: models)
+        names = parameter_names(self._members[path].tree, lambda: models, bare=True)
         return Beside([Candidate(model.path, model.node) for model in models], names, files)
 
     def _models_beside(self, path: str) -> list[Weights]:
@@ -332,18 +329,16 @@ class NamesFromWeights:
         if home not in self._models:
             above = f"{home[0]}/" if home[0] else ""
             files = {file: self._members[file] for file, its_home in self._homes.items() if its_home == home}
-            models = models_of_files(files)
-            order = _order(files.get(f"{above}{_CONFIG}"))
+            models, order = models_of_files(files), _order(files.get(f"{above}{_CONFIG}"))
             for weights in models:
                 weights.order, weights.trainer = order, f"{above}{_TRAINER}" in files
-            self._models[home] = models or models_of_files(self._further(above))
+            if not models:
+                # All files serve if one alone has optimizers; else those below the folder.
+                owners = (member for member in self._members.values() if find(member.tree)[1])
+                alone = next(owners, None) is not None and next(owners, None) is None
+                models = models_of_files({p: m for p, m in self._members.items() if alone or p.startswith(above)})
+            self._models[home] = models
         return self._models[home]
-
-    def _further(self, above: str) -> dict[str, Checkpoint]:
-        """The files that serve where a folder has no model: all, if one alone has optimizers; else those below."""
-        owners = (path for path, member in self._members.items() if find(member.tree)[1])
-        alone = next(owners, None) is not None and next(owners, None) is None
-        return {path: member for path, member in self._members.items() if alone or path.startswith(above)}
 
 
 def _order(config: Checkpoint | None) -> ModelOrder | None:
@@ -364,8 +359,7 @@ def models_of_files(files: Mapping[str, Checkpoint]) -> list[Weights]:
         for model in find(checkpoint.tree, evident)[0]:
             is_bare = model.path == TOP_LEVEL
             own = Weights(name if is_bare else f"{name}:{model.path}", ordered=ordered)
-            own.add(model.node, {id(ref): name for ref in model.node.values()})
-            models.append(own)
+            models.append(own.add(model.node, {id(ref): name for ref in model.node.values()}))
             if is_bare:
                 whole = next(
                     (shard for shard in shards if all(own.names.isdisjoint(part.names) for part in shard)), None
@@ -387,26 +381,20 @@ def _joined(parts: Iterable[Weights]) -> Weights:
     return whole
 
 
-def parameter_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
+def parameter_names(
+    tree: object, folder: Callable[[], Sequence[Weights]] = tuple, *, bare: bool = False
+) -> Mapping[str, str]:
     """The known names of the parameters of the optimizers in ``tree``, by the place of their state.
 
-    ``folder`` returns the models that serve where ``tree`` itself has none.
+    ``folder`` returns the models that serve where ``tree`` itself has none. With several optimizers the names begin
+    with the keys of models, unless they are to be ``bare``.
     """
     names_of = list(_names(tree, folder))
-    several = len(names_of) > 1
+    several = len(names_of) > 1 and not bare
     return {
         place(optimizer, identifier): f"{key}.{name}" if key else name
         for optimizer, owner, names in names_of
         for key in ((owner.model.whole or owner.model.path) if several and owner.model else "",)
-        for identifier, name in names.items()
-    }
-
-
-def bare_names(tree: object, folder: Callable[[], Sequence[Weights]] = tuple) -> Mapping[str, str]:
-    """The known names of parameters by the place of their state, without the keys of models."""
-    return {
-        place(optimizer, identifier): name
-        for optimizer, _, names in _names(tree, folder)
         for identifier, name in names.items()
     }
 
@@ -428,16 +416,10 @@ def _names(
         proposals = []
         if is_unnamed and len(owner.models) <= _MOST_ALIKE:
             for model in (model for model in owner.models if not model.numbered):
-                weights = beside.get(id(model.node)) or _of_candidate(model)
+                weights = beside.get(id(model.node)) or Weights(model.path).add(model.node)
                 same = [other for other in together.get(id(owner.model), ()) if other is not optimizer]
                 proposals.append(_names_in([optimizer, *same], weights))
         yield optimizer, owner, _agreed(proposals, owner)
-
-
-def _of_candidate(model: Candidate) -> Weights:
-    weights = Weights(model.path)
-    weights.add(model.node)
-    return weights
 
 
 def _agreed(proposals: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[int | str, str]:
@@ -458,13 +440,12 @@ def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int 
     groups, shapes = described[0]
     if len(order) < len(weights.shapes):
         return _by_shape(groups, shapes, weights, order)
-    names = _by_trainer(groups, shapes, weights, order)
-    if not names:
-        if len(order) != sum(len(group["params"]) for own, _ in described for group in own):
-            order = [name for name in order if weights.node[name].dtype.is_floating]  # others are buffers
-        places = places_in_order(described, [weights.shapes[name] for name in order])[0]
-        names = {identifier: order[at] for identifier, at in places.items() if isinstance(at, int)}
-    return names
+    if names := _by_trainer(groups, shapes, weights, order):
+        return names
+    if len(order) != sum(len(group["params"]) for own, _ in described for group in own):
+        order = [name for name in order if weights.node[name].dtype.is_floating]  # others are buffers
+    places = places_in_order(described, [weights.shapes[name] for name in order])[0]
+    return {identifier: order[at] for identifier, at in places.items() if isinstance(at, int)}
 
 
 def _by_trainer(
@@ -524,6 +505,4 @@ def _in_order(names: list[str], rank: Mapping[str, int]) -> list[str]:
     """The names in the order of the model; none where it is unknown."""
     if all(name in rank for name in names):
         return sorted(names, key=lambda name: rank[name])
-    if len({_NUMBER.sub("#", name) for name in names}) == 1:
-        return sorted(names, key=_numbers)
-    return []
+    return sorted(names, key=_numbers) if len({_NUMBER.sub("#", name) for name in names}) == 1 else []

@@ -239,11 +239,10 @@ def with_moments(state: Mapping[Any, Any], moments: Mapping[str, TensorRef]) -> 
 def is_low_bit(state: Mapping[Any, Any]) -> bool:
     """Whether moments of a state are 8-bit codes, or of a tensor subclass that holds such."""
     nested = state.get(_NESTED)
-    values = [*state.values(), *(nested.values() if isinstance(nested, dict) else ())]
     return any(
         (isinstance(value, TensorRef) and value.dtype.itemsize == 1 and bool(value.shape))
         or (isinstance(value, Inert) and value.name == _SUBCLASS)
-        for value in values
+        for value in [*state.values(), *(nested.values() if isinstance(nested, dict) else ())]
     )
 
 

@@ -491,8 +491,7 @@ def _by_order(optimizers: Sequence[_Optimizer]) -> dict[int, dict[Identifier, Te
         if optimizer.names == {} and optimizer.owner.model is not None:
             by_model[id(optimizer.owner.model)].append(optimizer)
     for together in by_model.values():
-        model = cast("Candidate", together[0].owner.model)
-        refs = list(untied(weights_of(model.node)).values())
+        refs = list(untied(weights_of(cast("Candidate", together[0].owner.model).node)).values())
         if len(refs) != sum(len(group["params"]) for optimizer in together for group in optimizer.groups):
             refs = [ref for ref in refs if ref.dtype.is_floating]  # others are buffers
         places = places_in_order(

@@ -92,18 +92,33 @@ class _Home:
         names = self.checkpoint.roles.option_names(key, self.checkpoint.value) if self.rates else {}
         return {**group, **{option: self.rates[name] for option, name in names.items() if name in self.rates}}
 
-    def is_beside(self, other: _Home) -> bool:
-        """Whether it has no optimizer and lies in a folder beside that of ``other``."""
-        above = {one.folder.rpartition("/")[0] for one in (self, other)}
-        return self is not other and len(above) == 1 and not self.checkpoint.roles.states
-
 
 def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[SavedParameter]:
-    """Every slice of state in the distributed checkpoints among ``members``, with the slice of its weight."""
+    """Every slice of state in the distributed checkpoints among ``members``, with the slice of its weight.
+
+    The weights may be in another checkpoint, without an optimizer, whose folder lies beside.
+    """
     homes = _homes(members, key_of)
-    for home in homes:
-        if home.checkpoint.roles.states:
-            yield from _pairs_of(home, [other for other in homes if other.is_beside(home)])
+    for home in (home for home in homes if home.checkpoint.roles.states):
+        roles, tree = home.checkpoint.roles, dict[str, Any]()
+        ordered, above = bool(home.checkpoint.metadata.paths), home.folder.rpartition("/")[0]
+        slices = {id(ref): home.slices for ref in _add_weights(tree, home)}
+        for other in homes if not slices else ():
+            if other.folder.rpartition("/")[0] == above and not other.checkpoint.roles.states:
+                slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
+                ordered &= bool(other.checkpoint.metadata.paths)
+        _add_states(tree, home, ordered=ordered)
+        owners = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
+        for (name, place), ref in home.slices.items():
+            if (key := roles.states.get(name)) is not None:
+                weight, reason = None, _NOT_FOUND
+                if (owner := owners.get(name)) is not None:
+                    # A master is among the slices of the state itself.
+                    whole = owner.master or owner.weight
+                    weight = whole and slices.get(id(whole), home.slices).get((whole.key, place))
+                    reason = _CUT_ELSEWHERE if whole else owner.unpaired or ""
+                row = SavedParameter(name, {key.key: ref}, home.group(key), optimizer=(id(home), key.optimizer))
+                yield replace(row, weight=weight, unpaired=None if weight else reason)
 
 
 def slice_twins(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[tuple[str, str]]:
@@ -134,28 +149,6 @@ def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
                     storage = next(storage for storage in member.checkpoint.storages if storage.key == ref.key)
                     home.rates[piece.name] = read_scalar(member.checkpoint, storage, ref)
     return list(homes.values())
-
-
-def _pairs_of(home: _Home, others: Sequence[_Home]) -> Iterator[SavedParameter]:
-    """The pairs of one checkpoint, whose weights ``others`` may have."""
-    roles, tree = home.checkpoint.roles, dict[str, Any]()
-    ordered = bool(home.checkpoint.metadata.paths)
-    slices = {id(ref): home.slices for ref in _add_weights(tree, home)}
-    for other in others if not slices else ():
-        slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
-        ordered &= bool(other.checkpoint.metadata.paths)
-    _add_states(tree, home, ordered=ordered)
-    owners = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
-    for (name, place), ref in home.slices.items():
-        if (key := roles.states.get(name)) is not None:
-            weight, reason = None, _NOT_FOUND
-            if (owner := owners.get(name)) is not None:
-                # A master is among the slices of the state itself.
-                whole = owner.master or owner.weight
-                weight = whole and slices.get(id(whole), home.slices).get((whole.key, place))
-                reason = _CUT_ELSEWHERE if whole else owner.unpaired or ""
-            row = SavedParameter(name, {key.key: ref}, home.group(key), optimizer=(id(home), key.optimizer))
-            yield replace(row, weight=weight, unpaired=None if weight else reason)
 
 
 def _add_weights(tree: dict[str, Any], home: _Home) -> list[TensorRef]:

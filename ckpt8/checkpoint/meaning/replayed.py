@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -71,10 +71,6 @@ class Replayed:
             return "its step takes a matrix, and its state is a vector"
         return None
 
-    def gradients(self, state: Values) -> Gradients:
-        """The gradients of the steps that follow ``state``: flat tensors as they are stored, of one run of elements."""
-        return Gradients(self, state)
-
     def gradient_scale(self, state: Values) -> Tensor:
         """The RMS of recent gradients, flat: by element from the second moment, else one number for each block.
 
@@ -82,11 +78,10 @@ class Replayed:
         rms(m) sqrt(1-a^2)/b.
         """
         if self.card.gradient_rms is not None:
-            scale: Tensor = self.card.gradient_rms(state, self.arguments, self.step)
-            return scale
+            return cast("Tensor", self.card.gradient_rms(state, self.arguments, self.step))
         if "exp_avg_sq_row" in state:
-            rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
-            square: Tensor = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * columns.unsqueeze(-2)
+            rows = state["exp_avg_sq_row"]
+            square = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * state["exp_avg_sq_col"].unsqueeze(-2)
             return square.clamp_(min=0).nan_to_num_(0.0).sqrt_().reshape(-1)
         if "exp_avg_sq" in state:
             biased = self.card.counts and self.form.update in ("adam", "replayed")
@@ -94,13 +89,9 @@ class Replayed:
             return square_root(state["exp_avg_sq"].clamp(min=0) / bias)
         assert self.card.average is not None  # noqa: S101
         a, b = self.card.average(self.arguments)
-        factor = math.sqrt(1 - a * a) / b
-        return torch.cat(
-            [
-                (block.double().square().mean().sqrt() * factor).float().expand(block.shape)
-                for block in _blocks(state[self.form.tensors[0].key])
-            ]
-        )
+        factor, blocks = math.sqrt(1 - a * a) / b, _blocks(state[self.form.tensors[0].key])
+        scales = ((block.double().square().mean().sqrt() * factor).float().expand(block.shape) for block in blocks)
+        return torch.cat(list(scales))
 
     def advance(
         self, state: dict[str, Tensor], weight: Tensor | None, grad: Tensor, shape: tuple[int, ...], step: int
@@ -144,7 +135,7 @@ class Replayed:
         Moments are flat fp32 tensors as they are stored. Of a rule that reaches no further than the element they may be
         any run of the elements that begins at a multiple of ``BLOCK``, in an order of its own.
         """
-        grad = order.plain(self.gradients(original).at(0))
+        grad = order.plain(Gradients(self, original).at(0))
         u, v = (
             self.update({key: order.plain(x) for key, x in state.items()}, grad, order.shape, self.step + 1)
             for state in (original, decoded)
@@ -171,17 +162,17 @@ class Replayed:
             cuts = [(0, numel, Block(lambda *names: load(0, numel, shape, names)))]
         else:
             cuts = row_blocks(shape, load) if whole else flat_blocks(numel, load)
-        blocks = [block for _, _, block in cuts]
         rule: Callable[..., Iterator[Values]] = resolve(self.form.rule)
-        results = rule(blocks, whole, step=step, lr=lr, weight_decay=weight_decay, **self.arguments)
+        results = rule(
+            [block for _, _, block in cuts], whole, step=step, lr=lr, weight_decay=weight_decay, **self.arguments
+        )
         for start, stop, _ in cuts:
             for name, value in next(results).items():
                 if name in outputs:
                     outputs[name][start:stop] = value.reshape(-1)
-        for values in results:
-            for name, value in values.items():
-                if name in outputs:
-                    outputs[name].copy_(value)
+        for name, value in (pair for values in results for pair in values.items()):
+            if name in outputs:
+                outputs[name].copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +233,9 @@ _LARGEST_STEP = 2**53
 _MOST_ITERATIONS = 64
 """Of Newton and Schulz; five are usual."""
 
+_DECOUPLED = ("decoupled_weight_decay", "decouple_wd", "weight_decouple")
+"""Settings that are False where weight decay is an L2 penalty, as in Adam; else the card tells."""
+
 _MISSING = object()
 _INCOMPLETE = "hyperparameters are missing from the parameter group, or out of range"
 
@@ -274,7 +268,8 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
         tensor.when: tensor.key in state for tensor in form.tensors if tensor.when and tensor.when not in choices
     }
     counted = {"taken": taken} if "taken" in card.fixed else {}
-    coupled = not card.own_decay and _is_coupled(group, card.coupled)
+    stated = (group[key] is False for key in _DECOUPLED if key in group)
+    coupled = not card.own_decay and next(stated, card.coupled)
     rule = Replayed(card, form, taken, lr, weight_decay, coupled, read | present | counted)
     return _why_impossible(rule, state) or rule
 
@@ -285,11 +280,10 @@ def _why_impossible(rule: Replayed, state: Mapping[Any, Any]) -> str | None:
     if not {tensor.key for tensor in rule.form.present(rule.arguments)} <= set(tensors):
         return "its state lacks a tensor that its hyperparameters ask for"
     shape = state[tensors[0]].shape
-    given = tuple(sorted(rule.arguments.items()))
-    numbers = rule.step, rule.lr, rule.weight_decay, rule.coupled
-    where = rule.card.rule_id, rule.card.forms.index(rule.form)
     if problem := rule.misfit(shape):
         return problem
+    numbers = rule.step, rule.lr, rule.weight_decay, rule.coupled
+    where, given = (rule.card.rule_id, rule.card.forms.index(rule.form)), tuple(sorted(rule.arguments.items()))
     is_possible = _takes_a_step(*where, numbers, given, tensors, len(shape))
     return None if is_possible else "its rule takes no step from such a state with such hyperparameters"
 
@@ -366,12 +360,6 @@ def _read(name: str, card: Card, state: Mapping[Any, Any], group: Mapping[Any, A
     if len(numbers) != count or not all(map(_RANGES.get(name, math.isfinite), numbers)):
         return _MISSING
     return numbers if count > 1 else numbers[0]
-
-
-def _is_coupled(group: Mapping[Any, Any], default: bool) -> bool:
-    """Whether weight decay is an L2 penalty, as in Adam, where a group says so; else the ``default`` of the card."""
-    keys = ("decoupled_weight_decay", "decouple_wd", "weight_decouple")
-    return next((group[key] is False for key in keys if key in group), default)
 
 
 def _numbers(values: Any) -> tuple[float, ...]:

@@ -342,8 +342,7 @@ def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
 
 def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:
     """The names and shapes of a model's weights."""
-    plain = plain_names(weights_of(model.node))
-    return frozenset((name, model.node[key].shape) for key, name in plain.items())
+    return frozenset((name, model.node[key].shape) for key, name in plain_names(weights_of(model.node)).items())
 
 
 def parts_of(model: Candidate) -> list[Candidate]:

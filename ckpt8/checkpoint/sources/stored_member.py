@@ -211,13 +211,12 @@ class StoredParts:
 
     def _read(self, index: int, chunk: int) -> EncodedChunk:
         reader, codec = self._reader, self._reader.codec(index)
-        companions = {name: self._read(other, chunk) for name, other in codec.companion_storages.items()}
         return EncodedChunk(
             codec,
             reader.chunk_spec(index, chunk),
             chunk * FRAME,
             *reader.read_packed(index, chunk),
-            companions,
+            {name: self._read(other, chunk) for name, other in codec.companion_storages.items()},
             reader.expanded(index, chunk),
             reader.where(index),
         )

@@ -178,8 +178,7 @@ def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: M
 def length_problem(saved: Mapping[Any, Any], live: Mapping[str, Any]) -> str | None:
     """Why ``betas`` or ``eps`` have another number of values than here, or None."""
     for key in (key for key in ("betas", "eps") if key in saved and key in live):
-        lengths = {len(group[key]) if isinstance(group[key], (tuple, list)) else 1 for group in (saved, live)}
-        if len(lengths) > 1:
+        if len({len(group[key]) if isinstance(group[key], (tuple, list)) else 1 for group in (saved, live)}) > 1:
             return f"its {key} are {saved[key]}, here they are {live[key]}"
     return None
 
