@@ -270,20 +270,6 @@ def test_a_file_that_is_cut_off(sample, tmp_path):
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_bytes_behind_the_end(sample, tmp_path):
-    (tmp_path / "x.ckpt8").write_bytes(sample.read_bytes() + bytes(4096))
-    found = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", salvage=True)
-    assert (found.lost, found.complete) == ([], False)
-    assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 1000, b"PK\3\4" + bytes(100), b"\x28\xb5\x2f\xfd" * 100])
-def test_what_never_was_a_container(content, tmp_path):
-    (tmp_path / "x.ckpt8").write_bytes(content)
-    with pytest.raises(InputError, match="nothing can be recovered"):
-        ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", salvage=True)
-
-
 def test_a_later_version_is_not_taken_for_damage(sample, tmp_path):
     from hostile_kit import pack, unpack
 

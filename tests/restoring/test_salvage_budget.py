@@ -11,7 +11,6 @@ import ckpt8
 from ckpt8.core.errors import InputError
 
 W, M, V = "model.layers.0.weight", "optimizer.state.0.exp_avg", "optimizer.state.0.exp_avg_sq"
-FRAME = 1 << 20
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,6 @@ def runs_of(*ids):
     return pytest.mark.parametrize("run", [run for run in RUNS if run.id in ids], indirect=True)
 
 
-NUMEL = sum(p.numel() for p in make_model().parameters())
 MASTERS = ("single_partition_of_fp32_groups", "fp32_flat_groups")
 UNIVERSAL = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}
 
@@ -201,10 +200,7 @@ def test_update_space(run, manifests):
     universal = {name.partition(":")[2] for name in {p.name for p in manifest.parameters} - set(flat)}
     named = {name for name, _ in make_model().named_parameters()}
     assert universal == (named if "universal" in run.case else set())
-    with (
-        ckpt8.open(run.container("lossless")) as original,
-        ckpt8.open(run.container("flash")) as stored,
-    ):
+    with ckpt8.open(run.container("lossless")) as original, ckpt8.open(run.container("flash")) as stored:
         tensor_of = {tensor.storage: tensor.name for tensor in manifest.tensors}
         for parameter in manifest.parameters:
             rule = parameter.rule
@@ -233,10 +229,7 @@ def step_of(m, v, rule):
 def test_padding_is_exact(preset, run):
     """Every element that no parameter has is zero, and stays zero."""
     found = 0
-    with (
-        ContainerReader(run.container("lossless")) as original,
-        ContainerReader(run.container(preset)) as reader,
-    ):
+    with ContainerReader(run.container("lossless")) as original, ContainerReader(run.container(preset)) as reader:
         for index, record in enumerate(reader.manifest.storages):
             if record.role is Role.OTHER or not record.numel:
                 continue

@@ -184,24 +184,6 @@ def test_an_average_in_the_state_dict_of_its_model_takes_no_names(average_key, f
     assert names_of(tmp_path / "run.pt") == [f"net.{name}" for name in NAMES]
 
 
-def test_two_optimizers_of_one_model(tmp_path):
-    model = network()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in (matrices, vectors)]
-    model(torch.randn(8, 80)).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    tree = {
-        "model": model.state_dict(),
-        "ema": copy.deepcopy(average(model)),
-        "muon": optimizers[0].state_dict(),
-        "adamw": optimizers[1].state_dict(),
-    }
-    found = weights_of(tree, tmp_path / "run.pt")
-    assert found[:3] == [f"model.{name}" for name in NAMES if name.endswith("weight") and name != "1.weight"]
-
-
 @pytest.mark.parametrize(
     "names", [("a.pt", "b.pt"), ("b.pt", "a.pt"), ("w/net.pt", "o/opt.pt"), ("w/net.pt", "opt.pt")]
 )
@@ -228,17 +210,6 @@ def test_an_optimizer_alone_in_its_file(names, form, tmp_path):
     assert roles["params_of_it.2.weight"] is Role.WEIGHT
     if form != "flat":
         assert [name.rpartition(":")[2] for name in names] == NAMES
-
-
-def test_weights_alone_stay_as_they_are(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    torch.save({"params_of_it": network().state_dict(), "iteration": 3}, folder / "one.pt")
-    torch.save(trained(network(1, width=64)), folder / "opt.pt")
-    ckpt8.compress(folder)
-    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
-        roles = {each.name: each.role for each in file.manifest.storages}
-    assert roles["one.pt:params_of_it.2.weight"] is Role.OTHER
 
 
 @pytest.mark.parametrize("keys", [("enc", "dec"), ("encoder", "decoder")])

@@ -195,13 +195,7 @@ def test_32_bit_state_that_cannot_be_told_is_kept(name, options, tmp_path):
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ["head.exp_avg_codes"],
-        ["a.state1"],
-        ["a.exp_avg.3.codes"],
-        ["a.exp_avg::quantized"],
-        ["a.qmap1", "a.absmax1"],
-    ],
+    [["head.exp_avg_codes"], ["a.state1"], ["a.exp_avg.3.codes"], ["a.exp_avg::quantized"], ["a.qmap1", "a.absmax1"]],
 )
 def test_what_only_looks_like_it(names):
     assert find_low_bit(TensorSpec(name, Role.OTHER, DType.UINT8, (8,)) for name in names) == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict, is_optimizer
+from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.roles import classify, unique_name
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.sources.bundle import WithSkeleton
@@ -144,11 +144,6 @@ def test_unknown_keys_are_other(read):
     assert set(found.values()) == {OTHER}
 
 
-def test_ema_as_a_list_of_parameters(read):
-    found = roles(read({"ema": {"decay": 0.9, "shadow_params": [torch.ones(2), torch.zeros(3)]}}))
-    assert found == {"ema.shadow_params.0": WEIGHT, "ema.shadow_params.1": WEIGHT}
-
-
 # --- optimizers -------------------------------------------------------------------------------------------------
 
 
@@ -222,15 +217,6 @@ def test_an_optimizer_may_stand_anywhere(read):
         assert prefix in [parameter.name for parameter in structure.parameters]
 
 
-def test_lists_of_optimizers_keep_their_groups_apart(read):
-    first, second = stepped(network(), lr=0.1), stepped(network(), torch.optim.SGD, lr=0.2, momentum=0.5)
-    structure = read({"optimizer": [first.state_dict(), second.state_dict()]})
-    assert [parameter.group["lr"] for parameter in structure.parameters] == [0.1] * 4 + [0.2] * 4
-    assert [parameter.name for parameter in structure.parameters] == [
-        f"optimizer.{k}.state.{i}" for k in range(2) for i in range(4)
-    ]
-
-
 def test_state_keyed_by_name(read):
     """FSDP and torch.distributed.checkpoint key the state by the name of the parameter, which may be any."""
     moment = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.ones(())}
@@ -277,20 +263,6 @@ def test_tensors_of_the_groups_are_other(read):
         "model.o.param_groups.0.weights.model": OTHER,
         "model.o.state_dict.w": OTHER,
     }
-
-
-def test_shape_of_an_optimizer():
-    assert is_optimizer({"state": {}, "param_groups": []})
-    for node in (
-        {},
-        [],
-        None,
-        {"state": {}},
-        {"param_groups": []},
-        {"state": [], "param_groups": []},
-        {"state": {}, "param_groups": {}},
-    ):
-        assert not is_optimizer(node)
 
 
 def test_strange_groups_do_no_harm(read):
@@ -457,21 +429,6 @@ def test_storages_that_something_else_holds_are_opaque(read, plan):
     _, streams = plan(other)
     assert streams["model.w"].codec == Split24()
     assert sum("other than a tensor" in (stream.reason or "") for stream in streams.values()) == 1
-
-
-def test_names_of_streams_are_unique(tmp_path):
-    tree = {
-        "model": {"w": torch.ones(1)},
-        "model.w": torch.ones(2),
-        "ckpt8.skeleton": torch.ones(3),
-        "ckpt8": {"skeleton": torch.ones(4)},
-    }
-    torch.save(tree, tmp_path / "checkpoint.pt")
-    with open_checkpoint(tmp_path / "checkpoint.pt") as checkpoint:
-        streams = make_plan(WithSkeleton(checkpoint), Policy()).streams
-    assert [stream.spec.numel for stream in streams[:-1]] == [1, 2, 3, 4]
-    assert len({stream.spec.name for stream in streams}) == len(streams) == 5
-    assert (streams[-1].codec, streams[-1].spec.dtype, streams[-1].spec.role) == (Lossless(), DType.UINT8, OTHER)
 
 
 class Fake:

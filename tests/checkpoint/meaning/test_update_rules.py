@@ -219,10 +219,7 @@ def test_the_step_of_these_takes_a_gradient(tmp_path, name):
     assert {rule.kind for rule in found} == {"replayed"}
 
 
-UNKNOWN = {
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=LR),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=LR),
-}
+UNKNOWN = {"Rprop": lambda p: torch.optim.Rprop(p, lr=LR), "ASGD": lambda p: torch.optim.ASGD(p, lr=LR)}
 
 
 @pytest.mark.parametrize("make", UNKNOWN.values(), ids=UNKNOWN.keys())

@@ -95,10 +95,7 @@ CASES = {
     ),
     "frozen weights": (frozen, {f"unet.{name}" for name in LARGE}),
     "an average": (average, {f"{each}{name}" for each in ("model.", "swa.module.") for name in LARGE}),
-    "an average as a list": (
-        shadow,
-        {f"net_a.{name}" for name in LARGE} | {"averages.0", "averages.4"},
-    ),
+    "an average as a list": (shadow, {f"net_a.{name}" for name in LARGE} | {"averages.0", "averages.4"}),
     "beside other entries": (beside_other_entries, set(LARGE)),
     "names": (by_name, {f"anything._orig_mod.{name}" for name in LARGE}),
     "momentum": (

@@ -134,27 +134,6 @@ def test_names_are_told_where_the_order_is_known(containers, run_directory):
     assert {row["name"].partition(":")[0] for row in facts["worst"]["update"]} == {"optimizer.pt"}
 
 
-def test_names_of_a_state_dict_of_torch_are_in_the_order_of_the_model(tmp_path):
-    root = tmp_path / "run"
-    root.mkdir()
-    weights = {"b.weight": torch.randn(70, 70), "a.weight": torch.randn(70, 70), "c": torch.randn(90, 80)}
-    torch.save(weights, root / "pytorch_model.bin")
-    live = [torch.nn.Parameter(weight) for weight in weights.values()]
-    adam = torch.optim.AdamW(live)
-    for parameter in live:
-        parameter.grad = torch.randn_like(parameter)
-    adam.step()
-    torch.save(adam.state_dict(), root / "optimizer.pt")
-    manifest = ckpt8.compress(root)
-    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:{name}" for name in weights]
-    (root / "again.bin").write_bytes((root / "pytorch_model.bin").read_bytes())
-    manifest = ckpt8.compress(root, force=True)
-    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:{name}" for name in weights]
-    torch.save({f"other.{name}": weight for name, weight in weights.items()}, root / "again.bin")
-    manifest = ckpt8.compress(root, force=True)
-    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:state.{k}" for k in range(3)]
-
-
 # Other sources
 
 

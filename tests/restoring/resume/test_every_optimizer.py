@@ -40,8 +40,7 @@ REFUSED = {
 @pytest.mark.by_default("lion_pytorch")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "package",
-    [pytest.param(name, marks=[pytest.mark.slow] * (count > 30)) for name, count in PACKAGES.items()],
+    "package", [pytest.param(name, marks=[pytest.mark.slow] * (count > 30)) for name, count in PACKAGES.items()]
 )
 def test_it_goes_on_or_nothing_changes(tmp_path, package):
     pytest.importorskip(package.partition(".")[0])

@@ -254,25 +254,6 @@ def test_a_packed_run_goes_on_bit_for_bit(tmp_path, name, dtype):
     assert same(snapshot(live, packed), snapshot(model, optimizer))
 
 
-def test_schedulers_find_their_settings(tmp_path):
-    model = Net()
-    optimizer = torch.optim.AdamW(groups(model), lr=0.004)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
-    train(model, optimizer, 0, 1)
-    scheduler.step()
-    path = save(tmp_path / "run.pt", model, optimizer)
-    live, packed = fresh("AdamW")
-    ckpt8.resume(path, live, packed)
-    theirs, mine = optimizer.param_groups[0], packed.param_groups[0]
-    for key in ("lr", "initial_lr", "max_lr", "min_lr", "betas", "max_momentum"):
-        assert mine[key] == theirs[key], key
-    again = torch.optim.lr_scheduler.OneCycleLR(packed, max_lr=0.01, total_steps=10, last_epoch=1)
-    again.load_state_dict(scheduler.state_dict())
-    scheduler.step()
-    again.step()
-    assert mine["lr"] == theirs["lr"]
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-12])
 @pytest.mark.parametrize("form", ["pt", "lossless"])
 def test_what_a_codec_refuses_stays_exact(tmp_path, form, value):
