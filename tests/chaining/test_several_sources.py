@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from chain_command_kit import make_run
-from disk_kit import flip_bit, longest_file
+from disk_kit import flip_bit
 from faults_kit import digest
 
 import ckpt8
@@ -79,16 +79,6 @@ def test_two_with_the_same_target_are_refused_before_anything(folder, run, run_c
     code, _, err = run_command("compress", run[0], run[0])
     assert code == 2
     assert "given twice" in err
-
-
-def test_a_full_disk(run, run_command, tmp_path):
-    with longest_file(20_000):
-        code, out, err = run_command("compress", *run, "-o", tmp_path / "out", "--remove")
-    assert code == 4
-    assert err.count("cannot be written") == 3
-    assert "nothing was compressed" in out
-    assert not (tmp_path / "out").exists()
-    assert len(names(run[0].parent)) == 3
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What frameworks pickle and copy: saves in torch's background process, and every public object by itself."""
+"""What frameworks pickle and copy: every public object by itself."""
 
 from __future__ import annotations
 

@@ -191,17 +191,6 @@ def test_a_part_of_the_state_can_be_loaded(tmp_path):
     assert torch.equal(wider["model"]["b16"], state["model"]["b16"].float())
 
 
-def test_a_tensor_that_is_no_plain_one_is_kept_as_torch_saves_it(tmp_path):
-    sparse = torch.eye(4).to_sparse()
-    save({"x": sparse, "y": torch.ones(2)}, tmp_path / "x")
-    stored = json.loads((tmp_path / "x" / "ckpt8-dcp.json").read_text())["tensors"]["x"]
-    assert stored["boxes"] == [[0, [0, 0], [4, 4]]]
-    (place,) = stored["pickled"]
-    assert place[1] > 0
-    assert [each.name for each in manifest_of(tmp_path / "x").slices] == ["y"]
-    assert load({"x": torch.zeros(4, 4).to_sparse(), "y": torch.zeros(2)}, tmp_path / "x")["x"].to_dense().trace() == 4
-
-
 def test_a_second_save_replaces_the_first(tmp_path):
     writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
     for value in (1.0, 2.0):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import threading
+import warnings
 
 import pytest
 import torch
@@ -13,7 +15,11 @@ import ckpt8
 
 L = pytest.importorskip("lightning", reason="lightning is not installed")
 
+from lattice_kit import record  # noqa: E402
+
+from ckpt8.compressing.compress import wait_for  # noqa: E402
 from ckpt8.container.header import is_container  # noqa: E402
+from ckpt8.container.writer import ContainerWriter  # noqa: E402
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError  # noqa: E402
 from ckpt8.integrations.lightning import Ckpt8CheckpointIO  # noqa: E402
 
@@ -186,6 +192,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
     with pytest.raises(UsageError, match="preset 'best'"):
         Ckpt8CheckpointIO(preset="best")
+    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'last\.ckpt'"):
+        Ckpt8CheckpointIO(base="last.ckpt")
     with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
         Ckpt8CheckpointIO(budget=11)
     with pytest.raises(UsageError, match="a bound on the update error is a number from 0 on, not -1"):
@@ -201,8 +209,6 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
 
 
 def test_what_fails_in_the_background_is_raised_later(tmp_path, monkeypatch):
-    from ckpt8.container.writer import ContainerWriter
-
     io = Ckpt8CheckpointIO(background=True)
 
     def full(*_):
@@ -221,8 +227,6 @@ def test_what_fails_in_the_background_is_raised_later(tmp_path, monkeypatch):
 
 
 def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch):
-    from ckpt8.container.writer import ContainerWriter
-
     go_on = threading.Event()
     finish = ContainerWriter.finish
 
@@ -279,3 +283,28 @@ def test_fabric_saves_and_loads(tmp_path):
     rest = fabric.load(tmp_path / "x.ckpt", {"model": model})
     assert rest == {"step": 3}
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(tmp_path, monkeypatch):
+    """As in a function that ends with a save of Fabric: nobody waits for it."""
+    plugin, state = Ckpt8CheckpointIO(preset="lossless", base="auto", background=True), torch.arange(1e5)
+    checkpoint = {"model": {"w": state}}
+    plugin.save_checkpoint(checkpoint, tmp_path / "1.ckpt")
+    plugin.teardown()
+    go_on, finish = threading.Event(), ContainerWriter.finish
+
+    def slow(self, *args):
+        go_on.wait()
+        finish(self, *args)
+
+    monkeypatch.setattr(ContainerWriter, "finish", slow)
+    plugin.save_checkpoint(checkpoint, tmp_path / "2.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        del plugin
+        gc.collect()
+    Ckpt8CheckpointIO().remove_checkpoint(tmp_path / "1.ckpt")
+    go_on.set()
+    wait_for(tmp_path / "2.ckpt")
+    assert record(tmp_path / "2.ckpt").links == 1
+    assert torch.equal(ckpt8.load(tmp_path / "2.ckpt")["model"]["w"], state)

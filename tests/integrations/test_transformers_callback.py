@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from pathlib import Path
@@ -15,7 +17,9 @@ import ckpt8
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
 
+from lattice_kit import check_weights, record  # noqa: E402
 from ranks import run_ranks  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from trainer_kit import LAST, losses, names_in, trainer  # noqa: E402
 
 from ckpt8.core.errors import InputError, OutputError, UsageError  # noqa: E402
@@ -292,6 +296,8 @@ def test_arguments_are_checked_before_the_run():
         Ckpt8Callback(budget=11)
     with pytest.raises(UsageError, match="rule"):
         Ckpt8Callback(rules=["nonsense"])
+    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'run\.ckpt8'"):
+        Ckpt8Callback(base="run.ckpt8")
 
 
 @pytest.mark.parametrize(
@@ -321,3 +327,38 @@ def test_ckpt8_itself_imports_no_framework(run_program):
         "print([n for n in sys.modules if n.startswith(('transformers', 'lightning', 'ckpt8.integrations'))])"
     )
     assert run_program(program)[0] == "[]"
+
+
+# Chains that the callback writes
+
+
+def run_chain(folder, **arguments):
+    settings = {"save_steps": 2, "max_steps": 14, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+    callback = Ckpt8Callback(preset="archive", base="auto")
+    trainer(folder, [callback], **{**settings, "save_total_limit": 2, **arguments}).train()
+
+
+@pytest.mark.slow
+def test_the_limit_breaks_no_chain(tmp_path):
+    """The saves 0 to 6 are one chain: 5 needs 4 and 0, and so does 6."""
+    run_chain(tmp_path)
+    originals = [tmp_path / "checkpoint-12", tmp_path / "checkpoint-14"]
+    containers = [path.with_name(f"{path.name}.ckpt8") for path in originals]
+    assert names_in(tmp_path) == ["bases", *sorted(path.name for path in (*originals, *containers))]
+    assert [(record(path).place, record(path).links) for path in containers] == [(5, 2), (6, 2)]
+    assert len(names_in(tmp_path / "bases")) == 2
+    for container, original in zip(containers, originals, strict=True):
+        assert not ckpt8.verify(container, original).failures
+        check_weights(container, load_file(original / "model.safetensors"))
+
+
+def test_without_hard_links_every_container_is_whole(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.warns(RuntimeWarning, match="cannot be linked") as warned:
+        run_chain(tmp_path, max_steps=4)
+    assert len(warned) == 1
+    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-2.ckpt8", "checkpoint-4", "checkpoint-4.ckpt8"]
+    assert record(tmp_path / "checkpoint-4.ckpt8") is None
