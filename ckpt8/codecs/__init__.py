@@ -12,8 +12,6 @@ To add a codec:
 ``tests/codecs/test_conformance.py`` then tests the codec against the contract.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import fields

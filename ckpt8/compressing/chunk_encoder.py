@@ -3,8 +3,6 @@
 A packed chunk no longer needs its source: a save in the background returns to its caller between the two.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,7 +141,7 @@ class ChunkEncoder:
 
     def _store(self, work: Work) -> EncodedChunk:
         """Read, pack and compress one chunk; its streams share one buffer for symbols. Thread-safe."""
-        chunk = self._read_and_encode(work, reuse=True)
+        chunk = self.encode(work, reuse=True)
         stored, packings = [], []
         for parts in chunk.parts:
             packed, how = symbols.pack_parts(parts, self._lockstep.backend, reuse=True)
@@ -153,11 +151,7 @@ class ChunkEncoder:
 
     def pack(self, work: Work) -> PackedChunk:
         """Read and pack one chunk. Thread-safe."""
-        return self._packed(self._read_and_encode(work, reuse=True))
-
-    def encode(self, work: Work) -> PackedChunk:
-        """Read and encode one chunk; its symbols are not packed. Thread-safe."""
-        return self._read_and_encode(work, reuse=False)
+        return self._packed(self.encode(work, reuse=True))
 
     def pack_tensors(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int]) -> PackedChunk:
         """Pack one chunk on the device of its tensors, one for each stream. Thread-safe."""
@@ -171,7 +165,11 @@ class ChunkEncoder:
         """The parts with their symbols packed, and how each of these is."""
         return symbols.pack_parts(parts, self._lockstep.backend)
 
-    def _read_and_encode(self, work: Work, *, reuse: bool) -> PackedChunk:
+    def encode(self, work: Work, *, reuse: bool = False) -> PackedChunk:
+        """Read and encode one chunk; its symbols are not packed. Thread-safe.
+
+        With ``reuse`` symbols are in buffers of this thread, until it encodes again.
+        """
         unit, chunk = work
         read = [read_chunk(self._checkpoint, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
         return self._encode(work, [x for x, _ in read], [crc for _, crc in read], reuse=reuse)

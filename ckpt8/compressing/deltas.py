@@ -15,8 +15,6 @@ the base lie at its points: rounding them to the same points again would pull th
 base have become too large for the steps of the optimizer, a new lattice is due.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -6,8 +6,6 @@ them changes where one is refused. A unit of a group is encoded on its own unles
 that is refused falls back alone: its storages go, with the next codecs, to packs beside those of the others.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,8 +64,10 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
     own: list[Unit] = []
     alike: dict[Hashable, list[Unit]] = defaultdict(list)
     for unit in units:
-        for piece in _parts_of(unit):
-            if _is_small(piece):
+        # The streams of a lossless unit come one by one, if nothing is measured of them together.
+        for piece in [Unit((stream,)) for stream in unit.streams] if unit.is_plain else [unit]:
+            depends = any(stream.codec.companions or stream.codec.copied is not None for stream in piece.streams)
+            if piece.numel <= PACK and not depends:
                 kind = tuple((s.spec.role, s.spec.dtype, s.codec, s.fallback_codec) for s in piece.streams)
                 alike[kind].append(piece)
             else:
@@ -90,18 +90,6 @@ def _is_header_long(units: Iterable[Unit], room: int, slab: int) -> bool:
         if taken > room:
             return True
     return False
-
-
-def _parts_of(unit: Unit) -> list[Unit]:
-    """The streams of a lossless unit one by one, if nothing is measured of them together."""
-    if len(unit.streams) == 1 or not unit.is_plain:
-        return [unit]
-    return [Unit((stream,)) for stream in unit.streams]
-
-
-def _is_small(unit: Unit) -> bool:
-    depends = any(stream.codec.companions or stream.codec.copied is not None for stream in unit.streams)
-    return unit.numel <= PACK and not depends
 
 
 def _whole(unit: Unit) -> Unit:
@@ -182,19 +170,15 @@ class GroupEncoder:
         """Read and pack a group. Raises InputError."""
         packed, units = PackedGroup(), group.units
         while units:
-            units = self._pack(units, packed)
+            if all(unit.is_plain for unit in units):
+                self._pack_at_once(units, packed)
+                break
+            units = self._pack_each(units, packed)
         return packed
 
     def stored(self, group: Group) -> EncodedGroup:
         """Read, pack and compress a group. Raises InputError."""
         return store_group(self.pack(group))
-
-    def _pack(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
-        """Pack those units that their codecs take; return the others with the next codecs."""
-        if all(unit.is_plain for unit in units):
-            self._pack_at_once(units, packed)
-            return []
-        return self._pack_each(units, packed)
 
     def _pack_each(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
         """Encode and measure every unit on its own; pack those that their codecs take, return the others."""

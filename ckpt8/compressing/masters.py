@@ -11,8 +11,6 @@ A storage of copies may hold padding between its tensors and after them.
                  and the vectors in another. Under an unknown key they are longer than every copy
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence

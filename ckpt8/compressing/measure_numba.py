@@ -4,8 +4,6 @@ Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks 
 loop after the other, and a compiler turns each loop into vector instructions. One loop would take twice as long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

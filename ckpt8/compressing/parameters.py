@@ -5,8 +5,6 @@ where the source says which it is, and where its elements lie as those of the mo
 the padding of its moments, zeros have to follow it in its storage. Nothing is guessed from values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans a whole source, member by member: roles, codecs of the policy, copies, budget, companions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache

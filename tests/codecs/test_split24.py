@@ -121,14 +121,6 @@ def test_every_mantissa(exponent, levels):
     sweep(exponent, levels)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("exponent", [2, *range(9, 253, 27), 253])
-def test_every_mantissa_of_more_exponents(exponent, levels):
-    """Exponents differ in where their neighbours lie, which ``test_powers_of_two_and_their_neighbours`` has of all."""
-    sweep(exponent, levels)
-
-
 @pytest.mark.parametrize("levels", [127, 63, 7, 3, 1])
 def test_powers_of_two_and_their_neighbours(levels):
     near = torch.tensor([j + k for j in (-65536, -32768, -16384, 0, 16384, 32768, 65536) for k in range(-3, 4)])

@@ -404,20 +404,6 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
-# Statistics
-
-
-@pytest.mark.slow
-def test_the_size_of_a_tile_does_not_show_in_the_figures(tmp_path, monkeypatch):
-    torch.save(checkpoint(), tmp_path / "a.pt")
-    monkeypatch.setattr("ckpt8.compressing.measure.TILE", 1 << 20)
-    ckpt8.compress(tmp_path / "a.pt")
-    monkeypatch.undo()
-    result = ckpt8.verify(tmp_path / "a.ckpt8", tmp_path / "a.pt")
-    assert result.statistics > 2
-    assert result.failures == ()
-
-
 # A GPU
 
 gpu = pytest.mark.gpu

@@ -12,7 +12,7 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, store
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
-from ckpt8.container import header, symbols
+from ckpt8.container import header
 from ckpt8.core import backend
 from ckpt8.core.workers import Workers
 
@@ -51,21 +51,6 @@ def test_a_packed_chunk_holds_planes_of_bytes(source):
         assert held < 1.5 * elements
         stored = [store(chunk) for chunk in packed]
         assert [list(each.packings) for each in stored] == [list(each.packings) for each in packed]
-
-
-@pytest.mark.slow
-def test_symbols_are_packed_before_anything_copies_them(source, monkeypatch):
-    """Where a GPU encodes, only planes cross the bus: a chunk is packed on the device of its tensors."""
-    seen = []
-    pack = symbols.pack
-    monkeypatch.setattr(symbols, "pack", lambda x, *asked: seen.append(x.device.type) or pack(x, *asked))
-    with open_source(source) as bundle:
-        plan = plan_bundle(bundle, Policy.of(budget=1))
-        unit = next(unit for unit in plan.units if len(unit.streams) == 3)
-        encoder = ChunkEncoder(bundle, measure=False)
-        found = encoder.pack((unit, 0))
-    assert seen == ["cpu"] * 3
-    assert {part.dtype for parts in found.parts for part in parts.values()} == {torch.uint8, torch.int16}
 
 
 def entries(path):

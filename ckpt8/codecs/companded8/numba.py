@@ -5,8 +5,6 @@ number and ``cell_bits`` the same memory as int32. Loops are short and simple, s
 into vector instructions. Kernels take whole blocks; the rest of a tensor goes to the reference.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

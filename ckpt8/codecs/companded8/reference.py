@@ -10,8 +10,6 @@ The companding is FlashOptim's (arXiv 2602.23349, section 3); its fp16 scales ar
 fp16's range. Every operation is rounded to fp32 once, in the order written, so that all backends give the same bytes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ckpt8.codecs.companded8 import GROUP

@@ -3,8 +3,6 @@
 Symbols and the dither of an element are functions for the kernels of all codecs that write symbols.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -7,8 +7,6 @@ q        = floor(w / step + t)                          refused unless |q| < 2^1
 decode   : w' = (q + (1/2 - t)) * step                  rounded to bf16 last, if w is bf16; the reserved symbol: +0
 """
 
-from __future__ import annotations
-
 import torch
 
 from ckpt8.codecs.lattice import step_of

@@ -4,8 +4,6 @@ Codes and bits are computed in float64, which holds these integers exactly; beyo
 (x + 1/2) / S has the same floor as x / S, and is so far from a whole number that the reciprocal of S may be rounded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

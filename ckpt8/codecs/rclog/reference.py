@@ -10,8 +10,6 @@ Means are of exact sums. For bf16 the clamp is to the smallest and the largest n
 zero or infinity of a second moment.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ckpt8.codecs.lattice.reference import RESERVED, from_zigzag, zigzag

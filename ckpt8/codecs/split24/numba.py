@@ -1,7 +1,5 @@
 """Split master weights in one pass on a CPU: the integer arithmetic of ``reference``, to the bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

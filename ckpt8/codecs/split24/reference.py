@@ -19,8 +19,6 @@ The exact split of ``split32`` rounds halves up instead of to even, which makes 
 FlashOptim's own int16 mode scales the remainder instead, and gives back 99.73 % of all values exactly.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ckpt8.core.errors import RefusedError

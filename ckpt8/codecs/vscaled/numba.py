@@ -1,7 +1,5 @@
 """First moments in steps of their second moments in one pass on a CPU: the arithmetic of ``reference``, to the bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -23,8 +23,6 @@ The sum is exact and then rounded to float64, quotients are rounded to float64 a
 product to fp32: so these are the same numbers on every machine.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
