@@ -8,12 +8,10 @@ is in the sample.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -32,7 +30,6 @@ from ckpt8.container.facts import FILE_ROLE, NO_BUDGET, NOT_MEASURED, SKELETON_R
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
-from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.container import foreign_flags, names_of, origin_of
 from ckpt8.inspecting.facts import (
@@ -101,8 +98,9 @@ def inspect_checkpoint(
 
 def _roles(manifest: Manifest) -> list[dict[str, Any]]:
     """Sizes by role and type; the bytes outside the storages come last."""
-    columns = ("role", "dtype", "storages", "elements", "bytes")
-    rows = [{column: row[column] for column in columns} for row in sizes_by("dtype", manifest)]
+    rows = sizes_by("dtype", manifest)
+    for row in rows:
+        del row["stored_bytes"]
     outside = [{**row, "storages": 0} for row in rows if row["role"] in (SKELETON_ROLE, FILE_ROLE)]
     return [row for row in rows if row["role"] not in (SKELETON_ROLE, FILE_ROLE)] + outside[::-1]
 
@@ -187,7 +185,7 @@ def predicted_bytes(path: Path, policy: Policy, threads: int | None = None) -> t
         (plan,) = plan_policies(source, [policy])
         policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
         with Workers(threads) as workers:
-            return source.size, _Prediction(source, skeleton_roles(describe(source, plan)), plan).stored(workers)
+            return source.size, _Prediction(source, skeleton_roles(describe(source, plan)), plan).measured(workers)[0]
 
 
 def _unpredicted(plan: Plan) -> dict[str, int]:
@@ -217,29 +215,26 @@ class _Prediction:
 
     def run(self, workers: Workers, stepped: Plan, budget: Budget | None) -> dict[str, Any]:
         """The figures under a ``budget``. ``stepped`` is a plan that knows the steps of the parameters."""
-        units, sizes = self._measured(workers)
-        is_exact = not self._plan.is_lossy
-        if not is_exact and not any(map(_has_step, units)):
+        size, errors = self.measured(workers)
+        error = StepError() if self._plan.is_lossy else StepError(1.0)
+        if self._plan.is_lossy and not any(map(_has_step, self._plan.units)):
             # The plan knows no steps: measure it as if it did.
             units = join(self._plan.streams, stepped.parameters)
             again = workers.map(self._of_unit, [unit for unit in units if _has_step(unit)])
-            sizes += [part._replace(stored=0.0) for part in again]
-        error = StepError(1.0) if is_exact else StepError()
-        for part in sizes:
-            error.merge(part.error)
+            errors += [part.error for part in again]
+        for part in errors:
+            error.merge(part)
         if budget is not None and error.energy > (most := budget.steps**2 * error.step):
             # Such a file is encoded again.
             error = replace(_scaled(error, most / error.energy), step=error.step)
-        size = self._size(sizes)
         return {"bytes": size, "ratio": self._source.size / max(size, 1), **self._figures(error, stepped)}
 
     def _figures(self, error: StepError, stepped: Plan) -> dict[str, Any]:
         """The figures of an error; none where all lossy tensors are outside, and a drift of some of them is open."""
-        parameters = [unit.parameter for unit in stepped.units if unit.parameter and unit.parameter.rule]
         records = [
             {**(steps_record(parameter.step, error) or {}), "kind": parameter.rule.kind, "age": parameter.rule.step}
-            for parameter in parameters
-            if parameter.rule
+            for unit in stepped.units
+            if (parameter := unit.parameter) and parameter.rule
         ]
         figures, outside = step_figures(error, records), bool(self._plan.is_lossy and _unpredicted(stepped))
         if outside and not error.energy:
@@ -248,73 +243,62 @@ class _Prediction:
             figures["drift"]["is_open"] = True
         return figures
 
-    def stored(self, workers: Workers) -> int:
-        """The bytes of the container."""
-        return self._size(self._measured(workers)[1])
-
-    def _measured(self, workers: Workers) -> tuple[list[Unit], list[_Found]]:
-        """The units that hold tensors, and what they take."""
+    def measured(self, workers: Workers) -> tuple[int, list[StepError]]:
+        """The bytes of the container, and the errors of its units and groups."""
         units = [unit for unit in self._plan.units if unit.streams[0].index not in self._structure]
         own, groups = share(units, self._source.size, header.SLAB)
-        return units, [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
-
-    def _size(self, sizes: Sequence[_Found]) -> int:
+        sizes = [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
         outside = sum(stream.storage.nbytes for stream in self._plan.streams if stream.index in self._structure)
-        return int(sum(part.stored for part in sizes) + outside * _STRUCTURE_LEFT)
+        return int(sum(part.stored for part in sizes) + outside * _STRUCTURE_LEFT), [part.error for part in sizes]
 
     def _of_unit(self, unit: Unit) -> _Found:
         """A unit with entries of its own, from up to PER_TENSOR elements in its middle. Thread-safe."""
         if unit.numel == 0:
             return _Found(0.0)
-        originals, first = self._sample(unit)
-        share_of_all = unit.numel / len(originals[0])
-        while True:
-            coded, parts = self._encoded(unit, first, originals)
-            steps = self._lockstep.measure(coded, first, originals, parts).steps if _has_step(unit) else None
-            error = _scaled(steps, share_of_all)
-            refusal = exceeded_share(self._plan.shares, coded, error if steps else None)
-            if refusal is None:
-                break
-            unit = coded.fallback(refusal)
-        slabs = len(header.slab_chunks(unit.numel, header.SLAB))
-        stored = sum(map(len, _frames_of(parts))) * share_of_all + _ENTRY_BYTES * slabs * sum(map(len, parts))
-        return _Found(stored + _STEPS_BYTES * _has_step(unit), error)
-
-    def _encoded(self, unit: Unit, first: int, originals: Sequence[torch.Tensor]) -> tuple[Unit, list[Parts]]:
-        """The unit with the first of its codecs that take it, and its parts."""
+        count = min(unit.numel, PER_TENSOR)
+        first, share_of_all = (unit.numel - count) // 2, unit.numel / count
+        originals = [
+            read_elements(self._source, stream.storage, stream.spec.dtype, first, count) for stream in unit.streams
+        ]
+        refusal: Refusal | None
         while True:
             try:
-                return unit, self._lockstep.encode(unit, first, originals)[0]
+                coded = self._lockstep.encode(unit, first, originals)[0]
+                steps = self._lockstep.measure(unit, first, originals, coded).steps if _has_step(unit) else None
+                error = _scaled(steps, share_of_all)
+                refusal = exceeded_share(self._plan.shares, unit, error if steps else None)
             except RefusedError as exc:
-                unit = unit.fallback(Refusal(str(exc), exc.storage))
+                refusal = Refusal(str(exc), exc.storage)
+            if refusal is None:
+                break
+            unit = unit.fallback(refusal)
+        lengths = [
+            len(frame)
+            for parts, packings in map(symbols.pack_parts, coded)
+            for name, part in parts.items()
+            for frame, _ in frames.encode_part(name, part, packings.get(name))
+        ]
+        entries = len(header.slab_chunks(unit.numel, header.SLAB)) * sum(map(len, coded))
+        stored = sum(lengths) * share_of_all + _ENTRY_BYTES * entries
+        return _Found(stored + _STEPS_BYTES * _has_step(unit), error)
 
     def _of_group(self, group: Group) -> _Found:
         """Small units with common entries, from some of them. Thread-safe."""
         units = group.units[:: -(-len(group.units) // _UNITS_SAMPLED)]
-        shares = self._plan.shares
         encoder = GroupEncoder(
             self._source,
             ChunkEncoder(self._source, measure=True),
-            lambda unit, errors: exceeded_share(shares, unit, errors.steps),
+            lambda unit, errors: exceeded_share(self._plan.shares, unit, errors.steps),
         )
         packed = encoder.stored(Group(units))
-        stored = sum(len(f) for _, parts, _ in packed.packs for planes in parts.values() for f, _ in planes)
+        lengths = [len(frame) for _, parts, _ in packed.packs for planes in parts.values() for frame, _ in planes]
         numel = sum(unit.numel for unit in units)
         share_of_all = sum(unit.numel for unit in group.units) / numel if numel else 0
-        entries = sum(len(planes) for _, parts, _ in packed.packs for planes in parts.values())
         error = StepError()
         for member in packed.units:
             error.merge(member.errors.steps or StepError())
-        outside = _ENTRY_BYTES * entries + _ROW_BYTES * len(group.units)
-        return _Found(stored * share_of_all + outside, _scaled(error, share_of_all))
-
-    def _sample(self, unit: Unit) -> tuple[list[torch.Tensor], int]:
-        """Elements from the middle of every stream, and the index of the first."""
-        count = min(unit.numel, PER_TENSOR)
-        first = (unit.numel - count) // 2
-        return [
-            read_elements(self._source, stream.storage, stream.spec.dtype, first, count) for stream in unit.streams
-        ], first
+        outside = _ENTRY_BYTES * len(lengths) + _ROW_BYTES * len(group.units)
+        return _Found(sum(lengths) * share_of_all + outside, _scaled(error, share_of_all))
 
 
 def _has_step(unit: Unit) -> bool:
@@ -323,9 +307,3 @@ def _has_step(unit: Unit) -> bool:
 
 def _scaled(error: StepError | None, factor: float) -> StepError:
     return StepError(*(value * factor for value in astuple(error or StepError())))
-
-
-def _frames_of(coded: Sequence[Parts]) -> Iterator[bytes | memoryview]:
-    for parts, packings in map(symbols.pack_parts, coded):
-        for name, part in parts.items():
-            yield from (frame for frame, _ in frames.encode_part(name, part, packings.get(name)))
