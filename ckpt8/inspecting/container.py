@@ -46,7 +46,6 @@ from ckpt8.inspecting.facts import (
     asked_words,
     dtypes,
     first_number,
-    framework_of_files,
     frameworks_by_folder,
     is_below,
     layers_of,
@@ -321,7 +320,8 @@ def origin_of(source: Bundle) -> dict[str, Any]:
     """
     origins = [] if source.directory is None else _origins(source)
     several = len({row["framework"] for row in origins} - {None}) > 1
-    framework = None if several else framework_of_files([member.path for member in source.members])
+    frameworks = set(frameworks_by_folder([member.path for member in source.members]).values())
+    framework = frameworks.pop() if len(frameworks) == 1 and not several else None
     one = _origin(source, [] if several else source.members, framework, in_directory=source.directory is not None)
     return {
         **one,

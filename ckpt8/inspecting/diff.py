@@ -56,11 +56,6 @@ class TensorDifference:
         return self.change is not None and not self.change.differ and self.a.ref.dtype is self.b.ref.dtype
 
     @property
-    def is_tied(self) -> bool:
-        """Whether both share their elements with another tensor, which sums count in their place."""
-        return self.a.tied is not None and self.b.tied is not None
-
-    @property
     def role(self) -> Role:
         """The role of the tensor in the checkpoint."""
         return self.b.role if self.a.role is Role.OTHER else self.a.role
@@ -172,7 +167,8 @@ class Difference:
     ) -> dict[K, dict[str, Any]]:
         groups: dict[K, list[TensorDifference]] = defaultdict(list)
         for tensor in self.tensors:
-            if tensor.role in roles and not tensor.is_tied:
+            # Where both share their elements with another tensor, that one counts in their place.
+            if tensor.role in roles and (tensor.a.tied is None or tensor.b.tied is None):
                 groups[key(tensor)].append(tensor)
         return {name: _total(group) for name, group in groups.items()}
 

@@ -93,12 +93,6 @@ def asked_words(preset: str, budget: Mapping[str, float] | None) -> str:
     return f"budget {float(budget.get('steps', 0.0))!r}".removesuffix(".0")
 
 
-def framework_of_files(paths: Collection[str]) -> str | None:
-    """The program that wrote the files of a directory; None if no name shows it, or names show several."""
-    frameworks = set(frameworks_by_folder(paths).values())
-    return frameworks.pop() if len(frameworks) == 1 else None
-
-
 def frameworks_by_folder(paths: Collection[str]) -> dict[str, str]:
     """The program that wrote the files of a folder, by the path of the folder; folders inside belong to it."""
     by_folder: dict[str, str] = {}

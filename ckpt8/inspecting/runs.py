@@ -280,9 +280,7 @@ def _scores(tree: Mapping[Any, Any], number: Number) -> Iterator[tuple[str, floa
 
 
 def _share_elements(one: Any, other: Any) -> bool:
-    if isinstance(one, TensorRef) and isinstance(other, TensorRef):
-        return one.key == other.key
-    return one is other
+    return one.key == other.key if isinstance(one, TensorRef) and isinstance(other, TensorRef) else one is other
 
 
 def optimizer_step(tree: Any, number: Number) -> int | None:

@@ -19,8 +19,8 @@ that the survey read. ``dead_rows`` counts rows, ``fp16_scales`` groups that are
 elements that are not zero; ``stored_twice`` counts the elements of one copy, all of them equal. ``sampled`` says that
 the survey left elements out, which may hold more, or differ.
 
-The sample is bounded and always the same, see ``tensors``. Memory holds one window with its temporaries, or two where
-the survey compares weights, and two bytes for each row of one parameter.
+The sample is bounded and always the same, see ``tensors``. Memory holds one window with its temporaries, and two bytes
+for each row of one parameter.
 
 A ``Tally`` has the counts of one tensor. ``make_pieces`` says what to read: the floating tensors of a checkpoint as
 runs of elements, each element of a storage once. Of a strided view it reads the whole span, and a mask picks its
@@ -299,14 +299,11 @@ def _without_inner(pieces: Sequence[tuple[int, Piece]]) -> Iterator[tuple[int, P
                 yield number, piece
                 continue
         start = max(reached, piece.ref.offset)
-        yield number, piece if piece.is_dense and start == piece.ref.offset else _from(piece, start)
+        # What is left of the span is a dense piece.
+        ref = replace(piece.ref, offset=start, shape=(piece.stop - start,), stride=(1,))
+        is_whole = piece.is_dense and start == piece.ref.offset
+        yield number, piece if is_whole else replace(piece, ref=ref, span=ref.numel, numel=ref.numel)
         reached = piece.stop
-
-
-def _from(piece: Piece, start: int) -> Piece:
-    """The span of a piece from element ``start`` of its storage on, as a dense piece."""
-    count = piece.stop - start
-    return replace(piece, ref=replace(piece.ref, offset=start, shape=(count,), stride=(1,)), span=count, numel=count)
 
 
 _KINDS = (
@@ -398,7 +395,10 @@ class _Survey:
         for start, count in windows(piece.span, self._budget, row):
             tally.add(piece.read(self._source, start, count), start, rows, reads_all=reads_all)
             self._progress(count * piece.ref.dtype.itemsize)
-        if _can_be_twin(piece) and tally.is_varied:
+        # Buffers are alike in every layer.
+        is_buffer = piece.name.replace(":", ".").rpartition(".")[2] in BUFFERS
+        can_be_tied = tally.role is Role.WEIGHT and piece.is_dense and piece.numel >= _MIN_TWIN and not is_buffer
+        if can_be_tied and tally.is_varied:
             self._by_digest[piece.ref.dtype, piece.numel, tally.digest.digest()].append(piece)
         if (known := self.tallies.setdefault(piece.tensor, tally)) is not tally:
             known.merge(tally)
@@ -415,15 +415,12 @@ class _Survey:
         return sorted(flags, key=lambda flag: (_KINDS.index(flag["kind"]), -flag["fraction"], -flag["count"]))
 
     def _twin_flags(self) -> Iterator[dict[str, Any]]:
-        """Flags of weights that agree in all elements read. A survey of all elements compares them byte by byte."""
+        """Flags of weights whose elements that were read have one digest, of 128 bits."""
         sums: dict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
-        for pieces in self._by_digest.values():
-            for twins in self._equal_groups(pieces):
-                names = tuple(dict.fromkeys(piece.tensor for piece in twins))
-                # Views of one storage are tied in the file, too. Slices of one tensor may repeat each other.
-                if len({piece.storage for piece in twins}) < 2 or len(names) < 2:
-                    continue
-                first = twins[0]
+        for twins in self._by_digest.values():
+            names, first = tuple(dict.fromkeys(piece.tensor for piece in twins)), twins[0]
+            # Views of one storage are tied in the file, too. Slices of one tensor may repeat each other.
+            if len({piece.storage for piece in twins}) > 1 and len(names) > 1:
                 compared = sum(count for _, count in windows(first.span, self._budget))
                 sums[names].update(compared=compared, numel=first.numel, nbytes=first.numel * first.ref.dtype.itemsize)
         for names, total in sums.items():
@@ -433,23 +430,6 @@ class _Survey:
             message = f"{same}; stored {len(names)} times, {size(total['nbytes'])} each: tied in the model?"
             yield _flag("stored_twice", names, compared, compared, sampled=sampled, message=message)
 
-    def _equal_groups(self, pieces: list[Piece]) -> list[list[Piece]]:
-        """Pieces of one digest, in lists of those that are equal byte by byte; of a sample, in one list."""
-        if self._budget is not None:
-            return [pieces]
-        groups: list[list[Piece]] = []
-        for piece in pieces:
-            equal = next((group for group in groups if self._are_equal(group[0], piece)), None)
-            if equal is None:
-                groups.append(equal := [])
-            equal.append(piece)
-        return groups
-
-    def _are_equal(self, one: Piece, other: Piece) -> bool:
-        both = ((one.read(self._source, *at), other.read(self._source, *at)) for at in windows(one.span, None))
-        # As bytes, since a NaN equals no other value.
-        return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in both)
-
 
 def _row_counter(moments: list[Piece]) -> Rows | None:
     """A counter of the rows of a parameter; None where its moments have no rows, rows of other lengths, or too many."""
@@ -457,12 +437,6 @@ def _row_counter(moments: list[Piece]) -> Rows | None:
     if not row or not 1 < shape[0] <= _MAX_ROWS or any(piece.row != row for piece in moments):
         return None
     return Rows(shape[0], row)
-
-
-def _can_be_twin(piece: Piece) -> bool:
-    """Whether a piece may be a tied weight. Buffers may not: they are alike in every layer."""
-    name = piece.name.replace(":", ".").rpartition(".")[2]
-    return piece.role is Role.WEIGHT and piece.is_dense and piece.numel >= _MIN_TWIN and name not in BUFFERS
 
 
 def _flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled: bool, message: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
@@ -219,27 +219,29 @@ def _compare(
     differing = [
         stream.spec.name
         for stream, x, part in zip(unit.streams, originals, parts, strict=True)
-        if not (_is_copy(source, stream, chunk, x) if stream.lossy else _equal(reader, stream, chunk, x, part))
+        if not _is_same(reader, source, stream, chunk, x, part)
     ]
     if not unit.measured:
         return differing, UnitErrors.for_unit(unit), crcs
     return differing, lockstep.measure(unit, chunk * frames.FRAME, originals, parts), crcs
 
 
-def _is_copy(source: Bundle, stream: Stream, chunk: int, x: torch.Tensor) -> bool:
-    """Whether the original is the rounded copy of masters that a container says it is; True for what is no copy."""
-    copied = stream.codec.copied
-    if copied is None:
+def _is_same(
+    reader: ContainerReader, source: Bundle, stream: Stream, chunk: int, x: torch.Tensor, parts: Parts
+) -> bool:
+    """Whether the original is what a container gives back, or the rounded copy of masters that it says it is.
+
+    True for what is neither lossless nor a copy.
+    """
+    first, spec = chunk * frames.FRAME, stream.chunk_spec(chunk)
+    copied = stream.codec.copied if stream.lossy else None
+    if copied is not None:
+        out = rounded_masters(copied, spec.dtype, first, len(x), partial(read_master, source))
+    elif stream.lossy:
         return True
-    first, master = chunk * frames.FRAME, partial(read_master, source)
-    rounded = rounded_masters(copied, stream.spec.dtype, first, len(x), master)
-    return torch.equal(rounded.view(torch.uint8), x.view(torch.uint8))
-
-
-def _equal(reader: ContainerReader, stream: Stream, chunk: int, x: torch.Tensor, parts: Parts) -> bool:
-    out = scratch_tensor(reader, stream.index, chunk)
-    first, companions = chunk * frames.FRAME, reader.companions(stream.index, chunk)
-    stream.codec.decode(parts, stream.chunk_spec(chunk), out=out, first=first, companions=companions)
+    else:
+        out = scratch_tensor(reader, stream.index, chunk)
+        stream.codec.decode(parts, spec, out=out, first=first, companions=reader.companions(stream.index, chunk))
     return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
 
@@ -287,24 +289,23 @@ class Originals:
         self, reader: ContainerReader, slices: Mapping[SliceKey, Any], parts: Mapping[str, list[Part]]
     ) -> Bundle:
         """The original of one rank."""
-        tensors = self.home.metadata.tensors
+        tensors, storages, member = self.home.metadata.tensors, reader.manifest.storages, reader.manifest.members[0]
         refs: dict[int, TensorRef] = {}
         for (name, offsets), record in slices.items():
             box, dtype = (offsets, tuple(record.shape)), tensors[name].dtype
             refs[record.storage] = gather_box(self.data, shown(name), dtype, box, parts.get(name, []))
-        member = reader.manifest.members[0]
         source = MemberSource(reader, ByteRange(reader.path, 0, member.size), partial(self._member_file, reader))
-        stored = read_member(reader, 0, source)
-        places = {(offset, reader.manifest.storages[index].nbytes): index for offset, index in member.segments}
-        return Bundle(self.path, [DirectoryMember(member.path, _Original(self.data, stored, places, refs))])
+        runs = [
+            (start, start + storages[index].nbytes, refs[index]) for start, index in member.segments if index in refs
+        ]
+        original = _Original(self.data, read_member(reader, 0, source), runs)
+        return Bundle(self.path, [DirectoryMember(member.path, original)])
 
 
 class _Original:
-    """The object that a rank saved, as a Checkpoint. ``refs`` are its slices in ``data``, by number of a storage."""
+    """The object that a rank saved, as a Checkpoint. ``runs`` are start, end and place in ``data`` of its slices."""
 
-    def __init__(
-        self, data: Composite, stored: Any, places: Mapping[tuple[int, int], int], refs: Mapping[int, TensorRef]
-    ) -> None:
+    def __init__(self, data: Composite, stored: Any, runs: Iterable[tuple[int, int, TensorRef]]) -> None:
         self._data, self._stored = data, stored
         self.format: str = stored.format
         self.size: int = stored.size
@@ -313,12 +314,7 @@ class _Original:
         self.storages: Sequence[StorageInfo] = [
             replace(storage, crc32=None, crc_fields=()) for storage in stored.storages
         ]
-        runs = []
-        for storage in self.storages:
-            index = places.get((storage.offset, storage.nbytes))
-            if storage.nbytes and index is not None and index in refs:
-                runs.append((storage.offset, storage.offset + storage.nbytes, refs[index]))
-        self._runs = sorted(runs, key=lambda run: run[0])
+        self._runs = sorted((run for run in runs if run[0] < run[1]), key=lambda run: run[0])
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
