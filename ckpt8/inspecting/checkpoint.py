@@ -7,7 +7,7 @@ is in the sample.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from ckpt8.container.facts import FILE_ROLE, NO_BUDGET, NOT_MEASURED, SKELETON_R
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
+from ckpt8.core.grouping import grouped
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.container import foreign_flags, names_of, origin_of
 from ckpt8.inspecting.facts import (
@@ -107,10 +108,11 @@ def _roles(manifest: Manifest) -> list[dict[str, Any]]:
 
 def _optimizers(manifest: Manifest) -> list[dict[str, Any]]:
     """Parameters by update rule, with the step if the rule counts it."""
-    rows: dict[tuple[str, int | None], list[str]] = defaultdict(list)
-    for parameter in manifest.parameters:
-        rule = parameter.rule or {"kind": f"unknown: {parameter.reason}", "step": None}
-        rows[rule["kind"], rule["step"] or None].append(parameter.name)
+    rules = (
+        (parameter.rule or {"kind": f"unknown: {parameter.reason}", "step": None}, parameter.name)
+        for parameter in manifest.parameters
+    )
+    rows = grouped(((rule["kind"], rule["step"] or None), name) for rule, name in rules)
     return [{"rule": kind, "step": step, "parameters": count_whole(names)} for (kind, step), names in rows.items()]
 
 

@@ -35,6 +35,7 @@ from ckpt8.container.manifest import DCP, FILE, Manifest, base_json
 from ckpt8.container.reader import ContainerReader, SkeletonFile
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError
+from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import listed
@@ -254,10 +255,11 @@ def _lists(manifest: Manifest, tensors: bool) -> dict[str, Any]:
 
 def lossless_reasons(manifest: Manifest) -> list[dict[str, Any]]:
     """Storages that are lossless although their role asks for another codec: the number by reason, and a few names."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for record in manifest.storages:
-        if record.reason is not None and codec_from_config(record.codec).measured_as is None:
-            names[record.reason].append(record.name)
+    names = grouped(
+        (record.reason, record.name)
+        for record in manifest.storages
+        if record.reason is not None and codec_from_config(record.codec).measured_as is None
+    )
     return [
         {"reason": reason, "count": len(storages), "names": storages[:_WORST]}
         for reason, storages in sorted(names.items())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -24,6 +23,7 @@ from ckpt8.container.frames import FRAME, bytes_of
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import crc32
+from ckpt8.core.grouping import grouped
 from ckpt8.core.public import checked
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.workers import Progress, Workers
@@ -165,11 +165,9 @@ class Difference:
     def _totals(
         self, key: Callable[[TensorDifference], K], roles: Collection[Role] = tuple(Role)
     ) -> dict[K, dict[str, Any]]:
-        groups: dict[K, list[TensorDifference]] = defaultdict(list)
-        for tensor in self.tensors:
-            # Where both share their elements with another tensor, that one counts in their place.
-            if tensor.role in roles and (tensor.a.tied is None or tensor.b.tied is None):
-                groups[key(tensor)].append(tensor)
+        # Where both share their elements with another tensor, that one counts in their place.
+        own = (tensor for tensor in self.tensors if tensor.a.tied is None or tensor.b.tied is None)
+        groups = grouped((key(tensor), tensor) for tensor in own if tensor.role in roles)
         return {name: _total(group) for name, group in groups.items()}
 
     def to_json(self) -> dict[str, Any]:

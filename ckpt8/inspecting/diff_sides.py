@@ -14,7 +14,7 @@ establish. Without a name there is no match.
 
 from __future__ import annotations
 
-from collections import ChainMap, defaultdict
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,6 +42,7 @@ from ckpt8.container.joined import is_stored
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.converting.sources import PER_RANK, assemble_distributed, content_of, layout_of
 from ckpt8.core.errors import InputError
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import printable
 
@@ -120,10 +121,7 @@ def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
 
 
 def _add_members(side: Side, present: list[DirectoryMember], members: Bundle) -> None:
-    distributed: dict[int, list[DcpMember]] = defaultdict(list)
-    for member in present:
-        if isinstance(member, DcpMember):
-            distributed[id(member.home)].append(member)
+    distributed = grouped((id(member.home), member) for member in present if isinstance(member, DcpMember))
     folders = set()
     for files in distributed.values():
         content = assemble_distributed(Bundle(members.path, files, ""))
@@ -335,12 +333,12 @@ def naming(side: Side) -> Naming:
 
 
 def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
-    models: dict[str, list[tuple[Part, Candidate]]] = defaultdict(list)
-    for part, candidate in candidates:
-        shards = f"{part.path.rpartition('/')[0]}:"
-        models[shards if candidate.path == TOP_LEVEL else join(part.prefix, candidate.path)].append((part, candidate))
+    labels = (
+        f"{part.path.rpartition('/')[0]}:" if candidate.path == TOP_LEVEL else join(part.prefix, candidate.path)
+        for part, candidate in candidates
+    )
     result = []
-    for label, parts in models.items():
+    for label, parts in grouped(zip(labels, candidates, strict=True)).items():
         names = [name for _, candidate in parts for name in candidate.node]
         if len(set(names)) < len(names):
             result += [_model(join(part.prefix, shard.path), [(part, shard)]) for part, shard in parts]

@@ -59,6 +59,7 @@ from ckpt8.compressing.policy import PRESET_BUDGETS
 from ckpt8.container.facts import CAPPED, FILE_ROLE, NO_BUDGET, NOT_MEASURED, SKELETON_ROLE, codec_kind, skeleton_role
 from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 from ckpt8.container.sharded import RANK_FILE
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType, Role, TensorSpec, is_small
 
 ROLE_WORDS = {
@@ -141,12 +142,15 @@ def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
 
     Places with less than a hundredth of the bytes, and tensors that presets never compress, are not listed.
     """
-    storages: dict[str, list[int]] = defaultdict(list)
-    for tensor in manifest.tensors:
-        record = manifest.storages[tensor.storage]
-        is_unknown = record.role is Role.OTHER and not codec_from_config(record.codec).is_lossy
-        if is_unknown and tensor.dtype is DType.FLOAT32 and not is_small(tuple(tensor.shape)):
-            storages[_rule_for(tensor.name)].append(tensor.storage)
+    records = ((tensor, manifest.storages[tensor.storage]) for tensor in manifest.tensors)
+    storages = grouped(
+        (_rule_for(tensor.name), tensor.storage)
+        for tensor, record in records
+        if record.role is Role.OTHER
+        and not codec_from_config(record.codec).is_lossy
+        and tensor.dtype is DType.FLOAT32
+        and not is_small(tuple(tensor.shape))
+    )
     least = sum(member.size for member in manifest.members) / 100
     rows: list[dict[str, Any]] = [
         {
@@ -308,10 +312,11 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     """
     if manifest.budget is None:
         return None
-    optimizers = defaultdict[int, list[tuple[ParameterRecord, StepError]]](list)
-    for parameter in manifest.parameters:
-        if (error := read_step_error(parameter.steps)) is not None:
-            optimizers[_stated(parameter, "optimizer") or 0].append((parameter, error))
+    optimizers = grouped(
+        (_stated(parameter, "optimizer") or 0, (parameter, error))
+        for parameter in manifest.parameters
+        if (error := read_step_error(parameter.steps)) is not None
+    )
     every = [step for _, known in sorted(optimizers.items()) for step in known]
     storages = manifest.storages
     kinds = [codec_from_config(storage.codec).measured_as for storage in storages]
@@ -390,11 +395,12 @@ def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[st
 
 def _rates(every: Iterable[tuple[ParameterRecord, StepError]], count: Count) -> list[dict[str, Any]]:
     """The learning rates that an error counts with, and what the file states where that is less."""
-    names = defaultdict[tuple[float, float], list[str]](list)
-    for parameter, _ in every:
-        record = parameter.steps or {}
-        if rate := number(record, "rate"):
-            names[rate, number(record, "stated_rate") if "stated_rate" in record else rate].append(parameter.name)
+    records = ((parameter.steps or {}, parameter.name) for parameter, _ in every)
+    names = grouped(
+        ((rate, number(record, "stated_rate") if "stated_rate" in record else rate), name)
+        for record, name in records
+        if (rate := number(record, "rate"))
+    )
     return [{"rate": rate, "stated": stated, "parameters": count(name)} for (rate, stated), name in names.items()]
 
 

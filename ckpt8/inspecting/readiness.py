@@ -83,7 +83,7 @@ every element the same:
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +92,7 @@ from typing import Any
 import torch
 
 from ckpt8.core.errors import CheckFailedError
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent
 from ckpt8.core.workers import Workers
@@ -350,7 +351,7 @@ _BECOME = {"overflow": "overflow", "underflow": "become zero"}
 
 def format_report(number_format: NumberFormat, tensors: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The bounds of a format, the losses and the verdict by role, and all verdicts in one line."""
-    by_role = _by_role(tensor for tensor in tensors if tensor["formats"] is not None)
+    by_role = grouped((tensor["role"], tensor) for tensor in tensors if tensor["formats"] is not None)
     roles = {role: _role_report(number_format, by_role[role]) for role in ROLE_WORDS if role in by_role}
     parts = [f"{ROLE_WORDS[role]} {report['text']}" for role, report in roles.items()]
     return {
@@ -420,18 +421,11 @@ def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
 
 def measured_total(tensors: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By role the measured error against an original, over the tensors that have one."""
-    by_role = _by_role(tensor for tensor in tensors if tensor["measured"] is not None)
+    by_role = grouped((tensor["role"], tensor) for tensor in tensors if tensor["measured"] is not None)
     return {
         role: {"tensors": len(measured), **_snr((tensor, tensor["measured"]["snr_db"]) for tensor in measured)}
         for role, measured in by_role.items()
     }
-
-
-def _by_role(tensors: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    by_role: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for tensor in tensors:
-        by_role[tensor["role"]].append(tensor)
-    return by_role
 
 
 def _text(number_format: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
@@ -599,26 +593,18 @@ def pair_tensors(
 def _match_by_end(mine: Sequence[SourceTensor], theirs: Sequence[SourceTensor]) -> dict[str, SourceTensor]:
     """By name of mine, the only one of theirs such that the label of one is the end of the label of the other."""
     forward, backward = _pairs_by_end(mine, theirs), _pairs_by_end(theirs, mine)
-    others_of: dict[str, list[SourceTensor]] = defaultdict(list)
-    owners: dict[str, set[str]] = defaultdict(set)
-    for one, other in [*forward, *((long, short) for short, long in backward)]:
-        if other not in others_of[one.name]:
-            others_of[one.name].append(other)
-            owners[other.name].add(one.name)
-    return {
-        name: others[0] for name, others in others_of.items() if len(others) == 1 and len(owners[others[0].name]) == 1
-    }
+    pairs = dict.fromkeys([*forward, *((long, short) for short, long in backward)])
+    others_of = grouped((one.name, other) for one, other in pairs)
+    owners = Counter(name for _, name in {(one.name, other.name) for one, other in pairs})
+    return {name: others[0] for name, others in others_of.items() if len(others) == owners[others[0].name] == 1}
 
 
 def _pairs_by_end(
     short: Sequence[SourceTensor], long: Sequence[SourceTensor]
 ) -> list[tuple[SourceTensor, SourceTensor]]:
     """Pairs such that the label of the first is the end of the label of the second."""
-    ends: dict[tuple[tuple[str, ...], Role], list[SourceTensor]] = defaultdict(list)
-    for tensor in long:
-        parts = _components(tensor.label)
-        for start in range(len(parts)):
-            ends[parts[start:], tensor.role].append(tensor)
+    labels = ((tensor, _components(tensor.label)) for tensor in long)
+    ends = grouped(((parts[start:], tensor.role), tensor) for tensor, parts in labels for start in range(len(parts)))
     return [(tensor, other) for tensor in short for other in ends.get((_components(tensor.label), tensor.role), ())]
 
 

@@ -50,6 +50,7 @@ from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import Manifest
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.facts import shown_names
@@ -364,13 +365,11 @@ class _Survey:
 
     def read_all(self, pieces: Sequence[Piece], manifest: Manifest) -> None:
         """Read every piece once. Raises InputError."""
-        by_storage: dict[int, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            by_storage[piece.storage].append(piece)
+        by_storage = grouped((piece.storage, piece) for piece in pieces)
         done: set[int] = set()
         # The moments of a parameter come one after the other: a row is dead if all of them are zero.
         for record, shown in zip(manifest.parameters, shown_names(manifest), strict=True):
-            stored = [by_storage[index] for index in record.moments.values()]
+            stored = [by_storage.get(index, []) for index in record.moments.values()]
             if any(len(pieces_there) != 1 for pieces_there in stored):
                 continue  # its moments are no storages of their own
             moments = [piece for (piece,) in stored]
