@@ -463,28 +463,22 @@ def _look_in_checkpoint(source: Bundle, lockstep: Lockstep, work: Work) -> Seen:
     for window in windows:
         start, count = chunk * FRAME + window.start, window.stop - window.start
         originals = [read_elements(source, s.storage, s.spec.dtype, start, count) for s in unit.streams]
-        pieces, refused = _encode(unit, start, originals, lockstep)
-        seen.refused = seen.refused or refused
+        codecs: list[Codec] = [stream.codec for stream in unit.streams]
+        try:
+            parts = lockstep.encode(unit, start, originals)[0]
+            decoded = lockstep.decode(unit, start, originals, parts)
+        except RefusedError as exc:
+            seen.refused = seen.refused or str(exc)
+            codecs, parts, decoded = [LOSSLESS] * len(codecs), [{} for _ in codecs], originals
+        else:
+            if unit.measured:
+                seen.errors.merge(lockstep.measure(unit, start, originals, parts))
+        sides = zip(unit.streams, codecs, originals, decoded, parts, strict=True)
+        pieces = [
+            Piece(stream.index, stream.spec.role, codec, x, after, part) for stream, codec, x, after, part in sides
+        ]
         seen.drawn.merge(draw(pieces, unit.parameter))
-        if refused is None and unit.measured:
-            seen.errors.merge(lockstep.measure(unit, start, originals, [piece.parts for piece in pieces]))
     return seen
-
-
-def _encode(
-    unit: Unit, start: int, originals: Sequence[torch.Tensor], lockstep: Lockstep
-) -> tuple[list[Piece], str | None]:
-    """The decoded pieces of a unit, and the reason if a codec refuses them."""
-    try:
-        parts = lockstep.encode(unit, start, originals)[0]
-    except RefusedError as exc:
-        pairs = zip(unit.streams, originals, strict=True)
-        return [Piece(stream.index, stream.spec.role, LOSSLESS, x, x, {}) for stream, x in pairs], str(exc)
-    decoded = lockstep.decode(unit, start, originals, parts)
-    return [
-        Piece(stream.index, stream.spec.role, stream.codec, x, after, part)
-        for stream, x, after, part in zip(unit.streams, originals, decoded, parts, strict=True)
-    ], None
 
 
 def container_distributions(reader: Stored, original: Path | None = None, *, full: bool = False) -> dict[str, Any]:

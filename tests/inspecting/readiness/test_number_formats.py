@@ -60,21 +60,8 @@ def test_ties_and_their_neighbours(number_format):
 def test_special_values(number_format):
     largest, step = number_format.largest, number_format.step
     tie = largest + step / 2
-    values = [
-        0.0,
-        -0.0,
-        largest,
-        -largest,
-        tie,
-        -tie,
-        2.0**-149,
-        -(2.0**-149),
-        2.0**-126,
-        3.4e38,
-        -3.4e38,
-        1e300,
-        5e-324,
-    ]
+    small = [2.0**-149, -(2.0**-149), 2.0**-126]
+    values = [0.0, -0.0, largest, -largest, tie, -tie, *small, 3.4e38, -3.4e38, 1e300, 5e-324]
     check(number_format, torch.tensor(values, dtype=torch.float64))
     check(number_format, torch.tensor(values, dtype=torch.float64)[:-2].float())
 

@@ -122,26 +122,14 @@ def verdicts(report, role="weight"):
     return {each["format"]: each["roles"][role]["verdict"] for each in report["formats"]}
 
 
-def test_ordinary_weights(tmp_path):
+READY = dict.fromkeys(("fp16", "bf16", "float8_e4m3fn", "float8_e5m2"), "ready") | {"int8": "ready with scaling"}
+
+
+def test_ordinary_weights_are_ready_and_tiny_ones_with_scaling(tmp_path):
     path = save(tmp_path, {"a.weight": normal(128, 128), "b.weight": normal(128, 128, scale=0.5, seed=1)})
-    assert verdicts(inspect_readiness(path)) == {
-        "fp16": "ready",
-        "bf16": "ready",
-        "float8_e4m3fn": "ready",
-        "float8_e5m2": "ready",
-        "int8": "ready with scaling",
-    }
-
-
-def test_tiny_weights_need_scaling(tmp_path):
+    assert verdicts(inspect_readiness(path)) == READY
     report = inspect_readiness(save(tmp_path, {"a.weight": normal(128, 128, scale=1e-6)}))
-    assert verdicts(report) == {
-        "fp16": "ready with scaling",
-        "bf16": "ready",
-        "float8_e4m3fn": "ready with scaling",
-        "float8_e5m2": "ready with scaling",
-        "int8": "ready with scaling",
-    }
+    assert verdicts(report) == dict.fromkeys(READY, "ready with scaling") | {"bf16": "ready"}
     line = next(each["line"] for each in report["formats"] if each["format"] == "float8_e4m3fn")
     assert line.startswith("fp8 e4m3fn: weights ready with unit scaling (SNR 31.")
     assert ", worst a.weight 31." in line

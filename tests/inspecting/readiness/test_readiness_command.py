@@ -1,7 +1,6 @@
 """``ckpt8 inspect --readiness`` as it is typed: what is shown in wide and narrow terminals, JSON, refusals."""
 
 import json
-import re
 
 import pytest
 import safetensors.torch
@@ -42,16 +41,6 @@ def test_nothing_is_wider_than_the_terminal(run, inputs, name, columns):
     assert "…" not in joined
 
 
-def test_sample_is_named(run, tmp_path):
-    path = tmp_path / "long.safetensors"
-    safetensors.torch.save_file({"long.weight": torch.ones(400, 400)}, path)
-    _, out, _ = run(path, "--readiness")
-    assert "a sample of 32,768 of 160,000 elements" in section(out)
-    assert "--full reads all" in section(out)
-    _, out, _ = run(path, "--readiness", "--full")
-    assert "all 160,000 elements" in section(out)
-
-
 def test_what_is_not_finite_is_said(run, tmp_path):
     path = tmp_path / "broken.safetensors"
     weights = {"a.weight": torch.tensor([1.0, float("nan"), float("inf")]), "b.weight": torch.ones(2, dtype=torch.int8)}
@@ -71,15 +60,6 @@ def test_raw_checkpoints_compare_with_readiness_only(run, inputs, tmp_path):
     code, out, _ = run(inputs / "gpt_came.pt", "--against", other, "--readiness", columns=300)
     assert code == 0
     assert "weights, 28 tensors: SNR" in section(out)
-
-
-def test_one_line_for_what_does_not_compare(run, inputs):
-    code, out, err = run(inputs / "lightning.ckpt", "--against", inputs / "gpt_came.pt", "--readiness")
-    assert (code, out) == (1, "")
-    assert re.fullmatch(r"ckpt8: [^\n]*no weight or moment[^\n]*\n", err)
-    code, out, err = run(inputs / "lightning.ckpt", "--against", inputs / "nothing.pt", "--readiness")
-    assert (code, out) == (3, "")
-    assert re.fullmatch(r"ckpt8: [^\n]*No such file or directory\n", err)
 
 
 def test_names_cannot_command_the_terminal(run, tmp_path):

@@ -262,18 +262,6 @@ def with_state(net, params, **settings):
     return {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def test_pairing_by_name_and_by_place(tmp_path):
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert list(pairs(tmp_path, with_state(net, net.parameters())).values()) == names
-    named = with_state(net, list(net.named_parameters())[::-1])
-    assert pairs(tmp_path, named) == {name: name for name in names[::-1]}
-    split = [[net[0].weight, net[1].weight], [net[0].bias, net[1].bias]]
-    assert list(pairs(tmp_path, with_state(net, [{"params": p} for p in split])).values()) == [
-        "0.weight", "1.weight", "0.bias", "1.bias",
-    ]  # fmt: skip
-
-
 def test_pairing_without_a_guess(tmp_path):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     both = [{"params": list(layer.parameters())} for layer in net]

@@ -24,16 +24,6 @@ def flags_of(tree, tmp_path, *, full):
     return inspect_checkpoint(tmp_path / "run.pt", full=full)
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_nothing_is_found_where_nothing_is(full, tmp_path):
-    facts = flags_of(healthy(), tmp_path, full=full)
-    assert facts["flags"] == []
-    numel = sum(x.numel() for x in flatten(healthy()).values())
-    assert facts["sample"]["of"] == numel
-    assert facts["sample"]["full"] is full
-    assert (facts["sample"]["elements"] == numel) is full
-
-
 @pytest.mark.slow
 def test_each_planted_fault_is_found_and_no_other(tmp_path):
     tree = healthy()
