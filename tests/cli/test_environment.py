@@ -73,6 +73,12 @@ def test_lines_break_at_any_width_and_lose_nothing(width):
             assert "".join("".join(lines).split()) == "".join(text.split())
 
 
+@pytest.mark.slow
+def test_a_name_of_a_million_characters_is_broken_in_time():
+    lines = list(wrap("x" * 1_000_000, 50))
+    assert len(lines) > 20_000
+
+
 @pytest.mark.by_default("0")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_terminal_of_any_size(size, run_command, files, tmp_path, monkeypatch):
@@ -103,6 +109,29 @@ def test_any_encoding_shows_every_name(encoding, run_command, files, tmp_path, m
             assert f"max |{'Δ' if encoding.startswith('utf') else 'd'}u|" in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"LC_ALL": "POSIX", "PYTHONIOENCODING": "ascii:strict", "TERM": "dumb"},
+        {"PYTHONIOENCODING": "latin-1", "NO_COLOR": "1", "COLUMNS": "2"},
+    ],
+    ids=["C", "ascii", "latin-1"],
+)
+def test_a_process_in_any_locale(environment, files, tmp_path):
+    env = {key: value for key, value in os.environ.items() if key not in ("TERM", "HOME")} | environment
+    result = start("inspect", files / "run.ckpt8", "--tensors", env=env)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"split24" in b"".join(result.stdout.split())
+    # A name that is no text in this locale, or in any.
+    name = os.fsdecode(str(tmp_path).encode() + b"/\xff\n\x1b[2K\xe6\xbc\xa2.pt")
+    result = start("inspect", name, env=env)
+    assert (result.returncode, result.stdout) == (3, b"")
+    said = rb"ckpt8: [ -~]+: cannot be read: No such file or directory\n"
+    assert re.fullmatch(said, result.stderr) or environment.get("LC_ALL") is None
+
+
 # Streams
 
 
@@ -117,6 +146,14 @@ def test_closed_streams(closed, files):
     else:
         assert b"split24" in result.stdout
         assert result.stderr == b""
+
+
+@pytest.mark.slow
+def test_a_file_never_takes_the_number_of_a_closed_stream(files, tmp_path):
+    """Whatever a library prints would go into it."""
+    result = start("inspect", files / "run.ckpt8", "--html", tmp_path / "r.html", closed=(0, 1, 2))
+    assert result.returncode == 4
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.slow
@@ -246,6 +283,13 @@ def test_a_process_without_memory_or_files(limit, room, name, said, files):
     result = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert result.returncode == guard.INTERNAL
     assert re.fullmatch(rb"ckpt8: %b [^\n]+\n" % said, result.stderr), result.stderr
+
+
+@pytest.mark.slow
+def test_a_process_without_a_place_for_temporary_files(files, tmp_path):
+    env = os.environ | {"TMPDIR": "/nonexistent", "HOME": "/nonexistent"}
+    result = start("restore", files / "run.ckpt8", "-o", tmp_path / "x.pt", env=env)
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_a_user_without_a_home(run_command, inputs, tmp_path, monkeypatch):

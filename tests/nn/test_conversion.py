@@ -122,6 +122,12 @@ def test_heads_by_default(path):
     assert switchback(copy.deepcopy(model), [f"*{last}", "*overhead"]) == []
 
 
+def test_globs_that_are_given():
+    model = build_model(TINY, seed=0)
+    assert switchback(model, ["*.attn.*", "lm_head"]) == BLOCK[2:]
+    assert of_class(model, nn.Linear) == [*BLOCK[:2], "lm_head"]
+
+
 def test_refusals_change_nothing():
     model = build_model(TINY, seed=0)
     with pytest.raises(UsageError, match=r"skip='\*\.attention' matches none .* transformer\.h\.0\.attn\.c_attn"):

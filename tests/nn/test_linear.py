@@ -92,6 +92,15 @@ def test_output_and_gradients_are_those_of_the_definition(dtype, bias, batch):
         assert_near(layer.bias.grad, grad_bias, dtype)
 
 
+def test_it_differs_from_a_linear_layer_by_eight_bits():
+    layer, x, grad = layer_of(256, 128), normal(64, 256, seed=7).requires_grad_(), normal(64, 128, seed=8)
+    layer(x).backward(grad)
+    exact = grad @ layer.weight
+    for ours, theirs in ((layer(x), nn.functional.linear(x, layer.weight, layer.bias)), (x.grad, exact)):
+        assert 0.002 < float(((ours - theirs).norm() / theirs.norm()).detach()) < 0.02
+    assert_near(layer.weight.grad, grad.double().T @ x.detach().double(), FP32)
+
+
 @each_dtype
 def test_codes_are_the_nearest_and_halves_are_even(dtype):
     x = normal(50, 300, seed=3, dtype=dtype) * torch.logspace(-30, 30, 50).unsqueeze(1).to(dtype)
@@ -205,6 +214,14 @@ def test_the_codes_of_what_is_not_finite(dtype, bad):
     state = reference.tensor_state(x)
     assert state.isnan()
     assert not reference.quantise_tensor(x, state).any()
+
+
+def test_a_gradient_that_overflows_reaches_the_loss_scaler():
+    layer = layer_of(8, 8, FP16)
+    x = normal(4, 8, dtype=FP16).requires_grad_()
+    layer(x).backward(torch.full((4, 8), math.inf, dtype=FP16))
+    assert not any(p.grad.isfinite().any() for p in layer.parameters())
+    assert x.grad.isnan().all()
 
 
 def test_zero_rows_give_the_bias():
@@ -327,6 +344,22 @@ def test_only_the_gradients_that_are_needed():
     assert torch.equal(layer.eval()(x), y)
 
 
+def test_a_weight_that_changed_before_the_gradient_is_an_error():
+    layer, x = layer_of(40, 24), normal(9, 40).requires_grad_()
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_it_is_differentiable_once():
+    layer, x = layer_of(40, 24), normal(9, 40).requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 @each_dtype
 def test_it_is_saved_and_copied_as_a_linear_layer(dtype):
     layer, plain = layer_of(40, 24, dtype), nn.Linear(40, 24, dtype=dtype)
@@ -358,6 +391,21 @@ def test_shapes_are_known_without_values():
     assert (y.shape, y.dtype, y.device.type) == ((3, 5, 24), BF16, "meta")
     y.sum().backward()
     assert layer.weight.grad.shape == (24, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_compiled_model_computes_the_same(autocast):
+    results = []
+    for backend in (None, "aot_eager"):
+        layers, x = nn.Sequential(layer_of(40, 40), nn.GELU(), layer_of(40, 8)), normal(9, 40).requires_grad_()
+        model = layers if backend is None else torch.compile(layers, backend=backend)
+        with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+            y = model(x)
+        y.float().square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in layers.parameters())])
+    assert all(map(same_bits, *results))
 
 
 def test_inputs_that_are_refused():

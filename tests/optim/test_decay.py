@@ -9,9 +9,10 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
-from ckpt8.optim.packed import PackedOptimizer
-from ckpt8.optim.packed_tensor import encode_second_moment, random_bits, stream_key
+from ckpt8.optim.packed import MOMENT2, PackedOptimizer
+from ckpt8.optim.packed_tensor import encode_second_moment, random_bits, stream_key, weight_noise
 
+LINEAR = "companded8(signed=False, Q=255)"
 CPU = torch.device("cpu")
 
 
@@ -41,6 +42,39 @@ def test_v_decays_as_beta2_says(beta2, fourth_root, kind):
             mean = float(codec.decode(parts, spec).double().mean()) / first
             assert abs(mean / beta2**step - 1) < 0.1, step
     assert bool((parts["codes"] > 0).all())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["AdamW", "Adam", "StableAdamW"])
+@pytest.mark.parametrize("moment2", [MOMENT2, LINEAR])
+def test_zero_gradients_after_training(which, moment2):
+    """The whole optimizer: v decays, no step is larger than the ones with gradients."""
+    import ckpt8.optim
+
+    params = [torch.nn.Parameter(torch.zeros(64, 128))]
+    beta2 = 0.99
+    optimizer = getattr(ckpt8.optim, which)(params, lr=1.0, betas=(0.9, beta2), weight_decay=0.0, moment2=moment2)
+
+    def second() -> float:
+        from ckpt8.optim.state_conversion import moments_of
+
+        v = moments_of(optimizer.state[params[0]], optimizer.param_groups[0])["exp_avg_sq"]
+        return float(v.double().mean())
+
+    generator = torch.Generator().manual_seed(0)
+    largest = 0.0
+    for step in range(100 + 300):
+        gradient = torch.randn(64, 128, generator=generator) * 1e-3 if step < 100 else torch.zeros(64, 128)
+        params[0].grad = gradient
+        before = params[0].detach().clone()
+        optimizer.step()
+        moved = float((params[0].detach() - before).abs().max())
+        if step < 100:
+            largest, v = max(largest, moved), second()
+        assert moved <= 1.5 * largest
+    # StableAdamW's beta2 is debiased: what decays as beta2 says is u (1 - beta2^t).
+    factor = (1 - beta2**400) / (1 - beta2**100) if which == "StableAdamW" else 1.0
+    assert abs(second() * factor / (v * beta2**300) - 1) < 0.1
 
 
 @pytest.mark.parametrize("fourth_root", [True, False])
@@ -93,6 +127,18 @@ def test_random_bits_are_those_of_the_model():
     assert got.tolist() == [mix(mix((first + i) & 0xFFFFFFFF ^ low) ^ high) for i in range(10)]
     whole = random_bits(key, 0, 1000, CPU)
     assert torch.equal(torch.cat([random_bits(key, 0, 320, CPU), random_bits(key, 320, 680, CPU)]), whole)
+
+
+def test_random_bits_are_uniform_and_depend_on_every_counter():
+    bits = random_bits(stream_key(0, 0, 1), 0, 1 << 18, CPU)
+    chance = ((bits >> 8) & 0xFFFFFF).double() / 2**24
+    assert abs(float(chance.mean()) - 0.5) < 3e-3
+    assert abs(float(chance.var()) - 1 / 12) < 1e-3
+    noise = weight_noise(bits)
+    assert (int(noise.min()), int(noise.max())) == (127, 32640)
+    assert abs(float(noise.double().mean()) - 16383.5) < 100
+    for other in ((1, 0, 1), (0, 1, 1), (0, 0, 2)):
+        assert abs(float((random_bits(stream_key(*other), 0, 1 << 18, CPU) == bits).double().mean())) < 1e-3
 
 
 def test_an_optimizer_without_a_card_cannot_be_made():

@@ -145,13 +145,75 @@ def test_what_does_not_fit_changes_nothing(name):
         assert_same_state(optimizer.state_dict(), before)
 
 
+def test_hooks_around_loading(name):
+    params = make_params()
+    optimizer = build(name, params)
+    advance(optimizer, params, 0, 1)
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after"]
+
+
 # --- the interface ------------------------------------------------------------------------------------------------
+
+
+def test_closure(name):
+    params = make_params(shapes=((80, 80),))
+    optimizer = build(name, params)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss
+
+    losses = [float(optimizer.step(closure).detach()) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_scheduler_survives_loading(name):
+    params = make_params()
+    optimizer = build(name, params)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    for step in range(3):
+        set_grads(params, step)
+        optimizer.step()
+        scheduler.step()
+    lr = optimizer.param_groups[0]["lr"]
+    assert lr == pytest.approx(ARGUMENTS[name]["lr"] / 4)
+    again = copies(params)
+    other = build(name, again)
+    resumed = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1 / (step + 1))
+    other.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(scheduler.state_dict())
+    assert other.param_groups[0]["lr"] == lr
+    set_grads(again, 3)
+    set_grads(params, 3)
+    optimizer.step()
+    other.step()
+    assert_same_params(params, again)
 
 
 def test_learning_rate_may_be_a_tensor(name):
     one, two = make_params(), make_params()
     advance(build(name, one), one, 0, 2)
     advance(build(name, two, lr=torch.tensor(ARGUMENTS[name]["lr"], dtype=torch.float64)), two, 0, 2)
+    assert_same_params(one, two)
+
+
+@pytest.mark.by_default(most=3)
+def test_maximize_negates_the_gradient(name):
+    one, two = make_params(BF16), make_params(BF16)
+    up, down = build(name, one, maximize=True), build(name, two)
+    for step in range(3):
+        set_grads(one, step)
+        set_grads(two, step)
+        for param in two:
+            param.grad.neg_()
+        up.step()
+        down.step()
     assert_same_params(one, two)
 
 
@@ -298,6 +360,13 @@ def test_other_types_are_refused(name, dtype):
 def test_arguments_that_make_no_sense(name, arguments):
     with pytest.raises(UsageError):
         build(name, make_params(), **arguments)
+
+
+def test_betas_out_of_range():
+    with pytest.raises(UsageError):
+        ckpt8.optim.AdamW(make_params(), betas=(0.9, 1.0))
+    with pytest.raises(UsageError):
+        ckpt8.optim.SGD(make_params(), nesterov=True)
 
 
 # --- the weights --------------------------------------------------------------------------------------------------

@@ -257,6 +257,27 @@ def test_roles_size_and_the_next_step(package, kind, tmp_path, monkeypatch):
         assert (one - other).norm() <= 0.05 * moved + 1e-6 * start.norm()
 
 
+RESUMED = [
+    *(("torch.optim", name) for name in ("NAdam", "RMSprop", "Adadelta", "Muon", "ASGD")),
+    *(("pytorch_optimizer", name) for name in ("AdEMAMix", "ScheduleFreeAdamW", "Prodigy", "SOAP", "AdaMuon")),
+    *(("optimi", "Adan"), ("schedulefree", "SGDScheduleFree"), ("prodigyopt", "Prodigy")),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("package", "kind"), [case for case in RESUMED if is_there(case[0])])
+def test_a_run_goes_on(tmp_path, package, kind):
+    model, optimizer = build(package, kind, {})
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt", preset="lossless")
+    with kit.quiet(), mock.patch.dict(kit.SETTINGS, {kind: {}}):
+        again, fresh = kit.trained(type(optimizer), 1, 0)
+        ckpt8.resume(tmp_path / "run.ckpt8", model=again, optimizer=fresh)
+        for run in ((model, optimizer), (again, fresh)):
+            kit.step(*run, 3)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
 def test_a_key_alone_says_nothing():
     assert state_roles({"sum"}) == {"sum": Role.MOMENT2}
     assert state_roles({"sum", "history"}) == {}

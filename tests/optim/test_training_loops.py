@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from optim_cases import ARGUMENTS, PLAIN, build
@@ -10,6 +12,9 @@ from torch.optim import lr_scheduler
 
 import ckpt8
 from ckpt8.optim.state_conversion import moments_of
+
+TORCHS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
+"""The optimizers that torch has too."""
 
 SCHEDULES = {
     "lambda": lambda optimizer, peak: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
@@ -51,6 +56,11 @@ def train(model, optimizer, steps, scheduler=None):
     return losses
 
 
+def assert_close(one, other, atol=1e-5):
+    for (key, p), q in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+
+
 # --- accumulation and clipping ------------------------------------------------------------------------------------
 
 
@@ -76,7 +86,100 @@ def test_accumulated_gradients_equal_one_backward_of_the_mean(name, parts):
             torch.testing.assert_close(second[key], value, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping_before_the_step_equals_clipped_gradients(name, dtype):
+    """The optimizer reads the gradient that clipping left, in its place and element type."""
+    clipped, expected = make_model(dtype=dtype), make_model(dtype=dtype)
+    one, two = build(name, clipped.parameters()), build(name, expected.parameters())
+    bound = 0.05
+    for step in range(3):
+        for model, optimizer in ((clipped, one), (expected, two)):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+        norm = nn.utils.clip_grad_norm_(clipped.parameters(), bound)
+        assert float(norm) > bound
+        after = torch.stack([p.grad.float().norm() for p in clipped.parameters()]).norm()
+        assert float(after) == pytest.approx(bound, rel=0.02)
+        factor = (bound / (norm + 1e-6)).clamp(max=1.0)
+        for p in expected.parameters():
+            p.grad = p.grad * factor.to(p.grad.dtype)
+        one.step()
+        two.step()
+    for p, q in zip(clipped.parameters(), expected.parameters(), strict=True):
+        assert p.dtype == dtype
+        assert torch.equal(p, q)
+
+
+def test_clipping_changes_the_step_where_it_should():
+    free, clipped = make_model(), make_model()
+    for model, bound in ((free, 1e9), (clipped, 1e-3)):
+        optimizer = build("SGD", model.parameters(), weight_decay=0.0)
+        loss_of(model, 0).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+    start = list(make_model().parameters())
+    far, near = (
+        torch.stack([(p - s).detach().norm() for p, s in zip(model.parameters(), start, strict=True)]).norm()
+        for model in (free, clipped)
+    )
+    assert float(near) == pytest.approx(ARGUMENTS["SGD"]["lr"] * 1e-3, rel=1e-2)
+    assert float(far) > 10 * float(near)
+
+
 # --- compiled models ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _fresh_compiler():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_trains_as_it_does_uncompiled(name):
+    plain, other = make_model(), make_model()
+    compiled = torch.compile(other, backend="aot_eager")
+    usual = train(plain, build(name, plain.parameters()), 6)
+    losses = train(compiled, build(name, compiled.parameters()), 6)
+    assert losses == pytest.approx(usual, rel=1e-3)
+    assert losses[-1] != pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
+@pytest.mark.slow
+def test_inductor():
+    plain, other = make_model()[:2], make_model()[:2]
+    compiled = torch.compile(other, backend="inductor")
+    usual = train(plain, build("AdamW", plain.parameters()), 4)
+    assert train(compiled, build("AdamW", compiled.parameters()), 4) == pytest.approx(usual, rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("into", ["plain", "compiled"])
+def test_names_of_a_compiled_model_resume(into, tmp_path):
+    """Saved as ``_orig_mod.0.weight`` with torch's AdamW, resumed into either kind of model."""
+    model = torch.compile(make_model(), backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    assert all(key.startswith("_orig_mod.") for key in tree["model"])
+    ckpt8.save(tree, tmp_path / "run.ckpt8", preset="lossless", threads=1)
+    again = make_model(seed=1)
+    again = torch.compile(again, backend="aot_eager") if into == "compiled" else again
+    other = torch.optim.AdamW(again.named_parameters(), lr=1.0)
+    assert ckpt8.resume(tmp_path / "run.ckpt8", model=again, optimizer=other, threads=1) == {"step": 3}
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], other.state[q]["exp_avg_sq"])
+    assert other.param_groups[0]["lr"] == 1e-2
+    assert train(again, other, 3) == pytest.approx(train(model, optimizer, 3), rel=1e-4)
 
 
 # --- schedules ----------------------------------------------------------------------------------------------------
@@ -109,6 +212,22 @@ def test_schedulers_set_what_they_set_for_torch(name, schedule):
     if schedule == "one-cycle" and name not in ("Adafactor", "Ema"):  # which have neither momentum nor betas to cycle
         assert [cycled for _, cycled in found] == [cycled for _, cycled in expected]
         assert len({cycled for _, cycled in found}) > 5
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("which", TORCHS)
+def test_scheduled_steps_equal_torchs(which, schedule):
+    """What the scheduler sets takes effect: the path of the weights is torch's."""
+    ours, theirs = make_model(), make_model()
+    one = build(which, ours.parameters(), **PLAIN)
+    two = TORCHS[which](theirs.parameters(), **ARGUMENTS[which])
+    for model, optimizer in ((ours, one), (theirs, two)):
+        train(model, optimizer, 10, SCHEDULES[schedule](optimizer, ARGUMENTS[which]["lr"]))
+    assert_close(ours, theirs, atol=1e-4)
+    constant = make_model()
+    train(constant, build(which, constant.parameters(), **PLAIN), 10)
+    pairs = zip(ours.parameters(), constant.parameters(), strict=True)
+    assert max(float((p - q).detach().abs().max()) for p, q in pairs) > 1e-3
 
 
 @pytest.mark.by_default(most=3)
@@ -156,3 +275,20 @@ def test_weight_decay_of_each_group(name):
     else:
         assert little == pytest.approx(0.5 * 1e-2 * 0.1, rel=1e-3)
         assert much == pytest.approx(0.5 * 1e-2 * 0.3, rel=1e-3)
+
+
+@pytest.mark.parametrize("which", TORCHS)
+def test_groups_equal_torchs(which):
+    """Matrices decay at one rate of learning, vectors do not at another."""
+
+    def groups(model):
+        matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (True, False))
+        return [
+            {"params": matrices, "weight_decay": 0.2},
+            {"params": vectors, "weight_decay": 0.0, "lr": 0.2 * ARGUMENTS[which]["lr"]},
+        ]
+
+    ours, theirs = make_model(), make_model()
+    train(ours, build(which, groups(ours), **PLAIN), 5)
+    train(theirs, TORCHS[which](groups(theirs), **ARGUMENTS[which]), 5)
+    assert_close(ours, theirs, atol=2e-5)

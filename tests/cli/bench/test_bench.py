@@ -23,6 +23,7 @@ import zstandard
 from rich.console import Console
 
 import ckpt8
+from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench import run as sizes
 from ckpt8.cli.bench.library import IN_MEMORY, survey
 from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, run_child
@@ -82,6 +83,40 @@ def test_zstd_holds_all_files_one_after_another(name, folder, tmp_path):
     reader = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(stored), read_across_frames=True)
     files = content(folder)
     assert reader.read() == b"".join(files[path] for path in sorted(files))
+
+
+def test_the_smaller_presets_and_saves_are_what_ckpt8_and_torch_write(inputs, tmp_path):
+    source = inputs / "gpt_adamw.pt"
+    for name, options in {
+        "compress": {},
+        "compress --no-stats": {"stats": False},
+        "compress --preset compact": {"preset": "compact"},
+        "compress --preset archive": {"preset": "archive"},
+    }.items():
+        ckpt8.compress(source, tmp_path / "expected", force=True, **options)
+        result = done(name, source, tmp_path, tmp_path / "out")
+        assert (tmp_path / "out").read_bytes() == (tmp_path / "expected").read_bytes()
+        assert result["output_bytes"] == (tmp_path / "expected").stat().st_size
+        (tmp_path / "out").unlink()
+    tree = torch.load(source, weights_only=True)
+    done("torch.save", source, tmp_path, tmp_path / "torch.pt")
+    weights = torch.load(tmp_path / "torch.pt", weights_only=True)["model"]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tree["model"].items())
+    done("save", source, tmp_path, tmp_path / "own.ckpt8")
+    assert ckpt8.load(tmp_path / "own.ckpt8").keys() == tree.keys()
+
+
+def test_both_loads_are_given_the_same(folder, tmp_path, monkeypatch):
+    ckpt8.compress(folder, tmp_path / "packed.ckpt8", preset="lossless")
+    made = []
+    for name in ("load", "torch.load"):
+        job = probe.Job(survey(folder), tmp_path / "packed.ckpt8", tmp_path / "out", 1)
+        made.append(library.OPERATIONS[name](job)())
+        assert not (tmp_path / "out").exists(), name
+    ours, theirs = ({n: t for part in tree for n, t in part.items() if torch.is_tensor(t)} for tree in made)
+    assert len(ours) > 5
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_zipnn_gives_back_what_it_was_given(inputs, tmp_path, monkeypatch):
