@@ -278,10 +278,8 @@ def epoch_in_name(name: str) -> int | None:
 
 
 def _last_number(text: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
-    for pattern in patterns:
-        if numbers := list(pattern.finditer(text)):
-            return int(next(filter(None, numbers[-1].groups())))
-    return None
+    matches = next(filter(None, (list(pattern.finditer(text)) for pattern in patterns)), None)
+    return None if matches is None else int(next(filter(None, matches[-1].groups())))
 
 
 def is_numbered(name: str) -> bool:
@@ -403,11 +401,8 @@ def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | No
     path = Path(entry.path)
     if not _is_visible(entry.name) or entry.name.endswith(CONTAINER):
         return None
-    if entry.is_dir():
-        is_checkpoint = _is_checkpoint_directory(path) and not _is_packed(path)
-    else:
-        is_checkpoint = entry.is_file() and (is_named_shard(entry.name) or _is_checkpoint_file(path))
-    if not is_checkpoint:
+    is_one = _is_checkpoint_directory(path) and not _is_packed(path) if entry.is_dir() else _is_file_of_one(entry)
+    if not is_one:
         return None
     if entry.is_symlink() or entry.name in parts or is_named_shard(entry.name):
         return RunEntry(
@@ -417,11 +412,14 @@ def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | No
     return RunEntry(path, not entry.is_dir() and (has_part_name or not (is_numbered(path.name) or _has_word(path))))
 
 
-def _is_checkpoint_file(path: Path) -> bool:
-    """Whether a file is a checkpoint, or has the name of one and may be damaged."""
-    suffix = path.suffix.lower()
+def _is_file_of_one(entry: os.DirEntry[str]) -> bool:
+    """Whether this is the file of a checkpoint, or has the name of one and may be damaged."""
+    path = Path(entry.path)
     # Other files have the suffix .bin, too.
-    return not is_container(path) if suffix in SUFFIXES and suffix != ".bin" else _is_known(path)
+    is_named = path.suffix.lower() in {*SUFFIXES} - {".bin"}
+    if not entry.is_file() or is_named_shard(entry.name):
+        return entry.is_file()
+    return not is_container(path) if is_named else _is_known(path)
 
 
 def _is_known(path: Path) -> bool:
@@ -450,9 +448,8 @@ def _files(root: Path) -> Iterator[tuple[str, str]]:
 
 def incomplete(path: Path) -> str | None:
     """Why the program that writes a checkpoint has not finished it, from its own files; None where nothing says so."""
-    if not path.is_dir():
-        return None
-    if (problem := _not_pointed_at(path)) is not None:
+    problem = _not_pointed_at(path) if path.is_dir() else None
+    if problem is not None or not path.is_dir():
         return problem
     files = set(_files(path))
     at_top = {name for folder, name in files if folder == "."}

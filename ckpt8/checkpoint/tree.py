@@ -420,7 +420,7 @@ _SCALARS = {
     DType.FLOAT32: "<f",
     DType.FLOAT64: "<d",
     DType.FLOAT16: "<e",
-    DType.BFLOAT16: "<H",
+    DType.BFLOAT16: "<f",
     DType.INT32: "<i",
     DType.INT64: "<q",
 }
@@ -439,11 +439,8 @@ def read_scalar(checkpoint: Checkpoint, storage: StorageInfo, ref: TensorRef) ->
 def number_of(dtype: DType, content: bytes) -> float | None:
     """The value of one element; None for other element types."""
     code = _SCALARS.get(dtype)
-    if code is None:
-        return None
-    if dtype is DType.BFLOAT16:
-        content, code = bytes(2) + content, "<f"
-    value: float = struct.unpack(code, content)[0]
+    padding = bytes(2) if dtype is DType.BFLOAT16 else b""
+    value: float | None = None if code is None else struct.unpack(code, padding + content)[0]
     return value
 
 
@@ -461,8 +458,7 @@ def read_settings(
         return value if number is None else number
 
     def setting(value: Any) -> Any:
-        is_short = isinstance(value, (list, tuple)) and len(value) <= 8
-        return tuple(map(plain, value)) if is_short else plain(value)
+        return tuple(map(plain, value)) if (isinstance(value, (list, tuple)) and len(value) <= 8) else plain(value)
 
     return {key: value if key == "params" else setting(value) for key, value in group.items()}
 

@@ -418,8 +418,7 @@ def _by_shape(
 ) -> str | None:
     if (conv1d and module.rpartition(".")[2] in _CONV1D) or _is_transposed(ref, bias):
         return TRANSPOSED
-    is_numbered = any(map(str.isdecimal, module.split(".")))
-    return EMBEDDING if ref.shape[0] in vocabularies and not is_numbered else None
+    return EMBEDDING if ref.shape[0] in vocabularies and not any(map(str.isdecimal, module.split("."))) else None
 
 
 def _is_transposed(ref: TensorRef, bias: TensorRef | None) -> bool:

@@ -99,18 +99,12 @@ class _Joining:
         self._left -= 1
         if self._left < 0:
             raise InputError(f"{self._where}: the files of the ranks do not have the same structure")
-        if isinstance(next(iter(values.values())), dict):
-            entries: dict[Any, Any] = {}
-            self._made[key] = entries
-            for name in dict.fromkeys(name for value in values.values() for name in value):
-                inside = {rank: value[name] for rank, value in values.items() if name in value}
-                entries[name] = self.join((*path, str(name)), inside)
-            return
-        items: list[Any] = []
-        self._made[key] = items
-        for at in range(max(map(len, values.values()))):
-            inside = {rank: value[at] for rank, value in values.items() if at < len(value)}
-            items.append(self.join((*path, str(at)), inside))
+        made: Any = {} if isinstance(next(iter(values.values())), dict) else [None] * max(map(len, values.values()))
+        self._made[key] = made
+        entries = {rank: value if isinstance(value, dict) else dict(enumerate(value)) for rank, value in values.items()}
+        for name in dict.fromkeys(name for value in entries.values() for name in value):
+            inside = {rank: value[name] for rank, value in entries.items() if name in value}
+            made[name] = self.join((*path, str(name)), inside)
 
     def _tensor(self, path: Path, values: Mapping[int, Any]) -> TensorRef:
         refs = {rank: value for rank, value in values.items() if isinstance(value, TensorRef)}

@@ -61,11 +61,10 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
         for _, node in iter_nodes(content.data.tree):
             # No target format says what the codes of a model quantised for inference mean.
             if names := quantised_weights(node) if isinstance(node, Mapping) else []:
-                what = (
-                    f"{printable(names[0])} and {len(names) - 1} more are" if names[1:] else f"{printable(names[0])} is"
-                )
+                are = f"and {len(names) - 1} more are" if names[1:] else "is"
                 raise UnsupportedError(
-                    f"{path}: {what} quantised for inference, codes with a scale; convert what they were made from"
+                    f"{path}: {printable(names[0])} {are} quantised for inference, codes with a scale; convert what "
+                    "they were made from"
                 )
         if find_sharded(path) not in (None, path):
             beside = [entry for entry in walk(path) if entry.path.partition("/")[0] != FOLDER]
@@ -75,8 +74,6 @@ def open_content(path: Path, *, member: str | None = None, threads: int | None =
 
 def layout_of(members: Bundle) -> str | None:
     """The id of the first layout that matches, ``file`` for a single file, None for a directory of no known layout."""
-    if members.directory is None:
-        return SINGLE_FILE
     return next((layout_id for layout_id, (matches, _) in LAYOUTS.items() if matches(members)), None)
 
 
@@ -86,15 +83,18 @@ def content_of(members: Bundle) -> Content:
         known = listed((member.path for member in members.checkpoints), _LISTED)
         require(known, f"{members.path}: a directory without a checkpoint that can be read")
         raise UsageError(f"{members.path}: a directory of no known layout; choose a file with --member: {known}")
-    content = _single_file(members) if layout == SINGLE_FILE else LAYOUTS[layout][1](members)
+    content = LAYOUTS[layout][1](members)
     content.layout = layout
     return content
 
 
-def _single_file(members: Bundle) -> Content:
-    data = Composite(str(members.path))
+def _is_single_file(members: Bundle) -> bool:
+    return members.directory is None
+
+
+def _assemble_file(members: Bundle) -> Content:
     require(members.checkpoints, f"{members.path}: holds no checkpoint that can be converted")
-    checkpoint = members.checkpoints[0].checkpoint
+    data, checkpoint = Composite(str(members.path)), members.checkpoints[0].checkpoint
     data.adopt(checkpoint)
     data.tree = checkpoint.tree
     return Content(data)
@@ -124,8 +124,7 @@ def assemble_distributed(members: Bundle) -> Content:
     data.tree = {}
     for files in by_home.values():
         tree = tree_of(data, files, content.notes)
-        both = data.tree.keys() & tree.keys()
-        if both:
+        if both := data.tree.keys() & tree.keys():
             folders = listed(sorted({same[0].path.rpartition("/")[0] or "." for same in by_home.values()}))
             name = shown(min(map(str, both)))
             raise UsageError(f"{data.label}: several checkpoints hold {name}; choose one with --member: {folders}")
@@ -193,9 +192,8 @@ def _is_optimizer(checkpoint: Checkpoint) -> bool:
 
 def _shards(top: Mapping[str, DirectoryMember], label: str) -> list[DirectoryMember]:
     """The files of the model, from its index if it has one. Raises InputError."""
-    single = next((top[name] for name in _MODEL_FILES if name in top), None)
-    if single is not None:
-        return [single]
+    if single := [top[name] for name in _MODEL_FILES if name in top]:
+        return single[:1]
     # Weights in safetensors come before the same ones in pickles.
     index = min((name for name in top if _is_index(name)), key=lambda name: ("safetensors" not in name, name))
     checkpoint = top[index].checkpoint
@@ -234,14 +232,15 @@ def _named(tree: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 LAYOUTS: Mapping[str, tuple[Callable[[Bundle], bool], Callable[[Bundle], Content]]] = {
+    SINGLE_FILE: (_is_single_file, _assemble_file),
     "deepspeed-universal": (deepspeed.is_universal, deepspeed.assemble_universal),
     "deepspeed-partitions": (deepspeed.holds_partitions, deepspeed.refuse_partitions),
     "dcp": (_is_distributed, assemble_distributed),
     "model-directory": (_is_model_directory, _assemble_model),
     PER_RANK: (ranks.matches, ranks.assemble),
 }
-"""Layouts of directories by id, in the order in which ``layout_of`` tries them.
+"""A file, and the layouts of directories, by id, in the order in which ``layout_of`` tries them.
 
-Of each a function that says whether a directory has this layout, judged by names and trees alone, and one that gives
-the directory as one tree: it raises InputError for damage, UsageError where a choice must be made.
+Of each a function that says whether a source has this layout, judged by names and trees alone, and one that gives the
+source as one tree: it raises InputError for damage, UsageError where a choice must be made.
 """

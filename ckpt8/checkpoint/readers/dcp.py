@@ -175,9 +175,7 @@ def _blocks(file: SourceFile, offset: int, length: int, where: str) -> Iterator[
     at = start + zstandard.frame_header_size(head)
     count, last = 0, False
     while not last:
-        if at + _BLOCK_HEAD > end:
-            raise _misfit(where)
-        block = int.from_bytes(file.read(at, _BLOCK_HEAD), "little")
+        block = int.from_bytes(file.read(at, min(_BLOCK_HEAD, end - at)), "little")
         last, repeated, size = bool(block & 1), block >> 1 & 3 == 1, block >> 3
         at += _BLOCK_HEAD + (1 if repeated else size)
         at += _CHECKSUM if last and parameters.has_checksum else 0

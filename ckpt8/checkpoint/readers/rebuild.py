@@ -239,12 +239,6 @@ def is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _INT64_MAX
 
 
-def _count(value: Any) -> int:
-    if not is_count(value):
-        raise ValueError("a tensor's offset, shape or stride is not a count")
-    return value
-
-
 def make_tensor(storage: StorageRef, dtype: DType, offset: Any, shape: Any, stride: Any) -> TensorRef:
     """A tensor of ``dtype`` over ``storage``. Raises ValueError unless every element lies inside it.
 
@@ -255,11 +249,10 @@ def make_tensor(storage: StorageRef, dtype: DType, offset: Any, shape: Any, stri
         raise ValueError("a tensor's shape and stride do not belong together")
     if len(shape) > MAX_DIMS:
         raise ValueError(f"a tensor has {len(shape)} dimensions, more than {MAX_DIMS}")
-    last = _count(offset)
-    numel = 1
-    for n, step in zip(shape, stride, strict=True):
-        last += (_count(n) - 1) * _count(step)
-        numel *= n
+    if not all(map(is_count, (offset, *shape, *stride))):
+        raise ValueError("a tensor's offset, shape or stride is not a count")
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    numel = prod(shape)
     if numel > _INT64_MAX:
         raise ValueError("a tensor has more elements than can be counted")
     start, misaligned = divmod(storage.offset * storage.dtype.itemsize, dtype.itemsize)

@@ -12,6 +12,7 @@ module calls nothing and does not import torch; ``foreign_names`` knows the name
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -42,17 +43,15 @@ _PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "
 """Attributes of a tensor that do something when they are set."""
 
 
+@dataclass(slots=True)
 class Call:
     """One call, for a rule to judge. The methods are checks: they raise ValueError."""
 
-    __slots__ = ("args", "budget", "calls", "made", "name")
-
-    def __init__(self, calls: TorchCalls, name: str, args: tuple[Any, ...], made: Any, budget: Machine) -> None:
-        self.calls = calls
-        self.name = name
-        self.args = args
-        self.made: Any = made
-        self.budget = budget
+    calls: TorchCalls
+    name: str
+    args: tuple[Any, ...]
+    made: Any
+    budget: Machine
 
     def require(self, holds: object) -> None:
         """Raise ValueError unless ``holds`` is true."""
@@ -74,8 +73,7 @@ class Call:
     def state(self, state: Any) -> None:
         """Require attributes of a tensor: ``__dict__``, or that and the values of slots."""
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            self.require(part is None or type(part) in (dict, StatefulDict))
-            self.require(not part or not any(name in _PROPERTIES for name in part))
+            self.require(part is None or (type(part) in (dict, StatefulDict) and _PROPERTIES.isdisjoint(part)))
             self.budget.spend(len(part or ()))
 
 
@@ -88,8 +86,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _parameter(call: Call) -> None:
-    call.require(call.args and call.calls.is_tensor(call.args[0]))
-    call.require(all(is_plain(arg) for arg in call.args[1:3]) and len(call.args) <= 4)
+    call.require(0 < len(call.args) <= 4 and call.calls.is_tensor(call.args[0]) and all(map(is_plain, call.args[1:3])))
     if len(call.args) == 4:
         call.state(call.args[3])
 
@@ -99,8 +96,8 @@ def _typed(call: Call) -> None:
     call.require(len(call.args) == 4)
     function, kind, arguments, state = call.args
     call.require(type(function) is Global and type(kind) is Global and type(arguments) is tuple)
-    call.require(function.name != _TYPED)
-    call.require(function.name in TENSOR_MAKERS or call.calls.is_trusted(function))
+    is_known = function.name in TENSOR_MAKERS or call.calls.is_trusted(function)
+    call.require(is_known and function.name != _TYPED)
     constructor = CONSTRUCTORS.get(function.name)
     made = NOT_INTERPRETED if constructor is None else constructor(arguments, call.budget.spend)
     call.calls.call(function, arguments, made, call.budget)
@@ -157,8 +154,7 @@ def _meta(call: Call) -> None:
 
 def _wrapper(call: Call) -> None:
     """A tensor without a storage, of a class that the user allowed."""
-    call.require(len(call.args) == 8 and call.calls.is_trusted(call.args[0]))
-    call.require(_is_shape(call.args[2]) and _is_shape(call.args[3]))
+    call.require(len(call.args) == 8 and call.calls.is_trusted(call.args[0]) and all(map(_is_shape, call.args[2:4])))
 
 
 def _converted(call: Call) -> None:

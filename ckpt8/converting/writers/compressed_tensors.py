@@ -150,15 +150,12 @@ def _is_text(member: DirectoryMember) -> bool:
 def _notes(
     scheme: Scheme, scales: Mapping[str, object], weights: Mapping[str, TensorRef], *, has_config: bool
 ) -> list[str]:
-    notes = []
-    if not has_config:
-        notes.append(
-            f"the source has no {CONFIG}: the new one only says how the weights are quantised; "
-            "give the model's with --config"
-        )
     odd = sum(any(size % _ALIGNED for size in weights[name].shape) for name in scales)
-    if odd:
-        notes.append(f"{odd} quantised matrices have a size that is no multiple of {_ALIGNED}; GPUs want multiples")
-    if scheme.dtype is DType.INT8 and any(_EXPERT.search(name) for name in weights):
-        notes.append("holds experts, which transformers loads as float8_e4m3fn but not as int8")
-    return notes
+    notes = {
+        f"the source has no {CONFIG}: the new one only says how the weights are quantised; "
+        "give the model's with --config": not has_config,
+        f"{odd} quantised matrices have a size that is no multiple of {_ALIGNED}; GPUs want multiples": odd,
+        "holds experts, which transformers loads as float8_e4m3fn but not as int8": scheme.dtype is DType.INT8
+        and any(map(_EXPERT.search, weights)),
+    }
+    return [note for note, holds in notes.items() if holds]

@@ -58,8 +58,7 @@ def write(request: Request, report: Report) -> None:
         model, optimizer = choose_run(data, request.key, ", and flashoptim's layout is that of its state")
         tensors = model_tensors(model)
         groups = _make_groups(data.label, optimizer)
-        has_names = saved_names(optimizer.node["param_groups"]) != {}
-        ordered = has_names or (content.ordered and not _is_sorted(tensors))
+        ordered = (saved_names(optimizer.node["param_groups"]) != {}) or (content.ordered and not _is_sorted(tensors))
         weights = {} if dtype is DType.FLOAT32 else _find_weights(data, tensors, ordered=ordered)
         saved = optimizer.node["state"]
         states = {
@@ -173,8 +172,7 @@ def _error_bits(data: Composite, weight: TensorRef, dtype: DType) -> TensorRef:
 
 def _is_sorted(tensors: Mapping[str, TensorRef]) -> bool:
     """Whether a state dict stands in the order of a safetensors file rather than in that of a model."""
-    by_width = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    return list(tensors) in (sorted(tensors), by_width)
+    return list(tensors) in (sorted(tensors), sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)))
 
 
 def _moments(state: Mapping[str, Any]) -> dict[str, TensorRef]:

@@ -39,8 +39,7 @@ def write(request: Request, report: Report) -> None:
         if request.dtype is DType.FLOAT32:
             model = with_masters(data, model)
         only = frozenset({DType.FLOAT32}) if request.dtype is None else FLOATS
-        types = WeightTypes(data, request.dtype or DType.BFLOAT16, report, only)
-        weights = model_weights(data, model, types, report)
+        weights = model_weights(data, model, WeightTypes(data, request.dtype or DType.BFLOAT16, report, only), report)
         with request.new_file(data, report, total_bytes(weights)) as out:
             write_safetensors(data, weights, out)
     report.tensors = len(weights)

@@ -219,8 +219,7 @@ def save_hollow(hollow: Hollow, obj: object, name: str) -> Saved:
                 raise UnsupportedError(f"{label}: holds {unsafe[0]}, which this torch does not load")
             outside = [(at, opened.file.read(at, size)) for at, size in gaps(opened.storages, opened.size)]
             memory = cast("LiveCheckpoint", opened).memory
-            places = [(place, memory[place.key].data_ptr()) for place in opened.storages]
-            return Saved(opened.size, outside, places)
+            return Saved(opened.size, outside, [(place, memory[place.key].data_ptr()) for place in opened.storages])
     except RuntimeError as exc:
         raise UnsupportedError(f"{label}: cannot be saved by torch: {exc}") from exc
 
