@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from gpt_kit import training_arguments
 from safetensors.torch import load_file
 
 import ckpt8
@@ -34,17 +35,14 @@ def losses(folder, resume_from=None):
     )
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 64, (24,), generator=generator).cumsum(0) % 256 for _ in range(32)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
+    arguments = training_arguments(
+        folder,
         max_steps=LAST,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         weight_decay=0.1,
         save_steps=SAVED,
         logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
     )
     trainer = transformers.Trainer(
         model=transformers.LlamaForCausalLM(config),

@@ -282,3 +282,12 @@ def train(
             on_step(run.step, loss)
     run.validate()
     return run.checkpoint()
+
+
+def training_arguments(folder, **arguments):
+    """Those of transformers' Trainer for a run on the CPU that shows and reports nothing."""
+    import transformers
+
+    return transformers.TrainingArguments(
+        output_dir=str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **arguments
+    )

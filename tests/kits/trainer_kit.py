@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+from gpt_kit import training_arguments
 
 LAST = 12
 
@@ -42,15 +43,12 @@ def trainer(
         "learning_rate": 1e-2,
         "save_steps": 4,
         "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
         **arguments,
     }
     data = [{"input_ids": row, "labels": row} for row in rows()]
     return kind(
         model=model(config),
-        args=transformers.TrainingArguments(output_dir=str(folder), **settings),
+        args=training_arguments(folder, **settings),
         train_dataset=data,
         eval_dataset=data[:8],
         callbacks=list(callbacks),
