@@ -83,22 +83,20 @@ class Rest:
     def __init__(self, seconds: float, *, watched: bool) -> None:
         self.seconds = seconds
         self._watched = watched
-        self._first: dict[Path, float] = {}
-        self._seen: dict[Path, tuple[Look, float]] = {}
+        # How it looked last, since when, and when it was seen first.
+        self._seen: dict[Path, tuple[Look | None, float, float]] = {}
 
     def problem(self, path: Path) -> str | None:
         """Why a checkpoint may still be being written; None if it is at rest and complete."""
         now = time.monotonic()
-        self._first.setdefault(path, now)
+        known, since, first = self._seen.get(path, (None, now, now))
         try:
             look = look_at(path)
         except OSError:
-            self._seen.pop(path, None)
+            self._seen[path] = None, now, first
             return "its files change"
-        known, since = self._seen.get(path, (None, now))
-        if look != known:
-            since = now
-            self._seen[path] = look, since
+        since = since if look == known else now
+        self._seen[path] = look, since, first
         # A time that is yet to come says nothing.
         untouched = not self._watched and time.time() - last_change(look) / 1e9 >= self.seconds
         if now - since < self.seconds and not untouched:
@@ -107,11 +105,11 @@ class Rest:
 
     def look(self, path: Path) -> Look | None:
         """How a checkpoint looked last."""
-        return self._seen[path][0] if path in self._seen else None
+        return self._seen[path][0]
 
     def is_patient(self, path: Path) -> bool:
         """Whether a checkpoint was given as much time as one at rest needs."""
-        return time.monotonic() - self._first[path] >= self.seconds
+        return time.monotonic() - self._seen[path][2] >= self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +320,13 @@ def chain(
     >>> [outcome.target.name for outcome in ckpt8.chain(".", rest=0)]
     ['run.ckpt8']
     """
-    settings = Settings(chain_options(preset, budget, rules, device, threads, delta=delta), remove)
     run = ChainRun(
-        Path(directory), settings, force=force, keep_raw=keep_raw, watch=False, rest=REST if rest is None else rest
+        Path(directory),
+        Settings(chain_options(preset, budget, rules, device, threads, delta=delta), remove),
+        force=force,
+        keep_raw=keep_raw,
+        watch=False,
+        rest=REST if rest is None else rest,
     )
     run.keep_bases()
     return [job.run(progress) for jobs in run.jobs() for job in jobs]
