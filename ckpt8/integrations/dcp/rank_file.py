@@ -66,32 +66,32 @@ def slot(number: int) -> TensorRef:
 
 
 class Naming:
-    """Finds the place of a value in the object of a file. ``names`` are of all values, ``objects`` of non-tensors.
-
-    ``states`` are the values that are part of an optimizer's state, by name: optimizer, parameter and key.
-    """
+    """Finds the place of a value in the object of a file. ``names`` are of all values, ``objects`` of non-tensors."""
 
     def __init__(self, names: Iterable[str], objects: Iterable[str] = ()) -> None:
         names = list(names)
-        matches = {name: match for name in names if (match := _STATE.fullmatch(name))}
-        known = [match for match in matches.values() if match["key"] in STATE_ROLES]
-        self._prefixes = {match["prefix"] for match in known}
-        self._trained = {match["owner"] for match in known}
-        self._bare = not (known or any(True for _ in objects) or any(model_path(name) for name in names))
-        self.states = {name: split for name, match in matches.items() if (split := self._split(match))}
+        matches = [match for match in map(_STATE.fullmatch, names) if match and match["key"] in STATE_ROLES]
+        self._prefixes = {match["prefix"] for match in matches}
+        self._trained = {match["owner"] for match in matches}
+        self._bare = not (matches or any(True for _ in objects) or any(model_path(name) for name in names))
 
-    def _split(self, match: re.Match[str] | None) -> tuple[str, str, str] | None:
+    def state(self, name: str) -> tuple[str, str, str] | None:
+        """Optimizer, parameter and key of a value that is part of an optimizer's state."""
+        return self._match(_STATE, name)
+
+    def setting(self, name: str) -> tuple[str, str, str] | None:
+        """Optimizer, group or parameter, and key of a value that is a setting of an optimizer."""
+        return self._match(_GROUP, name)
+
+    def _match(self, pattern: re.Pattern[str], name: str) -> tuple[str, str, str] | None:
+        match = pattern.fullmatch(name)
         if match is None or match["prefix"] not in self._prefixes:
             return None
         return match["prefix"] or OPTIMIZER, match["owner"], match["key"]
 
-    def setting(self, name: str) -> tuple[str, str, str] | None:
-        """Optimizer, group or parameter, and key of a value that is a setting of an optimizer."""
-        return self._split(_GROUP.fullmatch(name))
-
     def place(self, name: str) -> Components:
         """The path of a tensor. Joined by dots it is its name in the file, unless names collide or are too long."""
-        if (state := self.states.get(name)) is not None:
+        if (state := self.state(name)) is not None:
             return state[0], STATE, *state[1:]
         return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
@@ -161,7 +161,7 @@ def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]
     states: dict[tuple[str, str], dict[str, Any]] = {}
     settings: dict[str, dict[str, dict[str, Any]]] = {}
     for name, value in known.items():
-        state, setting = naming.states.get(name), naming.setting(name)
+        state, setting = naming.state(name), naming.setting(name)
         if state is not None:
             states.setdefault(state[:2], {})[state[2]] = value
         elif setting is not None:
