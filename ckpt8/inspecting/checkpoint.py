@@ -281,8 +281,7 @@ class _Prediction:
             for frame, _ in frames.encode_part(name, part, packings.get(name))
         ]
         entries = len(header.slab_chunks(unit.numel, header.SLAB)) * sum(map(len, coded))
-        stored = sum(lengths) * share_of_all + _ENTRY_BYTES * entries
-        return _Found(stored + _STEPS_BYTES * _has_step(unit), error)
+        return _Found(sum(lengths) * share_of_all + _ENTRY_BYTES * entries + _STEPS_BYTES * _has_step(unit), error)
 
     def _of_group(self, group: Group) -> _Found:
         """Small units with common entries, from some of them. Thread-safe."""

@@ -260,15 +260,18 @@ Entry = tuple[int, str]
 
 @dataclass(slots=True)
 class Model:
-    """The weights of a model, with all its shards: by name their full paths, and the entries that hold them.
+    """The weights of a model, with all its shards: by name the entries that hold them.
 
     ``homes`` are the paths of the dictionaries with these entries, by their ``id``.
     """
 
     label: str
-    homes: dict[int, str] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
+    homes: dict[int, str]
+    entries: dict[str, Entry]
+
+    def path(self, name: str) -> str:
+        """The full path of a weight."""
+        return join(self.homes[self.entries[name][0]], name)
 
 
 @dataclass(slots=True)
@@ -327,8 +330,9 @@ def naming(side: Side) -> Naming:
         result.state_owners.update((state, plain[name]) for state, name in states)
     for model in result.models:
         # With several models, a name alone does not say which one is meant.
-        known = plain_names(model.names) if len(result.models) == 1 else model.names
-        result.weight_owners.update((model.entries[name], known[name]) for name in known)
+        is_alone = len(result.models) == 1
+        known = plain_names(model.entries) if is_alone else {name: model.path(name) for name in model.entries}
+        result.weight_owners.update((entry, known[name]) for name, entry in model.entries.items())
     return result
 
 
@@ -348,14 +352,10 @@ def _models(candidates: Sequence[tuple[Part, Candidate]]) -> list[Model]:
 
 
 def _model(label: str, parts: Sequence[tuple[Part, Candidate]]) -> Model:
-    model = Model(label)
-    for part, candidate in parts:
-        base = model.homes[id(candidate.node)] = _base(part, candidate)
-        for name, value in candidate.node.items():
-            if isinstance(value, TensorRef):
-                model.names[name] = join(base, name)
-                model.entries[name] = id(candidate.node), name
-    return model
+    nodes = [candidate.node for _, candidate in parts]
+    weights = ((id(node), name) for node in nodes for name, value in node.items() if isinstance(value, TensorRef))
+    homes = {id(candidate.node): _base(part, candidate) for part, candidate in parts}
+    return Model(label, homes, {name: (home, name) for home, name in weights})
 
 
 def _base(part: Part, candidate: Candidate) -> str:
@@ -380,9 +380,9 @@ def align(a: Naming, b: Naming) -> list[str]:
             notes.append(f"A's model {_shown(model.label)} is compared with B's {_shown(other.label)}")
             if len(model.homes) == len(other.homes) == 1:
                 b.places[next(iter(other.homes))] = next(iter(model.homes.values()))
-        paths = {name: model.names[same] for name, same in match(model.names, other.names).items()}
+        paths = {name: model.path(same) for name, same in match(model.entries, other.entries).items()}
         b.entries.update(
-            (entry, paths.get(name)) for name, entry in other.entries.items() if paths.get(name) != other.names[name]
+            (entry, paths.get(name)) for name, entry in other.entries.items() if paths.get(name) != other.path(name)
         )
     for one, another in _pairs(a.optimizers, b.optimizers):
         if one.label != another.label:

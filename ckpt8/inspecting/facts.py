@@ -467,8 +467,7 @@ def layers_of(manifest: Manifest) -> list[dict[str, Any]]:
         sizes[group][record.role.value] += record.nbytes
         # The scale of codes of 8 bits is no parameter, the codes are.
         is_scale = record.name.endswith("weight_scale") and record.name.removesuffix("_scale") in names
-        is_parameter = not is_scale and (dtype.is_floating or f"{record.name}_scale" in names)
-        if record.role is Role.WEIGHT and is_parameter:
+        if record.role is Role.WEIGHT and not is_scale and (dtype.is_floating or f"{record.name}_scale" in names):
             key = group, owner or plain, "".join(SLICE.findall(record.name))
             counts.setdefault(key, record.nbytes // dtype.itemsize)
     totals: Counter[str] = Counter()
