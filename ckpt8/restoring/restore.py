@@ -251,9 +251,8 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
         loaded_model: dict[str, Any] = places[id(saved)][0][0] if id(saved) in places else {}
         loaded_model.update(_join_loaded(saved, loaded_model, states, parameters, where))
     for candidate in packed:
-        places_of = places[id(candidate.node)]
-        plain = unpack(places_of[0][0])
-        for _, parent, key in places_of:
+        plain = unpack(places[id(candidate.node)][0][0])
+        for _, parent, key in places[id(candidate.node)]:
             if parent is None:
                 return plain
             if isinstance(parent, tuple):
@@ -276,10 +275,10 @@ def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_
         if id(node) in seen:
             continue
         seen.add(id(node))
-        value = place[0]
+        value, pairs = place[0], list[tuple[Any, Any, Any]]()
         if isinstance(node, dict) and isinstance(value, dict):
-            pairs = zip(node.values(), value.items(), strict=True)
-            stack += [(child, (item, value, key)) for child, (key, item) in pairs]
+            pairs = list(zip(node.values(), value.values(), value, strict=True))
         elif isinstance(node, (list, tuple)) and isinstance(value, (list, tuple)):
-            stack += [(child, (item, value, at)) for at, (child, item) in enumerate(zip(node, value, strict=True))]
+            pairs = list(zip(node, value, range(len(node)), strict=True))
+        stack += [(child, (item, value, key)) for child, item, key in pairs]
     return places

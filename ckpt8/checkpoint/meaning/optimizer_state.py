@@ -210,30 +210,28 @@ def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> 
     if not isinstance(nested, dict):
         return {}
     tensors = {key: value for key, value in nested.items() if isinstance(value, TensorRef) and key != "step"}
-    betas, eps = group.get("betas"), group.get("eps")
+    betas = group.get("betas")
     has_betas = isinstance(betas, (list, tuple)) and len(betas) == 2 and betas[1]
     if not has_betas or any(ref.dtype is not DType.FLOAT32 for ref in tensors.values()):
         return {}
     if tensors.keys() - {"unorm_vec"} == {"state1", "state2"}:
         first, second = tensors["state1"], tensors["state2"]
         return {"exp_avg": first, "exp_avg_sq": second} if first.shape == second.shape else {}
-    return {"exp_avg": tensors["state1"]} if tensors.keys() == {"state1"} and eps == 0 else {}
+    return {"exp_avg": tensors["state1"]} if tensors.keys() == {"state1"} and group.get("eps") == 0 else {}
 
 
 def quantised_weights(node: Mapping[Any, Any]) -> list[str]:
     """The names of weights that are 8-bit codes for inference with a scale, as compressed-tensors writes them."""
-    names = [key.removesuffix("_scale") for key in node if isinstance(key, str) and key.endswith("weight_scale")]
-    codes = ((name, node.get(name)) for name in names)
-    return [name for name, ref in codes if isinstance(ref, TensorRef) and ref.dtype.itemsize == 1]
+    names = (key.removesuffix("_scale") for key in node if isinstance(key, str) and key.endswith("weight_scale"))
+    return [name for name in names if isinstance(ref := node.get(name), TensorRef) and ref.dtype.itemsize == 1]
 
 
 def with_moments(state: Mapping[Any, Any], moments: Mapping[str, TensorRef]) -> Mapping[Any, Any]:
     """The state of one parameter with its ``moments`` of bitsandbytes under the names of torch."""
     if not moments:
         return state
-    others = {**state, **state.get(_NESTED, state)}
-    others = {key: value for key, value in others.items() if key not in (_NESTED, "state1", "state2")}
-    return {**others, **moments}
+    others = {**state, **state.get(_NESTED, state), **moments}
+    return {key: value for key, value in others.items() if key not in (_NESTED, "state1", "state2")}
 
 
 def is_low_bit(state: Mapping[Any, Any]) -> bool:
@@ -287,14 +285,12 @@ def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = defaultdict(lambda: defaultdict(list))
     for part in parts:
         for program, pattern in _PROGRAMS.items() if part.role is Role.OTHER else ():
-            match = pattern.fullmatch(part.name)
-            if match is not None:
+            if (match := pattern.fullmatch(part.name)) is not None:
                 owners[program, match["owner"]][match["part"]].append(part)
                 break
     rows: dict[tuple[str, str, int | None], dict[str, Any]] = {}
     for (program, _), owned in owners.items():
-        described = _describe(program, owned)
-        if described is not None:
+        if (described := _describe(program, owned)) is not None:
             row = rows.setdefault((program, *described), {"parameters": 0, "bytes": 0})
             row["parameters"] += 1
             row["bytes"] += sum(part.numel * part.dtype.itemsize for parts in owned.values() for part in parts)

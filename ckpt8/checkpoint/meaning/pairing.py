@@ -155,8 +155,7 @@ class _Weights:
     """The weights of a model."""
 
     def __init__(self, model: Candidate) -> None:
-        self.model = model
-        self.refs = weights_of(model.node)
+        self.model, self.refs = model, weights_of(model.node)
         self.order = [ref.shape for ref in untied(self.refs).values()]
         self.shapes = Counter(self.order)
 
@@ -326,9 +325,8 @@ def find_masters(
         if all(isinstance(ref, TensorRef) and _may_be(ref, shapes.get(identifier)) for identifier, ref in pairs):
             masters.update(pairs)
     for identifier, state in states.items():
-        own = (state.get(key) for key in MASTER_KEYS)
-        ref = next((ref for ref in own if isinstance(ref, TensorRef) and ref.shape == shapes.get(identifier)), None)
-        if ref is not None:
+        own = (ref for key in MASTER_KEYS if isinstance(ref := state.get(key), TensorRef))
+        if (ref := next((ref for ref in own if ref.shape == shapes.get(identifier)), None)) is not None:
             masters[identifier] = ref
     return masters
 

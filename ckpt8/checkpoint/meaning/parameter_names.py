@@ -87,8 +87,8 @@ def display_names(parameters: Iterable[tuple[str, Sequence[str]]], *, directory:
 def _is_named(name: str, moments: Sequence[str]) -> bool:
     """Whether a name is more than the number of the state that holds the moments."""
     state = SLICE.sub("", name)
-    in_place = any(moment.startswith(f"{state}.") for moment in moments)
-    return not (in_place and state.rpartition(".")[2].isdecimal())
+    is_number = state.rpartition(".")[2].isdecimal()
+    return not (is_number and any(moment.startswith(f"{state}.") for moment in moments))
 
 
 def whole_tensor(name: str) -> str:
@@ -105,10 +105,8 @@ def plain_path(name: str) -> str:
 def layer_of(path: str) -> str:
     """The layer of a plain path: all up to the first number, as ``transformer.h.3``; without a number, the module."""
     parts = path.split(".")
-    for end, part in enumerate(parts, 1):
-        if part.isdecimal():
-            return ".".join(parts[:end])
-    return ".".join(parts[:-1]) or path
+    end = next((end for end, part in enumerate(parts, 1) if part.isdecimal()), len(parts) - 1)
+    return ".".join(parts[:end]) or path
 
 
 def in_model_order(layers: Iterable[str]) -> list[str]:
@@ -142,7 +140,7 @@ def count_whole(names: Iterable[str]) -> int:
     """How many tensors or parameters these names mean: all slices of one count once."""
     given = list(names)
     slices = [name for name in given if SLICE.search(name)]
-    return len(given) - len(slices) + len({whole_name(name) for name in slices})
+    return len(given) - len(slices) + len(set(map(whole_name, slices)))
 
 
 def shown(row: dict[str, Any]) -> str:

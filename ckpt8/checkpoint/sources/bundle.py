@@ -34,10 +34,8 @@ class WithSkeleton:
     """
 
     def __init__(self, checkpoint: Checkpoint, reason: str | None = None) -> None:
-        self._checkpoint = checkpoint
-        self.reason = reason
-        self.format = checkpoint.format
-        self.size = checkpoint.size
+        self._checkpoint, self.reason = checkpoint, reason
+        self.format, self.size = checkpoint.format, checkpoint.size
         self.tree: Any = checkpoint.tree
         # Where each run outside the storages begins: in the skeleton, and in the source.
         self._runs = [(0, 0)]
@@ -92,11 +90,8 @@ class Bundle:
         directory: str | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path = path
-        self.label = path.name
-        self.opened = opened
-        self.directory = directory
-        self._check = check
+        self.path, self.label = path, path.name
+        self.opened, self.directory, self._check = opened, directory, check
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str) -> Bundle:

@@ -40,8 +40,7 @@ class Streamer:
     def __init__(
         self, checkpoint: Checkpoint, copy_on_device: Callable[[TensorRef, torch.Tensor], bool] | None = None
     ) -> None:
-        self._checkpoint = checkpoint
-        self._copy_on_device = copy_on_device
+        self._checkpoint, self._copy_on_device = checkpoint, copy_on_device
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._buffer = bytearray()
 
@@ -143,9 +142,7 @@ class Composite:
     """A Checkpoint of regions. ``label`` names the source in messages; the caller sets ``tree``."""
 
     def __init__(self, label: str) -> None:
-        self.label = label
-        self.format = "composite"
-        self.size = 0
+        self.label, self.format, self.size = label, "composite", 0
         self.tree: Any = None
         self._regions: list[tuple[int, Read]] = []
         self._places: dict[str, StorageInfo] = {}

@@ -61,8 +61,7 @@ class RestBuilder:
 
     def tree(self) -> Any:
         """The whole tree; an empty dictionary if all of it was consumed. Raises InputError."""
-        built = self.build(self._checkpoint.tree)
-        return {} if built is CONSUMED else built
+        return {} if (built := self.build(self._checkpoint.tree)) is CONSUMED else built
 
     def build(self, node: Any) -> Any:
         """One value with everything in it. Raises InputError if it is damaged or nested too deep."""
@@ -75,8 +74,7 @@ class RestBuilder:
         if id(node) in self._consumed:
             return CONSUMED
         if id(node) not in self._built:
-            make = self._makers.get(type(node))
-            if make is None:
+            if (make := self._makers.get(type(node))) is None:
                 return node
             self._built[id(node)] = (node, make(node))
         return self._built[id(node)][1]

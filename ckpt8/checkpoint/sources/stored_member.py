@@ -66,8 +66,8 @@ def member_index(reader: ContainerReader, member: str | None) -> int:
     names = {record.path: index for index, record in enumerate(reader.manifest.members)}
     if member is None and len(names) == 1:
         return 0
-    kept = (FILE, SYMLINK, DIRECTORY)
-    checkpoints = [record.path for record in reader.manifest.members if record.format not in kept]
+    members = reader.manifest.members
+    checkpoints = [record.path for record in members if record.format not in (FILE, SYMLINK, DIRECTORY)]
     choices = f"give member= one of {listed(checkpoints, _SHOWN_MEMBERS)}"
     if member is None or member not in names:
         what = f"no member {member!r}" if member is not None else f"{len(names)} members"
@@ -132,9 +132,8 @@ def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any)
     places = {storage.key: storage for storage in checkpoint.storages}
     loaded = {}
     for name, ref in checkpoint.tree.items():
-        place = places[ref.key]
-        content = host_bytes(place.nbytes)
-        checkpoint.read_into(place.offset, bytes_of(content))
+        content = host_bytes(places[ref.key].nbytes)
+        checkpoint.read_into(places[ref.key].offset, bytes_of(content))
         tensor = content.view(ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
         loaded[name] = tensor.to(map_location or "cpu")
     return loaded
@@ -177,8 +176,7 @@ class StoredParts:
             ) from exc
 
     def _whole(self, ref: TensorRef) -> int | None:
-        index = self._index.get(ref.key)
-        if index is None or ref.offset or not ref.is_contiguous:
+        if (index := self._index.get(ref.key)) is None or ref.offset or not ref.is_contiguous:
             return None
         record = self._reader.manifest.storages[index]
         return index if (record.dtype, record.numel) == (ref.dtype, ref.numel) else None

@@ -163,11 +163,9 @@ _BOOKKEEPING = frozenset({"step", "setup", "master", "moment1", "moment2", "seed
 
 def class_problem(saved: Mapping[Any, Any], live: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
     """Why a saved group cannot be one of this optimizer, or None."""
-    missing = defaults.keys() - saved.keys() - _ADDED_BY_TORCH - STRUCTURE
-    if missing:
+    if missing := defaults.keys() - saved.keys() - _ADDED_BY_TORCH - STRUCTURE:
         return f"its parameter groups lack {listed(sorted(missing))}"
-    foreign = (saved.keys() & _hyperparameters()) - defaults.keys() - live.keys()
-    if foreign:
+    if foreign := (saved.keys() & _hyperparameters()) - defaults.keys() - live.keys():
         return f"its parameter groups have {listed(sorted(foreign))}"
     for key in _CLASS_MARKERS:
         if key in saved and key in live and bool(saved[key]) != bool(live[key]):
@@ -271,7 +269,7 @@ def map_parameters(saved: Sequence[Saved], optimizer: Optimizer, model: nn.Modul
     names_there, names_here = saved_names(saved), live_names(optimizer, model)
     if isinstance(names_there, str):
         raise ResumeError(names_there)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if names_there and all(id(parameter) in names_here for parameter in parameters):
         return _map_by_name(saved, names_there, optimizer.param_groups, names_here)
     if any(isinstance(identifier, str) for identifier in names_there):

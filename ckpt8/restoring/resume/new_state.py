@@ -99,8 +99,7 @@ class DeviceCopy:
         """
         if target.device.type != self._make.kind or ref.conj or ref.neg:
             return False
-        codec = self._stored.codec(ref)
-        if codec is None or codec.measured_as is None:
+        if (codec := self._stored.codec(ref)) is None or codec.measured_as is None:
             return False
         if target.device not in self._lanes:
             self._lanes[target.device] = _Lane(self._make(target.device))
@@ -161,8 +160,11 @@ class PackedPlanner:
         if is_packed_group(saved):
             return None if saved["rule"] == rule else f"it was saved by the rule {saved['rule']!r}, here it is {rule!r}"
         arguments = self.optimizer.rule_arguments
-        problem = foreign_settings(saved, arguments) or foreign.class_problem(saved, rule, arguments)
-        return problem or length_problem(foreign.packed_group(saved, rule, arguments), self.optimizer.defaults)
+        return (
+            foreign_settings(saved, arguments)
+            or foreign.class_problem(saved, rule, arguments)
+            or length_problem(foreign.packed_group(saved, rule, arguments), self.optimizer.defaults)
+        )
 
     def plan(self, node: Mapping[str, Any], plan: OptimizerPlan) -> None:
         """Plan the states of the saved optimizer ``node``; ``plan`` pairs its parameters."""
@@ -279,8 +281,7 @@ class PackedPlanner:
                 raise UsageError(f"{key} is not a tensor of floating-point numbers")
             if ref.shape != expected:
                 raise UsageError(f"{key} was saved with shape {list(ref.shape)}, here it has {list(expected)}")
-        compensation = saved.get("kahan_comp")
-        if isinstance(compensation, TensorRef) and compensation.shape == shape != (1,):
+        if isinstance(kahan := saved.get("kahan_comp"), TensorRef) and kahan.shape == shape != (1,):
             raise UsageError(
                 "has a Kahan compensation, which packed state cannot keep; resume into the class that saved it"
             )

@@ -142,9 +142,11 @@ def state_problem(
         return None if saved is None or saved == {} else _MALFORMED
     live = optimizer.state.get(pair.parameter)
     kept = {key: value for key, value in saved.items() if key != WHOLE_GROUP}
-    tensors = {key: value for key, value in kept.items() if isinstance(value, TensorRef)}
-    projected = is_projected(saved, hyper)
-    problems = (_tensor_problem(key, tensors[key], pair.parameter, layout, live, projected) for key in tensors)
+    tensors, projected = (
+        ((key, ref) for key, ref in kept.items() if isinstance(ref, TensorRef)),
+        is_projected(saved, hyper),
+    )
+    problems = (_tensor_problem(key, ref, pair.parameter, layout, live, projected) for key, ref in tensors)
     return (
         _keys_problem(kept, pair, layout, live, optimizer, hyper)
         or builder.problem("its optimizer state", kept)
@@ -211,11 +213,9 @@ def foreign_state_problem(saved: Any, pair: Pair, hyper: Mapping[Any, Any], buil
     """Why a saved state does not fit an optimizer that loads it itself; None where it fits."""
     if not saved or not isinstance(saved, dict):
         return None if saved is None or saved == {} else _MALFORMED
-    shape, here = parameter_shape(saved), tuple(pair.parameter.shape)
-    # State of fewer dimensions holds sums, or a part of the elements.
-    alike = shape is not None and len(shape) == len(here)
-    projected = is_projected(saved, hyper)
-    problem = _shape_problem("its optimizer state", shape or (), here, projected) if alike else None
+    shape, here, problem = parameter_shape(saved), tuple(pair.parameter.shape), None
+    if shape is not None and len(shape) == len(here):  # state of fewer dimensions holds sums, or a part of the elements
+        problem = _shape_problem("its optimizer state", shape, here, is_projected(saved, hyper))
     return problem or builder.problem("its optimizer state", saved)
 
 
@@ -300,9 +300,9 @@ def _build(
 
 def _with_objects_on(device: torch.device, state: Any) -> Any:
     """A state whose objects hold their tensors on ``device``: ``Optimizer.load_state_dict`` does not look into them."""
-    values = state.values() if isinstance(state, dict) else ()
-    for held in (getattr(value, "__dict__", {}) for value in values if not isinstance(value, torch.Tensor)):
-        held.update((key, _on(device, value)) for key, value in list(held.items()))
+    for value in state.values() if isinstance(state, dict) else ():
+        if not isinstance(value, torch.Tensor) and hasattr(value, "__dict__"):
+            value.__dict__.update((key, _on(device, held)) for key, held in list(value.__dict__.items()))
     return state
 
 
@@ -326,10 +326,9 @@ def load(optimizer: Optimizer, take_state: Callable[[], object]) -> None:
 @contextmanager
 def undone_on_error(optimizer: Optimizer) -> Iterator[None]:
     """Give ``optimizer`` back its state, groups and attributes when the block raises."""
-    inner = unwrapped(optimizer)
-    states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    changing = [optimizer.__dict__, inner.__dict__, *optimizer.param_groups, optimizer.state, *states]
-    backups = [(live, dict(live)) for live in changing]
+    states = (state for state in optimizer.state.values() if isinstance(state, dict))
+    attributes = (optimizer.__dict__, unwrapped(optimizer).__dict__)
+    backups = [(live, dict(live)) for live in (*attributes, *optimizer.param_groups, optimizer.state, *states)]
     try:
         yield
     except BaseException:
@@ -360,8 +359,7 @@ def plan_optimizer(
     # Groups may have settings of their own: Muon steps some of them with Adam.
     settings = {key: value for group in reversed(live) for key, value in group.items()}
     for group in saved:
-        problem = packed.class_problem(group) if packed else class_problem(group, settings, optimizer.defaults)
-        if problem is not None:
+        if problem := packed.class_problem(group) if packed else class_problem(group, settings, optimizer.defaults):
             raise ResumeError(f"is of another optimizer than {type(optimizer).__name__}: {problem}")
     hyper = [{key: value for key, value in group.items() if key not in STRUCTURE} for group in saved]
     if problem := builder.problem("a parameter group", hyper):
