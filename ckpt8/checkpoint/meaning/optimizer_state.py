@@ -18,24 +18,19 @@ Optimizer state in low precision is that of bitsandbytes, torchao, flashoptim an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
-from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.tree import Inert, TensorRef
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim.cards import Card, Form, Update
 from ckpt8.optim.known_optimizers import SIDE_STATE, identify, setting, why_unknown
 
 if TYPE_CHECKING:
     import torch
-
-
-import re
-from collections import defaultdict
-from collections.abc import Iterable
-
-from ckpt8.checkpoint.tree import Inert
-from ckpt8.core.tensors import DType, Role, TensorSpec
 
 _LARGEST, _LARGEST_STEP = 1e300, 2**53
 UNKNOWN = "the optimizer is not one whose update rule is known"

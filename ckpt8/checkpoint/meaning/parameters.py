@@ -16,9 +16,10 @@ must lie in the same places.
 The moments of one slice of a parameter have one place in tensors of one shape, mostly in one file. The step and the
 options of the group are whole, and may be in the file of another rank.
 
-DeepSpeed's layouts: universal checkpoints, and the flat partitions of stages 1 and 2.
+``join_weights`` are the fp32 weights that the state of ``ckpt8.optim`` completes.
 
-A universal checkpoint has one file for each tensor, whose name states the role:
+``Universal`` and ``find_partitions`` are for DeepSpeed: universal checkpoints, and the flat partitions of stages 1 and
+2. A universal checkpoint has one file for each tensor, whose name states the role:
 
     zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt     the tensor, alone or as ``param`` of a dictionary
     zero/<parameter>/step.pt                                the step; stage 3 has it in optimizer_state.pt
