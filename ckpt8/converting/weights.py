@@ -102,9 +102,6 @@ def strip_wrappers(names: Iterable[str], report: Report) -> dict[str, str]:
     return plain
 
 
-_MASK63 = (1 << 63) - 1
-
-
 def choose_run(data: Composite, key: str | None, advice: str) -> tuple[Candidate, Candidate]:
     """The model and the optimizer of a run, both unpacked in the tree.
 
@@ -229,7 +226,7 @@ def _weight_check(data: Composite, name: str, ref: TensorRef) -> int:
     for block in data.blocks(ref):
         total += weight_check(block, first)
         first += len(block)
-    return total & _MASK63
+    return total & ((1 << 63) - 1)
 
 
 def _joined(data: Composite, weight: TensorRef, residual: TensorRef, codec: Codec) -> TensorRef:

@@ -111,7 +111,5 @@ def _check_layout(storages: list[StorageInfo], start: int, size: int, where: str
             what = "overlaps the one before it" if storage.offset < position else "leaves a hole before it"
             raise InputError(f"{where}: damaged safetensors file: tensor {shown(storage.key)} {what}")
         position += storage.nbytes
-    if position > size:
-        raise InputError(f"{where}: cut off, {size} of {position} bytes are there; copy or download it again")
-    if position < size:
-        raise InputError(f"{where}: damaged safetensors file: {size - position} bytes follow the last tensor")
+    require(position <= size, f"{where}: cut off, {size} of {position} bytes are there; copy or download it again")
+    require(position == size, f"{where}: damaged safetensors file: {size - position} bytes follow the last tensor")

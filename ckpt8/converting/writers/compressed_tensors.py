@@ -53,7 +53,7 @@ def write(request: Request, report: Report) -> None:
     """Write the directory. Raises Ckpt8Error.
 
     Quantises linear layers to float8_e4m3fn, or as ``--dtype`` says, from their fp32 master weights where the source
-    has them. ``quantizing.layers`` says which layers, ``quantizing.scheme`` how.
+    has them. ``quantizing.choose_layers`` says which layers, ``make_scheme`` how.
     """
     scheme = make_scheme(request.dtype, request.scale, request.per)
     with request.open(report) as content:
