@@ -69,7 +69,7 @@ def start(target, kind, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize(("make", "kind"), [("file", "directory"), ("directory", "file")], indirect=["make"])
 def test_what_a_killed_process_left_is_removed_and_what_a_running_one_writes_is_not(kind, make, tmp_path):
     target = tmp_path / "out"
     alive, written = start(target, kind, "wait")
@@ -265,7 +265,7 @@ def test_two_runs_write_one_file(tmp_path):
     for preset in ("flash", "lossless"):
         ckpt8.compress(source, target, preset=preset, force=True)
         whole.add(digest(target))
-    said = race(code % "flash", code % "lossless", 10)
+    said = race(code % "flash", code % "lossless", 6)
     assert said == ""
     assert digest(target) in whole
     assert ckpt8.verify(target).failures == ()
@@ -352,7 +352,7 @@ def test_a_source_that_changes(command, how, large, tmp_path):
     assert not [name for name in names(tmp_path) if "partial" in name]
 
 
-# What may not be written, or has no room
+# What may not be written
 
 
 def test_read_only(tmp_path):
@@ -386,32 +386,3 @@ def test_read_only(tmp_path):
         ckpt8.compress(folder / "run.pt")
     ckpt8.compress(folder / "run.pt", preset="lossless", force=True)
     assert ckpt8.verify(folder / "run.ckpt8").failures == ()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root may mount a file system")
-@pytest.mark.parametrize("kilobytes", [16, 512])
-def test_a_file_system_that_is_full(kilobytes, tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    shutil.copy(INPUTS / "gpt_adamw.pt", tmp_path / "run.pt")
-    ckpt8.compress(tmp_path / "run.pt")
-    make_run(tmp_path / "run")
-    ckpt8.compress(tmp_path / "run", tmp_path / "dir.ckpt8")
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        (disk / "run.ckpt8").write_text("old")
-        for write in (
-            lambda: ckpt8.compress(tmp_path / "run.pt", disk / "run.ckpt8", force=True),
-            lambda: ckpt8.restore(tmp_path / "run.ckpt8", disk / "run.pt"),
-            lambda: ckpt8.restore(tmp_path / "dir.ckpt8", disk / "run"),
-            lambda: ckpt8.save({"w": torch.randn(300_000)}, disk / "run.ckpt8", background=True).result(),
-        ):
-            with pytest.raises(OutputError, match="No space left on device"):
-                write()
-            assert names(disk) == ["run.ckpt8"]
-            assert (disk / "run.ckpt8").read_text() == "old"
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

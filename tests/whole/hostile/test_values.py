@@ -232,9 +232,9 @@ def compressed_member(content, path):
 
 
 BODIES = {
-    "calls": lambda: b"](" + call_name("collections.OrderedDict") + b"q\x11)R" + b"h\x11)R" * 6_000_000 + b"e",
-    "dictionaries": lambda: b"](" + b"}" * 15_000_000 + b"e",
-    "numbers": lambda: b"](" + b"\x8a\x02\x00\x01" * 40_000_000 + b"e",
+    "calls": lambda: b"](" + call_name("collections.OrderedDict") + b"q\x11)R" + b"h\x11)R" * 3_000_000 + b"e",
+    "dictionaries": lambda: b"](" + b"}" * 6_000_000 + b"e",
+    "numbers": lambda: b"](" + b"\x8a\x02\x00\x01" * 15_000_000 + b"e",
 }
 
 
