@@ -159,7 +159,7 @@ def test_chunks_are_let_go_as_they_are_written(tmp_path, monkeypatch):
         return begin(target, lambda: watched.append(pack()) or watched[-1])
 
     watched = []
-    monkeypatch.setattr("ckpt8.compressing.compress.start", start)
+    monkeypatch.setattr(background, "start_saving", start)
     monkeypatch.setattr(
         "ckpt8.compressing.compressor.store", lambda packed: left.append(len(watched[0].chunks)) or store(packed)
     )
