@@ -214,26 +214,23 @@ def mutate_pickle(rng, data):
             pieces.insert(at, rng.choice(_PIECES))
         elif how <= 5:
             pieces[at] = rng.choice(_PIECES if how == 4 else _NAMES)
-        elif how == 6:
-            pieces[at] = pieces[other]
-        else:
+        elif how <= 7:
             pieces[at] = _other_argument(rng, pieces[at])
+        else:
+            _change_value(rng, pieces)
     return b"".join(pieces)
 
 
 def _other_argument(rng, piece):
-    code, value = piece[:1], rng.choice(INTERESTING)
-    if code in b"KhqM\x80Jjr":
-        width = len(piece) - 1
-        return code + (value % 256**width).to_bytes(width, "little")
-    if len(piece) < 2:
-        return encoded(value)
-    if code in (b"X", b"B", b"T") and rng.random() < 0.5:
-        return code + struct.pack("<I", value % 2**32) + piece[5:]
-    if code == b"G":
-        return code + rng.choice((b"\x7f\xf0", b"\x7f\xf8", b"\xff\xf0", b"\x80\0", b"\0\0")) + bytes(6)
-    at = rng.randrange(1, len(piece))
-    return piece[:at] + bytes([rng.choice(b"01239aexz_.\xff\0")]) + piece[at + 1 :]
+    """The opcode with other bytes behind it, of as many or of a length that is not theirs."""
+    code, rest = piece[:1], bytearray(piece[1:])
+    if code in b"XBT" and rest and rng.random() < 0.5:
+        return code + struct.pack("<I", rng.choice(INTERESTING) % 2**32) + bytes(rest[4:])
+    if not rest:
+        return encoded(rng.choice(INTERESTING))
+    at = rng.randrange(len(rest))
+    rest[at] = rng.choice(b"01239aexz_.\xff\0\x7f\x80")
+    return code + bytes(rest)
 
 
 def encoded(value):
@@ -250,23 +247,31 @@ def encoded(value):
 
 
 def mutate_values(rng, data):
-    """One to four other values: numbers, texts, and references to what was there before; opcodes keep their order."""
-    pieces, places = list(opcodes(data)), {}
+    """One to four other values; opcodes keep their order."""
+    pieces = list(opcodes(data))
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        _change_value(rng, pieces)
+    return b"".join(pieces)
+
+
+def _change_value(rng, pieces):
+    """Another value: a number, a text, or a reference to what was there before. Kinds are chosen evenly."""
+    places = {}
     for at, piece in enumerate(pieces):
         if kind := _KINDS.get(piece[:1]):
             places.setdefault(kind, []).append(at)
-    for _ in range(rng.choice((1, 1, 1, 2, 4)) if places else 0):
-        kind = rng.choice(list(places))
-        at, other, dice = rng.choice(places[kind]), rng.choice(places[kind]), rng.random()
-        if dice < 0.3:
-            pieces[at], pieces[other] = pieces[other], pieces[at]
-        elif dice < 0.5:
-            pieces[at] = pieces[other]
-        elif kind == "get":
-            pieces[at] = b"h" + bytes([rng.randrange(256)])
-        else:
-            pieces[at] = encoded(rng.choice(_TEXTS if kind == "text" and dice < 0.85 else _NUMBERS))
-    return b"".join(pieces)
+    if not places:
+        return
+    kind, dice = rng.choice(list(places)), rng.random()
+    at, other = rng.choice(places[kind]), rng.choice(places[kind])
+    if dice < 0.3:
+        pieces[at], pieces[other] = pieces[other], pieces[at]
+    elif dice < 0.5:
+        pieces[at] = pieces[other]
+    elif kind == "get":
+        pieces[at] = b"h" + bytes([rng.randrange(256)])
+    else:
+        pieces[at] = encoded(rng.choice(_TEXTS if kind == "text" and dice < 0.85 else _NUMBERS))
 
 
 def length_of_pickle(data):
