@@ -10,8 +10,6 @@
 Names are resolved when first used, so that importing the package does not import torch.
 """
 
-from __future__ import annotations
-
 from ckpt8.core.public import lazy_names
 
 _LOCATIONS = {

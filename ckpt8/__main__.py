@@ -3,8 +3,6 @@
 They strike as exceptions, so that temporary files are removed on the way out.
 """
 
-from __future__ import annotations
-
 import gc
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The command line: parse, call, print. ``EXIT_CODES`` lists what it returns."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from itertools import takewhile
@@ -166,10 +164,15 @@ def restore(
     elapsed = stopwatch()
     with progress_bar(f"restore {src.name}", total=total, enabled=not as_json) as progress:
         restored = api.restore_original(src, output, force=force, threads=threads, progress=progress)
-    facts = {"target": str(restored.path), "bytes": total, "seconds": elapsed()}
     lines = [f"{restored.path}: {size(total)} in {waited():.2f} s", *restored.lines()]
     present(
-        {**facts, "original": restored.original, "replaced": restored.replaced},
+        {
+            "target": str(restored.path),
+            "bytes": total,
+            "seconds": elapsed(),
+            "original": restored.original,
+            "replaced": restored.replaced,
+        },
         lambda console: print_lines(console, lines),
         as_json=as_json,
     )
@@ -312,5 +315,4 @@ app = make_app(COMMANDS)
 def main() -> None:
     """Run the command that ``sys.argv`` asks for, see ``guarded``."""
     # typer reads the signatures of all its commands, and takes long for each: give it only the one that runs.
-    asked = [command for command in COMMANDS if [command.__name__] == sys.argv[1:2]]
-    guarded(make_app(asked or COMMANDS))
+    guarded(make_app([command for command in COMMANDS if [command.__name__] == sys.argv[1:2]] or COMMANDS))

@@ -169,10 +169,9 @@ def compress_share(
     left_out, facts = planned.left_out, inspect_container(output)
     if as_json:
         print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
-        return
-    summary(console(), facts, str(output), seconds, waited())
-    if left_out:
-        print_lines(console(), [f"left out: {listed(left_out, _LISTED)}"])
+    else:
+        summary(console(), facts, str(output), seconds, waited())
+        print_lines(console(), [f"left out: {listed(left_out, _LISTED)}"] if left_out else [])
 
 
 @finding_bases
@@ -238,8 +237,9 @@ def compress(
             )
         compress_share(src[0], output, options, *place, force=force, as_json=as_json)
     elif len(src) == 1:
-        one = _preview_one if dry_run else _compress_one
-        one(src[0], output, options, remove=remove, force=force, as_json=as_json)
+        (_preview_one if dry_run else _compress_one)(
+            src[0], output, options, remove=remove, force=force, as_json=as_json
+        )
     else:
         from ckpt8.chaining.chain import collected
         from ckpt8.chaining.jobs import Settings
@@ -422,9 +422,8 @@ def convert(
             threads=threads,
             progress=progress,
         )
-    seconds = elapsed()
     present(
-        {**report.to_json(), "seconds": seconds},
+        {**report.to_json(), "seconds": elapsed()},
         lambda console: show_converted(console, report, waited()),
         as_json=as_json,
     )
@@ -477,9 +476,8 @@ def chain(
     settings = Settings(chain_options(preset, budget, rule or (), device, threads, delta=delta), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
     if watch:
-        print_lines(console(), _left_alone(run))
-        if not os.path.lexists(directory):
-            print_lines(console(), [f"{directory}: is not there yet; waiting for it"])
+        absent = [] if os.path.lexists(directory) else [f"{directory}: is not there yet; waiting for it"]
+        print_lines(console(), [*_left_alone(run), *absent])
     elapsed = stopwatch()
     if not dry_run:
         run.keep_bases()
@@ -523,8 +521,17 @@ def rebase(
     seconds, after = elapsed(), target.stat().st_size if target.is_file() else before
     was = "needed no base" if base is None else f"needs {base.path} no more"
     line = f"{target}: {was}, {size(before)} -> {size(after)} in {waited():.2f} s"
-    facts = {"target": str(target), "base": base and base.path, "bytes": before, "stored_bytes": after}
-    present({**facts, "seconds": seconds}, lambda console: print_lines(console, [line]), as_json=as_json)
+    present(
+        {
+            "target": str(target),
+            "base": base and base.path,
+            "bytes": before,
+            "stored_bytes": after,
+            "seconds": seconds,
+        },
+        lambda console: print_lines(console, [line]),
+        as_json=as_json,
+    )
 
 
 @finding_bases
@@ -575,8 +582,11 @@ def _release(directory: Path, *, as_json: bool) -> None:
     releases = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
     freed, left = (sum(amounts) for amounts in zip(*releases, strict=True)) if releases else (0, 0)
     stays = f"; {size(left)} stay in bases/, since deltas need them; ckpt8 rebase makes a delta whole" if left else ""
-    facts = {"path": str(directory), "freed_bytes": freed, "bases_bytes": left}
-    present(facts, lambda console: print_lines(console, [f"{directory}: {size(freed)} freed{stays}"]), as_json=as_json)
+    present(
+        {"path": str(directory), "freed_bytes": freed, "bases_bytes": left},
+        lambda console: print_lines(console, [f"{directory}: {size(freed)} freed{stays}"]),
+        as_json=as_json,
+    )
 
 
 def bench(

@@ -143,10 +143,6 @@ _SMALLEST, _LARGEST = 10, 10_000
 class StdoutError(Exception):
     """Standard output took not all that was written. No OSError, for which libraries have exit codes of their own."""
 
-    def __init__(self, error: OSError) -> None:
-        super().__init__(error.strerror)
-        self.closed_pipe = error.errno == errno.EPIPE
-
 
 class Stdout(io.FileIO):
     """Writes all or raises StdoutError, to a descriptor that does not block as well."""
@@ -157,7 +153,7 @@ class Stdout(io.FileIO):
             while (count := super().write(content)) is None:
                 select.select([], [self], [])
         except OSError as exc:
-            raise StdoutError(exc) from exc
+            raise StdoutError(exc.strerror) from exc
         return count
 
 
@@ -174,8 +170,10 @@ class _Stderr(io.FileIO):
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    characters = error.object[error.start : error.end]
-    return "".join(_ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in characters), error.end
+    start, end = error.start, error.end
+    return "".join(
+        _ASCII.get(c) or c.encode("ascii", "backslashreplace").decode() for c in error.object[start:end]
+    ), end
 
 
 def open_streams() -> None:
@@ -188,19 +186,16 @@ def open_streams() -> None:
             os.open(os.devnull, flags)
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the whole process
-    sys.stdout = text_stream(Stdout(1, "w", closefd=False), _encoding(sys.stdout))
-    sys.stderr = text_stream(_Stderr(2, "w", closefd=False), _encoding(sys.stderr))
-
-
-def _encoding(stream: TextIO | None) -> str:
-    return "utf-8" if stream is None else stream.encoding
+    sys.stdout = text_stream(Stdout(1, "w", closefd=False), getattr(sys.stdout, "encoding", "utf-8"))
+    sys.stderr = text_stream(_Stderr(2, "w", closefd=False), getattr(sys.stderr, "encoding", "utf-8"))
 
 
 def text_stream(raw: io.FileIO, encoding: str) -> TextIO:
     """A text stream over ``raw`` that replaces what ``encoding`` lacks."""
     codecs.register_error(_ERRORS, _replaced)
-    by_line = isinstance(raw, _Stderr) or raw.isatty()
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, _ERRORS, line_buffering=by_line)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding, _ERRORS, line_buffering=isinstance(raw, _Stderr) or raw.isatty()
+    )
 
 
 def check_environment() -> None:
@@ -231,9 +226,6 @@ _NO_ROOM = {
 }
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-_NO_FOLDER = "No usable temporary directory"
-"""What tempfile says."""
-
 _OWN = Path(__file__).parents[1]
 """The folder of ckpt8."""
 
@@ -248,11 +240,7 @@ def _one_line(message: Warning | str, category: type[Warning], filename: str, *w
 
 
 class UnexpectedError(Exception):
-    """Carries an ``error`` past typer, which has an exit code of its own for some classes: 1."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """Carries an error, its only argument, past typer, which has an exit code of its own for some classes: 1."""
 
 
 def shielded(command: Callable[..., None]) -> Callable[..., None]:
@@ -333,7 +321,7 @@ def guarded(command: Callable[[], object]) -> None:
         # Have the interpreter flush what is left to nowhere.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if exc.closed_pipe:
+        if isinstance(exc.__cause__, BrokenPipeError):
             # The reader has seen enough. A program without a handler would be killed by this signal.
             sys.exit(128 + signal.SIGPIPE)
         _say(f"standard output cannot be written: {exc}", exc)
@@ -352,24 +340,26 @@ def _say(text: str, error: BaseException) -> None:
 def reported(error: Exception) -> tuple[str, int]:
     """Say on stderr what failed; return that line and its exit code."""
     text, code = _said(error)
-    _say(text, error.error if isinstance(error, UnexpectedError) else error)
+    _say(text, error.args[0] if isinstance(error, UnexpectedError) else error)
     return text, code
 
 
 def _said(error: Exception) -> tuple[str, int]:
     """What went wrong and what to do, in a line, and the exit code."""
     if isinstance(error, UnexpectedError):
-        return _said(error.error)
+        return _said(error.args[0])
     if isinstance(error, Ckpt8Error):
         return str(error), error.exit_code
     if (missing := _missing(error)) is not None:
         return f"not enough {missing} for this process; raise its limit, or give fewer --threads", INTERNAL
     text = printable(str(error))
-    if isinstance(error, OSError) and (error.errno in _UNWRITABLE or _NO_FOLDER in text):
-        # Outputs name themselves. What is left are temporary files, and those of libraries.
+    if isinstance(error, OSError) and (error.errno in _UNWRITABLE or "No usable temporary directory" in text):
+        # Outputs name themselves. What is left are temporary files, tempfile's message, and files of libraries.
         return f"a file beside the output cannot be written: {text}; see TMPDIR and HOME", OutputError.exit_code
-    message = f"{type(error).__name__}: {text[:_LONGEST]}{'…' if len(text) > _LONGEST else ''}"
-    return f"a defect of ckpt8: {message}; please report it, with the traceback that {TRACEBACK}=1 shows", INTERNAL
+    return (
+        f"a defect of ckpt8: {type(error).__name__}: {text[:_LONGEST]}{'…' if len(text) > _LONGEST else ''}; "
+        f"please report it, with the traceback that {TRACEBACK}=1 shows"
+    ), INTERNAL
 
 
 def _missing(error: Exception) -> str | None:

@@ -1,7 +1,5 @@
 """Runs jobs on many checkpoints: progress over all of them, a line for each, and an exit code."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,15 +20,13 @@ class Tally:
         self._dry = dry
         self.outcomes: list[Outcome] = []
         self.exit_code = 0
-        self._failures: dict[int, tuple[str, int]] = {}
+        self._said: list[tuple[str | None, int]] = []
 
     def add(self, outcome: Outcome) -> str | None:
         """Count an outcome, and say what failed; or return a line on what became of the checkpoint."""
-        at = len(self.outcomes)
         self.outcomes.append(outcome)
-        if outcome.error is not None:
-            self._failures[at] = reported(outcome.error)
-            self.exit_code = max(self.exit_code, self._failures[at][1])
+        self._said.append((None, 0) if outcome.error is None else reported(outcome.error))
+        self.exit_code = max(self.exit_code, self._said[-1][1])
         if self._dry:
             return None if outcome.error is not None else _preview_line(outcome)
         return None if outcome.stored is None else _outcome_line(outcome)
@@ -38,24 +34,23 @@ class Tally:
     def show_total(self) -> None:
         """Print a line for all."""
         facts = self._totals()
+        failed = f"; {facts['failed']} {'would fail' if self._dry else 'failed'}" if facts["failed"] else ""
         if self._dry:
             count = sum(outcome.predicted is not None for outcome in self.outcomes)
             sizes = f": {_predicted(facts['bytes'], facts['predicted_bytes'])}" if count else ""
-            failed = f"; {facts['failed']} would fail" if facts["failed"] else ""
             line = f"{counted(count, 'container')} to write{sizes}{failed}; nothing was written or removed"
         else:
             # A checkpoint that has two outcomes counts once.
             count = len({outcome.source for outcome in self.outcomes})
             sizes = _sizes(facts["bytes"], facts["stored_bytes"]) if facts["stored_bytes"] else "nothing was compressed"
-            failed = f"; {facts['failed']} failed" if facts["failed"] else ""
             line = f"{counted(count, 'checkpoint')}: {sizes} in {waited():.2f} s{failed}"
         print_lines(console(), [line])
 
     def to_json(self) -> dict[str, Any]:
         """Totals, the facts of every checkpoint, and the ``error`` of the first that failed, if any."""
-        rows = [self._facts(outcome, *self._failures.get(at, (None, 0))) for at, outcome in enumerate(self.outcomes)]
-        facts = {**self._totals(), "checkpoints": rows}
-        return {**facts, "error": min(self._failures.items())[1][0]} if self._failures else facts
+        rows = [self._facts(outcome, *said) for outcome, said in zip(self.outcomes, self._said, strict=True)]
+        errors = [error for error, _ in self._said if error is not None]
+        return {**self._totals(), "checkpoints": rows, **({"error": errors[0]} if errors else {})}
 
     def _totals(self) -> dict[str, Any]:
         """Bytes of all that have a container, or would get one, and of their containers; counts and seconds."""
@@ -77,26 +72,24 @@ class Tally:
         known = {"source": str(outcome.source), "target": str(outcome.target), "bytes": outcome.bytes}
         stored = outcome.stored if outcome.predicted is None else outcome.predicted
         sizes = {"stored_bytes": outcome.stored, "ratio": None if stored is None else _ratio(outcome.bytes, stored)}
-        if self._dry:
-            known |= {
-                "predicted_bytes": outcome.predicted,
-                **sizes,
-                "base": outcome.base,
-                "present": outcome.present,
-                "would_replace": outcome.replaced,
-                "would_remove": outcome.would_remove,
-            }
-        else:
-            known |= {
-                **sizes,
-                "seconds": outcome.seconds,
-                "base": outcome.base,
-                "steps": outcome.steps,
-                "present": outcome.present,
-                "removed": outcome.removed,
-                "replaced": outcome.replaced,
-            }
-        return {**known, "error": error, "exit_code": exit_code}
+        previewed = {
+            "predicted_bytes": outcome.predicted,
+            **sizes,
+            "base": outcome.base,
+            "present": outcome.present,
+            "would_replace": outcome.replaced,
+            "would_remove": outcome.would_remove,
+        }
+        done = {
+            **sizes,
+            "seconds": outcome.seconds,
+            "base": outcome.base,
+            "steps": outcome.steps,
+            "present": outcome.present,
+            "removed": outcome.removed,
+            "replaced": outcome.replaced,
+        }
+        return {**known, **(previewed if self._dry else done), "error": error, "exit_code": exit_code}
 
 
 def run_jobs(batches: Iterable[Sequence[Job]], verb: str, *, quiet: bool, dry: bool = False) -> Tally:

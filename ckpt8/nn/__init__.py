@@ -8,17 +8,12 @@ Parameters stay the same objects: optimizers, state dicts and checkpoints work a
 Imports core and codecs only. A name is imported when it is first used, so that the package needs no torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ckpt8.core.public import lazy_names
 
 if TYPE_CHECKING:
-    from ckpt8.nn.linear import HEADS as HEADS
-    from ckpt8.nn.linear import SwitchBackLinear as SwitchBackLinear
-    from ckpt8.nn.linear import switchback as switchback
-    from ckpt8.nn.linear import to_linear as to_linear
+    from ckpt8.nn.linear import HEADS, SwitchBackLinear, switchback, to_linear
 
 __all__ = ["HEADS", "SwitchBackLinear", "switchback", "to_linear"]
 

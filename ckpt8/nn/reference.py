@@ -11,8 +11,6 @@ Elsewhere fp32 products compute them, 1024 columns at a time:
 Longer sums are added in fp32, by slices of 2¹⁷ columns, in order.
 """
 
-from __future__ import annotations
-
 from functools import reduce
 
 import torch

@@ -18,21 +18,13 @@ steps with an optimizer that only the tests have. An import for type checkers, b
 Imports core and codecs only. A class is imported when it is first used, so that the package needs no torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from ckpt8.core.public import lazy_names
 from ckpt8.optim.known_optimizers import trained_cards
 
 if TYPE_CHECKING:
-    from ckpt8.optim.optimizers import CAME as CAME
-    from ckpt8.optim.optimizers import SGD as SGD
-    from ckpt8.optim.optimizers import Adafactor as Adafactor
-    from ckpt8.optim.optimizers import Adam as Adam
-    from ckpt8.optim.optimizers import AdamW as AdamW
-    from ckpt8.optim.optimizers import Lion as Lion
-    from ckpt8.optim.optimizers import StableAdamW as StableAdamW
+    from ckpt8.optim.optimizers import CAME, SGD, Adafactor, Adam, AdamW, Lion, StableAdamW
 
 OPTIMIZERS: tuple[tuple[str, str], ...] = tuple((card.name, card.cls) for card in trained_cards())
 """(name, "module:Class") of every optimizer."""

@@ -10,8 +10,6 @@ lion-pytorch 0.2.5, schedulefree 1.4.1, prodigyopt 1.1.2, adam-mini 1.1.1, muon-
 galore-torch 1.0 and apollo-torch 1.0.3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -86,6 +84,8 @@ class Form:
 class Published:
     """A class of another package with the same state.
 
+    Groups of torch have ``maximize``, those of optimi ``beta1`` and ``beta2`` in place of ``betas``.
+
     ``step``: where it counts steps: in the state, as a 0-d float tensor or an int, or in the group; None: nowhere.
     ``state``: what else a state holds; a function computes the value from the group. ``optional``: keys that a state
     may hold. ``sign``: the key that only its state has. ``group``: more entries of a new group. ``widened``: the state
@@ -100,16 +100,6 @@ class Published:
     sign: str | None = None
     group: Mapping[str, Any] = field(default_factory=dict)
     widened: bool = False
-
-    @property
-    def splits_betas(self) -> bool:
-        """Whether groups have ``beta1`` and ``beta2`` in place of ``betas``."""
-        return self.package == "optimi"
-
-    @property
-    def takes_maximize(self) -> bool:
-        """Whether groups have ``maximize``."""
-        return self.package == "torch"
 
 
 _UNPUBLISHED = Published("", "", step="int")
@@ -219,7 +209,6 @@ def _rows_and_columns(*names: str, kept: bool = False) -> tuple[StateTensor, ...
 
 def _adam(rule_id: str, name: str, *, decoupled: bool) -> Card:
     """AdamW, or Adam."""
-    group = {**_TORCH_ADAM, "decoupled_weight_decay": decoupled}
     return Card(
         rule_id=rule_id,
         name=name,
@@ -231,7 +220,10 @@ def _adam(rule_id: str, name: str, *, decoupled: bool) -> Card:
         counts=True,
         kernels=True,
         flashoptim=True,
-        published=(Published("torch", name, step="tensor", group=group), _optimi(name)),
+        published=(
+            Published("torch", name, step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": decoupled}),
+            _optimi(name),
+        ),
     )
 
 
@@ -482,54 +474,63 @@ def _adan(rule_id: str, last: str, **settings: int) -> Card:
     optimi stores averages without bias, and 0.3.3 ignores its setting ``adam_wd``.
     """
     is_optimi = not settings
-    known = _known(
-        "adan",
-        *(_M, StateTensor("exp_avg_diff", "moment1_2"), _V, StateTensor(last, "moment1_3")),
-        betas=3,
-        settings=settings,
-        fixed={"last": last, "debiased": is_optimi},
-        choices={"adam_wd": (False,)} if is_optimi else {},
-        needs=tuple(settings) or ("adam_wd",),
-        own_decay=True,
-        gradient_rms=_adan_rms,
+    return Card(
+        rule_id=rule_id,
+        name="Adan",
+        **_known(
+            "adan",
+            *(_M, StateTensor("exp_avg_diff", "moment1_2"), _V, StateTensor(last, "moment1_3")),
+            betas=3,
+            settings=settings,
+            fixed={"last": last, "debiased": is_optimi},
+            choices={"adam_wd": (False,)} if is_optimi else {},
+            needs=tuple(settings) or ("adam_wd",),
+            own_decay=True,
+            gradient_rms=_adan_rms,
+        ),
     )
-    return Card(rule_id=rule_id, name="Adan", **known)
 
 
 def _muon(rule_id: str, settings: Mapping[str, int], *, fused: bool = True, **choices: tuple[Any, ...]) -> Card:
     """Muon by the settings that one package has."""
-    known = _known(
-        "muon",
-        StateTensor("momentum_buffer", "moment1"),
-        reach="matrix",
-        betas=-1,
-        settings={"momentum": 1, "eps": -1, **settings},
-        choices=choices,
-        fixed={"fused": fused},
-        needs=("momentum", *(name for name in _MUON_SIGNS if name in {**settings, **choices})),
-        lacks=frozenset(_MUON_SIGNS) - {*settings, *choices} | {"beta2", "gamma", "qk_clip_threshold", "dampening"},
-        counts=False,
-        average=lambda given: (given["momentum"], 1 - given["momentum"]),
+    return Card(
+        rule_id=rule_id,
+        name="Muon",
+        **_known(
+            "muon",
+            StateTensor("momentum_buffer", "moment1"),
+            reach="matrix",
+            betas=-1,
+            settings={"momentum": 1, "eps": -1, **settings},
+            choices=choices,
+            fixed={"fused": fused},
+            needs=("momentum", *(name for name in _MUON_SIGNS if name in {**settings, **choices})),
+            lacks=frozenset(_MUON_SIGNS) - {*settings, *choices} | {"beta2", "gamma", "qk_clip_threshold", "dampening"},
+            counts=False,
+            average=lambda given: (given["momentum"], 1 - given["momentum"]),
+        ),
     )
-    return Card(rule_id=rule_id, name="Muon", **known)
 
 
 def _schedule_free(rule_id: str, step_key: str) -> Card:
     """ScheduleFree AdamW by the setting that counts steps."""
-    known = _known(
-        "schedule_free_adamw",
-        StateTensor("z", "weight"),
-        _V,
-        settings=dict.fromkeys(("r", "weight_lr_power", "warmup_steps", "weight_sum", "lr_max"), 1),
-        fixed={"taken": 0},
-        choices={"train_mode": (True,), "decoupling_c": (None, 0), "use_palm": _OFF, "silent_sgd_phase": (None,)},
-        needs=("weight_sum", step_key),
-        own_decay=True,
-        needs_weight=True,
-        step_key=step_key,
-        agrees=_scheduled,
+    return Card(
+        rule_id=rule_id,
+        name="ScheduleFree AdamW",
+        **_known(
+            "schedule_free_adamw",
+            StateTensor("z", "weight"),
+            _V,
+            settings=dict.fromkeys(("r", "weight_lr_power", "warmup_steps", "weight_sum", "lr_max"), 1),
+            fixed={"taken": 0},
+            choices={"train_mode": (True,), "decoupling_c": (None, 0), "use_palm": _OFF, "silent_sgd_phase": (None,)},
+            needs=("weight_sum", step_key),
+            own_decay=True,
+            needs_weight=True,
+            step_key=step_key,
+            agrees=_scheduled,
+        ),
     )
-    return Card(rule_id=rule_id, name="ScheduleFree AdamW", **known)
 
 
 def _scheduled(group: Mapping[Any, Any]) -> bool:
@@ -543,8 +544,7 @@ def _scheduled(group: Mapping[Any, Any]) -> bool:
 
 def _is_adabelief(group: Mapping[Any, Any]) -> bool:
     """Whether eps is as small as AdaBelief needs it; Aida has the same settings, and 1e-8 by default."""
-    eps = group.get("eps")
-    return isinstance(eps, float) and eps < 1e-10
+    return isinstance(group.get("eps"), float) and group["eps"] < 1e-10
 
 
 RECOGNISED = (

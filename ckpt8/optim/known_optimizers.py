@@ -3,8 +3,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -71,8 +69,15 @@ def card_of(rule_id: str) -> Card:
 
 def find_published(package: str, name: str) -> tuple[Card, Published] | None:
     """The card and the entry of the class ``name`` of a top-level package; None for an unknown class."""
-    every = ((card, published) for card in trained_cards() for published in card.published)
-    return next((pair for pair in every if (pair[1].package, pair[1].name) == (package, name)), None)
+    return next(
+        (
+            (card, published)
+            for card in trained_cards()
+            for published in card.published
+            if (published.package, published.name) == (package, name)
+        ),
+        None,
+    )
 
 
 def first_moments() -> list[str]:
@@ -105,8 +110,7 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
     own = CARDS.get(str(group.get("rule")))
     if own is not None and own.cls:  # saved by ckpt8.optim
         return _form_of(own, tensors)
-    candidates = (_form_of(card, tensors) for card in CARDS.values() if _agrees(card, keys, group))
-    return next(filter(None, candidates), None)
+    return next(filter(None, (_form_of(card, tensors) for card in CARDS.values() if _agrees(card, keys, group))), None)
 
 
 def _agrees(card: Card, keys: Collection[Any], group: Mapping[Any, Any]) -> bool:

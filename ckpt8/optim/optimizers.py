@@ -5,8 +5,6 @@ of the published one. Here theta is the parameter, g its gradient, lr the learni
 step, counted from 1, and b1, b2, b3 the betas.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar
 
@@ -381,14 +379,17 @@ class SGD(PackedOptimizer):
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise UsageError("SGD: nesterov needs momentum and no dampening")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults, **packing)
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+            },
+            **packing,
+        )
 
 
 def adafactor(

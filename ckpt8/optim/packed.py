@@ -115,8 +115,7 @@ def matched_state(optimizer: PackedOptimizer, state_dict: Mapping[str, Any]) -> 
     sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
     if sizes != expected:
         raise UsageError(f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}")
-    extra = state_dict["state"].keys() - {identifier for group in saved for identifier in group["params"]}
-    if extra:
+    if extra := state_dict["state"].keys() - {identifier for group in saved for identifier in group["params"]}:
         raise UsageError(f"state of parameters that no group has: {sorted(map(str, extra))[:5]}")
     groups = [_matched_group(*pair, optimizer.rule_id) for pair in zip(optimizer.param_groups, saved, strict=True)]
     state: State = defaultdict(dict)
@@ -133,8 +132,11 @@ def _matched_group(current: Mapping[str, Any], given: Mapping[str, Any], rule_id
             f"state of {given.get('rule', 'another optimizer')!r} does not fit {rule_id!r}; "
             "see ckpt8.optim.state_conversion"
         )
-    kept = {key: deepcopy(value) for key, value in given.items() if key not in ("params", CHECKS)}
-    group = {**current, **kept, "params": current["params"]}
+    group = {
+        **current,
+        **{key: deepcopy(value) for key, value in given.items() if key not in ("params", CHECKS)},
+        "params": current["params"],
+    }
     check_group(group)
     return group
 
@@ -290,8 +292,10 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
         """Every parameter with its index over all groups, which selects its random bits, and its group."""
-        pairs = ((group, param) for group in self.param_groups for param in group["params"])
-        return [(index, *pair) for index, pair in enumerate(pairs)]
+        return [
+            (index, *pair)
+            for index, pair in enumerate((group, param) for group in self.param_groups for param in group["params"])
+        ]
 
     def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
         """The blocks of a tensor: rows where it has row averages. ``load(start, stop, shape, names)`` reads one."""
@@ -304,10 +308,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
-            if self.fused:
-                for index, group, param in self.numbered():
-                    if group is self.param_groups[-1]:
-                        self._fused.takes(index, param)
+            for index, group, param in self.numbered():
+                if self.fused and group is self.param_groups[-1]:
+                    self._fused.takes(index, param)
         except UsageError:
             self.param_groups.pop()
             raise
@@ -424,6 +427,5 @@ class PackedOptimizer(torch.optim.Optimizer):
 
 
 def _check_gradient(param: torch.Tensor) -> None:
-    grad = param.grad
-    if grad is None or grad.is_sparse or grad.layout != torch.strided:
+    if param.grad is None or param.grad.layout != torch.strided:
         raise UsageError("sparse gradients are not supported; build the embedding with sparse=False")

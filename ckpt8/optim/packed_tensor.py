@@ -327,9 +327,9 @@ class Factored:
 
     def averaged(self, beta: float) -> dict[str, torch.Tensor]:
         """Move the averages towards the means of the added values. Returns ``row`` and ``col`` in their own shapes."""
-        means = self._column_sums.div_(self.rows.shape[-1]).float()
+        column_means = self._column_sums.div_(self.rows.shape[-1]).float()
         self.rows = self.rows * beta + self._row_means * (1 - beta)
-        self.columns = self.columns * beta + means * (1 - beta)
+        self.columns = self.columns * beta + column_means * (1 - beta)
         self._row_factor = inverse_root(self.rows / self.rows.double().mean(-1, keepdim=True).float())
         self._column_factor = inverse_root(self.columns)
         return {"row": self.rows.reshape(self._shapes[0]), "col": self.columns.reshape(self._shapes[1])}

@@ -49,8 +49,6 @@ c = w_t / (w_1 + ... + w_t), where w_t = t^r (largest lr so far)^p
 y = (1-c) y + c z - lr (1 - b1 (1-c)) u;     z = z - lr u
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

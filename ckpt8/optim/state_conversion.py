@@ -14,8 +14,6 @@ The packages of the published classes are not needed: the cards say what each cl
 where.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -38,11 +36,14 @@ def plain_state(group: Mapping[str, Any], step: int, moments: Mapping[str, torch
     counter: dict[str, Any] = {"step": step} if published.step == "int" else {}
     if published.step == "tensor":
         counter["step"] = torch.tensor(step, dtype=torch.float32 if step <= _EXACT_IN_FP32 else torch.float64)
-    more = {
-        key: torch.tensor(value(group), dtype=torch.float32) if callable(value) else value
-        for key, value in published.state.items()
+    return {
+        **counter,
+        **moments,
+        **{
+            key: torch.tensor(value(group), dtype=torch.float32) if callable(value) else value
+            for key, value in published.state.items()
+        },
     }
-    return {**counter, **moments, **more}
 
 
 def plain_group(group: Mapping[str, Any], steps: set[int]) -> dict[str, Any]:
@@ -52,11 +53,11 @@ def plain_group(group: Mapping[str, Any], steps: set[int]) -> dict[str, Any]:
     """
     rule = group["rule"]
     published = CARDS[rule].published[0]
-    if group.get("maximize") and not published.takes_maximize:
+    if group.get("maximize") and published.package != "torch":
         raise UsageError(f"the published {rule} has no maximize")
-    ours = _OURS if published.takes_maximize else _OURS | {"maximize"}
+    ours = _OURS if published.package == "torch" else _OURS | {"maximize"}
     plain = {key: value for key, value in group.items() if key not in ours} | dict(published.group)
-    if published.splits_betas:
+    if published.package == "optimi":
         plain["beta1"], plain["beta2"] = plain.pop("betas")
     if published.step == "group":
         if len(steps) > 1:
@@ -85,10 +86,9 @@ def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str])
     except UsageError as exc:
         return str(exc)
     card = CARDS[rule]
-    missing = {*arguments} - settings.keys() - {"clip_threshold"}
-    # A group without it may belong to another optimizer with two moments.
-    missing |= {"amsgrad"} - given.keys() if card.matrix.update == "adam" else set()
-    if missing:
+    # A group without ``amsgrad`` may belong to another optimizer with two moments.
+    signs = {"amsgrad"} - given.keys() if card.matrix.update == "adam" else set()
+    if missing := {*arguments} - settings.keys() - {"clip_threshold"} | signs:
         return f"its parameter groups lack {', '.join(sorted(missing))}"
     for key, value in {
         "decoupled_weight_decay": card.fixed.get("decoupled", True),
@@ -103,7 +103,9 @@ def class_problem(given: Mapping[Any, Any], rule: str, arguments: Sequence[str])
 def state_problem(keys: Collection[str], expected: Collection[str], rule: str, group: Mapping[Any, Any]) -> str | None:
     """Why a published state with these ``keys`` does not fit ``rule``, which needs ``expected``; or None."""
     card = CARDS[rule]
-    published = next((candidate for candidate in card.published if candidate.splits_betas == ("beta1" in group)), None)
+    published = next(
+        (candidate for candidate in card.published if (candidate.package == "optimi") == ("beta1" in group)), None
+    )
     if card.published[0].step is not None and "step" not in keys and group.get("step") is None:
         return "its step is missing"
     needed = {*expected} | ({published.sign} if published is not None and published.sign else set())
@@ -166,8 +168,8 @@ def moments_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, 
         elif f"{name}_codes" in state:
             codes = state[f"{name}_codes"]
             # A group keeps the codec of each kind of moment under the name of the kind, such as moment2.
-            moment = Moment.of(name, codec_from_config(group[entry.slot]), state)
-            moments[name] = moment.read(0, codes.numel()).view(codes.shape)
+            codec = codec_from_config(group[entry.slot])
+            moments[name] = Moment.of(name, codec, state).read(0, codes.numel()).view(codes.shape)
     return moments
 
 
@@ -213,8 +215,11 @@ def _rebias(plain: Mapping[str, Any], rule: str, power: int) -> StateDict:
     """
     groups, state = [], {}
     for given in plain["param_groups"]:
-        settings = packed_group(given, None, ("lr", "betas", "eps", "weight_decay"))
-        group = {"params": given["params"], **settings, "rule": rule}
+        group = {
+            "params": given["params"],
+            **packed_group(given, None, ("lr", "betas", "eps", "weight_decay")),
+            "rule": rule,
+        }
         sources = {i: source for i in given["params"] if (source := plain["state"].get(i))}
         steps = {i: step for i, source in sources.items() if (step := step_of(source, given))}
         for i, step in steps.items():

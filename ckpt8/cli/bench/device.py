@@ -5,8 +5,6 @@ bytes written). The yardstick of steps is torch's AdamW on fp32 parameters. Time
 events on a CUDA device. The tensors should be several times as large as the last cache.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -194,8 +192,9 @@ def _file_rows(count: int, device: torch.device) -> list[dict[str, Any]]:
             run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            seconds = time.perf_counter() - start
-            rows.append({"operation": name, "seconds": seconds, "bytes": file and file.stat().st_size})
+            rows.append(
+                {"operation": name, "seconds": time.perf_counter() - start, "bytes": file and file.stat().st_size}
+            )
     return rows
 
 

@@ -3,8 +3,6 @@
 Each operation imports what its first call would, then works against the clock.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -69,8 +67,9 @@ def _compress(job: Job, **options: Any) -> object:
 def _load(job: Job) -> Callable[[], object]:
     """``ckpt8.load`` of every member that ``torch.load`` opens."""
     settle(kernels=False)
-    members = [member or None for member in job.source.loaded]
-    return lambda: [ckpt8.load(job.container, member=member, threads=job.threads) for member in members]
+    return lambda: [
+        ckpt8.load(job.container, member=member or None, threads=job.threads) for member in job.source.loaded
+    ]
 
 
 def _torch_load(job: Job) -> Callable[[], object]:

@@ -14,8 +14,6 @@ A job is one operation on a checkpoint: it prepares, then works against the cloc
 start of Python. This module imports no torch, whose memory would count for ``cp`` and zstd.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -55,8 +53,7 @@ def peak_memory() -> int:
 def _size_in(file: Path, name: str) -> int:
     """A size in a table of the kernel, in bytes; 0 where it has none, or the process has ended."""
     with contextlib.suppress(OSError):
-        lines = file.read_text().splitlines()
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
+        return next((int(line.split()[1]) * 1024 for line in file.read_text().splitlines() if line.startswith(name)), 0)
     return 0
 
 
@@ -119,8 +116,13 @@ def run_child(folder: Path) -> Run:
             child: subprocess.Popen[bytes] | None = None
             try:
                 with deferred():
-                    environment = {**os.environ, "TMPDIR": str(folder)}
-                    child = subprocess.Popen(command, stdout=out, stderr=err, start_new_session=True, env=environment)  # noqa: S603
+                    child = subprocess.Popen(  # noqa: S603
+                        command,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                        env={**os.environ, "TMPDIR": str(folder)},
+                    )
                 peak = SessionPeak(child.pid)
                 while watch and child.poll() is None:
                     peak.sample()
@@ -292,8 +294,9 @@ def _packed(pack: Callable[[Job, IO[bytes], IO[bytes], int], object], job: Job) 
 
 def _zstd(level: int, job: Job, reader: IO[bytes], writer: IO[bytes], size: int) -> None:
     """``zstd -LEVEL -T``."""
-    compressor = zstandard.ZstdCompressor(level=level, threads=job.threads)
-    compressor.copy_stream(reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK)
+    zstandard.ZstdCompressor(level=level, threads=job.threads).copy_stream(
+        reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK
+    )
 
 
 def _zipnn(job: Job) -> Callable[[], object]:

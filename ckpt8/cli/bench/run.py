@@ -10,8 +10,6 @@ whose scale differs from row to row, second moments that are smoothed squares of
 follows from its values, so that only a real one says that.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform
@@ -311,8 +309,10 @@ def _shapes(parameters: int) -> dict[str, tuple[int, ...]]:
         "mlp.c_proj.weight": (width, 4 * width),
     }
     layers, left = divmod(parameters, width * (12 * width + 9))
-    blocks = {f"h.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()}
-    return {"wte.weight": (max(1, left // width), width), **blocks}
+    return {
+        "wte.weight": (max(1, left // width), width),
+        **{f"h.{number}.{name}": shape for number in range(layers) for name, shape in layer.items()},
+    }
 
 
 def show_bench(console: Console, result: dict[str, Any]) -> None:

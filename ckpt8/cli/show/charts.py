@@ -5,8 +5,6 @@ shows the figures of a bar under the pointer. The page has one column on a phone
 system is. It loads nothing and runs nothing, and holds its facts as JSON, in the element ``ckpt8-report``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -76,8 +74,7 @@ def stacks(bars: Sequence[Stack]) -> str:
             place = f'x="{100 * at:.3f}%" y="{line * (_BAR + _GAP)}" width="{100 * share:.3f}%" height="{_BAR}"'
             parts.append(f'<rect class="{css}{faint}" {place}><title>{text(words)}</title></rect>')
             at += share
-    height = len(bars) * (_BAR + _GAP) - _GAP
-    return f'<svg height="{height}" role="img" aria-label="bar">{"".join(parts)}</svg>'
+    return f'<svg height="{len(bars) * (_BAR + _GAP) - _GAP}" role="img" aria-label="bar">{"".join(parts)}</svg>'
 
 
 class LogAxis:
@@ -150,8 +147,7 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
 
     Shares are on a logarithmic axis, since storage changes the tail.
     """
-    before, after = (None if side is None else _shares(side) for side in (pair["before"], pair["after"]))
-    sides = {name: side for name, side in (("before", before), ("after", after)) if side is not None}
+    sides = {name: _shares(pair[name]) for name in ("before", "after") if pair[name] is not None}
     drawn = {octave: share for side in sides.values() for octave, share in side.items() if share >= 10.0**_FAINTEST}
     if not drawn:
         return _frame(axis, _notice("no value other than zero"))
@@ -162,8 +158,9 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     floor = min(0, math.floor(math.log10(least) - 1e-9))
     x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
     marks = [(x(decade / LOG10_OF_2), power(10, decade)) for decade in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
-    shares = [(y(exponent), f"{10.0**exponent:g} %") for exponent in range(floor, 3)]
-    body = [_axes(marks, shares, axis, "share of values")]
+    body = [
+        _axes(marks, [(y(share), f"{10.0**share:g} %") for share in range(floor, 3)], axis, "share of values"),
+    ]
     for name, side in sides.items():
         heights = [max(floor, math.log10(side[at])) if at in side else floor for at in range(low, high)]
         outline = _steps(heights, low, x, y, floor)
@@ -290,12 +287,16 @@ def _axes(
 ) -> str:
     parts = []
     for place, label in y_ticks:
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{text(label)}</text>')
+        parts += [
+            f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>',
+            f'<text x="{_LEFT - 5}" y="{place + 3.5:.1f}" text-anchor="end">{text(label)}</text>',
+        ]
     for place, label in x_ticks:
-        parts.append(f'<line class="base" x1="{place:.1f}" x2="{place:.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"/>')
         anchor = "end" if place > _RIGHT - 12 else "middle"
-        parts.append(f'<text x="{place:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{text(label)}</text>')
+        parts += [
+            f'<line class="base" x1="{place:.1f}" x2="{place:.1f}" y1="{_BOTTOM}" y2="{_BOTTOM + 4}"/>',
+            f'<text x="{place:.1f}" y="{_BOTTOM + 17}" text-anchor="{anchor}">{text(label)}</text>',
+        ]
     return (
         f'{"".join(parts)}<line class="base" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>'
         f'<text x="{(_LEFT + _RIGHT) / 2:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(x_title)}</text>'
@@ -405,8 +406,9 @@ def document(title: str, sections: Iterable[str], data: dict[str, Any]) -> str:
 
 def _embedded(tree: Any) -> str:
     """JSON in which nothing is markup."""
-    plain = json.dumps(tree, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    return plain.translate({ord(character): f"\\u{ord(character):04x}" for character in "&<>"})
+    return json.dumps(tree, allow_nan=False, ensure_ascii=True, separators=(",", ":")).translate(
+        {ord(character): f"\\u{ord(character):04x}" for character in "&<>"}
+    )
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:

@@ -3,8 +3,6 @@
 The overview has the origin, sizes, settings and red flags of a checkpoint, in a terminal of any width.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -57,10 +55,11 @@ _SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "we
 _NUMBER = re.compile(r"(.*?)(\d+)")
 
 
-def say(console: Console, text: str, style: str = "", *, indent: str = "") -> None:
-    """Print text without markup, broken between words at the width of the terminal."""
-    lines = wrap(text, console.width, first=indent, more=f"{indent}  ")
-    console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+def say(console: Console, *texts: str, style: str = "", indent: str = "") -> None:
+    """Print texts without markup, each broken between words at the width of the terminal."""
+    for text in texts:
+        lines = wrap(text, console.width, first=indent, more=f"{indent}  ")
+        console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
 
 def _origin_words(facts: Mapping[str, Any], unknown: str, *more: str) -> str:
@@ -76,8 +75,7 @@ def _origin_words(facts: Mapping[str, Any], unknown: str, *more: str) -> str:
 
 def _show_origins(console: Console, origins: Iterable[Mapping[str, Any]]) -> None:
     """Print the program, step and epoch of every checkpoint in a directory, if they are of several programs."""
-    for row in origins:
-        say(console, f"{row['path']}: {_origin_words(row, 'of unknown origin')}", indent="  ")
+    say(console, *(f"{row['path']}: {_origin_words(row, 'of unknown origin')}" for row in origins), indent="  ")
 
 
 def base_line(facts: Mapping[str, Any]) -> str:
@@ -112,8 +110,7 @@ def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) ->
             )
         ]
         lines += [f"and {len(groups) - _MOST_ROWS:,} more groups"] if len(groups) > _MOST_ROWS else []
-        for line in lines:
-            say(console, line, indent="  ")
+        say(console, *lines, indent="  ")
 
 
 def _listed(options: Mapping[str, Any]) -> str:
@@ -128,12 +125,6 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def show_roles(console: Console, roles: Iterable[Mapping[str, Any]], total: int) -> None:
-    """Print the bytes of each role and element type as bars."""
-    rows = [{"label": f"{row['role']} {row['dtype']}", **row} for row in roles]
-    _show_bars(console, "Elements and bytes by role", rows, total, lambda row: (f"{row['elements']:,}",))
-
-
 def show_layers(console: Console, groups: Sequence[Mapping[str, Any]]) -> None:
     """Print the bytes of each layer as bars. Consecutive layers of equal sizes share a line."""
     joined = list(_joined(groups))
@@ -141,8 +132,9 @@ def show_layers(console: Console, groups: Sequence[Mapping[str, Any]]) -> None:
     rows = [row for row in joined if row in kept]
     if rest := [row["bytes"] for row in joined if row not in kept]:
         rows.append({"label": counted(len(rest), "smaller group"), "bytes": sum(rest)})
-    total = sum(group["bytes"] for group in groups)
-    _show_bars(console, "Bytes by layer, with the state of its parameters", rows, total)
+    _show_bars(
+        console, "Bytes by layer, with the state of its parameters", rows, sum(group["bytes"] for group in groups)
+    )
 
 
 def _show_bars(
@@ -153,13 +145,14 @@ def _show_bars(
     figures: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda _: (),
 ) -> None:
     """Print {label, bytes} as bars, each with its ``figures``, size and share of the ``total``."""
-    shares = []
-    for row in rows:
-        part = row["bytes"] / max(total, 1)
-        shares.append(Share(row["label"], part, (*figures(row), size(row["bytes"]), percent(part))))
+    parts = [row["bytes"] / max(total, 1) for row in rows]
+    shares = [
+        Share(row["label"], part, (*figures(row), size(row["bytes"]), percent(part)))
+        for row, part in zip(rows, parts, strict=True)
+    ]
     if shares:
         console.print()
-        say(console, title, "bold")
+        say(console, title, style="bold")
         lines = bars(shares, console.width, ascii_only=console.options.ascii_only)
         console.print(Text("\n".join(lines)), soft_wrap=True)
 
@@ -186,12 +179,11 @@ def _stack(item: tuple[int, Mapping[str, Any]]) -> object:
 def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Mapping[str, Any]) -> None:
     """Print the red flags by kind, the worst tensors of each, and how much was read to find them."""
     console.print()
-    say(console, "Red flags", "bold")
+    say(console, "Red flags", style="bold")
     say(console, looked_at(sample, flags))
     for kind, title, extent, lines in flags_by_kind(flags, _EXAMPLES):
-        say(console, f"{title}: {extent}", "yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
-        for line in lines:
-            say(console, line, indent="    ")
+        say(console, f"{title}: {extent}", style="yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
+        say(console, *lines, indent="    ")
 
 
 def flags_by_kind(flags: Sequence[Mapping[str, Any]], most: int) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -209,8 +201,7 @@ def flags_by_kind(flags: Sequence[Mapping[str, Any]], most: int) -> Iterator[tup
 
 def _extent(kind: str, flags: Sequence[Mapping[str, Any]]) -> str:
     """The number of tensors with flags of this kind, and the share of lost values."""
-    units = {"stored_twice": "time", FOREIGN: "file", "dead_rows": "parameter"}
-    where = counted(len(flags), units.get(kind, "tensor"))
+    where = counted(len(flags), {"stored_twice": "time", FOREIGN: "file", "dead_rows": "parameter"}.get(kind, "tensor"))
     if kind not in _LOST_IN_FP16:
         return where
     share = percent(sum(flag["count"] for flag in flags) / sum(flag["of"] for flag in flags))
@@ -253,11 +244,9 @@ def show(console: Console, facts: dict[str, Any]) -> None:
 
 def _show_container(console: Console, facts: dict[str, Any]) -> None:
     per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
-    say(console, facts["path"], "bold")
-    say(console, f"ckpt8 {facts['format']}, {facts['asked']}")
-    say(console, f"from {_origin(facts)}")
-    if facts["base"] is not None:
-        say(console, base_line(facts))
+    say(console, facts["path"], style="bold")
+    lines = [f"ckpt8 {facts['format']}, {facts['asked']}", f"from {_origin(facts)}"]
+    say(console, *lines, *([] if facts["base"] is None else [base_line(facts)]))
     _show_origins(console, facts["origins"])
     say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
     rows = [
@@ -276,28 +265,34 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     _show_contents(console, facts)
     if facts["directory"] is not None:
         first = facts["members"] if facts["ranks"] is None else facts["members"][:_RANKS]
-        members = [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in first]
-        show_table(console, ("member", "format", "original", "stored"), members)
+        show_table(
+            console,
+            ("member", "format", "original", "stored"),
+            [(m["path"], m["format"], size(m["bytes"]), size(m["stored_bytes"])) for m in first],
+        )
         if len(first) < len(facts["members"]):
             say(console, f"and {len(facts['members']) - len(first):,} more")
     _show_errors(console, facts["errors"], facts["steps"], facts["measured_from"])
     _show_worst(console, facts["worst"])
     _show_kept(console, facts, facts["lossless"])
-    columns = {
-        "shape": _shape,
-        "codec": lambda tensor: codec_text(tensor["codec"]),
-        "stored": lambda tensor: size(tensor["stored_bytes"]),
-        "error": lambda tensor: _error(tensor["error"]),
-    }
-    _show_tensors(console, facts, columns)
+    _show_tensors(
+        console,
+        facts,
+        {
+            "shape": _shape,
+            "codec": lambda tensor: codec_text(tensor["codec"]),
+            "stored": lambda tensor: size(tensor["stored_bytes"]),
+            "error": lambda tensor: _error(tensor["error"]),
+        },
+    )
 
 
 def _show_contents(console: Console, facts: dict[str, Any]) -> None:
-    """Print the low-bit optimizers, the layers and the red flags."""
-    for state in facts["low_bit"]:
-        say(console, f"optimizer: {low_bit_line(state)}")
+    """Print the low-bit optimizers, the roles of a checkpoint, the layers and the red flags."""
+    say(console, *(f"optimizer: {low_bit_line(state)}" for state in facts["low_bit"]))
     if facts["kind"] != "ckpt8":
-        show_roles(console, facts["roles"], facts["bytes"])
+        rows = [{"label": f"{row['role']} {row['dtype']}", **row} for row in facts["roles"]]
+        _show_bars(console, "Elements and bytes by role", rows, facts["bytes"], lambda row: (f"{row['elements']:,}",))
     show_layers(console, facts["layers"])
     show_flags(console, facts["flags"], facts["sample"])
 
@@ -349,9 +344,8 @@ def _show_errors(
     lines += [differing_line(source)] if source and source["differing"] else []
     if lines:
         console.print()
-        say(console, f"Measured error, from {source['path']}" if source else "Measured error", "bold")
-        for line in lines:
-            say(console, line)
+        say(console, f"Measured error, from {source['path']}" if source else "Measured error", style="bold")
+        say(console, *lines)
         show_optimizers(console, steps)
 
 
@@ -364,8 +358,10 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
         if rows := worst[kind]:
             # A figure that is not in update space is named.
             kinds = [f" ({FIGURE_WORDS['replayed']})" if row.get("figure") == "replayed" else "" for row in rows]
-            figures = [[number(row[key]) for key in columns.values()] for row in rows]
-            cells = [(shown(row) + kind, *more) for row, kind, more in zip(rows, kinds, figures, strict=True)]
+            cells = [
+                (shown(row) + kind, *(number(row[key]) for key in columns.values()))
+                for row, kind in zip(rows, kinds, strict=True)
+            ]
             show_table(console, (title, *columns), cells)
 
 
@@ -379,8 +375,9 @@ def _show_kept(console: Console, facts: dict[str, Any], lossless: list[dict[str,
 
 
 def _show_unrecognised(console: Console, facts: dict[str, Any]) -> None:
-    states = facts["unrecognised"]
-    if rows := [(f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in states]:
+    if rows := [
+        (f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in facts["unrecognised"]
+    ]:
         show_table(console, ("lossless tensors of unknown role", "original", "compress them with"), rows)
 
 
@@ -390,9 +387,10 @@ def _show_tensors(
     """Print every tensor with more ``columns``, and the rule of every parameter, if ``facts`` have them."""
     if "tensors" not in facts:
         return
-    cells = [[cell(tensor) for cell in columns.values()] for tensor in facts["tensors"]]
-    named = ((tensor["name"], tensor["role"], *more) for tensor, more in zip(facts["tensors"], cells, strict=True))
-    show_table(console, ("tensor", "role", *columns), named)
+    cells = (
+        (tensor["name"], tensor["role"], *(cell(tensor) for cell in columns.values())) for tensor in facts["tensors"]
+    )
+    show_table(console, ("tensor", "role", *columns), cells)
     rules = [(shown(row), row["rule"] or {"kind": "unknown", "step": 0}) for row in facts["parameters"]]
     if rows := [(name, rule["kind"], f"{rule['step']:,}" if rule["step"] else "-") for name, rule in rules]:
         show_table(console, ("parameter", "rule", "step"), rows)
@@ -420,24 +418,29 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     if words := _origin_words(facts, "", counted(parameters, "parameter") if parameters else ""):
         say(console, words)
     _show_origins(console, facts["origins"])
-    for row in facts["optimizer"]:
-        say(console, optimizer_line(row))
+    say(console, *map(optimizer_line, facts["optimizer"]))
     show_hyperparameters(console, facts["hyperparameters"])
     _show_contents(console, facts)
     console.print()
-    say(console, "What ckpt8 compress would make of it, from a sample", "bold")
+    say(console, "What ckpt8 compress would make of it, from a sample", style="bold")
     show_predictions(console, facts)
     if facts["format"] == DIRECTORY:
-        rows = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
-        show_table(console, ("member", "format", "original", "reason"), rows)
+        show_table(
+            console,
+            ("member", "format", "original", "reason"),
+            [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]],
+        )
     _show_unrecognised(console, facts)
-    columns = {
-        "dtype": lambda tensor: tensor["dtype"],
-        "shape": _shape,
-        "codec": lambda tensor: codec_text(tensor["codec"]),
-        "reason": lambda tensor: tensor["reason"] or "",
-    }
-    _show_tensors(console, facts, columns)
+    _show_tensors(
+        console,
+        facts,
+        {
+            "dtype": lambda tensor: tensor["dtype"],
+            "shape": _shape,
+            "codec": lambda tensor: codec_text(tensor["codec"]),
+            "reason": lambda tensor: tensor["reason"] or "",
+        },
+    )
 
 
 def summary(console: Console, facts: dict[str, Any], target: str, seconds: float, total_seconds: float) -> None:

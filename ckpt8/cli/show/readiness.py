@@ -1,7 +1,5 @@
 """Shows ``inspect --readiness`` in a terminal: a verdict for each format, and the figures behind it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,8 +50,10 @@ def _rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
         for role, report in number_format["roles"].items():
             cells = []
             for figures in (report[RAW], report[SCALED]):
-                losses = (percent(figures[key]) for key in ("overflow", "underflow", "subnormal"))
-                cells += [snr(figures["snr_db"]), *losses]
+                cells += [
+                    snr(figures["snr_db"]),
+                    *(percent(figures[key]) for key in ("overflow", "underflow", "subnormal")),
+                ]
             yield name, ideal, ROLE_WORDS[role], *cells
             name = ideal = ""
 

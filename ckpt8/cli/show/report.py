@@ -8,8 +8,6 @@ by layer, and the worst tensors with their histograms; how values and codes are 
 --resume-steps``.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -106,8 +104,12 @@ def histograms(pairs: dict[str, Any]) -> Iterator[str]:
     """A figure for every pair of histograms."""
     for what, pair in pairs.items():
         title, axis = _CHARTS[what]
-        words = f"{title} <span>{pair['after']['total']:,} values</span>"
-        yield figure(what, words, magnitudes(pair, what, axis), text(_outside(pair)))
+        yield figure(
+            what,
+            f"{title} <span>{pair['after']['total']:,} values</span>",
+            magnitudes(pair, what, axis),
+            text(_outside(pair)),
+        )
 
 
 def _outside(pair: dict[str, Any]) -> str:
@@ -244,8 +246,7 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     rows += [("error in steps", (phrase,)) for phrase in outside_phrases(steps)]
     rows += [("learning rate", (phrase,)) for phrase in rate_phrases(steps)]
     rows.append(("loss drift", drift_text(steps["drift"]).split(", ")))
-    if len(steps["optimizers"]) > 1:
-        rows += [_optimizer(optimizer) for optimizer in steps["optimizers"]]
+    rows += map(_optimizer, steps["optimizers"]) if len(steps["optimizers"]) > 1 else ()
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
         rows.append(("lattice", (f"{share} of the weights have the largest step", "that their size allows")))
@@ -267,13 +268,18 @@ def _optimizer(optimizer: Mapping[str, Any]) -> Row:
 
 def predictions(facts: Mapping[str, Any]) -> str:
     """What every preset and some budgets would make of a checkpoint, as markup."""
-    rows: list[Row] = []
-    for name, prediction in facts["predicted"].items():
-        drift = f"loss drift {interval(prediction['drift'])}"
-        cost = [] if prediction["steps"] is None else [f"{number(prediction['steps'])} steps", drift]
-        rows.append((option_of(name), (size(prediction["bytes"]), f"{prediction['ratio']:.2f}x", *cost)))
-    rows += [
-        ("not in steps", (f"{counted(count, 'tensor')}: {reason}",)) for reason, count in facts["unpredicted"].items()
+    costs = {
+        name: []
+        if known["steps"] is None
+        else [f"{number(known['steps'])} steps", f"loss drift {interval(known['drift'])}"]
+        for name, known in facts["predicted"].items()
+    }
+    rows: list[Row] = [
+        *(
+            (option_of(name), (size(known["bytes"]), f"{known['ratio']:.2f}x", *costs[name]))
+            for name, known in facts["predicted"].items()
+        ),
+        *(("not in steps", (f"{counted(count, 'tensor')}: {why}",)) for why, count in facts["unpredicted"].items()),
     ]
     return (
         '<h3>What ckpt8 compress would make of it</h3><p class="soft">Predicted from a sample: size, error in steps of '
@@ -344,9 +350,15 @@ def _size_totals(facts: dict[str, Any]) -> str:
     # The container of a small checkpoint is larger than its original.
     full_bar = max(1, facts["bytes"], *(nbytes for _, nbytes, *_ in after))
     rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
-    for name, nbytes, ratio, what, rest in after:
-        stack = [*_segments(stored_bytes, full_bar), (_NO_ROLE, rest / full_bar, f"{what}: {size(rest)}")]
-        rows.append(row(text(name), stacks([stack]), f"{size(nbytes)} <small>{ratio:.2f}x</small>"))
+    stored = _segments(stored_bytes, full_bar)
+    rows += [
+        row(
+            text(name),
+            stacks([[*stored, (_NO_ROLE, rest / full_bar, f"{what}: {size(rest)}")]]),
+            f"{size(nbytes)} <small>{ratio:.2f}x</small>",
+        )
+        for name, nbytes, ratio, what, rest in after
+    ]
     return "".join(rows)
 
 
@@ -355,9 +367,9 @@ def _by_role(facts: dict[str, Any]) -> str:
     rows = []
     for entry in sorted(facts["roles"], key=lambda entry: list(ROLE_WORDS).index(entry["role"])):
         role, stored = entry["role"], entry.get("stored_bytes")
-        encoding = text(codec_text(entry.get("codec") or entry["dtype"]))
         bars = [_segments({role: nbytes}, full_bar) for nbytes in (entry["bytes"], stored) if nbytes is not None]
         more = f" <small>{percent(entry['bytes'], facts['bytes'])}</small>" if stored is None else f" → {size(stored)}"
+        encoding = text(codec_text(entry.get("codec") or entry["dtype"]))
         name = f'{text(ROLE_WORDS[role])} <span class="soft">{encoding}</span>'
         rows.append(row(name, stacks(bars), size(entry["bytes"]) + more))
     return "".join(rows)
@@ -375,8 +387,8 @@ def _sizes_by_layer(layers: list[dict[str, Any]], *, is_compressed: bool) -> str
         bars = [_segments(layer[column], full_bar) for column in columns]
         rows.append(row(text(layer["layer"]), stacks(bars), value))
     if others:
-        total = sum(sum(other["bytes"].values()) for other in others)
-        rows.append(f'<p class="note">{len(others):,} smaller layers together: {size(total)}</p>')
+        total = size(sum(sum(other["bytes"].values()) for other in others))
+        rows.append(f'<p class="note">{len(others):,} smaller layers together: {total}</p>')
     return "".join(rows)
 
 
@@ -416,8 +428,12 @@ def error_section(
 def _error_totals(errors: dict[str, Any], steps: dict[str, Any] | None) -> list[Row]:
     rows: list[Row] = []
     if weight := errors["weight"]:
-        mean = f"mean {number(weight['mean_relative'])}"
-        rows.append(("weights", (f"max relative {number(weight['max_relative'])}", mean)))
+        rows.append(
+            (
+                "weights",
+                (f"max relative {number(weight['max_relative'])}", f"mean {number(weight['mean_relative'])}"),
+            )
+        )
     if weight := errors.get("lattice"):
         rows.append(("weights", (_decibels(weight), f"max error {number(weight['max_distance'])}")))
     for what, name in {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], **FIGURE_WORDS}.items():
@@ -451,8 +467,9 @@ def _errors_by_layer(layers: list[dict[str, Any]]) -> str:
         nmse, most = update["nmse"] or 0.0, f"max |Δu| {number(update['max_error'])}"
         dots = axis.dots([("update", nmse, f"NMSE {number(nmse)}"), ("moment2 ring", update["max_error"], most)])
         rows.append(row(text(layer["layer"]), dots, f"{number(update['nmse'])} <small>{most}</small>"))
-    kinds = {kind for layer in known for kind in layer["figures"]}
-    title = " and ".join(words.capitalize() for kind, words in FIGURE_WORDS.items() if kind in kinds)
+    title = " and ".join(
+        words.capitalize() for kind, words in FIGURE_WORDS.items() if any(kind in layer["figures"] for layer in known)
+    )
     more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
     colours = legend([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
     return f'<h3>{title}, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
@@ -475,8 +492,13 @@ def worst_section(distributions: dict[str, Any]) -> str:
             f"{charts(histograms(tensor['histograms']))}</article>"
             for tensor in rows
         ]
-    hint = '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>'
-    return section("worst", "The worst tensors", sides_legend(distributions) or hint, *articles)
+    return section(
+        "worst",
+        "The worst tensors",
+        sides_legend(distributions)
+        or '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>',
+        *articles,
+    )
 
 
 def _update_figures(error: dict[str, Any]) -> str:
@@ -607,9 +629,8 @@ def _flags(facts: dict[str, Any]) -> str:
 
 
 def _footer(sample: dict[str, Any]) -> str:
-    share = percent(sample["elements"], sample["of"])
-    words = f"{sample['elements']:,} of {sample['of']:,} values of weights and moments ({share}): {sample['rule']}."
     return (
-        f'<footer id="sample"><p>Histograms and codes were counted over {text(words)}</p>'
+        f'<footer id="sample"><p>Histograms and codes were counted over {sample["elements"]:,} of {sample["of"]:,} '
+        f"values of weights and moments ({percent(sample['elements'], sample['of'])}): {text(sample['rule'])}.</p>"
         f"<p>ckpt8 {text(__version__)}</p></footer>"
     )

@@ -61,8 +61,12 @@ def show_diff(console: Console, facts: dict[str, Any], *, tensors: bool) -> None
                 for row in facts["layers"][role]
                 if row["differ"]
             ]
-            columns = title, "relative", "RMS change", "RMS in A"
-            _show_rows(console, columns, layers, _LAYERS if role == "weight" else _MOMENT_LAYERS)
+            _show_rows(
+                console,
+                (title, "relative", "RMS change", "RMS in A"),
+                layers,
+                _LAYERS if role == "weight" else _MOMENT_LAYERS,
+            )
     _show_tensors(console, facts["tensors"]["both"], everything=tensors)
     _show_not_finite(console, facts["tensors"]["both"])
     _show_list(console, "notes", facts["notes"])
@@ -126,8 +130,9 @@ def _show_list(console: Console, title: str, rows: Sequence[str]) -> None:
         console.print(f"\n[bold]{title}[/] ({len(rows):,})")
         counts = Counter(map(_pattern, rows))
         shown = ((row, _pattern(row), counts[_pattern(row)]) for row in rows)
-        merged = (f"{name}  ({count:,} of them)" if count > _ALIKE else row for row, name, count in shown)
-        lines = list(dict.fromkeys(merged))
+        lines = list(
+            dict.fromkeys(f"{name}  ({count:,} of them)" if count > _ALIKE else row for row, name, count in shown)
+        )
         for line in lines[:_LISTED]:
             console.print(f"  {line}", soft_wrap=True, markup=False)
         _show_more(console, len(lines) - _LISTED)
@@ -186,8 +191,12 @@ def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everyt
             "others that changed most": [t for t in changed if t["role"] != "weight" and t["values"] is None],
         }
     for title, rows in tables.items():
-        columns = (title, "role", "shape", "elements that differ", "max |B-A|", "relative")
-        _show_rows(console, columns, list(map(_cells, rows)), len(tensors) if everything else _LISTED)
+        _show_rows(
+            console,
+            (title, "role", "shape", "elements that differ", "max |B-A|", "relative"),
+            list(map(_cells, rows)),
+            len(tensors) if everything else _LISTED,
+        )
 
 
 def _cells(tensor: dict[str, Any]) -> Sequence[str]:
@@ -254,10 +263,9 @@ def _show_replay(console: Console, resume: dict[str, Any]) -> None:
             f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
             f"replay error {number(resume['replay_error'])}"
         )
-        columns = ("step", "update NMSE", "max |Δu|", "weights RMS", "weights max")
         keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
         rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
-        console.print(Table(columns, rows))
+        console.print(Table(("step", "update NMSE", "max |Δu|", "weights RMS", "weights max"), rows))
         first = resume["first_of_gradient_rules"]
         if first and first["parameters"] < resume["parameters"]:
             console.print(

@@ -1,7 +1,5 @@
 """The page of ``runs --html``: sizes and loss by step, and every checkpoint."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -49,8 +47,8 @@ def _heading(name: str, totals: Mapping[str, Any]) -> str:
     ]
     if totals["ratio"] is not None:
         shown += [("originals", size(totals["bytes"])), ("ratio", f"{totals['ratio']:.2f}x")]
-    problems = {"damaged": totals["damaged"], "without a base": totals["base_missing"]}
-    shown += [(what, f"{count:,}") for what, count in problems.items() if count]
+    problems = ("damaged", totals["damaged"]), ("without a base", totals["base_missing"])
+    shown += [(what, f"{count:,}") for what, count in problems if count]
     words = "".join(f'<p class="soft">{text(line)}</p>' for line in total_lines(totals))
     return f"<header><h1>{text(name)}</h1>{words}{tiles(shown)}</header>"
 
@@ -80,8 +78,10 @@ def _sizes(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str]
             curves.append((css, sorted(points)))
             entries.append((f"dot {css}", _WORDS[kind]))
     if known:
-        sizes = [checkpoint["stored_bytes"] for checkpoint in known]
-        axis = log_axis(sizes, lambda exponent: size(10**exponent).replace(".00", ""))
+        axis = log_axis(
+            [checkpoint["stored_bytes"] for checkpoint in known],
+            lambda exponent: size(10**exponent).replace(".00", ""),
+        )
         yield _figure("sizes", "Size", over_steps(curves, "step", "size", axis, joined=False), len(known))
 
 
@@ -106,8 +106,7 @@ def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str
 
 def _list(rows: Sequence[Row]) -> str:
     full_bar = max(1, *(max(checkpoint["bytes"] or 0, checkpoint["stored_bytes"]) for checkpoint in rows))
-    is_packed = any(checkpoint["ratio"] is not None for checkpoint in rows)
-    note = f'<p class="soft">{TWO_BARS}</p>' if is_packed else ""
+    note = f'<p class="soft">{TWO_BARS}</p>' if any(checkpoint["ratio"] is not None for checkpoint in rows) else ""
     return section("checkpoints", "Checkpoints", note, *(_row(checkpoint, full_bar) for checkpoint in rows))
 
 

@@ -1,7 +1,5 @@
 """Shows the checkpoints of a run in a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -18,17 +16,14 @@ Row = Mapping[str, Any]
 def show(console: Console, facts: Mapping[str, Any]) -> None:
     """Print ``Run.to_json``; escape unprintable characters of names. Columns without a value are left out."""
     facts = printable_tree(facts)
-    say(console, facts["path"], "bold")
+    say(console, facts["path"], style="bold")
     rows: Sequence[Row] = facts["checkpoints"]
-    cells = {title: [cell(row) for row in rows] for title, cell in _COLUMNS}
-    shown = {title: column for title, column in cells.items() if any(column)}
+    shown = {title: column for title, cell in _COLUMNS if any(column := [cell(row) for row in rows])}
     console.print(Table(("checkpoint", *shown), list(zip((row["name"] for row in rows), *shown.values(), strict=True))))
-    damaged = [(row["name"], row["damage"]) for row in rows if row["damage"] is not None]
-    if damaged:
+    if damaged := [(row["name"], row["damage"]) for row in rows if row["damage"] is not None]:
         show_table(console, ("damaged", "reason"), damaged)
     console.print()
-    for line in total_lines(facts["totals"]):
-        say(console, line)
+    say(console, *total_lines(facts["totals"]))
 
 
 def total_lines(totals: Mapping[str, Any]) -> list[str]:

@@ -5,8 +5,6 @@ Both keep every cell whole and break long names after a component.
 An error in steps of the optimizer, and the loss drift that it is expected to cost, are lines here as well.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -159,8 +157,7 @@ def bar(fraction: float, width: int, *, ascii_only: bool = False) -> str:
     eighths = max(min(round(fraction * width * 8), width * 8), 1 if fraction > 0 else 0)
     if ascii_only:
         return "#" * (-(-eighths // 8) if eighths < 8 else round(eighths / 8))
-    whole, part = divmod(eighths, 8)
-    return _EIGHTHS[8] * whole + _EIGHTHS[part].strip()
+    return _EIGHTHS[8] * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def bars(shares: Sequence[Share], width: int, *, ascii_only: bool = False) -> Iterator[str]:
@@ -288,8 +285,13 @@ def part_phrases(steps: Mapping[str, Any]) -> list[str]:
 def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:
     """Print the error by optimizer, if there are several."""
     if steps and len(steps["optimizers"]) > 1:
-        figures = {"steps": "steps", **PARTS, "weight_snr_db": "weights' SNR", "max_error": "max |Δu|"}
-        figures["update_nmse"] = "NMSE of u"
+        figures = {
+            "steps": "steps",
+            **PARTS,
+            "weight_snr_db": "weights' SNR",
+            "max_error": "max |Δu|",
+            "update_nmse": "NMSE of u",
+        }
         rows = (
             (counted(row["parameters"], "parameter"), *(number(row[key]) for key in figures), interval(row["drift"]))
             for row in steps["optimizers"]

@@ -104,8 +104,14 @@ def describe(
         matrix=bool(factored),
         even=bool(factored) and shape[-1] % 16 == 0,
     )
-    stream = signed(stream_key(group["seed"], index), 64)
-    return layout, Row(addresses, state["step"].data_ptr(), param.numel(), stream, factored, shape if factored else ())
+    return layout, Row(
+        addresses,
+        state["step"].data_ptr(),
+        param.numel(),
+        signed(stream_key(group["seed"], index), 64),
+        factored,
+        shape if factored else (),
+    )
 
 
 class _Known(NamedTuple):

@@ -55,8 +55,7 @@ PROLOGUE_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
 def bits_of_float(value: float) -> int:
     """The bits of a float64 as a signed integer, which a kernel reads with ``double``."""
-    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
-    return bits
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 @triton.jit
@@ -115,8 +114,8 @@ def addresses_kernel(table, first, odd):
 def write_addresses(table: torch.Tensor, addresses: list[int]) -> None:
     """Set the addresses of gradients by kernel arguments: no copy from the host, and a CUDA graph keeps them."""
     for first in range(0, len(addresses), ADDRESSES):
-        some = [(2 * address) | 1 for address in addresses[first : first + ADDRESSES]]
-        addresses_kernel[(1,)](table, first, tuple(some), **PROLOGUE_OPTIONS)
+        odd = tuple((2 * address) | 1 for address in addresses[first : first + ADDRESSES])
+        addresses_kernel[(1,)](table, first, odd, **PROLOGUE_OPTIONS)
 
 
 class Matrices:
