@@ -6,7 +6,7 @@
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from ckpt8.container.header import (
     stated_seal,
 )
 from ckpt8.container.manifest import BaseRecord, read_base
+from ckpt8.core.closing import setting
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import as_private_as, refuse_source
 from ckpt8.core.files.source_file import ByteRange, SourceFile
@@ -47,14 +48,9 @@ def directories() -> tuple[Path, ...]:
     return tuple(dict.fromkeys((*_directories.get(), *map(Path, named))))
 
 
-@contextmanager
-def looked_for_in(folders: Iterable[Path]) -> Iterator[None]:
+def looked_for_in(folders: Iterable[Path]) -> AbstractContextManager[object]:
     """Have all readers that are made in the block look for bases in ``folders``, too."""
-    token = _directories.set((*folders, *_directories.get()))
-    try:
-        yield
-    finally:
-        _directories.reset(token)
+    return setting(_directories, (*folders, *_directories.get()))
 
 
 class Stated(NamedTuple):
@@ -77,9 +73,8 @@ def stated_base(container: Path, only: str | None = None) -> Stated:
     with closing(SourceFile(ByteRange.of(container))) as file:
         where, size = str(container), file.source.length
         text, seal = manifest_text(read_head(file, where).manifest, where), file.read(size - SEAL_BYTES, SEAL_BYTES)
-        if only is not None and only.encode() not in text:
-            return Stated(seal.hex(), None)
-        return Stated(seal.hex(), read_base(Fields(parse_manifest(text, size, where), where)))
+        lacks_text = only is not None and only.encode() not in text
+        return Stated(seal.hex(), None if lacks_text else read_base(Fields(parse_manifest(text, size, where), where)))
 
 
 def files_of(source: Path, *, damaged_too: bool = False) -> list[Path]:

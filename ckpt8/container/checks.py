@@ -36,7 +36,7 @@ from ckpt8.container.manifest import (
     StorageRecord,
     planes,
 )
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, require
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
@@ -100,8 +100,7 @@ def check_references(manifest: Manifest, codec_of: Callable[[int], Codec], where
             problem = check.problem(copied)
             if copied.numel != record.numel:
                 problem = f"refers to {copied.numel} elements for the {record.numel} that it has"
-            if problem is not None:
-                raise InputError(f"{where}: {record.name}: {problem}")
+            require(problem is None, f"{where}: {record.name}: {problem}")
 
 
 def check_companions(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
@@ -109,10 +108,14 @@ def check_companions(manifest: Manifest, codec_of: Callable[[int], Codec], where
     storages = manifest.storages
     for index, record in enumerate(storages):
         for name, other in codec_of(index).companion_storages.items():
-            if not (type(other) is int and 0 <= other < len(storages)) or storages[other].numel != record.numel:
-                raise InputError(f"{where}: {record.name}: {name} is not a storage of as many elements")
-            if codec_of(other).companions or codec_of(other).copied is not None:
-                raise InputError(f"{where}: {record.name}: {name} is coded with another storage itself")
+            require(
+                type(other) is int and 0 <= other < len(storages) and storages[other].numel == record.numel,
+                f"{where}: {record.name}: {name} is not a storage of as many elements",
+            )
+            require(
+                not codec_of(other).companions and codec_of(other).copied is None,
+                f"{where}: {record.name}: {name} is coded with another storage itself",
+            )
         for name, factors in codec_of(index).factored.items():
             if problem := _factors_problem(factors, manifest, codec_of, record.numel):
                 raise InputError(f"{where}: {record.name}: {name} {problem}")
@@ -139,12 +142,12 @@ def check_deltas(manifest: Manifest, codec_of: Callable[[int], Codec], where: st
     for index, record in enumerate(manifest.storages):
         if record.base is not None:
             codec = codec_of(index)
-            if manifest.base is None:
-                raise InputError(f"{where}: {record.name}: is a difference, but the file names no base")
-            if index in skeletons:
-                raise InputError(f"{where}: {record.name}: is a difference, but no tensor")
-            if codec.companions or codec.copied is not None:
-                raise InputError(f"{where}: {record.name}: {codec.id} cannot be kept as a difference")
+            require(manifest.base, f"{where}: {record.name}: is a difference, but the file names no base")
+            require(index not in skeletons, f"{where}: {record.name}: is a difference, but no tensor")
+            require(
+                not codec.companions and codec.copied is None,
+                f"{where}: {record.name}: {codec.id} cannot be kept as a difference",
+            )
 
 
 CRC_BYTES = 4
@@ -176,28 +179,27 @@ def member_runs(manifest: Manifest, member: int, where: str) -> list[Run]:
             position += manifest.storages[index].nbytes
             runs.append(Run(offset, position, index, 0))
         seen.add(index)
-    if position != record.size or skeleton != manifest.storages[record.skeleton].nbytes:
-        raise InputError(f"{where}: manifest is malformed: {record.path!r} has another size than its parts")
+    require(
+        position == record.size and skeleton == manifest.storages[record.skeleton].nbytes,
+        f"{where}: manifest is malformed: {record.path!r} has another size than its parts",
+    )
     return runs
 
 
 def check_members(manifest: Manifest, where: str) -> None:
     """Raise InputError unless every member is filled exactly and its checksum fields lie in its skeleton."""
-    if not manifest.members:
-        raise InputError(f"{where}: manifest is malformed: it has no member")
+    require(manifest.members, f"{where}: manifest is malformed: it has no member")
     taken: set[int] = set()
     for index, record in enumerate(manifest.members):
         runs = member_runs(manifest, index, where)
         own = {record.skeleton, *(storage for _, storage in record.segments)}
-        if own & taken:
-            raise InputError(f"{where}: manifest is malformed: {record.path!r} has storages of another member")
+        require(not own & taken, f"{where}: manifest is malformed: {record.path!r} has storages of another member")
         taken |= own
         _check_crc_fields(record, [run for run in runs if run.storage == record.skeleton], where)
 
 
 def _check_crc_fields(record: MemberRecord, skeleton: list[Run], where: str) -> None:
-    at = 0
-    free_from = 0
+    at = free_from = 0
     for place, _ in sorted(record.crc_fields):
         while at < len(skeleton) and skeleton[at].stop < place + CRC_BYTES:
             at += 1
@@ -259,40 +261,30 @@ def link_stays_inside(path: str, target: str) -> bool:
 
 def check_paths(manifest: Manifest, where: str) -> None:
     """Raise InputError unless the members of a directory can be written side by side, and only there."""
+    malformed = f"{where}: manifest is malformed:"
     if manifest.directory is None:
-        if len(manifest.members) != 1:
-            raise InputError(f"{where}: manifest is malformed: {len(manifest.members)} members, but no directory")
+        require(len(manifest.members) == 1, f"{malformed} {len(manifest.members)} members, but no directory")
         return
     seen: set[str] = set()
     for member in manifest.members:
         if (problem := path_problem(member.path)) is not None:
             raise InputError(f"{where}: holds a member {member.path[:80]!r}, whose path {problem}; nothing is written")
-        _check_member(member, where)
-        if member.path in seen:
-            raise InputError(f"{where}: manifest is malformed: it has two members {member.path[:80]!r}")
+        shown = repr(member.path[:80])
+        require(member.format != DIRECTORY or not member.size, f"{malformed} the directory {shown} has content")
+        require(
+            member.format != SYMLINK or 0 < member.size <= MAX_PATH_BYTES,
+            f"{malformed} the link {shown} has {member.size} bytes",
+        )
+        require(
+            member.format not in (FILE, SYMLINK, DIRECTORY) or not (member.segments or member.crc_fields),
+            f"{malformed} {shown} is no checkpoint but has storages",
+        )
+        require(member.path not in seen, f"{malformed} it has two members {shown}")
         seen.add(member.path)
     # In this order whatever lies below a path follows it at once.
     for above, below in pairwise(sorted(path.split("/") for path in seen)):
-        if below[: len(above)] == above:
-            shown = repr("/".join(below)[:80])
-            raise InputError(f"{where}: manifest is malformed: {shown} lies below another member")
-
-
-def _check_member(member: MemberRecord, where: str) -> None:
-    shown, malformed = repr(member.path[:80]), "manifest is malformed:"
-    for wrong, what in (
-        (member.format == DIRECTORY and member.size, f"{malformed} the directory {shown} has content"),
-        (
-            member.format == SYMLINK and not 0 < member.size <= MAX_PATH_BYTES,
-            f"{malformed} the link {shown} has {member.size} bytes",
-        ),
-        (
-            member.format in (FILE, SYMLINK, DIRECTORY) and (member.segments or member.crc_fields),
-            f"{malformed} {shown} is no checkpoint but has storages",
-        ),
-    ):
-        if wrong:
-            raise InputError(f"{where}: {what}")
+        shown = repr("/".join(below)[:80])
+        require(below[: len(above)] != above, f"{malformed} {shown} lies below another member")
 
 
 _FRAME_RATIO = 1 << 15
@@ -357,13 +349,16 @@ class Locator:
 
     def places(self, record: StorageRecord | Pack, codec: Codec) -> Places:
         """The places of a pack, or of a storage that is in none."""
-        if isinstance(record, Pack) and (codec.companions or codec.copied is not None):
-            raise InputError(f"{self.where}: {record.name}: storages that share entries cannot depend on others")
-        if not codec.accepts(TensorSpec(record.name, record.role, record.dtype, (record.numel,))):
-            raise InputError(f"{self.where}: {record.name}: {codec.id} does not hold {record.dtype.label}")
+        require(
+            isinstance(record, StorageRecord) or not (codec.companions or codec.copied is not None),
+            f"{self.where}: {record.name}: storages that share entries cannot depend on others",
+        )
+        require(
+            codec.accepts(TensorSpec(record.name, record.role, record.dtype, (record.numel,))),
+            f"{self.where}: {record.name}: {codec.id} does not hold {record.dtype.label}",
+        )
         layout = layout_of(record, codec)
-        if set(record.parts) != set(layout):
-            raise InputError(f"{self.where}: {record.name}: parts do not fit its codec")
+        require(set(record.parts) == set(layout), f"{self.where}: {record.name}: parts do not fit its codec")
         if not layout:
             return NOWHERE
         if isinstance(record, StorageRecord):
@@ -379,8 +374,10 @@ class Locator:
         table = record.parts[part]
         nbytes = self._plane_bytes(record, part, spec)
         # Bound the memory that a declared size can cause by the bytes that are really there.
-        if sum(table.lengths) * _FRAME_RATIO < nbytes:
-            raise InputError(f"{self.where}: {record.name}: {part!r} cannot hold the {nbytes} bytes it must hold")
+        require(
+            sum(table.lengths) * _FRAME_RATIO >= nbytes,
+            f"{self.where}: {record.name}: {part!r} cannot hold the {nbytes} bytes it must hold",
+        )
         offsets: list[int] = []
         position = 0
         for name, count in names.items():
@@ -388,11 +385,9 @@ class Locator:
             lengths = table.lengths[position : position + count]
             if entry is None or sum(lengths) != entry.nbytes:
                 raise InputError(f"{self.where}: {record.name}: frames of {part!r} do not fill their entry")
-            start = self.start + entry.start
-            offsets += [start + before for before in accumulate(lengths[:-1], initial=0)]
+            offsets += accumulate(lengths[:-1], initial=self.start + entry.start)
             position += len(lengths)
-        if position != len(table.lengths):
-            raise InputError(f"{self.where}: {record.name}: {part!r} has more frames than elements")
+        require(position == len(table.lengths), f"{self.where}: {record.name}: {part!r} has more frames than elements")
         return PartPlace(offsets, table)
 
     def _plane_bytes(self, record: StorageRecord | Pack, part: str, spec: PartSpec) -> int:
@@ -404,13 +399,17 @@ class Locator:
         lengths = [length for mode, rest in chunks for length in mode.plane_lengths(min(FRAME, rest))]
         # Every chunk of symbols has a mode, and stored bytes for those planes that this mode uses.
         are_stored = list(map(bool, table.lengths)) == list(map(bool, lengths))
-        if not (spec.is_symbols and len(table.modes) == header.chunk_count(spec.numel) and are_stored):
-            raise InputError(f"{self.where}: {record.name}: modes of {part!r} do not fit its frames")
+        require(
+            spec.is_symbols and len(table.modes) == header.chunk_count(spec.numel) and are_stored,
+            f"{self.where}: {record.name}: modes of {part!r} do not fit its frames",
+        )
         return sum(lengths)
 
 
 def check_frame_count(record: StorageRecord | Pack, where: str) -> None:
     """Bound the work that a declared element count can cause by the frames that are really there."""
     chunks = header.chunk_count(record.numel)
-    if any(len(table.lengths) < chunks for table in record.parts.values()):
-        raise InputError(f"{where}: {record.name}: has fewer frames than its {record.numel} elements need")
+    require(
+        all(len(table.lengths) >= chunks for table in record.parts.values()),
+        f"{where}: {record.name}: has fewer frames than its {record.numel} elements need",
+    )

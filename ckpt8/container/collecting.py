@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ckpt8.container.sharded import GlobalTensor, Grid, Layout, Listed, Place, Shape, ShardedIndex
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, require
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 
@@ -72,20 +72,19 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
     numbers: dict[str, int] = {}
     known: dict[bytes, Any] = {}
     rows: dict[int, list[tuple[Any, Any, Any]]] = defaultdict(list)
+    pickled: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
     for number, file in enumerate(files):
         if file.names not in known:  # those of most ranks are the same
             names = json.loads(zlib.decompress(file.names))
             known[file.names] = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
+        for (name, offsets), place in file.pickled.items():
+            pickled[name][number, offsets] = place
         tensors, (dims, flat) = known[file.names], file.columns()
         starts = np.cumsum(2 * dims.astype(np.int64)) - 2 * dims
         for count in np.unique(dims).tolist():
             chosen = np.flatnonzero(dims == count)
             boxes = flat[starts[chosen][:, None] + np.arange(2 * count)]
             rows[count].append((tensors[chosen], np.full(len(chosen), number), boxes))
-    pickled: dict[str, dict[tuple[int, Shape], tuple[int, int]]] = defaultdict(dict)
-    for number, file in enumerate(files):
-        for (name, offsets), place in file.pickled.items():
-            pickled[name][number, offsets] = place
     names = list(numbers)
     layouts: dict[str, Layout] = {}
     for count, parts in rows.items():
@@ -106,11 +105,12 @@ def layout_of(arrays: _Found, shape: Shape, pickled: _Pickled) -> Layout:
     if len(owners) > 1:
         new = np.append(True, (np.diff(offsets, axis=0) != 0).any(axis=1))
         owners, offsets, sizes = owners[new], offsets[new], sizes[new]
-    grid = None if pickled else _grid(owners, offsets, sizes, shape)
-    if grid is not None:
+    if not pickled and (grid := _grid(owners, offsets, sizes, shape)) is not None:
         return grid
-    rows = zip(owners.tolist(), offsets.tolist(), sizes.tolist(), strict=True)
-    boxes = [(owner, tuple(at), tuple(size)) for owner, at, size in rows]
+    boxes = [
+        (owner, tuple(at), tuple(size))
+        for owner, at, size in zip(owners.tolist(), offsets.tolist(), sizes.tolist(), strict=True)
+    ]
     return Listed(boxes, {at: pickled[owner, at] for owner, at, _ in boxes if (owner, at) in pickled})
 
 
@@ -118,17 +118,19 @@ def _grid(owners: Any, offsets: Any, sizes: Any, shape: Shape) -> Grid | None:
     """The grid of boxes in order of their offsets; None where they are none, or do not cover the tensor."""
     firsts = [np.unique(column) for column in offsets.T]
     counts = [len(first) for first in firsts]
-    if prod(counts) != len(owners) or any(first[0] for first in firsts):
-        return None
-    if tuple((offsets[-1] + sizes[-1]).tolist()) != shape:
+    if (
+        prod(counts) != len(owners)
+        or any(first[0] for first in firsts)
+        or tuple((offsets[-1] + sizes[-1]).tolist()) != shape
+    ):
         return None
     cuts = []
     for k, first in enumerate(firsts):
         along = [-1 if j == k else 1 for j in range(len(firsts))]
         own = np.diff(np.append(first, shape[k]))
-        if (offsets[:, k].reshape(counts) != first.reshape(along)).any():
-            return None
-        if (sizes[:, k].reshape(counts) != own.reshape(along)).any():
+        if (offsets[:, k].reshape(counts) != first.reshape(along)).any() or (
+            sizes[:, k].reshape(counts) != own.reshape(along)
+        ).any():
             return None
         cuts.append(_runs(own))
     return Grid(cuts, _steps(owners.tolist()))
@@ -175,21 +177,18 @@ def join(directory: Path, parts: Mapping[str, ShardedIndex], rank: int | None) -
     dtypes: dict[str, DType] = {}
     for file in order:
         for name, tensor in file.tensors.items():
-            known = shapes.setdefault(name, tensor.shape), dtypes.setdefault(name, tensor.dtype)
-            if known != (tensor.shape, tensor.dtype):
+            shape, dtype = shapes.setdefault(name, tensor.shape), dtypes.setdefault(name, tensor.dtype)
+            if (shape, dtype) != (tensor.shape, tensor.dtype):
                 raise InputError(f"{directory}: {name}: ranks have saved tensors of this name that are not alike")
     layouts, names = collect(files, shapes), [file.file for file in files]
-    for name, layout in layouts.items():
-        if not layout.is_whole:
-            layouts[name] = _of_one_rank(name, order) or layout
+    layouts |= {name: _of_one_rank(name, order) or layout for name, layout in layouts.items() if not layout.is_whole}
     objects: dict[str, Place] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
     for file in reversed(order):
         objects |= file.objects
         paths |= file.paths or {}
-    if shapes.keys() & objects.keys():
-        name = min(shapes.keys() & objects.keys())
-        raise InputError(f"{directory}: {name}: is a tensor to some ranks and none to others")
+    if shared := shapes.keys() & objects.keys():
+        raise InputError(f"{directory}: {min(shared)}: is a tensor to some ranks and none to others")
     return ShardedIndex(
         {file.file: file.seal for file in files if file.file},
         {name: GlobalTensor(dtypes[name], shapes[name], layouts.get(name, Listed([])), names) for name in shapes},
@@ -210,18 +209,18 @@ def _check(directory: Path, parts: Mapping[str, ShardedIndex]) -> int:
         known[rank_file.part.rank] = rank_file.part
     first = min(known)
     others = [part.rank for part in known.values() if part[1:] != known[first][1:]]
-    if others:
-        raise InputError(
-            f"{directory}: ranks {listed([first, *others], _SHOWN)} have written parts of different saves; save into "
-            "another directory"
-        )
+    require(
+        not others,
+        f"{directory}: ranks {listed([first, *others], _SHOWN)} have written parts of different saves; save into "
+        "another directory",
+    )
     world = known[first].world
     missing = [str(rank) for rank in range(min(world, len(known) + _SHOWN + 1)) if rank not in known]
-    if len(known) < world:
-        raise InputError(
-            f"{directory}: has {len(known)} of {world} parts of its index, not those of ranks "
-            f"{listed(missing, _SHOWN)}; the save was interrupted before it was complete"
-        )
+    require(
+        len(known) >= world,
+        f"{directory}: has {len(known)} of {world} parts of its index, not those of ranks "
+        f"{listed(missing, _SHOWN)}; the save was interrupted before it was complete",
+    )
     return world
 
 
@@ -237,8 +236,7 @@ def _of_one_rank(name: str, parts: Sequence[ShardedIndex]) -> Layout | None:
 def _rank_file(directory: Path, part: ShardedIndex) -> RankFile:
     """What the rank has said of its file; of no file where it had nothing to save."""
     files = list(part.files.items())
-    if len(files) > 1:
-        raise InputError(f"{directory}: the part of a rank names {len(files)} files")
+    require(len(files) <= 1, f"{directory}: the part of a rank names {len(files)} files")
     slices, pickled = [], {}
     for name, tensor in part.tensors.items():
         for box in tensor.boxes():

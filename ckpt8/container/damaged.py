@@ -23,7 +23,7 @@ from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count, 
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Pack, StorageRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.tensors import Parts
 
@@ -97,8 +97,10 @@ class DamagedContainer(ContainerReader):
         )
         self.manifest = self._open_manifest(stored)
         by_manifest = start - sum(record.stored_bytes for _, record in self.owners())
-        if by_manifest < header.LENGTH_BYTES:
-            raise InputError(f"{self.path}: manifest is malformed: the file is shorter than what it describes")
+        require(
+            by_manifest >= header.LENGTH_BYTES,
+            f"{self.path}: manifest is malformed: the file is shorter than what it describes",
+        )
         # One flipped bit of the header's length, or of a length in the manifest, moves one of the two.
         known, wanted = self._read_entries(min(by_manifest, header.MAX_HEADER)), dict(self._expected_entries())
         firsts = [(entry.start, *wanted[entry.name][1:]) for entry in known if entry.name in wanted][:_ENTRIES_TRIED]
@@ -138,8 +140,7 @@ class DamagedContainer(ContainerReader):
             place = tail.rfind(zstandard.FRAME_HEADER, 0, place)
             if place < 0:
                 break
-            stored = self._manifest_at(first + place, header.SEAL_BYTES)
-            if stored is not None:
+            if (stored := self._manifest_at(first + place, header.SEAL_BYTES)) is not None:
                 return first + place, stored
         raise InputError(f"{self.path}: has no readable manifest, which is at its end")
 

@@ -22,7 +22,7 @@ from ckpt8.container.manifest import Manifest, Pack, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import GlobalTensor, Slice, find_sharded
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import InputError, UnsupportedError, UsageError
+from ckpt8.core.errors import InputError, UnsupportedError, UsageError, require
 from ckpt8.core.public import checked
 from ckpt8.core.tensors import Box, DType, Role, cut_into_boxes, overlap, view_of_box
 from ckpt8.core.workers import Progress, Workers, scratch_elements
@@ -182,8 +182,7 @@ class CheckpointFile(Closing):
         return list(self._tensors)
 
     def _record(self, name: str) -> TensorRecord:
-        if name not in self._tensors:
-            raise UsageError(f"{self._reader.path}: has no tensor {name!r}")
+        require(name in self._tensors, f"{self._reader.path}: has no tensor {name!r}", UsageError)
         return self._tensors[name]
 
     @checked
@@ -207,9 +206,12 @@ class CheckpointDirectory(Closing):
     def __init__(self, path: Path) -> None:
         self._joined = JoinedReader(path)
         index = self._joined.index
-        first = [name for name in index.paths or {} if name in index.tensors]
-        order = dict.fromkeys([*first, *index.tensors])
-        self._tensors = {name: index.tensors[name] for name in order if not _is_pickled(index.tensors[name])}
+        order = dict.fromkeys([*(name for name in index.paths or {} if name in index.tensors), *index.tensors])
+        self._tensors = {
+            name: tensor
+            for name, tensor in ((name, index.tensors[name]) for name in order)
+            if tensor.is_whole or all(tensor.pickled(box) is None for box in tensor.boxes())
+        }
 
     def close(self) -> None:
         """Close all files."""
@@ -228,11 +230,12 @@ class CheckpointDirectory(Closing):
         if name in self._tensors:
             return self._tensors[name]
         index = self._joined.index
-        if name in index.tensors or name in index.objects:
-            raise UnsupportedError(
-                f"{self._joined.path}: {name!r} is kept as torch.save writes it, not as a plain tensor; load it with "
-                "ckpt8.load"
-            )
+        require(
+            name not in index.tensors and name not in index.objects,
+            f"{self._joined.path}: {name!r} is kept as torch.save writes it, not as a plain tensor; load it with "
+            "ckpt8.load",
+            UnsupportedError,
+        )
         raise UsageError(f"{self._joined.path}: has no tensor {name!r}")
 
     @checked
@@ -263,28 +266,28 @@ class CheckpointDirectory(Closing):
         records = [replace(self._record(name, box), storage=joined.storage_of(name, box)) for box in tensor.boxes()]
         own = [tensor_facts(joined.manifest, record) for record in records]
         if not own:  # a tensor without elements, which no container holds
-            known: dict[str, Any] = {
+            return {
                 "role": Role.OTHER.value,
                 "dtype": tensor.dtype.label,
-                "codec": None,
-                "reason": None,
+                **dict.fromkeys(("codec", "reason")),
+                **dict.fromkeys(("elements", "bytes", "stored_bytes", "slices"), 0),
+                "parts": {},
+                "masters": [],
+                "error": None,
             }
-            sizes = dict.fromkeys(("elements", "bytes", "stored_bytes", "slices"), 0)
-            return {**known, **sizes, "parts": {}, "masters": [], "error": None}
-        total = {**own[0], "slices": len(own)}
-        for key in ("codec", "reason"):
-            total[key] = ", ".join(dict.fromkeys(record[key] for record in own if record[key] is not None)) or None
-        for key in ("elements", "bytes", "stored_bytes"):
-            total[key] = sum(record[key] for record in own)
         parts = dict.fromkeys(part for record in own for part in record["parts"])
-        total["parts"] = {part: sum(record["parts"].get(part, 0) for record in own) for part in parts}
-        total["masters"] = list(dict.fromkeys(master for record in own for master in record["masters"]))
-        total["error"] = _error(joined.manifest, records)
-        return total
-
-
-def _is_pickled(tensor: GlobalTensor) -> bool:
-    return not tensor.is_whole and any(tensor.pickled(box) is not None for box in tensor.boxes())
+        return {
+            **own[0],
+            **{
+                key: ", ".join(dict.fromkeys(record[key] for record in own if record[key] is not None)) or None
+                for key in ("codec", "reason")
+            },
+            **{key: sum(record[key] for record in own) for key in ("elements", "bytes", "stored_bytes")},
+            "parts": {part: sum(record["parts"].get(part, 0) for record in own) for part in parts},
+            "masters": list(dict.fromkeys(master for record in own for master in record["masters"])),
+            "error": _error(joined.manifest, records),
+            "slices": len(own),
+        }
 
 
 def _error(manifest: Manifest, records: Sequence[TensorRecord]) -> dict[str, Any] | None:

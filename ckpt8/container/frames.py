@@ -17,7 +17,7 @@ from ckpt8.codecs.lossless import RAW_PART
 from ckpt8.container.checks import PartPlace
 from ckpt8.container.header import FRAME, MAX_WINDOW
 from ckpt8.container.manifest import Packing, planes
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import SourceFile, crc32
 from ckpt8.core.tensors import PartSpec
 from ckpt8.core.workers import scratch, scratch_elements
@@ -121,21 +121,21 @@ def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor, wo
 
 def check(stored: memoryview, expected: int, where: str) -> None:
     """Raise InputError when stored bytes do not have the ``expected`` crc32."""
-    if crc32(stored) != expected:
-        raise InputError(f"{where}: checksum does not match; the file is damaged")
+    require(crc32(stored) == expected, f"{where}: checksum does not match; the file is damaged")
 
 
 def inflate(stored: memoryview, plane: memoryview, where: str) -> None:
     """Fill ``plane`` from a compressed frame. Raises InputError when the frame is not of its length."""
     try:
         declared = zstandard.get_frame_parameters(stored)
-        if declared.content_size != len(plane) or declared.window_size > MAX_WINDOW:
-            raise InputError(f"{where}: frame does not declare the {len(plane)} bytes it must hold")
+        require(
+            declared.content_size == len(plane) and declared.window_size <= MAX_WINDOW,
+            f"{where}: frame does not declare the {len(plane)} bytes it must hold",
+        )
         got = _zstd.decompressor.stream_reader(stored).readinto(plane)
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: frame cannot be decompressed: {exc}") from exc
-    if got != len(plane):
-        raise InputError(f"{where}: frame holds {got} bytes, expected {len(plane)}")
+    require(got == len(plane), f"{where}: frame holds {got} bytes, expected {len(plane)}")
 
 
 def decode_part(row: torch.Tensor, spec: PartSpec) -> torch.Tensor:

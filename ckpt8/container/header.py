@@ -12,7 +12,7 @@ JSON in one frame of zstd, and the seal a SHA-256 of header and manifest. All of
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import zstandard
 
 from ckpt8.codecs import Codec
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import PartSpec, TensorSpec
@@ -71,14 +71,11 @@ class Entry(NamedTuple):
 
 def is_container(path: Path) -> bool:
     """Whether a file begins as a ``.ckpt8`` does; False where it cannot be read."""
-    try:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
-    except OSError:
-        return False
-    return begins_container(head)
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return begins_container(file.read(HEAD_BYTES))
+    return False
 
 
 def container_names(name: str) -> tuple[str, str]:
@@ -143,8 +140,11 @@ def parse_safetensors(text: bytes, where: str) -> tuple[object, dict[str, Any]]:
 
 def check_version(text: object, where: str) -> None:
     """Raise UnsupportedError for a format version that this reader does not know."""
-    if str(text).partition(".")[0] != str(MAJOR):
-        raise UnsupportedError(f"{where}: is ckpt8 format {text}; this version reads format {MAJOR}")
+    require(
+        str(text).partition(".")[0] == str(MAJOR),
+        f"{where}: is ckpt8 format {text}; this version reads format {MAJOR}",
+        UnsupportedError,
+    )
 
 
 def _entry(name: str, value: object, where: str) -> Entry:
@@ -169,8 +169,10 @@ def parse(text: bytes, data_bytes: int, where: str) -> list[Entry]:
         if entry.start != position:
             raise InputError(f"{where}: header entry {entry.name[:80]!r} leaves a hole or overlaps another")
         position = entry.stop
-    if position != data_bytes:
-        raise InputError(f"{where}: holds {data_bytes} bytes of data, the header describes {position}; truncated?")
+    require(
+        position == data_bytes,
+        f"{where}: holds {data_bytes} bytes of data, the header describes {position}; truncated?",
+    )
     return entries
 
 
@@ -185,20 +187,21 @@ class Head(NamedTuple):
 def read_head(file: SourceFile, where: str) -> Head:
     """The head of a container, once header and manifest match the seal. Raises InputError."""
     size = file.source.length
-    if size < LENGTH_BYTES + 2:
-        raise InputError(f"{where}: is not a ckpt8 file ({size} bytes)")
+    require(size >= LENGTH_BYTES + 2, f"{where}: is not a ckpt8 file ({size} bytes)")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
-    if length > min(MAX_HEADER, size - LENGTH_BYTES):
-        raise InputError(f"{where}: is not a ckpt8 file, or is cut off")
+    require(length <= min(MAX_HEADER, size - LENGTH_BYTES), f"{where}: is not a ckpt8 file, or is cut off")
     head = file.read(0, LENGTH_BYTES + length)
     start = len(head)
     entries = parse(head[LENGTH_BYTES:], size - start, where)
-    if [entry.name for entry in entries[-2:]] != [MANIFEST, SEAL]:
-        raise InputError(f"{where}: does not end in a manifest and a seal")
+    require(
+        [entry.name for entry in entries[-2:]] == [MANIFEST, SEAL], f"{where}: does not end in a manifest and a seal"
+    )
     manifest, seal = entries[-2:]
     stored = file.read(start + manifest.start, manifest.nbytes)
-    if file.read(start + seal.start, seal.nbytes) != hashlib.sha256(head + stored).digest():
-        raise InputError(f"{where}: header or manifest does not match the seal; the file is damaged")
+    require(
+        file.read(start + seal.start, seal.nbytes) == hashlib.sha256(head + stored).digest(),
+        f"{where}: header or manifest does not match the seal; the file is damaged",
+    )
     return Head(entries[:-2], stored, start)
 
 
@@ -207,26 +210,20 @@ def holds_seal(path: Path, seal: str) -> bool:
 
     Most files are told by their last bytes, and no more of them is read.
     """
-    if stated_seal(path) != seal:
-        return False
-    try:
-        with closing(SourceFile(ByteRange.of(path))) as file:
+    if stated_seal(path) == seal:
+        with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as file:
             read_head(file, str(path))
-    except InputError:
-        return False
-    return True
+            return True
+    return False
 
 
 def stated_seal(path: Path) -> str | None:
     """The last bytes of a container, which should be its seal, in hexadecimal digits; None for any other file."""
-    if not is_container(path):
-        return None
-    try:
-        with path.open("rb") as file:
+    if is_container(path):
+        with suppress(OSError), path.open("rb") as file:
             file.seek(-SEAL_BYTES, 2)
             return file.read().hex()
-    except OSError:
-        return None
+    return None
 
 
 FRAME = 1 << 20
@@ -329,8 +326,7 @@ def manifest_text(stored: bytes, where: str) -> bytes:
     """The JSON of a stored manifest. Raises InputError."""
     try:
         declared = zstandard.frame_content_size(stored)
-        if not 0 <= declared <= _FLOOR + _RATIO * len(stored):
-            raise InputError(f"{where}: manifest declares an implausible size")
+        require(0 <= declared <= _FLOOR + _RATIO * len(stored), f"{where}: manifest declares an implausible size")
         return zstandard.ZstdDecompressor().decompress(stored, max_output_size=declared)
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: manifest cannot be decompressed: {exc}") from exc

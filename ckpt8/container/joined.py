@@ -37,7 +37,7 @@ from ckpt8.container.sharded import (
     slices_of,
 )
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import FilePool
 from ckpt8.core.tensors import DType, Parts, TensorSpec
 from ckpt8.core.text import box_text, shown
@@ -250,8 +250,10 @@ class JoinedReader(Closing):
                 raise InputError(f"{self.path / value.file}: ends before {shown(name)}, which {INDEX} names")
         for file, unknown in stated.items():
             for key in unknown:
-                if not self._is_replica(file, key):
-                    raise InputError(f"{self.path / file}: has a slice of {shown(key[0])} that {INDEX} does not name")
+                require(
+                    self._is_replica(file, key),
+                    f"{self.path / file}: has a slice of {shown(key[0])} that {INDEX} does not name",
+                )
 
     def _is_replica(self, file: str, key: SliceKey) -> bool:
         """Whether the index names the same elements in another file: ranks may keep copies of what all have.
@@ -264,8 +266,10 @@ class JoinedReader(Closing):
             return False
         if self.index.joined:
             return all(at + size <= whole for at, size, whole in zip(key[1], record.shape, tensor.shape, strict=True))
-        boxes = tensor.overlapping(key[1], record.shape)
-        return any((box.offsets, box.sizes) == (key[1], tuple(record.shape)) for box in boxes) or 0 in record.shape
+        return 0 in record.shape or any(
+            (box.offsets, box.sizes) == (key[1], tuple(record.shape))
+            for box in tensor.overlapping(key[1], record.shape)
+        )
 
     @property
     def size(self) -> int:
@@ -294,10 +298,6 @@ class JoinedReader(Closing):
         """The number that the storage of a slice has in ``manifest``."""
         return self._first_of[box.file] + self.slices[box.file][name, box.offsets].storage
 
-    def _own(self, storage: int) -> tuple[ContainerReader, int]:
-        at = bisect_right(self._firsts, storage) - 1
-        return self.readers[at], storage - self._firsts[at]
-
     def codec(self, storage: int) -> Codec:
         """The codec of a storage, with the numbers that its companions have here. Raises UnsupportedError."""
         return codec_from_config(self.manifest.storages[storage].codec)
@@ -309,8 +309,8 @@ class JoinedReader(Closing):
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode one chunk into ``out``, by the container that holds the storage. Returns its parts."""
-        reader, own = self._own(storage)
-        return reader.decode_chunk(own, chunk, out)
+        at = bisect_right(self._firsts, storage) - 1
+        return self.readers[at].decode_chunk(storage - self._firsts[at], chunk, out)
 
     def strays(self) -> Iterator[str]:
         """Names of files in the directory that are no part of the checkpoint."""
@@ -332,10 +332,9 @@ def slice_problem(manifest: Manifest, record: TensorRecord | None, tensor: Globa
 
 def objects_of(manifest: Manifest) -> TensorRecord | None:
     """The bytes of the values of a container that are no tensors; None where it has none."""
-    for tensor in manifest.tensors:
-        if tensor.name == OBJECTS:
-            return tensor if tensor.dtype is DType.UINT8 and not tensor.offset and not tensor.flags else None
-    return None
+    tensor = next((tensor for tensor in manifest.tensors if tensor.name == OBJECTS), None)
+    is_sound = tensor and tensor.dtype is DType.UINT8 and not tensor.offset and not tensor.flags
+    return tensor if is_sound else None
 
 
 def _is_index(name: str) -> bool:

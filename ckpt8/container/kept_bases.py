@@ -7,7 +7,6 @@ needs go when nobody holds one.
 Nothing of ckpt8 replaces or removes a container that another one needs as its base.
 """
 
-import contextlib
 import errno
 import fcntl
 import filecmp
@@ -16,7 +15,7 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from ckpt8.container.bases import (
 from ckpt8.container.header import CONTAINER, HEAD_BYTES, begins_container, holds_seal, stated_seal
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import any_file, sync_directory
 from ckpt8.core.text import listed
 
@@ -54,9 +53,9 @@ class KeptBases(Closing):
     def __init__(self, folder: Path) -> None:
         self._folder, self._links = folder, folder / KEPT
         self._linked = set[str]()
-        self._locks = contextlib.ExitStack()
+        self._locks = ExitStack()
         # Where a folder cannot be opened nobody lists it, so nobody removes links there.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._locks.enter_context(_shared(folder))
 
     def close(self) -> None:
@@ -74,13 +73,13 @@ class KeptBases(Closing):
     def link_needed(self) -> None:
         """Link the bases of the containers in the folder, as far as they are there and can be linked."""
         for path in containers_in(self._folder):
-            with contextlib.suppress(InputError, OSError):
+            with suppress(InputError, OSError):
                 self._link_below(path, _head(path))
 
     def move(self, container: Path, seal: str) -> None:
         """Make a container one of the links, and link all files below it. Raises OSError."""
         # Damaged, or without its base, it is moved as it is.
-        with contextlib.suppress(InputError):
+        with suppress(InputError):
             self._link_below(container, _head(container))
         self._links.mkdir(exist_ok=True)
         link = self._links / kept_name(seal)
@@ -121,7 +120,7 @@ def drop_unneeded(folder: Path) -> None:
 
     Leaves all while a save is under way there, and where a container cannot be read: it may need any.
     """
-    with contextlib.suppress(OSError, InputError), _alone(folder):
+    with suppress(OSError, InputError), _alone(folder):
         _drop(folder)
 
 
@@ -152,8 +151,10 @@ def _drop(folder: Path) -> tuple[int, dict[Path, Stated]]:
     """
     if not (folder / KEPT).is_dir():
         return 0, {}
-    if (folder / KEPT).is_symlink():
-        raise InputError(f"{folder / KEPT}: is a link; containers of other folders may need anything in it")
+    require(
+        not (folder / KEPT).is_symlink(),
+        f"{folder / KEPT}: is a link; containers of other folders may need anything in it",
+    )
     heads, unreadable = _heads(folder)
     if unreadable:
         raise InputError(f"{unreadable[0]}: cannot be read, so it may need anything in {folder / KEPT}")
@@ -166,7 +167,7 @@ def _drop(folder: Path) -> tuple[int, dict[Path, Stated]]:
             del heads[path]
             freed += status.st_size if status.st_nlink == 1 else 0
     (folder / KEPT / _LINKING).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         (folder / KEPT).rmdir()
     return freed, heads
 
@@ -194,12 +195,10 @@ def _is_sound(path: Path) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def _frames_hold(path: Path, *_: int) -> bool:
-    try:
-        with ContainerReader(path) as reader:
-            reader.check_stored()
-    except InputError:
-        return False
-    return True
+    with suppress(InputError), ContainerReader(path) as reader:
+        reader.check_stored()
+        return True
+    return False
 
 
 def _replace(link: Path, container: Path) -> None:
@@ -261,7 +260,7 @@ def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, Stated
     """
     paths = links_in(folder)
     for home in folders_that_need(folder):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             paths += _containers_in(home)
     heads, unreadable = {}, []
     for path in paths:
@@ -301,7 +300,7 @@ def _needed(heads: dict[Path, Stated], folder: Path) -> set[str]:
     return needed
 
 
-@contextlib.contextmanager
+@contextmanager
 def _shared(folder: Path) -> Iterator[None]:
     """Keep others, in this process and on this machine, from removing links in a folder. Raises OSError."""
     key = os.path.realpath(folder)
@@ -315,7 +314,7 @@ def _shared(folder: Path) -> Iterator[None]:
                 _saving[key] -= 1
 
 
-@contextlib.contextmanager
+@contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keep others from saving with links in a folder. Raises OSError, also where somebody does."""
     with _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -324,7 +323,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def _locked(folder: Path, how: int) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -351,15 +350,18 @@ def dependents(path: Path) -> list[Path]:
     seal, path = stated_seal(path), Path(os.path.realpath(path))
     if seal is None:
         return []
-    files = [file for folder in folders_that_need(path.parent) for file in files_in(folder)]
     is_kept = cache(partial(_keeps_bytes, path))
-    return [file for file in files if _needs(file, path, seal, is_kept)]
+    return [
+        file
+        for folder in folders_that_need(path.parent)
+        for file in files_in(folder)
+        if _needs(file, path, seal, is_kept)
+    ]
 
 
 def refuse_needed(path: Path) -> None:
     """Raise OutputError where a container needs what is at ``path`` as its base, see ``dependents``."""
-    needing = dependents(path)
-    if needing:
+    if needing := dependents(path):
         home = Path(os.path.realpath(path)).parent
         names = listed([file.name if file.parent == home else str(file) for file in needing], _SHOWN)
         raise OutputError(f"{path}: is the base of {names}; rebase or remove what needs it first")

@@ -69,30 +69,28 @@ def read_base(fields: Fields) -> BaseRecord | None:
     if stored is None:
         return None
     base = fields.nested(stored)
-    links = below(MOST_LINKS + 1)
     record = base.record(
-        BaseRecord, {"seal": as_text, "path": as_text, "key": as_text, "place": as_count, "links": links}
+        BaseRecord,
+        {"seal": as_text, "path": as_text, "key": as_text, "place": as_count, "links": below(MOST_LINKS + 1)},
     )
     for name, is_sound in (
         ("seal", SEAL.fullmatch(record.seal)),
-        ("path", _is_relative(record.path)),
+        # One that can be looked for below or beside a folder.
+        (
+            "path",
+            0 < len(record.path.encode()) <= _LONGEST_PATH and record.path[0] != "/" and "\0" not in record.path,
+        ),
         ("key", SEAL.fullmatch(record.key)),
         ("links", record.links),
         ("place", record.place >= record.links),
     ):
-        if not is_sound:
-            raise base.fail(name)
+        base.require(is_sound, name)
     return record
 
 
 def base_json(record: BaseRecord) -> dict[str, Any]:
     """The values of JSON of a record."""
     return {name: getattr(record, name) for name in BaseRecord.__slots__}
-
-
-def _is_relative(path: str) -> bool:
-    """Whether this is a path that can be looked for below or beside a folder."""
-    return 0 < len(path.encode()) <= _LONGEST_PATH and not path.startswith("/") and "\0" not in path
 
 
 PLANES = 4
@@ -126,11 +124,13 @@ class Mode(NamedTuple):
         raw, base, over, top, *rest = value
         if any(type(number) is not int for number in value):
             raise TypeError
-        if rest and (len(rest) > 1 or raw or not 0 < rest[0] <= MOST_BITS):
-            raise ValueError
-        if base not in DIGITS or not 0 <= raw <= MOST_RAW or not 0 <= over < PLANES - raw - len(rest):
-            raise ValueError
-        if not NO_TOP <= top < SYMBOL_LIMIT:
+        if (
+            (rest and (len(rest) > 1 or raw or not 0 < rest[0] <= MOST_BITS))
+            or base not in DIGITS
+            or not 0 <= raw <= MOST_RAW
+            or not 0 <= over < PLANES - raw - len(rest)
+            or not NO_TOP <= top < SYMBOL_LIMIT
+        ):
             raise ValueError
         return cls(raw, base, over, top, *rest)
 
@@ -405,18 +405,16 @@ class Manifest:
     def version(self) -> str:
         """The lowest format version that covers the content."""
         owners: list[StorageRecord | Pack] = [*self.storages, *self.packs]
-        if self.slices or any(table.has_bits for own in owners for table in own.parts.values()):
-            return BITS_VERSION
-        if self.base is not None:
-            return CHAIN_VERSION
         ids = {record.codec.get("id") for record in self.storages}
-        if self.budget or ids & _CODECS_OF_BUDGETS or any(parameter.steps for parameter in self.parameters):
-            return BUDGET_VERSION
-        if self.packs or HALF_REFERENCE in ids:
-            return SHARED_VERSION
-        if any(record.is_reference for record in self.storages):
-            return REFERENCE_VERSION
-        return FILE_VERSION if self.directory is None else DIRECTORY_VERSION
+        needs = {
+            BITS_VERSION: self.slices or any(table.has_bits for own in owners for table in own.parts.values()),
+            CHAIN_VERSION: self.base,
+            BUDGET_VERSION: self.budget or ids & _CODECS_OF_BUDGETS or any(own.steps for own in self.parameters),
+            SHARED_VERSION: self.packs or HALF_REFERENCE in ids,
+            REFERENCE_VERSION: any(record.is_reference for record in self.storages),
+            DIRECTORY_VERSION: self.directory is not None,
+        }
+        return next((version for version, is_needed in needs.items() if is_needed), FILE_VERSION)
 
 
 def original_name(manifest: Manifest) -> str:

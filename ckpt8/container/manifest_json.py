@@ -312,8 +312,7 @@ def read_manifest(tree: object, where: str) -> Manifest:
     manifest.members = _members(fields, storages, shares=shares)
     for member in manifest.members:
         storages[member.skeleton].name = storages[member.skeleton].name or skeleton_name(manifest, member)
-    if not all(record.name for record in storages if record.pack is not None):
-        raise fields.fail("storages")
+    fields.require(all(record.name for record in storages if record.pack is not None), "storages")
     manifest.parameters = _parameters(fields, below(len(storages)))
     manifest.tensors = _tensors(fields, storages, shares=shares)
     if (slices := fields.read("slices", or_null(as_object))) is not None:
@@ -323,8 +322,7 @@ def read_manifest(tree: object, where: str) -> Manifest:
 
 def _frame_table(fields: Fields) -> FrameTable:
     table = fields.record(FrameTable, _FRAMES)
-    if len(table.lengths) != len(table.crcs):
-        raise fields.fail("crcs")
+    fields.require(len(table.lengths) == len(table.crcs), "crcs")
     return table
 
 
@@ -347,12 +345,10 @@ def _storages(fields: Fields) -> tuple[list[StorageRecord], list[Pack]]:
         if record.codec.get("id") == DELTA:
             delta = stored.nested(record.codec)
             record.codec, record.base = delta.read("codec", as_object), delta.read("base", as_count)
-            if record.codec.get("id") in (DELTA, SHARED):
-                raise delta.fail("codec")
+            delta.require(record.codec.get("id") not in (DELTA, SHARED), "codec")
         own.append(record)
     total, rest = len(own) + len(shared), iter(own)
-    if any(not 0 <= index < total for index in shared):
-        raise fields.fail("storages")
+    fields.require(all(0 <= index < total for index in shared), "storages")
     return [shared.get(index) or next(rest) for index in range(total)], packs
 
 
@@ -361,16 +357,14 @@ def _pack(record: StorageRecord, fields: Fields, storages: dict[int, StorageReco
     table = Table(fields, "storages")
     numels = table.column("numel", below(PACK + 1))
     starts = list(accumulate(numels, initial=0))
-    if starts[-1] > PACK or starts[-1] != record.numel:
-        raise fields.fail("numel")
+    fields.require(starts[-1] <= PACK and starts[-1] == record.numel, "numel")
     indices = list(accumulate(table.column("storages", _as_step)))
     codec = fields.read("codec", as_object)
     pack = Pack(record.name, record.dtype, record.role, codec, indices, starts, record.parts)
     names, reasons = (table.column(key, or_null(as_text)) for key in ("name", "reason"))
     errors = table.column("error", or_null(as_object))
     for place, index in enumerate(indices):
-        if index in storages:
-            raise fields.fail("storages")
+        fields.require(index not in storages, "storages")
         storages[index] = StorageRecord(
             names[place] or "",
             pack.dtype,
@@ -438,8 +432,7 @@ def _tensors(fields: Fields, storages: Sequence[StorageRecord], *, shares: bool)
         tensor.name = record.name if tensor.name is None else tensor.name
         tensor.shape = [record.numel] if tensor.shape is None else tensor.shape
         tensor.stride = _dense_stride(tensor.shape) if tensor.stride is None else tensor.stride
-        if len(tensor.shape) != len(tensor.stride):
-            raise fields.fail("stride")
+        fields.require(len(tensor.shape) == len(tensor.stride), "stride")
     return tensors
 
 
@@ -450,8 +443,6 @@ def _slices(fields: Fields, tensors: Sequence[TensorRecord]) -> list[SliceRecord
     for piece in slices:
         dims = len(tensors[piece.tensor].shape)
         piece.offsets = [0] * dims if piece.offsets is None else piece.offsets
-        if dims > MOST_DIMS or len(piece.offsets) != dims:
-            raise fields.fail("offsets")
-    if len({(piece.name, *piece.offsets) for piece in slices}) != len(slices):
-        raise fields.fail("name")
+        fields.require(dims <= MOST_DIMS and len(piece.offsets) == dims, "offsets")
+    fields.require(len({(piece.name, *piece.offsets) for piece in slices}) == len(slices), "name")
     return slices

@@ -37,7 +37,7 @@ from ckpt8.container.manifest import BaseRecord, Manifest, Pack, Packing, Storag
 from ckpt8.container.manifest_json import read_manifest
 from ckpt8.core.backend import Backend, for_checkpoint
 from ckpt8.core.closing import Closing, without_collection
-from ckpt8.core.errors import InputError, RefusedError
+from ckpt8.core.errors import InputError, RefusedError, require
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile, crc32
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
@@ -68,8 +68,10 @@ def _check_base(delta: ContainerReader, base: ContainerReader) -> None:
     key, place, links = (seal, 0, 0) if below is None else (below.key, below.place, below.links)
     if record is None or record.seal != seal:
         raise InputError(f"{delta.path}: its base {base.path} was replaced while it was opened")
-    if record.key != key or record.links != links + 1 or record.place <= place:
-        raise InputError(f"{delta.path}: its place in its chain does not fit that of its base {base.path}")
+    require(
+        record.key == key and record.links == links + 1 and record.place > place,
+        f"{delta.path}: its place in its chain does not fit that of its base {base.path}",
+    )
     for index, own in enumerate(delta.manifest.storages):
         if own.base is not None and (problem := _partner_problem(delta, index, base, own.base)) is not None:
             raise InputError(f"{delta.path}: {own.name}: {problem} in its base {base.path}")
@@ -188,8 +190,10 @@ class ContainerReader(Closing):
     def _open_manifest(self, stored: bytes) -> Manifest:
         where = str(self.path)
         manifest = read_manifest(parse_manifest(manifest_text(stored, where), self.size, where), where)
-        if manifest.frame != header.FRAME or manifest.slab % header.FRAME or not manifest.slab:
-            raise InputError(f"{where}: manifest is malformed at 'slab'")
+        require(
+            manifest.frame == header.FRAME and manifest.slab % header.FRAME == 0 and manifest.slab,
+            f"{where}: manifest is malformed at 'slab'",
+        )
         return manifest
 
     def codec(self, owner: int | Pack) -> Codec:

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 from ckpt8.container.checks import name_problem
 from ckpt8.container.manifest import SEAL, Manifest, TensorRecord
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.atomic import AtomicFile, sync_directory
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import (
@@ -161,11 +161,12 @@ class Grid:
         """File number, offsets and sizes of every cell that shares elements with the given box."""
         if not all(sizes):
             return iter(())
-        ranges = [
-            range(cuts.at(offset), cuts.at(offset + size - 1) + 1)
-            for cuts, offset, size in zip(self.cuts, offsets, sizes, strict=True)
-        ]
-        return self._within(ranges)
+        return self._within(
+            [
+                range(cuts.at(offset), cuts.at(offset + size - 1) + 1)
+                for cuts, offset, size in zip(self.cuts, offsets, sizes, strict=True)
+            ]
+        )
 
     def _within(self, ranges: Sequence[range]) -> Iterator[tuple[int, Shape, Shape]]:
         for numbers in product(*ranges):
@@ -262,26 +263,17 @@ def check_cover(where: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> Non
     Compares corners. Those of a box count 1 and -1 in turn, so that they cancel out where boxes meet. The corners of
     the whole tensor are left if, and only if, the boxes fill it without overlap.
     """
-    whole = (0,) * len(shape), shape
     cut_dims = [dim for dim in range(len(shape)) if any(sizes[dim] != shape[dim] for _, sizes in boxes)]
-    if len(cut_dims) > MAX_SHARDED:
-        raise InputError(f"{where}: is cut along {len(cut_dims)} dimensions, more than {MAX_SHARDED}")
+    require(len(cut_dims) <= MAX_SHARDED, f"{where}: is cut along {len(cut_dims)} dimensions, more than {MAX_SHARDED}")
     corners: Counter[tuple[int, ...]] = Counter()
-    for offsets, sizes in boxes:
-        _add_corners(corners, (offsets, sizes), cut_dims, 1)
-    _add_corners(corners, whole, cut_dims, -1)
+    whole = (0,) * len(shape), shape
+    for (offsets, sizes), weight in chain(((box, 1) for box in boxes), [(whole, -1)]):
+        for corner in product(*[((offsets[dim], 1), (offsets[dim] + sizes[dim], -1)) for dim in cut_dims]):
+            corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
     if any(corners.values()):
-        there = sum(prod(sizes) for _, sizes in boxes)
-        if there < prod(shape):
-            what = f"slices are missing: {there} of {prod(shape)} elements are there; the checkpoint is not complete"
-        else:
-            what = "its slices overlap"
-        raise InputError(f"{where}: {what}")
-
-
-def _add_corners(corners: Counter[tuple[int, ...]], box: Box, dims: Sequence[int], weight: int) -> None:
-    for corner in product(*[((box[0][dim], 1), (box[0][dim] + box[1][dim], -1)) for dim in dims]):
-        corners[tuple(place for place, _ in corner)] += weight * prod(sign for _, sign in corner)
+        there, count = sum(prod(sizes) for _, sizes in boxes), prod(shape)
+        missing = f"slices are missing: {there} of {count} elements are there; the checkpoint is not complete"
+        raise InputError(f"{where}: {missing if there < count else 'its slices overlap'}")
 
 
 FORMAT = "ckpt8-dcp"
@@ -454,8 +446,7 @@ def part_names(directory: Path) -> list[str]:
 def read_file(path: Path) -> ShardedIndex:
     """The index of one file, or a part of one. Raises InputError, UnsupportedError."""
     with closing(SourceFile(ByteRange.of(path))) as file:
-        if file.source.length > _LONGEST:
-            raise InputError(f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
+        require(file.source.length <= _LONGEST, f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
         text = file.read(0, file.source.length)
     return parse_index(text, str(path))
 
@@ -478,11 +469,13 @@ def explain_missing(directory: Path) -> str:
 def parse_index(text: bytes, where: str) -> ShardedIndex:
     """The index of that text. Raises as ``read_file``."""
     fields = Fields(parse_json(text, where), f"{where}:")
-    if fields.read("format", as_text) != FORMAT:
-        raise InputError(f"{where}: is not the index of a checkpoint of ckpt8")
+    require(fields.read("format", as_text) == FORMAT, f"{where}: is not the index of a checkpoint of ckpt8")
     version = fields.read("version", as_text)
-    if version.partition(".")[0] != VERSION.partition(".")[0]:
-        raise UnsupportedError(f"{where}: has version {version}; this ckpt8 reads version {VERSION}")
+    require(
+        version.partition(".")[0] == VERSION.partition(".")[0],
+        f"{where}: has version {version}; this ckpt8 reads version {VERSION}",
+        UnsupportedError,
+    )
     files = _read_files(fields, where)
     names = list(files)
     tensors = {
@@ -492,20 +485,24 @@ def parse_index(text: bytes, where: str) -> ShardedIndex:
     objects = {
         name: _read_place(fields, name, value, names) for name, value in fields.read("objects", as_object).items()
     }
-    if tensors.keys() & objects.keys():
-        raise fields.fail("objects")
-    if sum(len(tensor.layout) for tensor in tensors.values()) > _FREE_CELLS + _CELLS * len(text):
-        raise fields.fail("tensors")
+    fields.require(not tensors.keys() & objects.keys(), "objects")
+    cells = sum(len(tensor.layout) for tensor in tensors.values())
+    fields.require(cells <= _FREE_CELLS + _CELLS * len(text), "tensors")
     paths = fields.read("paths", or_null(as_object))
     for name, path in (paths or {}).items():
-        if not isinstance(path, list) or not path or not all(type(key) in (str, int) for key in path):
-            raise fields.fail(name)
+        fields.require(isinstance(path, list) and path and all(type(key) in (str, int) for key in path), name)
     for name in chain(tensors, objects, *(paths or {}).values()):
         if isinstance(name, str) and not is_unicode(name):
             raise InputError(f"{where}: names the value {shown(name)}, which is not valid UTF-8")
-    known = None if paths is None else {name: tuple(path) for name, path in paths.items()}
-    dcp, save_id = (fields.read(key, or_null(as_text)) for key in ("dcp", "save_id"))
-    return ShardedIndex(files, tensors, objects, known, dcp, save_id, _read_part(fields))
+    return ShardedIndex(
+        files,
+        tensors,
+        objects,
+        None if paths is None else {name: tuple(path) for name, path in paths.items()},
+        fields.read("dcp", or_null(as_text)),
+        fields.read("save_id", or_null(as_text)),
+        _read_part(fields),
+    )
 
 
 def _read_part(fields: Fields) -> Part | None:
@@ -513,8 +510,7 @@ def _read_part(fields: Fields) -> Part | None:
     if stored is None:
         return None
     part = fields.nested(stored).record(Part, {"rank": as_count, "world": as_count, "save": as_text})
-    if part.rank >= part.world:
-        raise fields.fail("rank")
+    fields.require(part.rank < part.world, "rank")
     return part
 
 
@@ -532,8 +528,7 @@ def _read_files(fields: Fields, where: str) -> dict[str, str]:
 
 
 def _read_place(fields: Fields, key: str, value: Any, names: Sequence[str]) -> Place:
-    if not _counts(value, 3) or value[0] >= len(names):
-        raise fields.fail(key)
+    fields.require(_counts(value, 3) and value[0] < len(names), key)
     return Place(names[value[0]], value[1], value[2])
 
 
@@ -544,8 +539,7 @@ def _counts(value: Any, length: int) -> bool:
 
 def _read_tensor(fields: Fields, names: Sequence[str]) -> GlobalTensor:
     shape = tuple(fields.read("shape", as_counts))
-    if prod(max(size, 1) for size in shape) >= LARGEST:
-        raise fields.fail("shape")
+    fields.require(prod(max(size, 1) for size in shape) < LARGEST, "shape")
     read = _read_grid if fields.any("boxes") is None else _read_boxes
     return GlobalTensor(
         fields.read("dtype", lambda label: DType.from_label(as_text(label))),
@@ -557,15 +551,13 @@ def _read_tensor(fields: Fields, names: Sequence[str]) -> GlobalTensor:
 
 def _read_grid(fields: Fields, shape: Shape, files: int) -> Layout:
     cuts, owners = fields.read("cuts", as_list), fields.read("owners", as_list)
-    if not all(isinstance(runs, list) and all(_counts(run, 2) and all(run) for run in runs) for runs in cuts):
-        raise fields.fail("cuts")
-    if not all(_is_owner(owner, files) for owner in owners):
-        raise fields.fail("owners")
+    fields.require(
+        all(isinstance(runs, list) and all(_counts(run, 2) and all(run) for run in runs) for runs in cuts), "cuts"
+    )
+    fields.require(all(_is_owner(owner, files) for owner in owners), "owners")
     grid = Grid(cuts, owners)
-    if grid.shape != shape or not all(shape):
-        raise fields.fail("cuts")
-    if grid.owned != len(grid):
-        raise fields.fail("owners")
+    fields.require(grid.shape == shape and all(shape), "cuts")
+    fields.require(grid.owned == len(grid), "owners")
     return grid
 
 
@@ -588,13 +580,13 @@ def _read_boxes(fields: Fields, shape: Shape, files: int) -> Layout:
                     boxes.append((file, tuple(offsets), tuple(sizes)))
                     continue
         raise fields.fail("boxes")
-    if len({offsets for _, offsets, _ in boxes}) != len(boxes):
-        raise fields.fail("boxes")
+    fields.require(len({offsets for _, offsets, _ in boxes}) == len(boxes), "boxes")
     pickled = fields.read("pickled", or_null(as_list))
     if pickled is None:
         return Listed(boxes)
-    if len(pickled) != len(boxes) or not all(place is None or _counts(place, 2) for place in pickled):
-        raise fields.fail("pickled")
+    fields.require(
+        len(pickled) == len(boxes) and all(place is None or _counts(place, 2) for place in pickled), "pickled"
+    )
     return Listed(
         boxes,
         {

@@ -26,7 +26,7 @@ from ckpt8.codecs.lattice.reference import RESERVED, from_zigzag, zigzag
 from ckpt8.container.frames import SHORT_PLANE, SYMBOLS_WORTH_IT
 from ckpt8.container.manifest import DIGITS, LANES, MOST_BITS, MOST_RAW, NO_TOP, PLANES, SYMBOL_LIMIT, Mode, Packing
 from ckpt8.core import backend as backends
-from ckpt8.core.errors import InputError, RefusedError
+from ckpt8.core.errors import RefusedError, require
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import scratch_elements
 
@@ -234,10 +234,11 @@ def pack(
     mode = choose(counts, symbols.numel(), fast.tabulate if fast else None)
     packing = Packing(mode, symbols.numel())
     length = sum(packing.plane_lengths)
-    if slot is None:
-        row = torch.empty(length, dtype=torch.uint8, device=symbols.device)
-    else:
-        row = scratch_elements(slot, torch.uint8, length)
+    row = (
+        torch.empty(length, dtype=torch.uint8, device=symbols.device)
+        if slot is None
+        else scratch_elements(slot, torch.uint8, length)
+    )
     planes = split(row, packing)
     fast.fill(symbols, mode, planes) if fast else _write_planes(symbols, mode, planes)
     return row, packing
@@ -266,8 +267,10 @@ def unpack(
         last = packing.numel % DIGITS[mode.base] or DIGITS[mode.base]
         fast = _numba(out, backend)
         is_sound = int(planes[0][-1]) < mode.base**last
-        if not (is_sound and (fast.join(planes, mode, out) if fast else _join(planes, mode, out))):
-            raise InputError(f"{where}: its symbols are not those of their mode; the file is damaged")
+        require(
+            is_sound and (fast.join(planes, mode, out) if fast else _join(planes, mode, out)),
+            f"{where}: its symbols are not those of their mode; the file is damaged",
+        )
     return out
 
 
@@ -382,8 +385,10 @@ def _total(part: torch.Tensor, base: torch.Tensor, where: str, backend: backends
         return part
     fast = _numba(part, backend)
     result, least, largest = fast.add(part, base) if fast else _add(part, base)
-    if least < RESERVED or largest >= SYMBOL_LIMIT:
-        raise InputError(f"{where}: its symbols are not differences to those of its base; the file is damaged")
+    require(
+        least >= RESERVED and largest < SYMBOL_LIMIT,
+        f"{where}: its symbols are not differences to those of its base; the file is damaged",
+    )
     return result
 
 

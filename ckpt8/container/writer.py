@@ -73,8 +73,9 @@ class ContainerWriter(Closing):
             self._written += write_all_at(self._descriptor, self._waiting, self._data_start + self._written)
             self._waiting.clear()
             if self._written - self._handed_over >= _WRITEBACK:
-                place, length = self._data_start + self._handed_over, self._written - self._handed_over
-                start_writeback(self._descriptor, place, length)
+                start_writeback(
+                    self._descriptor, self._data_start + self._handed_over, self._written - self._handed_over
+                )
                 self._handed_over = self._written
 
     def mark(self) -> int:

@@ -10,12 +10,12 @@ With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
+from ckpt8.core.closing import setting
 from ckpt8.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,17 +86,12 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
 _whole: ContextVar[int] = ContextVar("whole", default=0)
 
 
-@contextmanager
-def part_of(nbytes: int) -> Iterator[None]:
+def part_of(nbytes: int) -> AbstractContextManager[int]:
     """What is made in this context is a part of a checkpoint of so many bytes, as of the ranks of a training run.
 
     They save again and again, so numba pays for what is small in each of them.
     """
-    before = _whole.set(nbytes)
-    try:
-        yield
-    finally:
-        _whole.reset(before)
+    return setting(_whole, nbytes)
 
 
 def for_checkpoint(nbytes: int) -> Backend | None:

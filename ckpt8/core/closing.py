@@ -8,10 +8,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+T = TypeVar("T")
 
 
 class Closing:
@@ -37,3 +41,13 @@ def without_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """``variable`` has this value inside."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)

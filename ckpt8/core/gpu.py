@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.tensors import Parts
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -69,12 +69,10 @@ class CudaTransfer:
 
 def requested(device: str) -> torch.device | None:
     """The GPU for ``cuda``, None for ``auto`` and ``cpu``. Raises UsageError when torch finds no CUDA device."""
-    if device not in DEVICES:
-        raise UsageError(f"device {device!r}: expected one of {', '.join(DEVICES)}")
+    require(device in DEVICES, f"device {device!r}: expected one of {', '.join(DEVICES)}", UsageError)
     if device != "cuda":
         return None
-    if not torch.cuda.is_available():
-        raise UsageError("device 'cuda': torch finds no CUDA device here; use cpu")
+    require(torch.cuda.is_available(), "device 'cuda': torch finds no CUDA device here; use cpu", UsageError)
     return torch.device("cuda", torch.cuda.current_device())
 
 

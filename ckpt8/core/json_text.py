@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, require
 from ckpt8.core.text import shown
 
 FREE = 1 << 27
@@ -46,15 +46,13 @@ def cost(text: bytes) -> int:
 def check_json(text: bytes, where: str, allowed: int) -> None:
     """Raise InputError for a text in UTF-8 that costs more than is ``allowed``, or is nested too deeply."""
     size, brackets = _measured(text)
-    if size > allowed:
-        raise InputError(f"{where}: has more values than a checkpoint of its size can have")
+    require(size <= allowed, f"{where}: has more values than a checkpoint of its size can have")
     for _ in range(MAX_DEPTH):
         inner = brackets.replace(b"[]", b"")
         if len(inner) == len(brackets):
             return  # nothing is left, or the parser finds the error
         brackets = inner
-    if brackets:
-        raise InputError(f"{where}: its JSON is nested deeper than {MAX_DEPTH}")
+    require(not brackets, f"{where}: its JSON is nested deeper than {MAX_DEPTH}")
 
 
 def _measured(text: bytes) -> tuple[int, bytes]:
@@ -175,6 +173,11 @@ class Fields:
         """The error about a field, which says what is wrong with a text that is not valid."""
         why = f": {error}" if isinstance(error, UnicodeError) else ""
         return InputError(f"{self._where} is malformed at {key!r}{why}")
+
+    def require(self, holds: object, key: str) -> None:
+        """Raise the error about a field unless ``holds`` is true."""
+        if not holds:
+            raise self.fail(key)
 
     def any(self, key: str) -> Any:
         """A field of any type; None for a missing one."""

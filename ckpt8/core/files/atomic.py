@@ -9,7 +9,6 @@ Files are written at a position, and their flush to the disk starts early.
 """
 
 import atexit
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -25,13 +24,13 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
-from ckpt8.core.closing import Closing
-from ckpt8.core.errors import OutputError
+from ckpt8.core.closing import Closing, setting
+from ckpt8.core.errors import OutputError, require
 from ckpt8.core.files.source_file import refuse_url
 
 SUFFIX = ".ckpt8-partial"
@@ -56,7 +55,7 @@ def _remove_unfinished() -> None:
 
 def remove(path: Path) -> None:
     """Remove a file or directory as far as possible, also where a process may open hardly any more files."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
             # What is left goes with one descriptor in all: ``shutil.rmtree`` holds three for each level.
@@ -84,7 +83,7 @@ class Partial:
             try:
                 if directory:
                     self.path.mkdir(0o700)
-                    with contextlib.suppress(FileNotFoundError):  # another run took it for abandoned
+                    with suppress(FileNotFoundError):  # another run took it for abandoned
                         self.descriptor = os.open(self.path, os.O_RDONLY | _NO_LINK)
                 else:
                     self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
@@ -121,7 +120,7 @@ def _machine() -> str:
     return f"{zlib.crc32(name):08x}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory, so that no other run removes it as abandoned. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | _NO_LINK)
@@ -148,7 +147,7 @@ def _hold(descriptor: int, path: Path) -> bool:
 
 def remove_abandoned(final: Path) -> None:
     """Remove the temporaries of ``final`` whose processes are gone, as far as possible."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         remove_abandoned_of(re.escape(final.name[:_NAME_KEPT]), final.parent.iterdir())
 
 
@@ -156,13 +155,12 @@ def remove_abandoned_of(names: str, paths: Iterable[Path]) -> None:
     """Remove those of ``paths`` that dead processes left as temporaries of targets whose names match a pattern."""
     name = re.compile(rf"\.(?:{names})\.(?P<machine>[0-9a-f]{{8}})[0-9a-f]{{8}}{re.escape(SUFFIX)}")
     for path in paths:
-        match = name.fullmatch(path.name)
-        if match is not None:
+        if (match := name.fullmatch(path.name)) is not None:
             _remove_if_abandoned(path, ours=match["machine"] == _machine())
 
 
 def _remove_if_abandoned(path: Path, *, ours: bool) -> None:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | _NO_LINK)
         except (IsADirectoryError, PermissionError):
@@ -203,24 +201,19 @@ _UMASK = re.compile(rb"^Umask:\s*([0-7]+)$", re.MULTILINE)
 _changing_umask = threading.Lock()
 
 
-@contextlib.contextmanager
-def as_private_as(*sources: Path) -> Iterator[None]:
+def as_private_as(*sources: Path) -> AbstractContextManager[object]:
     """Have no output of the block more open to other users than any of ``sources``. Those that are missing say nothing.
 
     Of a directory the mode of its top counts.
     """
     known = []
     for source in sources:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             known.append(source.stat())
-    token = _sources.set((*_sources.get(), *known))
-    try:
-        yield
-    finally:
-        _sources.reset(token)
+    return setting(_sources, (*_sources.get(), *known))
 
 
-@contextlib.contextmanager
+@contextmanager
 def noting_replaced() -> Iterator[list[str]]:
     """Descriptions of what the outputs of the block replaced, in their order."""
     replaced: list[str] = []
@@ -247,7 +240,7 @@ def mode_of_output(*, directory: bool, group: int | None = None, replaced: os.st
 
 
 def _umask() -> int:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if match := _UMASK.search(_STATUS.read_bytes()):
             return int(match[1], 8)
     # The system tells it only to those who change it, for all threads.
@@ -288,8 +281,7 @@ class AtomicOutput(Closing):
 
         Raises OutputError where it may not be replaced, and OSError.
         """
-        if target.exists() and not cls.is_kind(target):
-            raise OutputError(f"{target}: exists and is not a {cls.what}")
+        require(not target.exists() or cls.is_kind(target), f"{target}: exists and is not a {cls.what}", OutputError)
         if not force and (target.exists() or target.is_symlink()):
             raise _exists(target)
         return check(target.resolve()) if target.exists() else None
@@ -299,7 +291,7 @@ class AtomicOutput(Closing):
         """The temporary."""
         return self._partial.path
 
-    @contextlib.contextmanager
+    @contextmanager
     def guard(self) -> Iterator[None]:
         """Turn an OSError of the body into an OutputError."""
         try:
@@ -311,12 +303,12 @@ class AtomicOutput(Closing):
     def _open_up(self, file: Path | int) -> None:
         """Give a file or directory of the output, which is open to nobody so far, its permissions. Raises OSError."""
         replaced = None
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             replaced = self._final.stat()
         status = os.stat(file)  # noqa: PTH116 - of a path or a descriptor
         mode = mode_of_output(directory=stat.S_ISDIR(status.st_mode), group=status.st_gid, replaced=replaced)
         # Some file systems have no permissions.
-        with contextlib.suppress(PermissionError, NotImplementedError):
+        with suppress(PermissionError, NotImplementedError):
             os.chmod(file, mode)  # noqa: PTH101
 
     def _take_name(self, replace: Callable[[Path, Path], object]) -> None:
@@ -395,7 +387,7 @@ def replace_directory(new: Path, final: Path) -> None:
                 final.rename(old)
                 new.rename(final)
             except BaseException:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     rename_new(old, final)
                 raise
         remove(old)
@@ -403,7 +395,7 @@ def replace_directory(new: Path, final: Path) -> None:
 
 def refuse_source(target: Path, source: Path) -> None:
     """Raise OutputError when the target is the very file that is read, or lies in the directory that is read."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if target.exists() and target.samefile(source):
             raise OutputError(f"{target}: is the file that is read; give another name")
         if source.is_dir() and source.resolve() in target.resolve().parents:
@@ -416,8 +408,11 @@ def default_path(target: Path) -> Path:
         dead = target.is_symlink() and not target.exists()
     except OSError as exc:
         raise OutputError(f"{target}: cannot be written: {exc.strerror}") from exc
-    if dead:
-        raise OutputError(f"{target}: is a link to something that does not exist; remove it, or give a name with -o")
+    require(
+        not dead,
+        f"{target}: is a link to something that does not exist; remove it, or give a name with -o",
+        OutputError,
+    )
     return target
 
 
@@ -455,12 +450,12 @@ class AtomicFile(AtomicOutput):
 
     def close(self) -> None:
         """Close the file and remove the temporary; buffered data is dropped."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.file.close()
         super().close()
 
 
-Guard = Callable[[], contextlib.AbstractContextManager[None]]
+Guard = Callable[[], AbstractContextManager[None]]
 """Makes a context that turns an OSError into an OutputError."""
 
 
@@ -492,8 +487,7 @@ class AtomicDirectory(AtomicOutput):
             (final in (home, *home.parents), "is or holds the home directory; give another name"),
             (os.path.ismount(final), "is a mount point, which cannot be replaced; give a name in it"),
         ):
-            if refused:
-                raise OutputError(f"{self.target}: {why}")
+            require(not refused, f"{self.target}: {why}", OutputError)
         return check(final)
 
     def make_directory(self, path: str) -> None:
@@ -511,7 +505,7 @@ class AtomicDirectory(AtomicOutput):
         """Make a symbolic link on ``publish``."""
         self._links.append((path, target))
 
-    @contextlib.contextmanager
+    @contextmanager
     def new_file(self, path: str) -> Iterator[int]:
         """The descriptor of a new file, flushed to the disk at the end."""
         with self.guard():

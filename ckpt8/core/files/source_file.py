@@ -18,7 +18,7 @@ from pathlib import Path
 
 from isal.isal_zlib import crc32
 
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError, require
 
 # A path has lost one of the two slashes.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
@@ -135,16 +135,16 @@ class SourceFile:
 
     def check_unchanged(self) -> None:
         """Raise InputError when what is read changed: by size, modification time, or in a pool another file."""
-        if self._identify(self._place) != self._identity:
-            raise self._changed()
+        self._check_same(self._place)
 
     def check_in_place(self) -> None:
         """Raise InputError when what is read changed, or another file has taken the path."""
-        if self._identify(self.source.path) != self._identity:
-            raise self._changed()
+        self._check_same(self.source.path)
 
-    def _changed(self) -> InputError:
-        return InputError(f"{self.source}: changed while it was read; nothing was written")
+    def _check_same(self, file: Path | int) -> None:
+        require(
+            self._identify(file) == self._identity, f"{self.source}: changed while it was read; nothing was written"
+        )
 
 
 class Window(SourceFile):
@@ -223,8 +223,8 @@ class PooledFile(SourceFile):
             handle, opened = self._pool.get(self.source.path)
         except OSError as exc:
             raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
-        if opened and self._identify(handle.descriptor) != self._identity:
-            raise self._changed()
+        if opened:
+            self._check_same(handle.descriptor)
         self._read_at(handle.descriptor, offset, buffer)
 
 
