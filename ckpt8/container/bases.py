@@ -38,9 +38,6 @@ KEPT = "bases"
 
 _NAME = re.compile(r"[0-9a-f]{16}\.ckpt8")
 
-_SHOWN = 12
-"""Digits of a seal in a message."""
-
 
 def directories() -> tuple[Path, ...]:
     """Folders where readers look for a base, besides that of the delta."""
@@ -125,7 +122,7 @@ def find_base(
     if damaged:
         state = f"damaged: header or manifest of {_listed(damaged)} does not match the seal"
     raise InputError(
-        f"{container}: its base {record.path} (seal {record.seal[:_SHOWN]}) is {state}; "
+        f"{container}: its base {record.path} (seal {record.seal[:12]}) is {state}; "
         f"looked for {_listed(places)}; give its folder with --base-dir or {_VARIABLE}"
     )
 

@@ -237,10 +237,7 @@ def _rank_file(directory: Path, part: ShardedIndex) -> RankFile:
     """What the rank has said of its file; of no file where it had nothing to save."""
     files = list(part.files.items())
     require(len(files) <= 1, f"{directory}: the part of a rank names {len(files)} files")
-    slices, pickled = [], {}
-    for name, tensor in part.tensors.items():
-        for box in tensor.boxes():
-            slices.append((name, box.offsets, box.sizes))
-            if (place := tensor.pickled(box)) is not None:
-                pickled[name, box.offsets] = place.start, place.length
+    boxes = [(name, box, tensor.pickled(box)) for name, tensor in part.tensors.items() for box in tensor.boxes()]
+    slices = [(name, box.offsets, box.sizes) for name, box, _ in boxes]
+    pickled = {(name, box.offsets): (place.start, place.length) for name, box, place in boxes if place is not None}
     return RankFile.of(*(files[0] if files else ("", "")), slices, pickled=pickled)

@@ -179,8 +179,13 @@ class DamagedContainer(ContainerReader):
         placed: dict[str, Entry] = {}
         position, holes = 0, []
         for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
-            fits = entry.name in wanted and entry.nbytes == wanted[entry.name][0] and entry.name not in placed
-            if fits and position <= entry.start and entry.stop <= self._data_stop:
+            if (
+                entry.name in wanted
+                and entry.nbytes == wanted[entry.name][0]
+                and entry.name not in placed
+                and position <= entry.start
+                and entry.stop <= self._data_stop
+            ):
                 holes.append((position, entry.start))
                 placed[entry.name] = entry
                 position = entry.stop

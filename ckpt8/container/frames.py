@@ -35,7 +35,6 @@ _PLANE_SETTINGS = {
     "min_match": 7,
     "target_length": 0,
 }
-_RAW_LEVEL = 3
 
 SHORT_PLANE = 1 << 17
 _SAMPLES, _SAMPLE_BYTES = 8, 1 << 12
@@ -51,7 +50,7 @@ class _Zstd(threading.local):
     """The zstd contexts of one thread, which all its frames share."""
 
     def __init__(self) -> None:
-        self.raw = zstandard.ZstdCompressor(level=_RAW_LEVEL)
+        self.raw = zstandard.ZstdCompressor(level=3)
         self.plane = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**_PLANE_SETTINGS))
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
 

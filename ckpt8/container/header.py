@@ -113,16 +113,14 @@ _WIDEST_ENTRY = len(
 
 def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
     """The length field and the header of a ``.ckpt8``, padded to the reserved ``size``."""
-    header: dict[str, object] = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: version}}
-    header.update((entry.name, tensor_entry("U8", [entry.nbytes], entry.start, entry.stop)) for entry in entries)
-    return render_safetensors(header, size)
+    tensors = {entry.name: tensor_entry("U8", [entry.nbytes], entry.start, entry.stop) for entry in entries}
+    return render_safetensors({METADATA: {"format": FORMAT_KEY, FORMAT_KEY: version}, **tensors}, size)
 
 
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
-    metadata = {METADATA: {"format": FORMAT_KEY, FORMAT_KEY: BITS_VERSION}}
-    length = len(json.dumps(metadata, separators=(",", ":"))) + sum(map(reserved_entry, (*names, MANIFEST, SEAL)))
-    return -(-length // 8) * 8
+    empty = len(json.dumps({METADATA: {"format": FORMAT_KEY, FORMAT_KEY: BITS_VERSION}}, separators=(",", ":")))
+    return -(-(empty + sum(map(reserved_entry, (*names, MANIFEST, SEAL)))) // 8) * 8
 
 
 def reserved_entry(name: str) -> int:
@@ -149,9 +147,10 @@ def check_version(text: object, where: str) -> None:
 
 def _entry(name: str, value: object, where: str) -> Entry:
     match value:
-        case {"dtype": "U8", "shape": [int(length)], "data_offsets": [int(start), int(stop)], **rest} if not rest:
-            if 0 <= start <= stop and length == stop - start:
-                return Entry(name, start, stop)
+        case {"dtype": "U8", "shape": [int(length)], "data_offsets": [int(start), int(stop)], **rest} if (
+            not rest and 0 <= start <= stop and length == stop - start
+        ):
+            return Entry(name, start, stop)
     raise InputError(f"{where}: header entry {name[:80]!r} is malformed")
 
 

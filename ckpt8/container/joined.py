@@ -280,9 +280,10 @@ class JoinedReader(Closing):
     @cached_property
     def manifest(self) -> Manifest:
         """The manifests of all files as one, with the names of the whole state dict."""
-        shapes = {name: tensor.shape for name, tensor in self.index.tensors.items()}
         return join_manifests(
-            self.path.resolve().name, [(name, reader.manifest) for name, reader in self.by_name.items()], shapes
+            self.path.resolve().name,
+            [(name, reader.manifest) for name, reader in self.by_name.items()],
+            {name: tensor.shape for name, tensor in self.index.tensors.items()},
         )
 
     @cached_property

@@ -338,9 +338,6 @@ def _locked(folder: Path, how: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-_SHOWN = 4
-
-
 def dependents(path: Path) -> list[Path]:
     """The containers that find their base at ``path``, and no sound copy of it elsewhere.
 
@@ -363,7 +360,7 @@ def refuse_needed(path: Path) -> None:
     """Raise OutputError where a container needs what is at ``path`` as its base, see ``dependents``."""
     if needing := dependents(path):
         home = Path(os.path.realpath(path)).parent
-        names = listed([file.name if file.parent == home else str(file) for file in needing], _SHOWN)
+        names = listed([file.name if file.parent == home else str(file) for file in needing], 4)
         raise OutputError(f"{path}: is the base of {names}; rebase or remove what needs it first")
 
 

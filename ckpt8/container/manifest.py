@@ -259,9 +259,11 @@ class StorageRecord:
     @property
     def part_bytes(self) -> dict[str, int]:
         """Size in the container of every part, in bytes; as ``stored_bytes``."""
-        if self.pack:
-            return {part: self.share(nbytes) for part, nbytes in self.pack.part_bytes.items()}
-        return _sizes(self.parts)
+        return (
+            {part: self.share(nbytes) for part, nbytes in self.pack.part_bytes.items()}
+            if self.pack
+            else _sizes(self.parts)
+        )
 
     def share(self, nbytes: int) -> int:
         """The share of ``nbytes`` of its pack. Those of all storages of a pack add up."""

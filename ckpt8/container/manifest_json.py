@@ -160,9 +160,9 @@ def _members_json(manifest: Manifest) -> dict[str, Any]:
         ends = accumulate((storages[index].nbytes for _, index in member.segments), initial=0)
         # Bytes of the skeleton in front of each storage.
         before = gaps(offset - end for (offset, _), end in zip(member.segments, ends, strict=False))
-        own = column([index for _, index in member.segments])
-        segments.append({"before": before, "storage": own} if before else None)
-    fields = [sorted(member.crc_fields) for member in members]
+        segments.append(
+            {"before": before, "storage": column([index for _, index in member.segments])} if before else None
+        )
     return {
         "path": [member.path for member in members],
         **{name: column([getattr(member, name) for member in members]) for name in ("format", "size", "skeleton")},
@@ -170,7 +170,7 @@ def _members_json(manifest: Manifest) -> dict[str, Any]:
         "crc_fields": column(
             [
                 {"gap": gaps(at for at, _ in entry), "storage": column([s for _, s in entry])} if entry else None
-                for entry in fields
+                for entry in (sorted(member.crc_fields) for member in members)
             ]
         ),
     }
@@ -296,7 +296,6 @@ _PARAMETER: dict[str, Reader[Any]] = {
     "rule": or_null(as_object),
     "reason": or_null(as_text),
     "error": or_null(as_object),
-    "steps": or_null(as_object),
 }
 
 
@@ -409,14 +408,16 @@ def _members(fields: Fields, storages: Sequence[StorageRecord], *, shares: bool)
 
 def _parameters(fields: Fields, index: Reader[int]) -> list[ParameterRecord]:
     """The parameters; ``index`` reads that of a storage."""
-    readers = _PARAMETER | {"moments": lambda value: {slot: index(at) for slot, at in as_object(value).items()}}
-    parameters = []
-    for stored in fields.each("parameters"):
-        record = stored.record(ParameterRecord, readers)
-        if record.steps is not None:
-            stored.nested(record.steps).record(dict, {"optimizer": as_count, "weight_storage": or_null(index)})
-        parameters.append(record)
-    return parameters
+
+    def steps(value: Any) -> Any:
+        fields.nested(as_object(value)).record(dict, {"optimizer": as_count, "weight_storage": or_null(index)})
+        return value
+
+    readers = _PARAMETER | {
+        "moments": lambda value: {slot: index(at) for slot, at in as_object(value).items()},
+        "steps": or_null(steps),
+    }
+    return [stored.record(ParameterRecord, readers) for stored in fields.each("parameters")]
 
 
 def _tensors(fields: Fields, storages: Sequence[StorageRecord], *, shares: bool) -> list[TensorRecord]:

@@ -18,6 +18,7 @@ from ckpt8.container import frames
 from ckpt8.container.checks import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error
+from ckpt8.core.grouping import grouped
 from ckpt8.core.workers import Workers
 
 _RUN_BYTES = 1 << 18
@@ -45,11 +46,8 @@ class MemberFile(io.RawIOBase):
         self._starts = [run.start for run in self._runs]
         record = reader.manifest.members[member]
         self.size, self.name, self._skeleton = record.size, record.path, record.skeleton
-        self._patches: dict[int, bytes] = {}
-        self._crc_fields: dict[int, list[int]] = {}
-        for place, storage in record.crc_fields:
-            self._crc_fields.setdefault(storage, []).append(place)
-            self._patches[place] = bytes(CRC_BYTES)
+        self._crc_fields = grouped((storage, place) for place, storage in record.crc_fields)
+        self._patches = {place: bytes(CRC_BYTES) for place, _ in record.crc_fields}
         self._places = sorted(self._patches)
         # By whether it is of the skeleton: small reads take turns between that and tensors.
         self._last: dict[bool, tuple[tuple[int, int], bytearray]] = {}
@@ -134,19 +132,19 @@ class MemberFile(io.RawIOBase):
 
     def _chunks(self) -> Iterator[list[Piece]]:
         """Every piece, with those before it that it is decoded with."""
+        storages = self._reader.manifest.storages
         starts = {run.storage: run.start for run in self._runs if run.storage != self._skeleton}
         companions = {index: self._reader.codec(index).companion_storages.values() for index in starts}
         owners = {other: index for index, companion in companions.items() for other in companion if other in starts}
         for piece in self.pieces(0, self.size):
             if piece.storage not in owners:
-                batch = []
-                for other in companions.get(piece.storage, ()):
-                    if owners.get(other) == piece.storage:
-                        record = self._reader.manifest.storages[other]
-                        first = piece.chunk * frames.FRAME * record.dtype.itemsize
-                        start, stop = starts[other] + first, starts[other] + record.nbytes
-                        batch.append(next(self.pieces(start, stop)))
-                yield [*batch, piece]
+                first = piece.chunk * frames.FRAME
+                before = [
+                    next(self.pieces(starts[other] + first * storages[other].dtype.itemsize, self.size))
+                    for other in companions.get(piece.storage, ())
+                    if owners.get(other) == piece.storage
+                ]
+                yield [*before, piece]
 
     def fill(self, piece: Piece, view: memoryview, *, keep: bool = False) -> None:
         """Decode one piece into the start of ``view``. Thread-safe. With ``keep`` the next read may use its chunk."""

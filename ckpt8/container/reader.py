@@ -115,22 +115,18 @@ class ContainerReader(Closing):
         self._codecs: dict[int | Pack, Codec] = {}
         try:
             with without_collection():
-                self._open()
+                entries, stored = self._open_header()
+                self.manifest = self._open_manifest(stored)
+                nbytes = sum(record.nbytes for record in self.manifest.storages)
+                self.backend: Backend | None = for_checkpoint(nbytes) if kernels else "torch"
+                self.places = self._locate({entry.name: entry for entry in entries})
+                for check in (check_references, check_companions, check_deltas):
+                    check(self.manifest, self.codec, str(path))
+                check_members(self.manifest, str(path))
+                check_paths(self.manifest, str(path))
         except BaseException:
             self._file.close()
             raise
-
-    def _open(self) -> None:
-        entries, stored = self._open_header()
-        self.manifest = self._open_manifest(stored)
-        nbytes = sum(record.nbytes for record in self.manifest.storages)
-        self.backend: Backend | None = for_checkpoint(nbytes) if self._kernels else "torch"
-        self.places = self._locate({entry.name: entry for entry in entries})
-        where = str(self.path)
-        for check in (check_references, check_companions, check_deltas):
-            check(self.manifest, self.codec, where)
-        check_members(self.manifest, where)
-        check_paths(self.manifest, where)
 
     def close(self) -> None:
         """Close the file, and the files below it."""
@@ -344,14 +340,12 @@ class ContainerReader(Closing):
     def _open_pack(self, owner: Pack) -> _Open:
         """A pack, kept for this thread."""
         kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("packs", OrderedDict())
-        pack = kept.get(owner)
-        if pack is None:
-            layout = header.pack_layout(self.codec(owner), owner.spec, owner.numels)
-            pack = kept[owner] = _Open(owner, layout, {})
-            if len(kept) > _KEPT:
-                kept.popitem(last=False)
-        else:
-            kept.move_to_end(owner)
+        pack = kept.pop(owner, None) or _Open(
+            owner, header.pack_layout(self.codec(owner), owner.spec, owner.numels), {}
+        )
+        kept[owner] = pack
+        if len(kept) > _KEPT:
+            kept.popitem(last=False)
         return pack
 
     def _read_pack(self, pack: _Open, name: str, only: Collection[str] | None = None) -> None:

@@ -62,9 +62,8 @@ def choose(counts: torch.Tensor, numel: int, tabulate: Tabulate | None = None) -
 
     The first one of equals. Bits are taken for noise.
     """
-    tops = (len(counts) - 1, 0) if counts[0] else (NO_TOP,)
     candidates, tables = list[Mode](), list[torch.Tensor]()
-    for top in tops:
+    for top in (len(counts) - 1, 0) if counts[0] else (NO_TOP,):
         stored = _with_top(counts, top)
         largest = _largest_counted(stored)
         for bits in range(MOST_BITS + 1 if largest >= _FEWEST_ABOVE else 1):
@@ -231,8 +230,7 @@ def pack(
     fast = _numba(symbols, backend)
     largest = fast.largest(symbols) if fast else _largest(symbols)
     counts = fast.histogram(symbols, largest) if fast else _histogram(symbols, largest)
-    mode = choose(counts, symbols.numel(), fast.tabulate if fast else None)
-    packing = Packing(mode, symbols.numel())
+    packing = Packing(choose(counts, symbols.numel(), fast.tabulate if fast else None), symbols.numel())
     length = sum(packing.plane_lengths)
     row = (
         torch.empty(length, dtype=torch.uint8, device=symbols.device)
@@ -240,7 +238,7 @@ def pack(
         else scratch_elements(slot, torch.uint8, length)
     )
     planes = split(row, packing)
-    fast.fill(symbols, mode, planes) if fast else _write_planes(symbols, mode, planes)
+    (fast.fill if fast else _write_planes)(symbols, packing.mode, planes)
     return row, packing
 
 

@@ -35,7 +35,6 @@ from ckpt8.core.text import printable
 
 _PACKAGE = Path(__file__).parents[1]
 _DIGEST_BYTES = 32
-_NAME_DIGITS = 16
 
 
 _NOT_KEPT = (
@@ -82,7 +81,7 @@ class KernelCache(NullCache):
         name, python = self._function.__qualname__, (sys.implementation.cache_tag, getattr(sys, "abiflags", ""))
         place = (self._function.__module__, name, signature, target_context.codegen().magic_tuple(), python, _PACKAGE)
         key = hashlib.sha256(repr(place).encode(errors="surrogateescape")).digest()
-        return folder / f"{name}-{key.hex()[:_NAME_DIGITS]}.nbc", key + _source()
+        return folder / f"{name}-{key.hex()[:16]}.nbc", key + _source()
 
 
 @cache
@@ -157,8 +156,6 @@ def _warn(text: str, error: OSError | RuntimeError) -> None:
         warnings.warn(printable(text.format(why)), KernelCacheWarning, stacklevel=2)
 
 
-_PRIVATE = 0o700
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_LINKS = 40
 """Links that lead to a link, as many as Linux follows: more go in a circle."""
 
@@ -180,7 +177,7 @@ def _check_way(path: Path, links: int) -> None:
         if not os.path.lexists(folder):
             # Another process may be making it at the same time.
             with contextlib.suppress(FileExistsError):
-                folder.mkdir(_PRIVATE)
+                folder.mkdir(0o700)
         status = folder.lstat()
         check_private(folder, status, on_the_way=True)
         if stat.S_ISLNK(status.st_mode):
@@ -200,5 +197,5 @@ def check_private(path: Path, status: os.stat_result, *, on_the_way: bool = Fals
     kept = stat.S_ISLNK(status.st_mode) or (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX)
     if status.st_uid != os.geteuid() and not (on_the_way and status.st_uid == 0):
         raise PermissionError(errno.EPERM, f"it belongs to another user, {status.st_uid}", str(path))
-    if status.st_mode & _OTHERS_WRITE and not (on_the_way and kept):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (on_the_way and kept):
         raise PermissionError(errno.EPERM, "other users can write to it", str(path))

@@ -23,8 +23,8 @@ import torch
 
 from ckpt8.core.backend import SMALLEST_FOR_NUMBA, resolve
 from ckpt8.core.closing import Closing
+from ckpt8.core.tensors import cut_into_boxes, view_of_box
 
-_KEEP_BYTES = 24 << 20
 _MOST = 8
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Workers(Closing):
         torch.set_num_threads(before)
         # Freeing one mapped block tells glibc to keep blocks up to this size for reuse from now on. Otherwise it gives
         # the temporaries of every tile back to the kernel and fetches them again: a quarter of the time, measured.
-        torch.empty(_KEEP_BYTES, dtype=torch.uint8)
+        torch.empty(24 << 20, dtype=torch.uint8)
 
     def close(self) -> None:
         """Drop waiting work, wait for running work, end the threads."""
@@ -176,9 +176,6 @@ def scratch_elements(slot: int | str, dtype: torch.dtype, numel: int) -> torch.T
     return torch.frombuffer(scratch(slot, numel * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
-_SMALLEST = 1 << 20
-
-
 class Buffers:
     """A pool of flat uint8 buffers; it grows to as many as are in use at once. Thread-safe."""
 
@@ -192,7 +189,7 @@ class Buffers:
             fitting = [k for k, buffer in enumerate(self._free) if len(buffer) >= nbytes]
             if fitting:
                 return self._free.pop(min(fitting, key=lambda k: len(self._free[k])))
-        return self._make(max(_SMALLEST, 1 << (nbytes - 1).bit_length()))
+        return self._make(max(1 << 20, 1 << (nbytes - 1).bit_length()))
 
     def give(self, buffer: torch.Tensor) -> None:
         """Give back a buffer that no copy uses any more."""
@@ -204,18 +201,9 @@ def rows(x: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """The views of a tensor, whole rows and parts of rows, that make up its elements ``start`` to ``stop``."""
     if (start, stop) == (0, x.numel()):
         yield x
-        return
-    inner = x[0].numel()
-    while start < stop:
-        row, into = divmod(start, inner)
-        whole = (stop - start) // inner if into == 0 else 0
-        if whole:
-            yield x[row : row + whole]
-            start += whole * inner
-        else:
-            taken = min(stop - start, inner - into)
-            yield from rows(x[row], into, into + taken)
-            start += taken
+    else:
+        for _, box in cut_into_boxes(tuple(x.shape), start, stop):
+            yield view_of_box(x, box)
 
 
 def assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:

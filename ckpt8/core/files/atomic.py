@@ -364,11 +364,10 @@ def _renameat2(old: Path, new: Path, flags: int) -> bool:
 
 def rename_new(old: Path, new: Path) -> None:
     """Rename to an unused name. Raises FileExistsError, OSError."""
-    if _renameat2(old, new, _NOREPLACE):
-        return
-    if os.path.lexists(new):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
-    old.rename(new)
+    if not _renameat2(old, new, _NOREPLACE):
+        if os.path.lexists(new):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+        old.rename(new)
 
 
 def replace_directory(new: Path, final: Path) -> None:
