@@ -494,9 +494,11 @@ def _left_alone(run: ChainRun) -> list[str]:
     names = defaultdict[str, list[str]](list)
     for path, reason in run.skipped().items():
         names[reason].append(path.name)
-    lines = [f"{listed(paths, _LISTED)}: left alone: {reason}" for reason, paths in names.items()]
     packed = run.packed()
-    return lines + ([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else [])
+    return [
+        *(f"{listed(paths, _LISTED)}: left alone: {reason}" for reason, paths in names.items()),
+        *([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else []),
+    ]
 
 
 @finding_bases

@@ -156,8 +156,9 @@ def state_roles(tensors: Collection[str]) -> dict[str, Role]:
 
 def _fits(form: Form, tensors: Collection[str]) -> bool:
     """Whether a state with these tensors has the form."""
-    required = {tensor.key for tensor in form.present({})}
-    return bool(tensors) and required <= set(tensors) <= {tensor.key for tensor in form.tensors}
+    return bool(tensors) and (
+        {tensor.key for tensor in form.present({})} <= set(tensors) <= {tensor.key for tensor in form.tensors}
+    )
 
 
 def _holds(group: Mapping[Any, Any], name: str, count: int) -> bool:

@@ -395,8 +395,9 @@ class PackedOptimizer(torch.optim.Optimizer):
         hooks = GradientRelease()
         for index, group, param in self.numbered():
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(partial(self._release, index, group))  # type: ignore[no-untyped-call]
-                hooks.callback(hook.remove)
+                hooks.callback(
+                    param.register_post_accumulate_grad_hook(partial(self._release, index, group)).remove  # type: ignore[no-untyped-call]
+                )
         return hooks
 
     def state_dict(self) -> dict[str, Any]:

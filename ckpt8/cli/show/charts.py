@@ -89,12 +89,14 @@ class LogAxis:
 
     def dots(self, dots: Iterable[tuple[str, float, str]]) -> str:
         """Dots on one line: style, value, description. A value of 0 has no dot."""
-        parts = [f'<line class="grid" x1="{place}" x2="{place}" y1="-6" y2="24"/>' for place, _ in self._ticks]
-        parts += [
-            f'<circle class="{css}" cx="{self._place(math.log10(value))}" cy="9" r="4.5">'
-            f"<title>{text(words)}</title></circle>"
-            for css, value, words in dots
-            if value > 0
+        parts = [
+            *(f'<line class="grid" x1="{place}" x2="{place}" y1="-6" y2="24"/>' for place, _ in self._ticks),
+            *(
+                f'<circle class="{css}" cx="{self._place(math.log10(value))}" cy="9" r="4.5">'
+                f"<title>{text(words)}</title></circle>"
+                for css, value, words in dots
+                if value > 0
+            ),
         ]
         return f'<svg height="18" role="img" aria-label="error">{"".join(parts)}</svg>'
 
@@ -182,10 +184,10 @@ def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
     body = [
         _axes(marks, [(y(tick), f"{tick:.6g} %") for tick in ticks], axis, "share of values with each code"),
         _area(css, _steps(shares, first - 0.5, x, y)),
-    ]
-    body += [
-        _hover_area(x(code - 0.5), x(code + 0.5), f"code {code}: {count:,} ({percent(count, total)})")
-        for code, count in enumerate(counts, first)
+        *(
+            _hover_area(x(code - 0.5), x(code + 0.5), f"code {code}: {count:,} ({percent(count, total)})")
+            for code, count in enumerate(counts, first)
+        ),
     ]
     return _frame(axis, "".join(body))
 

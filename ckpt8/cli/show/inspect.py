@@ -334,14 +334,16 @@ def _show_errors(
                 lines.append(
                     "              some updates change as much as they are large; --max-update-error bounds that"
                 )
-    if heals := healing_line(errors["update"], steps):
-        lines.append(f"              {heals}")
+    heals = healing_line(errors["update"], steps)
     lines += [
-        f"update        unknown for {counted(count, 'parameter')}: {reason}"
-        for reason, count in errors["update_reasons"].items()
+        *([f"              {heals}"] if heals else []),
+        *(
+            f"update        unknown for {counted(count, 'parameter')}: {reason}"
+            for reason, count in errors["update_reasons"].items()
+        ),
+        *(step_lines(steps) if steps else []),
+        *([differing_line(source)] if source and source["differing"] else []),
     ]
-    lines += step_lines(steps) if steps else []
-    lines += [differing_line(source)] if source and source["differing"] else []
     if lines:
         console.print()
         say(console, f"Measured error, from {source['path']}" if source else "Measured error", style="bold")
@@ -367,8 +369,10 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
 
 def _show_kept(console: Console, facts: dict[str, Any], lossless: list[dict[str, Any]]) -> None:
     """Print why storages are lossless, why the codecs of a budget do not keep others, and tensors of unknown role."""
-    kinds = {"kept lossless because": lossless, "under no budget because": (facts["steps"] or {}).get("fallbacks", [])}
-    for title, reasons in kinds.items():
+    for title, reasons in (
+        ("kept lossless because", lossless),
+        ("under no budget because", (facts["steps"] or {}).get("fallbacks", [])),
+    ):
         if rows := [(row["reason"], f"{row['count']:,}", row["names"][0]) for row in reasons]:
             show_table(console, (title, "storages", "such as"), rows)
     _show_unrecognised(console, facts)

@@ -30,17 +30,15 @@ def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool
 
 def _coverage(readiness: dict[str, Any]) -> str:
     count, total = readiness["looked_at"], readiness["elements"]
-    if count == total:
-        lines = [f"all {total:,} elements of {len(readiness['tensors']):,} weights and moments"]
-    else:
-        sample = readiness["sample"]
-        lines = [
-            f"a sample of {count:,} of {total:,} elements: of every weight and moment at most {sample['elements']:,} "
-            f"in {sample['windows']} runs; --full reads all"
-        ]
-    if readiness["nonfinite"]:
-        lines.append(f"{readiness['nonfinite']:,} of them are NaN or infinite, and are left out")
-    lines += [f"left out: {count:,} tensors {escape(why)}" for why, count in readiness["left_out"].items()]
+    sample, odd = readiness["sample"], readiness["nonfinite"]
+    lines = [
+        f"all {total:,} elements of {len(readiness['tensors']):,} weights and moments"
+        if count == total
+        else f"a sample of {count:,} of {total:,} elements: of every weight and moment at most {sample['elements']:,} "
+        f"in {sample['windows']} runs; --full reads all",
+        *([f"{odd:,} of them are NaN or infinite, and are left out"] if odd else []),
+        *(f"left out: {count:,} tensors {escape(why)}" for why, count in readiness["left_out"].items()),
+    ]
     return "\n".join(lines)
 
 

@@ -242,11 +242,13 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     """The rows of ``facts``; none without a budget."""
     if steps is None:
         return []
-    rows: list[Row] = [("error in steps", figure_phrases(steps))] if steps["steps"] is not None else []
-    rows += [("error in steps", (phrase,)) for phrase in outside_phrases(steps)]
-    rows += [("learning rate", (phrase,)) for phrase in rate_phrases(steps)]
-    rows.append(("loss drift", drift_text(steps["drift"]).split(", ")))
-    rows += map(_optimizer, steps["optimizers"]) if len(steps["optimizers"]) > 1 else ()
+    rows: list[Row] = [
+        *([("error in steps", figure_phrases(steps))] if steps["steps"] is not None else []),
+        *(("error in steps", (phrase,)) for phrase in outside_phrases(steps)),
+        *(("learning rate", (phrase,)) for phrase in rate_phrases(steps)),
+        ("loss drift", drift_text(steps["drift"]).split(", ")),
+        *(map(_optimizer, steps["optimizers"]) if len(steps["optimizers"]) > 1 else ()),
+    ]
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
         rows.append(("lattice", (f"{share} of the weights have the largest step", "that their size allows")))
@@ -334,10 +336,10 @@ def _size_totals(facts: dict[str, Any]) -> str:
     for entry in facts["roles"]:
         original_bytes[entry["role"]] += entry["bytes"]
         stored_bytes[entry["role"]] += entry.get("stored_bytes", 0)
-    if facts["kind"] == "ckpt8":
-        after = [(facts["asked"], facts["stored_bytes"], facts["ratio"], "container", facts["overhead_bytes"])]
-    else:
-        after = [
+    after = (
+        [(facts["asked"], facts["stored_bytes"], facts["ratio"], "container", facts["overhead_bytes"])]
+        if facts["kind"] == "ckpt8"
+        else [
             (
                 f"{preset if preset.startswith('budget ') else f'preset {preset}'}, predicted",
                 predicted["bytes"],
@@ -347,6 +349,7 @@ def _size_totals(facts: dict[str, Any]) -> str:
             )
             for preset, predicted in facts["predicted"].items()
         ]
+    )
     # The container of a small checkpoint is larger than its original.
     full_bar = max(1, facts["bytes"], *(nbytes for _, nbytes, *_ in after))
     rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
@@ -446,9 +449,8 @@ def _error_totals(errors: dict[str, Any], steps: dict[str, Any] | None) -> list[
         ("update", (f"unknown for {counted(count, 'parameter')}: {reason}",))
         for reason, count in errors["update_reasons"].items()
     ]
-    if heals := healing_line(errors["update"], steps):
-        rows.append(("update", heals.split(": ")))
-    return rows + step_rows(steps)
+    heals = healing_line(errors["update"], steps)
+    return [*rows, *([("update", heals.split(": "))] if heals else []), *step_rows(steps)]
 
 
 def _decibels(error: dict[str, Any]) -> str:

@@ -46,13 +46,16 @@ def show_diff(console: Console, facts: dict[str, Any], *, tensors: bool) -> None
     for line in _sentences(facts):
         console.print(escape(line), soft_wrap=True)
     _show_one_sided(console, facts)
-    shapes = [
-        f"{tensor['name']}  {tensor['dtype']} {shape_text(tensor['shape'])} -> "
-        f"{tensor['dtype_b']} {shape_text(tensor['shape_b'])}"
-        for tensor in facts["tensors"]["both"]
-        if (tensor["dtype"], tensor["shape"]) != (tensor["dtype_b"], tensor["shape_b"])
-    ]
-    _show_list(console, "tensors of another shape or type", shapes)
+    _show_list(
+        console,
+        "tensors of another shape or type",
+        [
+            f"{tensor['name']}  {tensor['dtype']} {shape_text(tensor['shape'])} -> "
+            f"{tensor['dtype_b']} {shape_text(tensor['shape_b'])}"
+            for tensor in facts["tensors"]["both"]
+            if (tensor["dtype"], tensor["shape"]) != (tensor["dtype_b"], tensor["shape_b"])
+        ],
+    )
     _show_values(console, facts)
     if not facts["identical"]:
         for role, title in _TITLES.items():
@@ -235,9 +238,11 @@ def show_converted(console: Console, report: Report, seconds: float) -> None:
         lines += quantized(report.quantized)
     if report.aliases:
         lines.append(f"tied        left out: {listed(report.aliases, _MOST_ALIASES)}")
-    lines += [f"left out    {line}" for line in report.dropped]
-    lines += [f"note        {line}" for line in report.notes]
-    print_lines(console, lines)
+    dropped, notes = (
+        (f"left out    {line}" for line in report.dropped),
+        (f"note        {line}" for line in report.notes),
+    )
+    print_lines(console, [*lines, *dropped, *notes])
 
 
 def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:

@@ -36,8 +36,13 @@ Point = tuple[int, float, str]
 def page(facts: Mapping[str, Any]) -> str:
     """The page about ``Run.to_json``."""
     name, rows = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"], facts["checkpoints"]
-    footer = f"<footer><p>Read from the heads of the files. ckpt8 {text(__version__)}</p></footer>"
-    return document(name, [_heading(name, facts["totals"]), _charts(rows), _list(rows), footer], {"facts": facts})
+    sections = (
+        _heading(name, facts["totals"]),
+        _charts(rows),
+        _list(rows),
+        f"<footer><p>Read from the heads of the files. ckpt8 {text(__version__)}</p></footer>",
+    )
+    return document(name, sections, {"facts": facts})
 
 
 def _heading(name: str, totals: Mapping[str, Any]) -> str:

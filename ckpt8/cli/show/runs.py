@@ -28,9 +28,8 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
 
 def total_lines(totals: Mapping[str, Any]) -> list[str]:
     """What there is of each kind, and its bytes."""
-    words = {"key": counted(totals["key"], "key"), "delta": counted(totals["delta"], "delta")}
-    words["raw"] = f"{totals['raw']:,} raw"
-    kinds = [words[kind] for kind in words if totals[kind]]
+    words = {kind: counted(totals[kind], kind) for kind in ("key", "delta")} | {"raw": f"{totals['raw']:,} raw"}
+    kinds = [phrase for kind, phrase in words.items() if totals[kind]]
     line = f"{counted(totals['checkpoints'], 'checkpoint')}: {', '.join(kinds)}" if kinds else "no whole checkpoint"
     sizes = size(totals["stored_bytes"])
     if totals["ratio"] is not None:
@@ -41,9 +40,9 @@ def total_lines(totals: Mapping[str, Any]) -> list[str]:
         lines.append(f"{totals['packed_and_raw']:,} of them raw as well, which takes {size(totals['raw_bytes'])} more")
     if totals["bases_bytes"]:
         lines.append(f"{size(totals['bases_bytes'])} of it in bases/, for deltas; --release frees what none needs")
-    problems = {"damaged": totals["damaged"], "without a base": totals["base_missing"]}
-    if any(problems.values()):
-        lines.append(", ".join(f"{count:,} {what}" for what, count in problems.items() if count))
+    counts = ("damaged", totals["damaged"]), ("without a base", totals["base_missing"])
+    if problems := [f"{count:,} {what}" for what, count in counts if count]:
+        lines.append(", ".join(problems))
     return lines
 
 

@@ -193,10 +193,12 @@ HEALS = "its error heals: gradients renew the momentum within about ten steps, a
 def step_lines(steps: Mapping[str, Any]) -> list[str]:
     """The lines of ``facts``."""
     whole, *parts = figure_phrases(steps) if steps["steps"] is not None else [""]
-    lines = [f"steps         {whole}: {', '.join(parts)}"] if parts else []
-    lines += [f"steps         {phrase}" for phrase in outside_phrases(steps)]
-    lines += [f"learning rate {phrase}" for phrase in rate_phrases(steps)]
-    lines.append(f"loss drift    {drift_text(steps['drift'])}")
+    lines = [
+        *([f"steps         {whole}: {', '.join(parts)}"] if parts else []),
+        *(f"steps         {phrase}" for phrase in outside_phrases(steps)),
+        *(f"learning rate {phrase}" for phrase in rate_phrases(steps)),
+        f"loss drift    {drift_text(steps['drift'])}",
+    ]
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
         lines.append(f"lattice       {share} of the weights have the largest step that their size allows")

@@ -362,8 +362,9 @@ def step(plan: LaunchPlan, group: dict[str, Any], scaler: Scaler) -> None:
     given = (group[setting] for setting in settings)
     numbers = [number for value in given for number in (value if isinstance(value, (tuple, list)) else (value,))]
     constants = {"decoupled": name == "adamw", "nesterov": group.get("nesterov"), "maximize": group["maximize"]}
-    taken = {key: value for key, value in constants.items() if key in prologue.arg_names}
-    plan.tensors(prologue, lr, scaler, numbers, **taken)
+    plan.tensors(
+        prologue, lr, scaler, numbers, **{name: constants[name] for name in prologue.arg_names if name in constants}
+    )
     if name == "stable_adamw":
         plan.tensors(stable_adamw_clip, lr, plan.sums(ratio), [group["weight_decay"]])
     elif name == "came":
