@@ -227,6 +227,14 @@ def test_force_never_replaces_what_holds_the_container_or_the_current_directory(
     assert everything(tmp_path) == ["home", "home/here", "home/x.ckpt8"]
 
 
+def test_a_link_in_place_of_the_target_is_followed_to_a_directory(simple, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    ckpt8.restore(simple, tmp_path / "link", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert "two.txt" in tree(tmp_path / "real")
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, OSError])
 @pytest.mark.parametrize("force", [False, True])
 def test_a_failure_leaves_no_output_and_what_was_there(error, force, simple, tmp_path, monkeypatch):

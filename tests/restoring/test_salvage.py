@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import warnings
+import zipfile
 from contextlib import contextmanager
 
 import pytest
@@ -133,6 +135,20 @@ def test_only_the_chunk_is_lost_and_views_of_the_rest_are_whole(large, tmp_path)
     assert torch.equal(w[3 * FRAME :], whole[3 * FRAME :])
 
 
+@pytest.mark.slow
+def test_what_is_salvaged_has_right_checksums(sample, tmp_path):
+    """Those of lossy and of lossless tensors: every zip tool reads the file, and so does ckpt8."""
+    names = [name for name, _, _ in places(sample.read_bytes())]
+    lossy = next(name for name in names if name.endswith("/mantissa"))
+    exact = next(name for name in names if name.endswith("/plane2"))
+    for name in (lossy, exact):
+        path = damage(sample, tmp_path / "x.ckpt8", name)
+        ckpt8.restore(path, tmp_path / "x.pt", force=True, salvage=True)
+        assert zipfile.ZipFile(tmp_path / "x.pt").testzip() is None
+        manifest = ckpt8.compress(tmp_path / "x.pt", tmp_path / "y.ckpt8", force=True)
+        assert [each.reason is None for each in manifest.storages if each.name == name.rpartition("/")[0]] == [False]
+
+
 def test_a_salvaged_directory_of_ranks_has_right_checksums(tmp_path):
     """The slices of a plain distributed checkpoint, which a container keeps bit-exact, are zip files of their own."""
     with own_entries(), warnings.catch_warnings():
@@ -228,6 +244,20 @@ def test_a_damaged_header_or_seal_costs_nothing(part, bits, sample, tmp_path):
         assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
 
 
+@pytest.mark.slow
+def test_any_other_length_of_the_header(sample, tmp_path):
+    """Also one that ends within the padding, where what is left of the header still parses."""
+    data = sample.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    padding = next(stop - start for name, start, stop in places(data) if name == "padding")
+    assert padding > 1024
+    for other in (length - 1, length - 512, length - padding, length + 1, length + 4096, 1, 0, 2**40, 2**64 - 1):
+        (tmp_path / "x.ckpt8").write_bytes(struct.pack("<Q", other) + data[8:])
+        found = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", force=True, salvage=True)
+        assert found.lost == []
+        assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
 @pytest.mark.parametrize("gone", [["length of the header"], ["header"], ["length of the header", "header"]], ids=str)
 def test_a_header_that_is_gone_and_first_frames_that_are_damaged(gone, sample, tmp_path):
     """What is damaged at its beginning is placed by what follows it."""
@@ -268,6 +298,20 @@ def test_a_file_that_is_cut_off(sample, tmp_path):
         with pytest.raises(InputError, match="nothing can be recovered"):
             ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
         assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bytes_behind_the_end(sample, tmp_path):
+    (tmp_path / "x.ckpt8").write_bytes(sample.read_bytes() + bytes(4096))
+    found = ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", salvage=True)
+    assert (found.lost, found.complete) == ([], False)
+    assert (tmp_path / "x.pt").read_bytes() == sample.with_name("whole.pt").read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 1000, b"PK\3\4" + bytes(100), b"\x28\xb5\x2f\xfd" * 100])
+def test_what_never_was_a_container(content, tmp_path):
+    (tmp_path / "x.ckpt8").write_bytes(content)
+    with pytest.raises(InputError, match="nothing can be recovered"):
+        ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "x.pt", salvage=True)
 
 
 def test_a_later_version_is_not_taken_for_damage(sample, tmp_path):
@@ -355,6 +399,17 @@ def test_members_whose_tensors_would_have_one_name(neighbour, tmp_path):
     assert {name for name, content in contents(tmp_path / "out").items() if content} == {*written.values()}
     assert torch.equal(load_file(tmp_path / "out" / written["x.pt"])["model.one"], one["model"]["one"])
     assert torch.equal(load_file(tmp_path / "out" / written[neighbour])["other"], other["other"])
+
+
+@pytest.mark.slow
+def test_targets_are_as_safe_as_ever(directory, tmp_path):
+    path = damage(directory, tmp_path / "run.ckpt8", "ckpt8.seal")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputError, match="exists"):
+        ckpt8.restore(path, tmp_path / "out", salvage=True)
+    ckpt8.restore(path, tmp_path / "out", salvage=True, force=True)
+    assert contents(tmp_path / "out") == contents(directory.with_name("whole"))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "run.ckpt8"]
 
 
 @pytest.mark.slow

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from budget_kit import run_of
-from test_salvage import assert_all_but, damage, loaded, own_entries
+from flips_kit import places
+from reference_kit import LAYOUTS, masters
+from test_salvage import FRAME, assert_all_but, damage, loaded, own_entries
 
 import ckpt8
 from ckpt8.core.errors import InputError
@@ -46,3 +48,33 @@ def test_a_damaged_header_loses_nothing(place, sample, tmp_path):
     assert found.damage is not None
     assert found.lost == []
     assert_all_but(set(), tmp_path / "x.pt", sample.with_name("whole.pt"))
+
+
+@pytest.mark.slow
+def test_a_lost_chunk_leaves_the_others_of_its_storage(tmp_path):
+    torch.save(run_of([(1500, 1024)]), tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "whole.pt")
+    stop = next(b - a for name, a, b in places((tmp_path / "run.ckpt8").read_bytes()) if name == f"{V}/codes")
+    path = damage(tmp_path / "run.ckpt8", tmp_path / "x.ckpt8", (f"{V}/codes", stop - 9))
+    found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    assert {each.name for each in found.lost} == {V, M}
+    before, after = loaded(tmp_path / "whole.pt"), loaded(tmp_path / "x.pt")
+    for name in (V, M):
+        assert torch.equal(after[name].flatten()[:FRAME], before[name].flatten()[:FRAME])
+        assert bool(after[name].flatten()[FRAME:].isnan().all())
+    assert torch.equal(after[W], before[W])
+
+
+@pytest.mark.slow
+def test_copies_are_lost_with_masters_on_a_lattice(tmp_path):
+    torch.save(LAYOUTS["master_param"](masters()), tmp_path / "run.pt")
+    with own_entries():
+        manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "whole.pt")
+    copy = next(record for record in manifest.storages if record.codec["id"] == "reference/2")
+    master = manifest.storages[copy.codec["runs"][0][0]]
+    path = damage(tmp_path / "run.ckpt8", tmp_path / "x.ckpt8", f"{master.name}/codes")
+    found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+    assert {each.name for each in found.lost} == {copy.name, master.name}
+    assert_all_but({copy.name, master.name}, tmp_path / "x.pt", tmp_path / "whole.pt")

@@ -51,6 +51,14 @@ def test_damage_anywhere_in_a_chain_loses_what_is_added_to_it(index, part, lost,
     assert_all_but(lost, tmp_path / "x.pt", tmp_path / "whole.pt")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_first_moments_of_a_base_are_not_needed(index, files, tmp_path):
+    damage(files[index], files[index], f"{M}/codes")
+    assert ckpt8.verify(files[2]).failures == ()
+    assert ckpt8.restore(files[2], tmp_path / "x.pt", salvage=True).complete
+
+
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("where", [("header", 300), ("ckpt8.manifest", 40)])
 def test_a_base_whose_header_is_damaged_loses_nothing_that_can_be_read(index, where, files, tmp_path):

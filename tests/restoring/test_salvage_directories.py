@@ -116,6 +116,40 @@ def test_what_the_other_ranks_have_whole_is_written(saved, tmp_path, run_command
             assert boxes == boxes_in(saved / "whole", HURT, each["name"])
 
 
+@pytest.mark.slow
+def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
+    shutil.copytree(saved / "packed", tmp_path / "x")
+    file, name = tmp_path / "x" / f"{HURT}.ckpt8", "model.layers.1.w"
+    with ContainerReader(file) as reader:
+        part = next(each for each in reader.manifest.slices if each.name == name)
+        storage = reader.manifest.tensors[part.tensor].storage
+        place = next(iter(reader.places[storage].values())).offsets[0]
+    flip_bit(file, place + 3)
+    found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
+    assert [(each.name, each.shape) for each in found.lost] == [(name, [96, 97])]
+    (lost,) = found.lost[0].slices
+    sizes = reader.manifest.tensors[part.tensor].shape
+    assert (list(lost.offsets), list(lost.sizes)) == (list(part.offsets), list(sizes))
+    assert found.lost[0].elements == lost.sizes[0] * lost.sizes[1]
+    expected, written = load_all(saved / "whole"), load_all(tmp_path / "back")
+    assert written.keys() == expected.keys() - {name}
+    assert all(torch.equal(written[key], expected[key]) for key in written if isinstance(written[key], torch.Tensor))
+    # What is written is a checkpoint like any other.
+    ckpt8.convert(tmp_path / "back", tmp_path / "back.pt")
+    assert name.removeprefix("model.") not in torch.load(tmp_path / "back.pt")["model"]
+
+
+@pytest.mark.slow
+def test_a_damaged_header_is_told_and_costs_nothing(saved, tmp_path):
+    shutil.copytree(saved / "packed", tmp_path / "x")
+    flip_bit(tmp_path / "x" / f"{HURT}.ckpt8", 40)
+    found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
+    assert found.damage.keys() == {f"{HURT}.ckpt8"}
+    assert not found.complete
+    assert not found.lost
+    assert ckpt8.diff(tmp_path / "back", saved / "whole").identical
+
+
 def test_values_and_parts_of_large_tensors(tmp_path):
     state = {"big": torch.randn(1200, 1000), "small": torch.randn(64, 64), "empty": torch.zeros(0, 3), "note": "x" * 99}
     dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"), no_dist=True)

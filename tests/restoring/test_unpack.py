@@ -93,6 +93,35 @@ def test_weights_that_cannot_be_told_are_never_guessed(tmp_path):
         ckpt8.load(tmp_path / "several.ckpt8", unpack=True)
 
 
+@pytest.mark.slow
+def test_an_average_stays_as_it_is(tmp_path):
+    model, optimizer = fresh("AdamW", BF16)
+    train(model, optimizer, 0, 2)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    ckpt8.save(tree, tmp_path / "run.ckpt8")
+    average = {name: tensor * 0.5 for name, tensor in model.state_dict().items()}
+    ckpt8.save({"ema": average, **tree}, tmp_path / "average.ckpt8")
+    expected = {"ema": average, **ckpt8.load(tmp_path / "run.ckpt8", unpack=True)}
+    assert same(ckpt8.load(tmp_path / "average.ckpt8", unpack=True), expected)
+
+
+@pytest.mark.slow
+def test_two_models_of_two_packed_optimizers(tmp_path):
+    """Both have the same shapes; their keys tell which belongs to which, and the checks agree."""
+    tree, plain = {}, {}
+    for key in "GD":
+        model, optimizer = fresh("AdamW", BF16)
+        train(model, optimizer, 0, 2 + ord(key) % 3)
+        own = {f"net{key}": model.state_dict(), f"opt{key}": optimizer.state_dict()}
+        tree |= own
+        ckpt8.save({"model": own[f"net{key}"], "optimizer": own[f"opt{key}"]}, tmp_path / "one.ckpt8")
+        one = ckpt8.load(tmp_path / "one.ckpt8", unpack=True)
+        plain |= {f"net{key}": one["model"], f"opt{key}": one["optimizer"]}
+        (tmp_path / "one.ckpt8").unlink()
+    ckpt8.save(tree, tmp_path / "both.ckpt8")
+    assert same(ckpt8.load(tmp_path / "both.ckpt8", unpack=True), plain)
+
+
 def test_names_decide_where_the_file_has_them(tmp_path):
     """Two weights of one shape in another order than the model's."""
     model = torch.nn.Sequential(torch.nn.Linear(80, 80, bias=False), torch.nn.Linear(80, 80, bias=False)).to(BF16)

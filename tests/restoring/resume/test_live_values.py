@@ -151,6 +151,25 @@ def test_tensors_that_do_not_have_their_parts(tmp_path, change):
         )
 
 
+def test_offloaded_state_is_refused(tmp_path):
+    """It has a copy of the weights, which resume would not reach, and its own form of state dict."""
+    torchao = pytest.importorskip("torchao.optim")
+    with quiet():
+        model = network()
+        # Its constructor needs a GPU.
+        optimizer = object.__new__(torchao.CPUOffloadOptimizer)
+        inner = {p: torch.optim.AdamW([p]) for p in model.parameters()}
+        optimizer.__dict__.update(d_opt=None, d_param_groups=[], optim_dict=inner, queue={}, param_d2h_map={})
+        model(torch.ones(2, 64)).sum().backward()
+        for each in inner.values():
+            each.step()
+        path = save(tmp_path, model, optimizer)
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(ResumeError, match="CPUOffloadOptimizer has no state or parameter groups of its own"):
+            ckpt8.resume(path, model, optimizer)
+        assert same(optimizer.state_dict(), before)
+
+
 def test_states_follow_the_names(tmp_path):
     bnb = pytest.importorskip("bitsandbytes.optim")
     with quiet():

@@ -119,6 +119,13 @@ def test_without_strict_codes_keep_their_codec(tmp_path):
     assert same(convert.moments_of(packed.state[extra], packed.param_groups[0]), before)
 
 
+def test_a_missing_step_is_no_first_step(tmp_path):
+    model, optimizer = trained(OPTIMIZERS["torch-adamw"])
+    del optimizer.state[model.body.weight]["step"]
+    message = refused(save(tmp_path / "run.pt", model, optimizer), *fresh("AdamW"))
+    assert "body.weight: its step is missing" in message
+
+
 @pytest.mark.parametrize("step", [float("nan"), float("inf"), 2.5, 1e30, "x", True])
 def test_a_step_that_is_no_count_is_refused(tmp_path, step):
     model, optimizer = trained(OPTIMIZERS["torch-adamw"])

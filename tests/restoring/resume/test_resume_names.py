@@ -90,6 +90,15 @@ def test_names_go_before_places(tmp_path):
         assert same(fresh.state.get(p), optimizer.state.get(model.get_parameter(name))), name
 
 
+def test_groups_that_became_one_are_refused(tmp_path):
+    model = Net()
+    optimizer = ADAMW(groups(model, named=True), 0.1)
+    path = write(tmp_path, {"optimizer": optimizer.state_dict()})
+    fresh = ADAMW([(name, p) for name, p in model.named_parameters() if p.requires_grad], 0.5)
+    with pytest.raises(ResumeError, match="belong to groups 0, 1 with other hyperparameters"):
+        ckpt8.resume(path, optimizer=fresh)
+
+
 def test_parameters_by_name_that_are_missing_or_too_many(tmp_path):
     model, optimizer = trained(ADAMW)
     body = {"params": [model.body.weight]}
@@ -103,6 +112,13 @@ def test_parameters_by_name_that_are_missing_or_too_many(tmp_path):
 def with_model(tmp_path, model, optimizer, live):
     path = write(tmp_path, {"model": model.state_dict(), "optimizer": fqn_keyed(model, optimizer)})
     ckpt8.resume(path, model, ADAMW(live, 0.1))
+
+
+def test_names_without_a_model(tmp_path):
+    model, optimizer = trained(ADAMW)
+    path = write(tmp_path, fqn_keyed(model, optimizer))
+    with pytest.raises(ResumeError, match="give model= as well"):
+        ckpt8.resume(path, optimizer=ADAMW(groups(model), 0.1))
 
 
 def test_a_tie_that_only_one_side_has(tmp_path):
@@ -119,6 +135,16 @@ def test_a_tie_that_only_one_side_has(tmp_path):
         ckpt8.resume(write(tmp_path, {"state_dict": tree}), other)
         assert same(snapshot(other, None), snapshot(model, None))
         assert other.head.weight is other.embed.weight
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "model_state_dict", "module"])
+def test_where_models_are(tmp_path, key):
+    model, optimizer = trained(ADAMW)
+    path = write(tmp_path, {"epoch": 2, key: model.state_dict(), "nested": {"opt": optimizer.state_dict()}})
+    other = Net(seed=1)
+    fresh = ADAMW(groups(other), 0.1)
+    assert ckpt8.resume(path, other, fresh) == {"epoch": 2}
+    assert same(snapshot(other, fresh), snapshot(model, optimizer))
 
 
 def test_several_models(tmp_path):

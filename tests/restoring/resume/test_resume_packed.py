@@ -166,6 +166,25 @@ def test_wide_weights_go_into_narrow_parameters_and_what_completes_them(tmp_path
     train(narrow, packed, 3, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["torch-adamw", "optimi-stable-adamw", "came-pytorch"])
+def test_weights_on_a_lattice_go_into_narrow_parameters_and_residuals(tmp_path, source):
+    """As their decoded values would, and the run goes on."""
+    model, optimizer = trained(OPTIMIZERS[source])
+    model.norm.to(BF16)
+    model.frozen.data = model.frozen.data.to(BF16)
+    path = save(tmp_path / "run.ckpt8", model, optimizer, preset="archive")
+    narrow, packed = fresh(PACKED[source], BF16)
+    ckpt8.resume(path, narrow, packed)
+    decoded = ckpt8.load(path)["model"]
+    found = masters(narrow, packed)
+    for name in MATRICES:
+        assert not torch.equal(decoded[name], model.state_dict()[name])
+        assert same(params(narrow)[name].detach(), decoded[name].bfloat16()), name
+        assert ((found[name] - decoded[name]).abs() <= 1.54e-5 * decoded[name].abs()).all(), name
+    train(narrow, packed, 3, 2)
+
+
 FEWER_LEVELS = [
     "*.exp_avg=companded8(Q=31)",
     "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)",
@@ -219,6 +238,18 @@ def test_what_the_file_keeps_exact_stays_exact(tmp_path):
     assert plain.state[live.body.weight]["exp_avg_codes"].dtype == torch.int8
 
 
+@pytest.mark.parametrize("unpacked", ["moment1", "moment2"])
+def test_a_moment_that_the_optimizer_holds_in_fp32_is_decoded(tmp_path, unpacked):
+    model, optimizer = trained(OPTIMIZERS["torch-adamw"])
+    path = save(tmp_path / "run.ckpt8", model, optimizer)
+    live, packed = fresh("AdamW", **{unpacked: "lossless"})
+    ckpt8.resume(path, live, packed)
+    name = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}[unpacked]
+    order = [p for g in optimizer.param_groups for p in g["params"]]
+    index = next(i for i, p in enumerate(order) if p is model.body.weight)
+    assert same(packed.state[live.body.weight][name], ckpt8.load(path)["optimizer"]["state"][index][name])
+
+
 def test_strides_do_not_matter(tmp_path):
     """State in another memory format, a slice of a larger storage, and a live parameter that is not contiguous."""
     model, optimizer = trained(OPTIMIZERS["torch-adamw"])
@@ -252,6 +283,25 @@ def test_a_packed_run_goes_on_bit_for_bit(tmp_path, name, dtype):
     train(model, optimizer, 3, 2)
     train(live, packed, 3, 2)
     assert same(snapshot(live, packed), snapshot(model, optimizer))
+
+
+def test_schedulers_find_their_settings(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.004)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+    train(model, optimizer, 0, 1)
+    scheduler.step()
+    path = save(tmp_path / "run.pt", model, optimizer)
+    live, packed = fresh("AdamW")
+    ckpt8.resume(path, live, packed)
+    theirs, mine = optimizer.param_groups[0], packed.param_groups[0]
+    for key in ("lr", "initial_lr", "max_lr", "min_lr", "betas", "max_momentum"):
+        assert mine[key] == theirs[key], key
+    again = torch.optim.lr_scheduler.OneCycleLR(packed, max_lr=0.01, total_steps=10, last_epoch=1)
+    again.load_state_dict(scheduler.state_dict())
+    scheduler.step()
+    again.step()
+    assert mine["lr"] == theirs["lr"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-12])

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from disk_kit import flip_bit
 from packed_kit import pack, save_sliced
 from resume_kit import same, snapshot
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ckpt8
+import ckpt8.optim
 from ckpt8 import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.container.reader import ContainerReader
 from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
@@ -97,6 +99,17 @@ def test_a_plain_directory_and_a_container_of_it_resume_as_well(saved, tmp_path)
         assert same(rest, {"progress": {"seen": 7, "tokens": torch.arange(5000)}})
 
 
+def test_damage_of_a_plain_directory_changes_nothing(saved, tmp_path):
+    plain = shutil.copytree(saved / "plain-get_state_dict", tmp_path / "plain")
+    file = max(plain.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip_bit(file)
+    model, optimizer = make(1)
+    before = snapshot(model, optimizer)
+    with pytest.raises(InputError, match="is damaged"):
+        ckpt8.resume(plain, model=model, optimizer=optimizer)
+    assert same(snapshot(model, optimizer), before)
+
+
 def test_lossy_state_is_what_torch_loads_with_our_reader(saved):
     model, optimizer = make(1)
     train(model, optimizer, range(1))  # torch needs state to load into
@@ -108,6 +121,15 @@ def test_lossy_state_is_what_torch_loads_with_our_reader(saved):
     assert same(snapshot(mine, None), snapshot(model, None))
     states = (each.state_dict()["state"] for each in (my_optimizer, optimizer))
     assert all(same(one, other) for one, other in zip(*(each.values() for each in states), strict=True))
+
+
+def test_packed_optimizers_take_the_state_as_from_one_file(saved):
+    def resumed(path):
+        model, optimizer = make(1, ckpt8.optim.AdamW, torch.bfloat16)
+        ckpt8.resume(path, model=model, optimizer=optimizer)
+        return snapshot(model, optimizer)
+
+    assert same(resumed(saved / "get_state_dict"), resumed(saved / "run.pt"))
 
 
 def test_what_does_not_fit_changes_nothing(saved, tmp_path):

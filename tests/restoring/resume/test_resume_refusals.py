@@ -105,6 +105,14 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, change, match, form):
     refused(write(tmp_path, tree, form), *live(), match)
 
 
+def test_all_problems_are_told(tmp_path):
+    tree = tree_of(*trained(ADAMW))
+    tree["model"] = {name: t for name, t in tree["model"].items() if not name.startswith("norm.")}
+    error = refused(write(tmp_path, tree), *live(), r"norm.weight: is missing .*\(and 4 more")
+    assert len(error.problems) == 5
+    assert error.exit_code == 2
+
+
 def test_another_model(tmp_path, form):
     path = write(tmp_path, tree_of(*trained(ADAMW)), form)
     model = Net(width=80)
@@ -196,6 +204,12 @@ def test_a_file_without_what_is_asked_for(tmp_path):
     refused(write(tmp_path, model.state_dict()), None, optimizer, "holds no optimizer state", UsageError)
     refused(write(tmp_path, {"model": [model]}), None, optimizer, "holds no optimizer state", UsageError)
     refused(tmp_path / "missing.pt", model, None, "No such file", InputError)
+
+
+def test_a_model_without_memory(tmp_path):
+    path = write(tmp_path, nn.Linear(2, 2).state_dict())
+    with pytest.raises(ResumeError, match="model weight: is on the meta device"):
+        ckpt8.resume(path, nn.Linear(2, 2, device="meta"))
 
 
 def test_not_strict_takes_what_fits_and_lists_the_rest(tmp_path):

@@ -138,6 +138,17 @@ def targets(like: torch.Tensor) -> list[torch.Tensor]:
     return [torch.empty(shape, dtype=like.dtype), backwards, gaps]
 
 
+def test_channels_last_stays(tmp_path):
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    torch.save(model.state_dict(), tmp_path / "run.pt")
+    for layout in (torch.channels_last, torch.contiguous_format):
+        other = nn.Conv2d(4, 8, 3).to(memory_format=layout)
+        stride = other.weight.stride()
+        assert ckpt8.resume(tmp_path / "run.pt", other) == {}
+        assert torch.equal(other.weight, model.weight)
+        assert other.weight.stride() == stride
+
+
 class WithExtra(nn.Module):
     def __init__(self, scale):
         super().__init__()

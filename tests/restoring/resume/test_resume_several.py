@@ -186,6 +186,24 @@ def test_two_optimizers_of_parts_alike(named, tmp_path):
     assert [same(mine.state_dict(), its.state_dict()) for mine, its in zip(fresh, trained, strict=True)] == [True, True]
 
 
+def test_paths_choose(tmp_path):
+    there = Gan(1, trained=True, widths=(24, 24), makes=(adamw, adamw))
+    here = Gan(7, trained=False, widths=(24, 24), makes=(adamw, adamw))
+    path = saved(tmp_path, {**LAYOUTS["keys"](*there.states()), "ema_G": there.nets[0].state_dict()})
+    with pytest.raises(UsageError, match=r"may be one of netG, netD, ema_G; give a dict with these keys, or model_at="):
+        ckpt8.resume(path, model=here.nets)
+    options = {"model_at": ["netG", "netD"], "optimizer_at": {"a": "optimizerG", "b": "optimizerD"}}
+    ckpt8.resume(path, here.nets, dict(zip("ab", here.optimizers, strict=True)), **options)
+    assert here.equals(there)
+
+
+def test_one_of_several_is_enough(tmp_path):
+    there, here = Gan(1, trained=True), Gan(7, trained=False)
+    path = saved(tmp_path, LAYOUTS["keys"](*there.states()))
+    ckpt8.resume(path, model=[here.nets[1]], optimizer={"D": here.optimizers[1]})
+    assert same(here.states()[1::2], there.states()[1::2])
+
+
 @pytest.mark.parametrize("entries", [lambda a, b: {"optimizers": [a, b]}, lambda a, b: {"adamw": b, "muon": a}])
 def test_one_model_with_muon_and_adamw(entries, tmp_path):
     def split(model):
@@ -220,6 +238,12 @@ def test_packed_optimizers(tmp_path):
         assert same(mine.state_dict(), theirs.state_dict())
 
 
+class Failing(torch.optim.Rprop):
+    def load_state_dict(self, state):
+        self.param_groups[0]["lr"] = 99.0
+        raise ValueError("no")
+
+
 @pytest.mark.parametrize("broken", range(4))
 def test_nothing_changes_when_one_does_not_fit(broken, tmp_path):
     there, here = Gan(1, trained=True), Gan(7, trained=True)
@@ -231,6 +255,21 @@ def test_nothing_changes_when_one_does_not_fit(broken, tmp_path):
     before = copy.deepcopy(here.states())
     with pytest.raises(ResumeError, match=r"\[3, 3\].*nothing was changed"):
         ckpt8.resume(saved(tmp_path, LAYOUTS["keys"](*states)), model=here.nets, optimizer=here.optimizers)
+    assert same(here.states(), before)
+
+
+def test_nothing_changes_when_the_last_optimizer_fails_to_load(tmp_path):
+    there = Gan(1, trained=True, makes=(adamw, torch.optim.Rprop))
+    here = Gan(7, trained=True, makes=(adamw, Failing))
+    before = copy.deepcopy(here.states())
+    with pytest.raises(
+        ResumeError, match=r"optimizer\[1\]: Failing does not take the saved state.*nothing was changed"
+    ):
+        ckpt8.resume(
+            saved(tmp_path, LAYOUTS["keys"](*there.states())),
+            model=here.nets,
+            optimizer=here.optimizers,
+        )
     assert same(here.states(), before)
 
 
