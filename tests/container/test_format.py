@@ -212,7 +212,18 @@ def test_fresh_files_read_from_the_specification_alone(name, preset, inputs, tmp
     agrees(tmp_path / "x.ckpt8")
 
 
-@pytest.mark.parametrize("preset", ["flash", "lossless"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt_adamw.pt", "gpt_stable_adamw.pt", "gpt_came.pt"])
+@pytest.mark.parametrize("options", [{"preset": "archive"}, {"preset": "compact"}, {"budget": 7}], ids=str)
+def test_real_runs_under_a_budget_read_from_the_specification_alone(name, options, inputs, tmp_path):
+    ckpt8.compress(inputs / name, tmp_path / "x.ckpt8", **options)
+    plain = agrees(tmp_path / "x.ckpt8")
+    assert {storage["codec"]["id"] for storage in plain.storages} >= {"lossless/1", "lattice/1", "vscaled/1"}
+    tables = [part for storage in plain.manifest["storages"] for part in storage["parts"].values()]
+    assert len({(*mode[:3], *mode[4:]) for table in tables for mode in table.get("modes", [])}) > 3
+
+
+@pytest.mark.parametrize("preset", ["flash", "lossless", pytest.param("archive", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_references_read_from_the_specification_alone(layout, preset, tmp_path):
     torch.save(LAYOUTS[layout](masters()), tmp_path / "a.pt")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from optim_cases import assert_same_state, build, set_grads
 
+from ckpt8.core.errors import UsageError
 from ckpt8.optim.triton import launches
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -242,6 +243,18 @@ def test_what_is_not_finite_stays_visible(name):
     for key, value in one[0].state[p].items():
         if key.endswith("_scales"):
             assert torch.equal(value.to(torch.int32), other[0].state[other[1][0]][key].cpu().to(torch.int32))
+
+
+def test_what_cannot_be_fused_is_refused_where_it_is_demanded():
+    params = make_params(BF16, shapes=((70, 90),), device=DEVICE)
+    turned = [torch.nn.Parameter(params[0].detach().t())]
+    with pytest.raises(UsageError, match=r"parameter 0 .* not contiguous"):
+        build("AdamW", turned, fused=True)
+    optimizer = build("AdamW", params, fused=True)
+    params[0].grad = torch.zeros(90, 70, dtype=BF16, device=DEVICE).t()
+    with pytest.raises(UsageError, match="its gradient is not contiguous"):
+        optimizer.step()
+    assert build("AdamW", turned, fused=False).fused is False
 
 
 if DEVICE.type == "cuda":

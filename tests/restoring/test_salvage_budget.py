@@ -6,7 +6,6 @@ import pytest
 import torch
 from budget_kit import run_of
 from flips_kit import places
-from reference_kit import LAYOUTS, masters
 from test_salvage import FRAME, assert_all_but, damage, loaded, own_entries
 
 import ckpt8
@@ -64,17 +63,3 @@ def test_a_lost_chunk_leaves_the_others_of_its_storage(tmp_path):
         assert torch.equal(after[name].flatten()[:FRAME], before[name].flatten()[:FRAME])
         assert bool(after[name].flatten()[FRAME:].isnan().all())
     assert torch.equal(after[W], before[W])
-
-
-@pytest.mark.slow
-def test_copies_are_lost_with_masters_on_a_lattice(tmp_path):
-    torch.save(LAYOUTS["master_param"](masters()), tmp_path / "run.pt")
-    with own_entries():
-        manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
-    ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "whole.pt")
-    copy = next(record for record in manifest.storages if record.codec["id"] == "reference/2")
-    master = manifest.storages[copy.codec["runs"][0][0]]
-    path = damage(tmp_path / "run.ckpt8", tmp_path / "x.ckpt8", f"{master.name}/codes")
-    found = ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
-    assert {each.name for each in found.lost} == {copy.name, master.name}
-    assert_all_but({copy.name, master.name}, tmp_path / "x.pt", tmp_path / "whole.pt")

@@ -129,6 +129,16 @@ def test_a_reader_written_from_the_format_reads_the_same(run):
             assert plain.storage(record["storage"]) == expected.numpy().tobytes()
 
 
+@pytest.mark.slow
+def test_training_goes_on_from_it(run):
+    net = Net()
+    optimizer = came_pytorch.CAME(net.parameters(), lr=LR, weight_decay=0.0)
+    ckpt8.resume(run / "run.ckpt8", net, optimizer)
+    back = torch.load(run / "back.pt")
+    for place, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(state["exp_avg"], back["optimizer"]["state"][place]["exp_avg"])
+
+
 def reasons(path):
     return {each["name"]: each["reason"] for each in unpack(path.read_bytes())[2]["storages"]}
 
@@ -144,6 +154,15 @@ def archived(tree, folder, **options):
     return reasons(folder / "run.ckpt8")
 
 
+@pytest.mark.slow
+def test_lossy_statistics_give_no_steps(run, tmp_path):
+    rules = ["*.2.exp_avg_res_row=companded8(signed=False)"]
+    name = "optimizer.state.2.exp_avg"
+    assert archived(torch.load(run / "run.pt"), tmp_path, rules=rules)[name] == LOST
+    assert record_of(tmp_path / "run.ckpt8", name)["codec"]["id"] == "companded8/1"
+    assert record_of(tmp_path / "run.ckpt8", "optimizer.state.4.exp_avg")["codec"]["id"] == "vscaled/1"
+
+
 def test_statistics_longer_than_a_chunk_give_no_steps(run, tmp_path, monkeypatch):
     monkeypatch.setattr(spending, "FRAME", 2999)
     found = archived(torch.load(run / "run.pt"), tmp_path)
@@ -156,6 +175,16 @@ def test_statistics_of_another_shape_are_told(run, tmp_path):
     state["exp_avg_res_row"] = state["exp_avg_res_row"][:-1].clone()
     reason = archived(tree, tmp_path)["optimizer.state.2.exp_avg"]
     assert "row and column statistics are not fp32 of the parameter's shape" in reason
+
+
+@pytest.mark.by_default("0.0")
+@pytest.mark.parametrize("value", [0.0, -1e-3, math.nan, math.inf])
+def test_statistics_that_give_no_second_moment_are_refused(run, tmp_path, value):
+    tree = torch.load(run / "run.pt")
+    tree["optimizer"]["state"][2]["exp_avg_res_col"][7] = value
+    assert archived(tree, tmp_path)["optimizer.state.2.exp_avg"]
+    assert record_of(tmp_path / "run.ckpt8", "optimizer.state.2.exp_avg")["codec"]["id"] != "vscaled/1"
+    assert record_of(tmp_path / "run.ckpt8", "optimizer.state.4.exp_avg")["codec"]["id"] == "vscaled/1"
 
 
 @pytest.mark.slow

@@ -375,6 +375,31 @@ def test_small_gradients_stay_compressed_and_lose_no_second_moment(factor, tmp_p
             assert _codecs(manifest, f".state.{k}.{slot}") == {f"optimizer.state.{k}.{slot}": wanted}
 
 
+@pytest.mark.slow
+def test_a_bound_on_the_update_error_keeps_those_that_break_it(tmp_path, round_trips):
+    source = INPUTS / "gpt_adamw.pt"
+    before = torch.load(source, weights_only=True)
+    _, restored = round_trips("gpt_adamw.pt", "flash")
+    _, _, largest = update_errors(before["optimizer"], torch.load(restored, weights_only=True)["optimizer"])
+    bound = sorted(largest.values())[len(largest) // 2] * 1.001
+    manifest, after = _round_trip(before, tmp_path, max_update_error=bound)
+    _, _, kept = update_errors(before["optimizer"], after["optimizer"])
+    exact = {k for k, error in largest.items() if error > bound}
+    assert 0 < len(exact) < len(largest)
+    assert {k for k, error in kept.items() if error == 0} == exact
+    assert max(kept.values()) <= bound
+    for k in largest:
+        for slot in ("exp_avg", "exp_avg_sq"):
+            same = torch.equal(before["optimizer"]["state"][k][slot], after["optimizer"]["state"][k][slot])
+            assert same == (k in exact)
+            (storage,) = (s for s in manifest.storages if s.name == f"optimizer.state.{k}.{slot}")
+            assert ("exceeds" in (storage.reason or "")) == (k in exact)
+    # A bound on moments says nothing about weights.
+    assert set(_codecs(manifest, "attn.c_attn.weight").values()) == {"split24/1"}
+    reasons = {row["reason"] for row in inspect_container(tmp_path / "a.ckpt8")["lossless"]}
+    assert any(f"exceeds {bound:g}" in reason for reason in reasons)
+
+
 def _trained(optimizer_class, **options):
     torch.manual_seed(11)
     model = torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.Tanh(), torch.nn.Linear(96, 8))

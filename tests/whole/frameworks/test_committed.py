@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from updates_kit import adam_update, stable_update, update_errors
 
 import ckpt8
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 
 DIRECTORIES = {
@@ -62,6 +63,14 @@ def test_the_error_in_update_space(name, inputs, tmp_path):
     assert stated["nmse"] == pytest.approx(nmse, rel=1e-3)
     assert stated["max_error"] == pytest.approx(worst, rel=1e-3)
     assert 0 < nmse < 3e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DIRECTORIES, "lightning.ckpt"])
+def test_inspect_tells_the_rules_before_anything_is_compressed(name, inputs):
+    facts = inspect_checkpoint(inputs / name)
+    found = {row["rule"] for row in facts["optimizer"]}
+    assert found == (DIRECTORIES[name][1] if name in DIRECTORIES else {"adam", "momentum"})
 
 
 @pytest.mark.slow

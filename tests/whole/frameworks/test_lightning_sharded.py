@@ -145,6 +145,13 @@ def test_a_plain_checkpoint_loads_and_is_replaced(runs):
     assert sorted(path.name for path in (runs / "plain" / END).iterdir())[-2:] == ["ckpt8-dcp.json", "meta.pt"]
 
 
+@pytest.mark.slow
+def test_lightning_removes_what_was_packed(runs):
+    place = runs / "parallel-flash" / END
+    Ckpt8CheckpointIO().remove_checkpoint(place)
+    assert not place.exists()
+
+
 def test_arguments_that_it_does_not_have():
     with pytest.raises(UsageError, match="preset"):
         PackedModelParallel(preset="tiny")

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 
+import pytest
 import torch
 import zstandard
 from hostile_kit import container_of, one_line, outcome, sealed
@@ -49,6 +50,28 @@ def test_reading_leaves_no_trace(run_command, tmp_path, monkeypatch):
     ckpt8.compress(folder / "a.pt", out / "x.ckpt8")
     assert snapshot(folder) == before
     assert sorted(path.name for path in out.iterdir()) == ["back", "x.ckpt8"]
+
+
+@pytest.mark.slow
+def test_a_restore_that_fails_late_leaves_nothing(tmp_path):
+    """Deep directories, links and the first file are written before the last member turns out to be damaged."""
+    root = tmp_path / "run"
+    (root / ("d/" * 200)).mkdir(parents=True)
+    (root / ("d/" * 200) / "file").write_bytes(b"x")
+    (root / "a").symlink_to("d")
+    save_file({"w": torch.randn(80, 80)}, root / "z.safetensors")
+    ckpt8.compress(root, preset="lossless")
+    data = bytearray((tmp_path / "run.ckpt8").read_bytes())
+    with ContainerReader(tmp_path / "run.ckpt8") as reader:
+        index = next(
+            k for k, storage in enumerate(reader.manifest.storages) if storage.name.startswith("z.safetensors:w")
+        )
+        place = reader.places[index]["plane0"].offsets[0]
+    data[place + 10] ^= 1
+    (tmp_path / "bad.ckpt8").write_bytes(data)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert "checksum" in outcome(lambda: ckpt8.restore(tmp_path / "bad.ckpt8", tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
 def test_damage_met_by_torch_is_named(tmp_path):
