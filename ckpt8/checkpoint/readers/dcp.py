@@ -121,8 +121,9 @@ class DecodedFile(SourceFile):
         kept = self._kept[self._pieces[piece][0]] = []
         for position, size in gaps(storages, length):
             if size <= _MAX_KEPT:
+                content = self.read(start + position, size)  # before it counts as kept: it is not in the keeper yet
                 kept.append((position, position + size, self._keeper.size))
-                self._keeper.append(self.read(start + position, size))
+                self._keeper.append(content)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with decoded bytes. Raises InputError."""
