@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chain_kit import chain
+from chain_kit import chain, elements
 from test_salvage import assert_all_but, damage, loaded, own_entries
 
 import ckpt8
@@ -72,3 +72,10 @@ def test_a_base_whose_header_is_damaged_loses_nothing_that_can_be_read(index, wh
     lost = {each.name for each in found.lost}
     assert lost == (set() if where[0] == "header" else NEEDING)
     assert_all_but(lost, tmp_path / "x.pt", tmp_path / "whole.pt")
+
+
+@pytest.mark.slow
+def test_verify_names_the_links(files):
+    assert ckpt8.verify(files[2]).links == (str(files[1]), str(files[0]))
+    assert ckpt8.verify(files[0]).links == ()
+    assert set(elements(files[2])) >= NEEDING

@@ -338,6 +338,13 @@ def test_wrong_arguments_are_one_line_and_change_nothing(case, tmp_path):
     assert same([model.state_dict(), optimizer.state_dict()], before)
 
 
+def test_a_wrapped_model_in_a_list(tmp_path):
+    there, here = Gan(1, trained=True), Gan(7, trained=False)
+    path = saved(tmp_path, LAYOUTS["keys"](*there.states()))
+    ckpt8.resume(path, model=[wrapped(here.nets[0]), nn.DataParallel(here.nets[1])], optimizer=here.optimizers)
+    assert here.equals(there)
+
+
 def test_one_optimizer_over_two_models(tmp_path):
     there, here = [net(1), net(2, 40)], [net(3), net(4, 40)]
     trained, fresh = (adamw(itertools.chain(*(each.parameters() for each in side))) for side in (there, here))

@@ -79,3 +79,20 @@ def test_the_run_goes_on(preset, trained, tmp_path):
     found, seen = losses(load_from=restored)
     assert seen == LAST
     check_goes_on(preset, found, expected, other)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_no_safetensors_file(trained, tmp_path):
+    checkpoint = tmp_path / "state"
+    expected, _ = losses(save_to=checkpoint, safe_serialization=False)
+    assert expected == trained[0]
+    manifest, restored = through(checkpoint, tmp_path / "there", "flash")
+    formats = {member.path: member.format for member in manifest.members}
+    assert formats["pytorch_model.bin"] == "torch-zip"
+    assert "model.safetensors" not in formats
+    # The order of the model is known, and so is the name of each parameter.
+    assert [parameter.name for parameter in manifest.parameters] == [
+        f"optimizer.bin:{name}" for name in ("0.weight", "0.bias", "3.weight", "3.bias")
+    ]
+    found, _ = losses(load_from=restored)
+    check_goes_on("flash", found, expected, trained[1])

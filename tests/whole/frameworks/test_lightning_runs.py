@@ -99,6 +99,43 @@ def test_the_run_goes_on(preset, trained, tmp_path):
         assert mine.state_dict() == theirs.state_dict()
 
 
+@pytest.mark.by_default("flash")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_fabric_goes_on(preset, tmp_path):
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+
+    def build(seed):
+        torch.manual_seed(seed)
+        model, optimizer = fabric.setup(
+            model := torch.nn.Linear(96, 96), torch.optim.AdamW(model.parameters(), lr=1e-2)
+        )
+        return {"model": model, "optimizer": optimizer, "step": 0, "args": Namespace(lr=1e-2)}
+
+    def steps(state, count):
+        data = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
+        found = []
+        for _ in range(count):
+            state["optimizer"].zero_grad()
+            loss = (state["model"](data) - data.roll(1, 1)).square().mean()
+            fabric.backward(loss)
+            state["optimizer"].step()
+            state["step"] += 1
+            found.append(loss.item())
+        return found
+
+    state = build(0)
+    steps(state, 4)
+    fabric.save(tmp_path / "state.ckpt", state)
+    expected = steps(state, 4)
+    other = steps(build(1), 8)[4:]
+    manifest, restored = through(tmp_path / "state.ckpt", tmp_path / "there", preset)
+    resumed = build(2)
+    fabric.load(restored, resumed, weights_only=False)
+    assert resumed["step"] == 4
+    check_goes_on(preset, steps(resumed, 4), expected, other)
+    assert [parameter.rule["kind"] for parameter in manifest.parameters] == ["adam", "adam"]
+
+
 def test_a_container_gives_the_model_without_lightning_s_own_classes(trained, tmp_path):
     _, _, module, checkpoint = trained
     ckpt8.compress(checkpoint, tmp_path / "x.ckpt8", preset="lossless")
