@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -110,6 +111,32 @@ def runs(tmp_path_factory):
 def test_the_run_goes_on(name, ranks, runs):
     preset = CASES[name][-1]
     check_resumed(preset, runs, f"{name}-{ranks}", expected=f"{name}-expected", other="other", moved=ranks != 2)
+
+
+def test_what_lies_in_the_folders(runs):
+    place = runs / "2-SHAR-mixin-archive"
+    assert trainer_kit.names_in(place) == [f"checkpoint-{SAVED}"]
+    packed = place / f"checkpoint-{SAVED}" / "ckpt8"
+    assert trainer_kit.names_in(packed) == ["__0_0.ckpt8", "__1_0.ckpt8", "ckpt8-dcp.json"]
+    assert not {"optimizer_0", "pytorch_model_fsdp_0"} & set(trainer_kit.names_in(packed.parent))
+    restored = runs / "2-SHAR-callback-archive"
+    assert trainer_kit.names_in(restored) == [f"checkpoint-{SAVED}", f"checkpoint-{SAVED}.ckpt8"]
+    assert {"optimizer_0", "pytorch_model_fsdp_0"} < set(trainer_kit.names_in(restored / f"checkpoint-{SAVED}"))
+
+
+def test_a_packed_checkpoint_becomes_one_of_a_trainer_without_fsdp(runs, tmp_path):
+    source, target = runs / "2-SHAR-mixin-lossless" / f"checkpoint-{SAVED}", tmp_path / f"checkpoint-{SAVED}"
+    report = ckpt8.convert(source, target, to="trainer")
+    assert not any("trainer_state" in note for note in report.notes)
+    names = {path.name for path in source.iterdir() if path.is_file()}
+    assert {path.name for path in target.iterdir()} == {*names, "model.safetensors", "optimizer.pt"}
+    assert all((target / name).read_bytes() == (source / name).read_bytes() for name in names)
+    plain = trainer_kit.trainer(tmp_path, max_steps=LAST, save_strategy="no", seed=2)
+    plain.train(resume_from_checkpoint=str(target))
+    (tmp_path / "plain.json").write_text(json.dumps(late_losses(plain)))
+    shutil.copy(runs / "2-SHAR-mixin-lossless-expected.json", tmp_path / "expected.json")
+    shutil.copy(runs / "other.json", tmp_path)
+    check_resumed("lossless", tmp_path, "plain", expected="expected", other="other", moved=True)
 
 
 LORA = {"1-LoRA": (1, SHARDED, "mixin", "lossless"), "2-LoRA": (2, SHARDED, "mixin", "lossless")}
