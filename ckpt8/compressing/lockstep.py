@@ -1,7 +1,7 @@
 """Encodes, decodes and measures the streams of a unit together: first those that other streams need as companions.
 
 A chunk goes tile by tile through codecs and meter on a CPU, where a tile fits the cache, and as a whole on a GPU, where
-each tile would cost a wait for its result.
+each tile would cost a wait for its result. What kernels measure from its parts is decoded nowhere else.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Lockstep:
         if not measures and len(chunk.alone) == len(parts):
             return parts, UnitErrors()
         errors = self._begin(unit, chunk) if measures else None
-        for run in chunk.tiles():
+        done = errors.add_packed(originals, parts) if errors else 0
+        for run in chunk.tiles(done):
             tile, decoded = chunk.parts_of(run, parts), dict[int, torch.Tensor]()
             for k in (*chunk.alone, *chunk.dependent):
                 if k in chunk.dependent:
@@ -80,7 +81,7 @@ class Lockstep:
         """
         chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
         errors = self._begin(unit, chunk)
-        for run in chunk.tiles():
+        for run in chunk.tiles(errors.add_packed(originals, parts)):
             tile = chunk.parts_of(run, parts)
             errors.add(first + run.start, [x[run] for x in originals], chunk.decode_all(run, tile, reuse=True), tile)
         return errors.result()
@@ -118,10 +119,10 @@ class _Chunk:
                 )
                 self._expanded[k][name] = expand(factors, rows, columns, first, self.numel).to(self._device)
 
-    def tiles(self) -> list[slice]:
-        """The elements of the tiles that go through codecs and meter in turn."""
+    def tiles(self, done: int) -> list[slice]:
+        """The elements of the tiles that go through codecs and meter in turn, behind the first ``done``."""
         step = TILE if self._device.type == "cpu" else self.numel
-        return [slice(start, min(start + step, self.numel)) for start in range(0, self.numel, step)]
+        return [slice(start, min(start + step, self.numel)) for start in range(done, self.numel, step)]
 
     def parts_of(self, run: slice, parts: Sequence[Parts]) -> list[Parts]:
         """The parts of a tile, from those of the chunk."""

@@ -298,6 +298,10 @@ class ChunkErrors:
     _factors: _Factors
     _blocks: BlockSums | None
 
+    def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> int:
+        """Measure the first elements of a chunk from its parts; return how many: 0 where tiles have to be decoded."""
+        return 0 if self._blocks is None else self._blocks.add_packed(originals, parts)
+
     def add(
         self, first: int, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor], parts: Sequence[Parts]
     ) -> None:

@@ -1,5 +1,6 @@
 """Measures on a CPU with numba, as ``measure`` does in torch.
 
+What the codecs of flash make of fp32 is decoded block by block in the cache of the core, and nowhere else.
 Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks of 256 elements go through one short
 loop after the other, and a compiler turns each loop into vector instructions. One loop would take twice as long.
 """
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt8.codecs.companded8 import GROUP
-from ckpt8.codecs.companded8.numba import BLOCK, GROUPS
+from ckpt8.codecs.companded8 import GROUP, Companded8
+from ckpt8.codecs.companded8.numba import BLOCK, GROUPS, decode_roots, decode_signed_blocks, square
 from ckpt8.codecs.error_stats import (
     SMALLEST_NORMAL,
     ErrorStats,
@@ -21,12 +22,14 @@ from ckpt8.codecs.error_stats import (
     UpdateError,
     WeightError,
 )
+from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.split24.numba import join
 from ckpt8.compressing.measure import UnitErrors, scaled_steps
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.core.numba import MAGNITUDE, f4, f8, i4, kernel, with_bits
-from ckpt8.core.tensors import Parts, Role
+from ckpt8.core.tensors import DType, Parts, Role
 
-_ROOM = 5
+_ROOM = 8
 """Blocks of memory that kernels need."""
 
 
@@ -146,6 +149,27 @@ def _add_relative(x, x_bits, there, there_bits, room, room_bits, lanes):
 
 
 @kernel
+def _add_packed_weights(x, x_bits, exponent, mantissa, rho, levels, room, room_bits, lanes):
+    """Decode weights and measure them as ``_add_relative``."""
+    smallest = f4(SMALLEST_NORMAL)
+    there, there_bits, relative, relative_bits = room[0], room_bits[0], room[1], room_bits[1]
+    largest, up, down = i4(0), i4(0), i4(0)
+    for first in range(0, x.size, BLOCK):
+        last = first + BLOCK
+        a, bits = x[first:last], x_bits[first:last]
+        join(exponent[first:last], mantissa[first:last], rho[first:last], there_bits, levels)
+        for i in range(BLOCK):
+            relative[i] = abs(there[i] - a[i]) / (max(smallest, abs(a[i])))
+        _add(relative, lanes)
+        largest = max(largest, top_bits(relative_bits))
+        for i in range(BLOCK):
+            up = max(up, i4(there_bits[i] - bits[i]))
+        for i in range(BLOCK):
+            down = min(down, i4(there_bits[i] - bits[i]))
+    return largest, max(up, i4(-down))
+
+
+@kernel
 def _add_weighted_errors(x, there, weights, error, lanes):
     """Add the squares of the errors, each times its weight, to the lanes."""
     for first in range(0, x.size, BLOCK):
@@ -222,6 +246,68 @@ def _add_updates(m, m_there, v, v_there, scales, eps, in_steps, room, room_bits,
         maxima[2] = max(maxima[2], top_bits(u_bits))
 
 
+@kernel
+def _widen(scales, bits):
+    """Fill ``bits`` with those of fp32 scales."""
+    for g in range(GROUPS):
+        bits[g] = i4(scales[g]) << 15
+
+
+@kernel
+def _add_packed_moments(
+    m,
+    m_codes,
+    m_scales,
+    m_levels,
+    v,
+    v_codes,
+    v_scales,
+    v_levels,
+    fourth_root,
+    eps,
+    room,
+    room_bits,
+    first_sums,
+    first_maxima,
+    sums,
+    maxima,
+):
+    """Decode both moments; measure first ones as ``_add_moments``, second ones and updates as ``_add_updates``."""
+    eps = f4(eps)
+    error, error_bits, here, there, u, u_bits = room[0], room_bits[0], room[1], room[2], room[3], room_bits[3]
+    u_there, m_there, v_there, wide, wide_bits = room[4], room[5], room[6], room[7], room_bits[7]
+    for first in range(0, m.size, BLOCK):
+        last, group = first + BLOCK, first // GROUP
+        block, scales = m[first:last], m_scales[group : group + GROUPS]
+        decode_signed_blocks(m_codes[first:last], scales, u, u_bits, error, m_there, m_levels)
+        subtract(m_there, block, error)
+        add_squares(error, first_sums[0])
+        add_squares(block, first_sums[1])
+        _widen(scales, wide_bits)
+        first_maxima[0] = max(first_maxima[0], _largest_scaled(error_bits, wide, u, u_bits))
+        block, scales = v[first:last], v_scales[group : group + GROUPS]
+        decode_roots(v_codes[first:last], scales, u, u_bits, error, there, v_levels, fourth_root)
+        square(there, v_there)
+        subtract(v_there, block, error)
+        add_squares(error, sums[0])
+        add_squares(block, sums[1])
+        take_roots(block, here)
+        if fourth_root:
+            # Without the fourth root, ``there`` is already the rounded root of its rounded square: no code and scale
+            # are small enough for a square to lose bits.
+            take_roots(v_there, there)
+        subtract(there, here, error)
+        _widen(scales, wide_bits)
+        maxima[0] = max(maxima[0], _largest_scaled(error_bits, wide, u, u_bits))
+        divide(m[first:last], here, eps, u)
+        divide(m_there, there, eps, u_there)
+        subtract(u_there, u, error)
+        add_squares(error, sums[2])
+        add_squares(u, sums[3])
+        maxima[1] = max(maxima[1], top_bits(error_bits))
+        maxima[2] = max(maxima[2], top_bits(u_bits))
+
+
 class BlockSums:
     """Sums over the whole blocks of a chunk of one unit, whose tiles come in turn."""
 
@@ -246,6 +332,35 @@ class BlockSums:
         if parameter is None or parameter.rule is None:
             return True
         return parameter.rule.divisor_eps is not None and parameter.denominator is not None
+
+    def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> int:
+        """Decode and measure a chunk but what is behind its last whole block; return how many elements these are.
+
+        0 where there is no kernel for the codecs of the unit.
+        """
+        codecs = [stream.codec for stream in self._unit.streams]
+        if self._step is not None or any(stream.spec.dtype is not DType.FLOAT32 for stream in self._unit.streams):
+            return 0
+        done, room, first, second = len(originals[0]) // BLOCK * BLOCK, self._room, self._first, self._second
+        arrays, one, other = [x[:done].numpy() for x in originals], codecs[first], codecs[second]
+        if self._rule is None and len(codecs) == 1 and isinstance(one, Split24):
+            planes = (parts[0][name].numpy() for name in ("exponent", "mantissa", "rho"))
+            tops = _add_packed_weights(arrays[0], arrays[0].view(i4), *planes, one.R, *room, self._sums[0, 0])
+            self._maxima[0] = tops
+        elif (
+            self._rule is not None
+            and len(codecs) == 2
+            and isinstance(one, Companded8)
+            and isinstance(other, Companded8)
+            and (one.signed, other.signed) == (True, False)
+        ):
+            m, v = ((arrays[k], parts[k]["codes"].numpy(), parts[k]["scales"].numpy()) for k in (first, second))
+            sums = self._sums[first], self._maxima[first], self._updates, self._tops
+            _add_packed_moments(*m, one.Q, *v, other.Q, other.p != 1, self._rule.divisor_eps, *room, *sums)
+        else:
+            return 0
+        self._count += done
+        return done
 
     def add(self, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor], parts: Sequence[Parts]) -> int:
         """Measure a tile but what is behind its last whole block; return how many elements these are."""
