@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -235,14 +236,16 @@ def test_the_kernels_measure_what_torch_does(name, low, monkeypatch):
         x[7 * 32 : 8 * 32] = 0.0
     codecs = list(codecs.values()) if codecs else archived(values)
     unit = unit_of(values, codecs, RULES[rule or "adam"])
-    if rule is None:
-        unit = Unit(unit.streams)
-    plain, kernels = (measured(unit, values, backend)[0] for backend in ("torch", None))
-    assert kernels.streams.keys() == plain.streams.keys()
-    pairs = [(kernels.streams[key], error) for key, error in plain.streams.items()]
-    for mine, theirs in [*pairs, (kernels.update, plain.update), (kernels.steps, plain.steps)]:
-        assert (mine is None) == (theirs is None)
-        assert theirs is None or theirs.disagreement(mine, tolerance=1e-12) is None
+    units = (
+        [Unit(unit.streams)] if rule is None else [unit, replace(unit, parameter=replace(unit.parameter, step=None))]
+    )
+    for unit in units:
+        plain, kernels = (measured(unit, values, backend)[0] for backend in ("torch", None))
+        assert kernels.streams.keys() == plain.streams.keys()
+        pairs = [(kernels.streams[key], error) for key, error in plain.streams.items()]
+        for mine, theirs in [*pairs, (kernels.update, plain.update), (kernels.steps, plain.steps)]:
+            assert (mine is None) == (theirs is None)
+            assert theirs is None or theirs.disagreement(mine, tolerance=1e-12) is None
 
 
 def test_a_thread_gets_the_statistics_of_its_own_parameter(tmp_path):
