@@ -40,7 +40,7 @@ from ckpt8.core.text import natural_order
 def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
     """The stream of the weight whose step the stream of a copy takes, by the stream of the copy.
 
-    Units have their steps: see ``optimizer_steps``. A copy has the name of its weight in another model, and as many
+    Units have their steps: see ``attach_steps``. A copy has the name of its weight in another model, and as many
     elements. Rounded copies of masters follow these, and are left out; so are copies of several weights with steps.
     """
     streams = plan.streams

@@ -40,6 +40,8 @@ from ckpt8.optim.cards import role_of
 
 _NUMBERS = ("step", "beta1", "beta2", "eps")
 _MEASURED = {Role.WEIGHT: "weight", Role.MOMENT1: "moment", Role.MOMENT2: "moment"}
+_ALWAYS_MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
+"""Ends of the names of moments that every version knows."""
 
 
 def role_problems(
@@ -77,8 +79,13 @@ def _codec_problem(record: StorageRecord, views: Sequence[NamedTensor], policy: 
     return None
 
 
-def parameter_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int, int]) -> Iterator[str]:
-    """Parameters that share a moment, have a moment of another slot or parameter, or other numbers in their rule."""
+def parameter_problems(
+    stated: Manifest, actual: Manifest, index_of: Mapping[int, int], views: Mapping[int, Sequence[NamedTensor]]
+) -> Iterator[str]:
+    """Parameters that share a moment, have a moment of another slot or parameter, or other numbers in their rule.
+
+    Also lossy moments of no parameter: no error of an update would tell of them.
+    """
     owners = {
         index_of[index]: (parameter, slot)
         for parameter in actual.parameters
@@ -93,6 +100,11 @@ def parameter_problems(stated: Manifest, actual: Manifest, index_of: Mapping[int
         taken.update(moments)
         if problem := _parameter_problem(parameter, stated, owners):
             yield f"{parameter.name}: {problem}"
+    for index in owners:
+        record = stated.storages[index]
+        is_known = any(view.paths[0].endswith(_ALWAYS_MOMENTS) for view in views.get(index, ()))
+        if is_known and index not in taken and codec_from_config(record.codec).measured_as is not None:
+            yield f"{record.name}: is a moment of no parameter in the manifest"
 
 
 def _parameter_problem(
@@ -137,7 +149,7 @@ def check_table(reader: ContainerReader, workers: Workers) -> Manifest:
         pairs.differences(),
         _checksum_problems(stated, bundle),
         role_problems(stated, actual, pairs.index_of, views),
-        parameter_problems(stated, actual, pairs.index_of),
+        parameter_problems(stated, actual, pairs.index_of, views),
     )
     for problem in problems:
         raise InputError(f"{reader.path}: {problem}; the manifest does not belong to what the container holds")

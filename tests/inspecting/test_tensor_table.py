@@ -156,6 +156,12 @@ def test_a_changed_table_is_found_and_the_tensor_named(attack, kind, made, tmp_p
         assert any(f": {name}: " in said for name in changed), said
 
 
+def test_parameters_that_are_gone(made, tmp_path):
+    target = tampered(made["file"][1], tmp_path / "x.ckpt8", lambda manifest, _: manifest["parameters"].clear())
+    with pytest.raises(InputError, match=r"optimizer.state.0.exp_avg: is a moment of no parameter"):
+        ckpt8.verify(target, threads=1)
+
+
 def test_a_storage_and_its_entries_under_another_name(made, tmp_path):
     metadata, entries, manifest = unpack(made["file"][1].read_bytes())
     storage(manifest, "a.bias")["name"] += "_"

@@ -6,6 +6,7 @@ with only the chunks that they need.
 """
 
 import contextlib
+import inspect
 import io
 import os
 import re
@@ -106,7 +107,7 @@ def saves_with_all_ranks(rank: object) -> bool:
     and for a rank alone. So the group is looked up where ``dcp.save`` keeps it; only what calls a writer in another way
     is judged by the number.
     """
-    for frame, _ in traceback.walk_stack(None):
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
         group = frame.f_locals.get("distW")
         if isinstance(group, _DistWrapper):
             return group.use_dist and group.get_world_size() == dist.get_world_size()
@@ -218,6 +219,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         self._policy = Policy.of(preset, rules, budget)
         self._options = Options(threads or threads_of_rank(), stats)
         self._overwrite = overwrite
+        self._spread = True
         self._part: Part | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
