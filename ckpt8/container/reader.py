@@ -477,7 +477,7 @@ class ContainerReader(Closing):
 
 
 def _rotated(planes: bytes) -> bytes:
-    """The bytes of one float of lossless planes, see ``codecs.lossless.reference``, in little-endian order."""
+    """The bytes of one float of lossless planes, see ``codecs.lossless``, in little-endian order."""
     bits, width = int.from_bytes(planes, "big"), 8 * len(planes)
     return struct.pack("<Q", bits >> 1 | (bits & 1) << (width - 1))[: len(planes)]
 

@@ -286,9 +286,11 @@ class PackedOptimizer(torch.optim.Optimizer):
         residual = state.get("residual")
         # A residual of 16 bits is exact.
         exact = ("residual",) if residual is not None and residual.dtype == torch.int16 else ()
-        part, kinds = state.get("master", residual), self.moments(group, tuple(param.shape))
+        codec, kinds = self.codec(group, "master", param, exact), self.moments(group, tuple(param.shape))
+        # By the type that the parameter has now: it may have been cast since its state was made.
+        part = master_part(param.dtype, codec)
         moments = {name: Moment.of(name, self.codec(group, kind, param), state) for name, kind in kinds.items()}
-        return self.codec(group, "master", param, exact), None if part is None else part.view(-1), moments
+        return codec, None if part is None else state[part[0]].view(-1), moments
 
     def numbered(self) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
         """Every parameter with its index over all groups, which selects its random bits, and its group."""

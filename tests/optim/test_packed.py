@@ -234,6 +234,20 @@ def test_groups_have_their_own_arguments(name):
     assert optimizer.param_groups[1]["master"] == {"id": "split24/1", "R": 127}
 
 
+def test_a_cast_parameter_takes_no_step_without_what_completes_it(name):
+    [param] = params = make_params(BF16, shapes=((80, 80),))
+    optimizer = build(name, params)
+    advance(optimizer, params, 0, 1)
+    param.grad, param.data = None, param.data.float()
+    advance(optimizer, params, 1, 2)  # in fp32, which needs no residual
+    [param] = params = make_params(FP32, shapes=((80, 80),))
+    optimizer = build(name, params)
+    advance(optimizer, params, 0, 1)
+    param.grad, param.data = None, param.data.bfloat16()
+    with pytest.raises(KeyError, match="residual"):
+        advance(optimizer, params, 1, 2)
+
+
 def test_a_parameter_without_gradient_keeps_no_state(name):
     params = make_params()
     optimizer = build(name, params)

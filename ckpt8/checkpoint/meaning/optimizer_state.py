@@ -183,7 +183,7 @@ def _adam(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step
 
 
 def _is_rectified(betas: list[float], step: float | None) -> bool:
-    """Whether RAdam's step is that of Adam to a thousandth: see ``recognised.rules``."""
+    """Whether RAdam's step is that of Adam to a thousandth: see ``recognised_rules``."""
     if len(betas) < 2 or step is None or not 1 <= step <= _LARGEST_STEP:
         return False
     last = 2 / (1 - betas[1]) - 1
