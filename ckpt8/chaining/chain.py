@@ -7,6 +7,8 @@ The order of a run goes by the step that ``step_of`` finds, then by epoch, then 
 its files have stayed as they are for some seconds, and are complete.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import time

@@ -21,8 +21,13 @@ _LONGEST = 1000
 
 
 def checked(function: F) -> F:
-    """``function`` that first compares its arguments with their annotations, as far as ``_KINDS`` has them."""
+    """``function`` that first compares its arguments with their annotations, as far as ``_KINDS`` has them.
+
+    Raises TypeError in a module without ``from __future__ import annotations``: its annotations are not text.
+    """
     signature = inspect.signature(function)
+    if not all(isinstance(p.annotation, str) for p in signature.parameters.values() if p.annotation is not p.empty):
+        raise TypeError(f"{function.__module__} needs 'from __future__ import annotations'")
     known = {
         name: _KINDS[text]
         for name, parameter in signature.parameters.items()

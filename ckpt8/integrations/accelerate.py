@@ -9,6 +9,8 @@ Models and optimizers go into the folder ``ckpt8`` of the checkpoint, a weight a
 itself writes and reads the rest: schedulers, samplers, random states, objects of the user's own.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

@@ -11,6 +11,8 @@
         model = MyModule.load_from_checkpoint(file)
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shutil

@@ -4,6 +4,8 @@
 ``integrations.lightning`` for FSDP and tensor parallelism.
 """
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -8,6 +8,8 @@
 ``restored_checkpoint`` returns None where there is no checkpoint yet, and training starts from the beginning.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re

@@ -23,6 +23,8 @@ bad weight over its column of Y only, and keeps Inf as Inf.
 changes its class and stays the same object: parameters, hooks, names and references stay valid.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase

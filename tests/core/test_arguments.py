@@ -10,6 +10,7 @@ import torch
 
 import ckpt8
 from ckpt8.core.errors import Ckpt8Error, UsageError
+from ckpt8.core.public import checked
 
 FUNCTIONS = ("compress", "convert", "diff", "load", "open", "restore", "resume", "save", "verify")
 
@@ -80,6 +81,15 @@ def test_a_wrong_type_is_one_line(name, value, arguments, tmp_path):
 def test_what_was_found_and_what_to_give(name, arguments):
     with pytest.raises(UsageError, match=rf"^{name}: \w+ is an object; give a path"):
         getattr(ckpt8, name)(**arguments[name] | {next(key for key in arguments[name] if key != "obj"): object()})
+
+
+def test_annotations_that_are_no_text_would_check_nothing():
+    def function(path):
+        return path
+
+    function.__annotations__["path"] = str
+    with pytest.raises(TypeError, match="from __future__ import annotations"):
+        checked(function)
 
 
 @pytest.mark.parametrize("obj", [(x for x in ()), lambda: 0, {"f": lambda: 0}], ids=["generator", "function", "inside"])

@@ -5,6 +5,8 @@ the directory is put in the terms of torch.distributed.checkpoint. The reader ta
 with only the chunks that they need.
 """
 
+from __future__ import annotations
+
 import contextlib
 import inspect
 import io
