@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from chain_command_kit import age, make_run
+from disk_kit import longest_file
 from faults_kit import digest
 
 import ckpt8
@@ -268,3 +269,51 @@ def test_a_container_of_other_settings_is_not_the_one_asked_for(case, remove, ru
     (row,), _ = chained(run_command, folder, *asked, *more, "--force")
     assert (row["present"], row["removed"]) == (False, remove)
     chained(run_command, folder, *asked, *more)
+
+
+@pytest.mark.slow
+def test_a_step_in_the_file_counts_more_than_that_in_its_name(run, run_command):
+    folder = run[0].parent
+    run[3].rename(folder / "step-1.pt")
+    rows, _ = chained(run_command, folder)
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["step-5.pt", "step-10.pt", "step-15.pt", "step-1.pt"]
+
+
+@pytest.mark.slow
+def test_a_copied_run_is_known_again(run, run_command, tmp_path):
+    """Times that a copy does not keep say nothing: the container is verified."""
+    folder = run[0].parent
+    chained(run_command, folder)
+    for path in run:
+        age(path, -7200)
+    sums = {path: digest(path) for path in folder.iterdir()}
+    rows, _ = chained(run_command, folder, "--rest", 0)
+    assert all(row["present"] for row in rows)
+    assert {path: digest(path) for path in folder.iterdir()} == sums
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_originals(run, run_command):
+    folder = run[0].parent
+    sums = {path: digest(path) for path in run}
+    with longest_file(20_000):
+        rows, err = chained(run_command, folder, "--remove", code=4)
+    assert err.count("cannot be written") == len(run)
+    assert {path: digest(path) for path in folder.iterdir()} == sums
+    rows, _ = chained(run_command, folder, "--remove")
+    assert all(row["removed"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_container_without_statistics_is_made_anew(run):
+    """One that was bound tighter than asked for is as good as asked for."""
+    folder = run[0].parent
+    ckpt8.compress(run[0], stats=False)
+    ckpt8.compress(run[1], max_update_error=1e-9)
+    first, second, *_ = ckpt8.chain(folder, remove=True)
+    assert isinstance(first.error, ckpt8.CheckFailedError)
+    assert "carries no statistics" in str(first.error)
+    assert first.source.is_file()
+    assert (second.present, second.removed, second.error) == (True, True, None)
+    (again,) = ckpt8.chain(folder, remove=True, force=True)
+    assert (again.present, again.removed, again.error) == (False, True, None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -179,3 +181,48 @@ def test_whatever_is_removed_breaks_no_chain(finished, run, tmp_path):
         drop_unneeded(moved)
         check_links(moved)
     assert not (moved / KEPT).exists()
+
+
+@pytest.mark.slow
+def test_a_chain_goes_on_where_it_was(finished, run):
+    """The same chain comes out whether it was made at once or checkpoint by checkpoint."""
+    before = bases(run)
+    for path in sorted(run.glob("*.ckpt8"), key=lambda path: path.stat().st_mtime_ns)[-4:]:
+        path.unlink()
+    outcomes = ckpt8.chain(run, preset="archive", remove=True)
+    assert sum(each.present for each in outcomes) == len(before) - 4
+    assert bases(run) == before
+
+
+@pytest.mark.slow
+def test_a_base_that_is_named(run, run_command):
+    old, new = (run / f"step-{step}" for step in (90, 100))
+    name = str(old.with_suffix(".ckpt8"))
+    code, _, err = run_command(
+        "compress", new.with_suffix(".pt"), "-o", run / "delta.ckpt8", "--preset", "archive", "--base", name
+    )
+    assert (code, err) == (0, "")
+    assert bases(run)["delta.ckpt8"] == "step-90.ckpt8"
+    code, _, _ = run_command("compress", new.with_suffix(".pt"), "-o", run / "whole.ckpt8", "--preset", "archive")
+    assert (run / "delta.ckpt8").stat().st_size < (run / "whole.ckpt8").stat().st_size
+    code, _, err = run_command("compress", new.with_suffix(".pt"), "--force", "--base", run / "nothing.ckpt8")
+    assert code == 3
+    assert "nothing.ckpt8" in err
+
+
+@pytest.mark.slow
+def test_without_hard_links_a_chain_has_deltas_and_says_so_once(run, run_command, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    before = bases(run)
+    for path in run.glob("*.ckpt8"):
+        path.unlink()
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.warns(RuntimeWarning) as warned:
+        assert run_command("chain", run, "--preset", "archive")[0] == 0
+    assert [str(each.message).partition(",")[0] for each in warned] == [
+        f"{run}: files cannot be linked there (Operation not permitted)"
+    ]
+    assert bases(run) == before
+    assert not (run / KEPT).exists()

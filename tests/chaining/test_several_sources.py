@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from chain_command_kit import make_run
-from disk_kit import flip_bit
+from disk_kit import flip_bit, longest_file
 from faults_kit import digest
 
 import ckpt8
@@ -255,3 +255,27 @@ def test_a_dry_run_writes_nothing(count, run, run_command, tmp_path):
         code, _, err = run_command("compress", run[0], "-o", kept / "x.ckpt8", "--dry-run")
         assert code == 4
         assert "cannot be written" in err
+
+
+def test_one_source_goes_into_a_folder_that_is_there(run, run_command, tmp_path):
+    (tmp_path / "out").mkdir()
+    assert run_command("compress", run[0], "-o", tmp_path / "out")[0] == 0
+    assert names(tmp_path / "out") == ["step-5.ckpt8"]
+
+
+def test_a_full_disk(run, run_command, tmp_path):
+    with longest_file(20_000):
+        code, out, err = run_command("compress", *run, "-o", tmp_path / "out", "--remove")
+    assert code == 4
+    assert err.count("cannot be written") == 3
+    assert "nothing was compressed" in out
+    assert not (tmp_path / "out").exists()
+    assert len(names(run[0].parent)) == 3
+
+
+def test_a_folder_that_cannot_be_made(run, run_command, tmp_path):
+    for folder in (tmp_path / "none" / "deeper", run[0] / "below"):
+        code, out, err = run_command("compress", *run, "-o", folder, "--remove")
+        assert (code, out) == (4, "")
+        assert re.fullmatch(rf"ckpt8: {re.escape(str(folder))}: cannot be made: [^\n]+\n", err)
+    assert len(names(run[0].parent)) == 3

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 
@@ -111,3 +113,42 @@ def test_what_nobody_touched_for_long_is_at_rest_at_once(tmp_path):
     assert Rest(10, watched=False).problem(path) is None
     assert Rest(10, watched=True).problem(path) is not None
     assert Rest(0, watched=True).problem(path) is None
+
+
+@pytest.mark.slow
+def test_the_last_file_of_trainer_and_a_damaged_one(watched, sources, inputs, tmp_path):
+    for step in (20, 30):
+        folder = shutil.copytree(inputs / "trainer-adamw", watched / f"checkpoint-{step}")
+        progress = json.loads((folder / "trainer_state.json").read_text()) | {"global_step": step}
+        (folder / "trainer_state.json").write_text(json.dumps(progress))
+    shutil.copytree(watched / "checkpoint-20", tmp_path / "original")
+    state = (watched / "checkpoint-20" / "trainer_state.json").rename(watched.parent / "state")
+    for source in sources[:2]:
+        shutil.copy(source, watched)
+    until(lambda: {"step-5.ckpt8", "step-10.ckpt8"} <= set(containers(watched)))
+    assert containers(watched) == ["step-10.ckpt8", "step-5.ckpt8"], "one is not complete, and one the newest"
+    state.rename(watched / "checkpoint-20" / "trainer_state.json")
+    until(lambda: "checkpoint-20.ckpt8" in containers(watched))
+    until(lambda: not (watched / "checkpoint-20").exists())
+    assert not ckpt8.verify(watched / "checkpoint-20.ckpt8", tmp_path / "original").failures
+    assert (watched / "checkpoint-30").is_dir()
+
+
+@pytest.mark.slow
+def test_a_failure_is_told_once_and_the_others_go_on(tmp_path, sources):
+    """The run starts later than the watch: its folder is not there yet, nor the one above."""
+    folder = tmp_path / "runs" / "run"
+    process = command("chain", folder, "--watch", "--rest", 0.2)
+    try:
+        assert process.stdout.readline() == f"{folder}: is not there yet; waiting for it\n"
+        folder.mkdir(parents=True)
+        (folder / "step-1.pt").write_bytes(sources[0].read_bytes()[:-200])
+        shutil.copy(sources[1], folder)
+        until(lambda: containers(folder) == ["step-10.ckpt8"])
+        time.sleep(1)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.count("\n") == 1
+    assert "step-1.pt" in err

@@ -21,11 +21,13 @@ import zipfile
 
 import pytest
 import torch
+from disk_kit import flip_bit
 from members_kit import tampered
 
 import ckpt8
 from ckpt8.cli.guard import progress_bar
 from ckpt8.converting.writers import WRITERS
+from ckpt8.inspecting.container import inspect_container
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 BEYOND = struct.pack("<Q", 2**63) + b'{"__metadata__":{"ckpt8":"1.0"}}'
@@ -613,3 +615,58 @@ def test_an_update_error_as_large_as_the_update_is_pointed_out(run, small, tmp_p
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "first.pt")
     assert "--max-update-error" in run("compress", tmp_path / "first.pt", "-o", tmp_path / "first.ckpt8")[1]
     assert "--max-update-error" not in run("compress", small, "-o", tmp_path / "small.ckpt8")[1]
+
+
+def test_a_checkpoint_without_tensors_is_refused(run, tmp_path):
+    torch.save({"step": 1}, tmp_path / "a.pt")
+    before = snapshot(tmp_path)
+    assert_refused(run("compress", tmp_path / "a.pt"), 3)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_names_of_files_reach_the_terminal_escaped(run, small, tmp_path):
+    """One that erases the line and starts another, in whatever prints a path."""
+    source = tmp_path / "a\x1b[2Kred\nseal holds.pt"
+    shutil.copyfile(small, source)
+    packed = source.with_suffix(".ckpt8")
+    other = tmp_path / "b\x1b[2Kred\nb.safetensors"
+    for command in (
+        ("compress", source),
+        ("verify", packed),
+        ("verify", packed, "--against", source),
+        ("verify", packed, "--against", source, "--resume-steps", "1"),
+        ("restore", packed, "-o", tmp_path / "c\x1b[2Kred\nc.pt"),
+        ("convert", source, other),
+        ("inspect", packed, "--against", source),
+        ("diff", source, packed),
+    ):
+        code, out, err = run(*command)
+        assert (code, err) == (1 if command[0] == "diff" else 0, ""), command
+        assert "\x1b" not in out
+        assert r"\x1b[2Kred\x0a" in out, command
+    content = packed.read_bytes()
+    packed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # a seal may end in any byte
+    code, out, err = run("restore", packed, "--salvage", "-o", tmp_path / "d\x1b[2K\nd.pt")
+    assert code == 1
+    assert r"d\x1b[2K\x0ad.pt: " in out
+    assert "\x1b" not in out + err
+
+
+def test_integers_are_counted_as_they_are_and_need_no_reason(run, tmp_path):
+    torch.save({"model": {"w": torch.randn(100, 100), "n": torch.arange(9000)}}, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt")
+    facts = inspect_container(tmp_path / "a.ckpt8", tensors=True)
+    assert facts["weights"] == 100 * 100
+    assert {t["name"]: (t["elements"], t["dtype"], t["reason"]) for t in facts["tensors"]} == {
+        "model.w": (10_000, "float32", None),
+        "model.n": (9000, "int64", None),
+    }
+
+
+def test_verify_blames_an_original_that_is_damaged(run, tmp_path):
+    torch.save({"model": {"w": torch.randn(100, 100)}}, tmp_path / "a.pt")
+    ckpt8.compress(tmp_path / "a.pt")
+    flip_bit(tmp_path / "a.pt", 20_000)
+    result = run("verify", tmp_path / "a.ckpt8", "--against", tmp_path / "a.pt")
+    assert_refused(result, 3)

@@ -187,3 +187,14 @@ def test_damage_leaves_nothing(plain, tmp_path):
     assert isinstance(done.exception, InputError)
     assert "is damaged" in str(done.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_without_ranks_a_plain_directory_becomes_one_file(plain, tmp_path):
+    assert call("compress", plain, "-o", tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out").is_file()
+
+
+def test_a_job_around_another_source_changes_nothing(tmp_path):
+    torch.save({"w": torch.ones(3)}, tmp_path / "run.pt")
+    assert call("compress", tmp_path / "run.pt", RANK="0", WORLD_SIZE="2").exit_code == 0
+    assert (tmp_path / "run.ckpt8").is_file()

@@ -125,3 +125,17 @@ def test_release_frees_what_nothing_needs(tmp_path, run_command):
     assert not (run / "bases").exists()
     code, out, _ = run_command("runs", run, "--release")
     assert (code, out) == (0, f"{run}: 0 B freed\n")
+
+
+def test_names_command_no_terminal(tmp_path, run_command):
+    train(tmp_path, (1,))
+    (tmp_path / "step-10.pt").rename(tmp_path / "[bold]\x1b[31m-10.pt")
+    code, out, _ = run_command("runs", tmp_path)
+    assert code == 0
+    assert "[bold]\\x1b[31m-10.pt" in out
+
+
+def test_a_run_without_steps_has_a_page(tmp_path, run_command, inputs):
+    shutil.copy(inputs / "module.pt", tmp_path / "module.pt")
+    assert run_command("runs", tmp_path, "--html", tmp_path / "page.html")[0] == 0
+    assert "module.pt" in (tmp_path / "page.html").read_text()

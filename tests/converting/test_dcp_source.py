@@ -13,9 +13,10 @@ import make_dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from converting_kit import assert_trees_equal, converted, refused, refused_or_done, trained
+from converting_kit import assert_trees_equal, checkpoint, converted, refused, refused_or_done, trained
 from dcp_kit import adam_state, change_metadata, load_all, save_in_pieces, save_small
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt8
@@ -356,3 +357,11 @@ def test_a_slice_that_is_missing(number, tmp_path):
 def test_slices_that_overlap(boxes, match, tmp_path):
     root = save_in_pieces({"w.x": (torch.randn(6, 4), boxes)}, tmp_path / "run")
     refused(root, tmp_path, rf"'w\.x': .*{match}")
+
+
+def test_what_torch_makes_of_a_file(run, tmp_path):
+    """Numbers for parameters: they become text in a distributed checkpoint, and numbers again here."""
+    saved = {**checkpoint(*run), "history": [1.5, {"loss": torch.ones(3)}], "pair": (torch.arange(4), "x")}
+    torch.save(saved, tmp_path / "run.pt")
+    torch_save_to_dcp(tmp_path / "run.pt", tmp_path / "run")
+    assert_trees_equal(converted(tmp_path / "run", tmp_path), {**saved, "model": dict(saved["model"])})

@@ -9,9 +9,10 @@ import zipfile
 import make_dcp
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from converting_kit import Net, assert_trees_equal, checkpoint, listing, trained
-from dcp_kit import load_all, read_metadata, save_small
+from dcp_kit import gaps, load_all, read_metadata, run_processes, save_small
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -224,3 +225,46 @@ def test_trees_that_cannot_be_one(tree, match, tmp_path):
         ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_at_two_ranks(alone, distributed, made, tmp_path):
+    again = tmp_path / "nested"
+    ckpt8.convert(distributed[0] / "nested", again, to="dcp")
+    losses = run_processes("resume", tmp_path, again, *made.values())
+    assert losses[str(again)] == distributed[1]
+    assert losses[str(made["run"])] == losses[str(made["lossless"])] == pytest.approx(alone[1], rel=1e-6)
+    assert losses[str(made["flash"])] == pytest.approx(alone[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_at_one_rank(alone, made, group_of_one):
+    for sharded, tolerance in ((True, 1e-6), (False, 0)):
+        net, optimizer = make_dcp.make(sharded=sharded)
+        loaded = make_dcp.load(made["run"], net, optimizer)
+        assert loaded["iteration"] == make_dcp.BEFORE
+        losses = [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
+        assert losses == pytest.approx(alone[1], rel=tolerance)
+
+
+def test_every_slice_is_a_sound_zip(made):
+    for root in made.values():
+        holes = gaps(root, ["__0_0.distcp"])["__0_0.distcp"]  # Python's zipfile finds all checksums right
+        assert len(holes) == 27 - 1
+        places = sorted((each.offset, each.length) for each in read_metadata(root).storage_data.values())
+        ends = [0, *(offset + length for offset, length in places)]
+        assert [offset for offset, _ in places] == ends[:-1]
+        assert ends[-1] == (root / "__0_0.distcp").stat().st_size
+
+
+def test_compressed_and_restored(made, tmp_path):
+    ckpt8.compress(made["run"], tmp_path / "run.ckpt8", preset="lossless")
+    ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    assert listing(tmp_path / "back") == listing(made["run"])

@@ -123,3 +123,16 @@ def test_trainer_goes_on_from_a_converted_directory(trained, tmp_path):
             assert (target / path.name).read_bytes() == path.read_bytes()
     assert not report.dropped
     assert losses(tmp_path / "again", target) == expected
+
+
+def test_trainer_goes_on_from_one_file_with_everything(trained, tmp_path):
+    """Through a .pt and back, with the files that a .pt does not hold put beside it."""
+    expected, checkpoint = trained
+    ckpt8.convert(checkpoint, tmp_path / "run.pt")
+    target = tmp_path / f"checkpoint-{SAVED}"
+    report = ckpt8.convert(tmp_path / "run.pt", target, to="trainer")
+    assert any("trainer_state.json" in note for note in report.notes)
+    for path in checkpoint.iterdir():
+        if not (target / path.name).exists():
+            (target / path.name).write_bytes(path.read_bytes())
+    assert losses(tmp_path / "again", target) == expected

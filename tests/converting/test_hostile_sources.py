@@ -238,3 +238,19 @@ def test_codes_count_as_parameters_and_their_scales_do_not(exported):
 def test_diff_says_that_it_compares_codes(exported, tmp_path):
     found = ckpt8.diff(tmp_path / "run.pt", exported / "model.safetensors").to_json()
     assert any("quantised for inference" in note for note in found["notes"])
+
+
+@pytest.mark.by_default(most=8)
+@pytest.mark.parametrize("change", [each for each in CHANGES if "weight" not in each and "model" not in each])
+def test_directories_too(change, tmp_path):
+    model, optimizer = trained()
+    folder = trainer_directory(tmp_path / "checkpoint-3", model, optimizer)
+    tree = plain_checkpoint((model, optimizer))
+    tree["optimizer"]["param_groups"] = copy.deepcopy(tree["optimizer"]["param_groups"])
+    CHANGES[change](tree)
+    if "loop" in tree:
+        tree["optimizer"]["loop"] = tree["optimizer"]
+    save(tree["optimizer"], folder / "optimizer.pt")
+    for name, to in TARGETS:
+        refused = refusal(folder, tmp_path / name, to=to, dtype="float32")
+        assert refused is None or refused.exit_code in (2, 3)

@@ -269,3 +269,10 @@ def test_what_it_cannot_do_without(tmp_path):
         tree["optimizer"]["state"][0]["step"] = step
         with pytest.raises(InputError, match="not a whole number"):
             converted(tree, tmp_path)
+
+
+@pytest.mark.by_default("CAME", "SGD", "Lion")
+def test_a_pt_keeps_it_packed(packed, tmp_path):
+    report = ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / "x.pt")
+    assert_trees_equal(torch.load(tmp_path / "x.pt", weights_only=True), ckpt8.load(tmp_path / "run.ckpt8"))
+    assert not report.dropped

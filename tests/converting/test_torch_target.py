@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import struct
 import zipfile
 from collections import OrderedDict
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from converting_kit import Net, assert_trees_equal, checkpoint, trained
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -345,3 +348,85 @@ def test_shards_become_one_file(run, tmp_path):
         index.write_text(text)
         with pytest.raises(InputError, match=r"index\.json"):
             ckpt8.convert(folder, tmp_path / "y.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_type_to_every_type(source, dtype, tmp_path):
+    weights = {"a.weight": torch.randn(70, 50).to(source), "b.inv_freq": torch.randn(4), "c": torch.arange(3)}
+    save_file(weights, tmp_path / "in.safetensors")
+    ckpt8.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype=dtype)
+    expected = {**weights, "a.weight": weights["a.weight"].to(getattr(torch, dtype))}
+    assert_same(load_file(tmp_path / "out.safetensors"), expected)
+
+
+@pytest.mark.slow
+def test_masters_of_a_packed_run(tmp_path):
+    """bf16 parameters and their residuals: by default the parameters, with float32 the master weights."""
+    model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    full = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)["model"]
+    for source in ("run.pt", "run.ckpt8"):
+        ckpt8.convert(tmp_path / source, tmp_path / "x.safetensors", force=True)
+        assert_same(load_file(tmp_path / "x.safetensors"), expected_weights(model))
+        ckpt8.convert(tmp_path / source, tmp_path / "x.safetensors", dtype="float32", force=True)
+        found = load_file(tmp_path / "x.safetensors")
+        for name, tensor in found.items():
+            expected = full[name] if name.startswith("norm.running") else full[name].float()
+            assert torch.equal(tensor, expected if tensor.is_floating_point() else full[name])
+        assert not torch.equal(found["up.weight"], model.up.weight.float())
+
+
+@pytest.mark.slow
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float64]),
+            st.lists(st.integers(0, 4), max_size=3),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_the_library_reads_every_header(tmp_path_factory, shapes):
+    folder = tmp_path_factory.mktemp("header")
+    state = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in shapes.items() if name != "__metadata__"}
+    torch.save({"model": state}, folder / "run.pt")
+    if not any(tensor.numel() for tensor in state.values()):
+        return
+    ckpt8.convert(folder / "run.pt", folder / "x.safetensors", key="model", dtype="float32")
+    data = (folder / "x.safetensors").read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    assert length % 8 == 0
+    assert json.loads(data[8 : 8 + length])
+    found = load_file(folder / "x.safetensors")
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        wanted = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        assert torch.equal(found[name], tensor.to(wanted))
+
+
+@pytest.mark.by_default(most=3)
+@pytest.mark.parametrize(
+    "name", ["views.pt", "crc_off.pt", "legacy.pt", "gpt_adamw.pt", "gpt_bf16.pt", "gpt_came.pt", "gpt_stable_adamw.pt"]
+)
+def test_committed_checkpoints(name, inputs, tmp_path):
+    found, report = converted(inputs / name, tmp_path)
+    assert_trees_equal(found, torch.load(inputs / name, weights_only=True))
+    assert not report.dropped
+
+
+def test_a_run_that_was_compressed_gives_what_restore_gives(forms, tmp_path):
+    found, _ = converted(forms["zip flash"], tmp_path)
+    assert_trees_equal(found, ckpt8.load(forms["zip flash"]))
+
+
+def test_a_file_of_a_directory(forms, tmp_path):
+    for form in ("directory", "directory lossless"):
+        found, report = converted(forms[form], tmp_path, member="optimizer.pt", force=True)
+        assert report.layout == "file"
+        assert set(found) == {"state", "param_groups"}
+        with pytest.raises(UsageError, match="not one of"):
+            ckpt8.convert(forms[form], tmp_path / "y.pt", member="nothing.pt")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
+import torch
 from converting_kit import listing
 
 import ckpt8
@@ -167,3 +171,28 @@ def test_exit_codes_and_single_lines(run_command, forms, tmp_path):
         assert err.startswith("ckpt8: ")
         assert err.count("\n") == 1
         assert listing(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_conversion_leaves_nothing(tmp_path):
+    torch.save({"model": {f"w{k}": torch.randn(1 << 20) for k in range(40)}}, tmp_path / "run.pt")
+    script = (
+        "import sys, time, ckpt8\n"
+        "def slowly(_):\n    print('writing', flush=True)\n    time.sleep(0.2)\n"
+        "import ckpt8.__main__ as command, signal\nsignal.signal(signal.SIGTERM, command._interrupt)\n"
+        "ckpt8.convert(sys.argv[1], sys.argv[2], progress=slowly)\n"
+    )
+    started = [sys.executable, "-c", script, str(tmp_path / "run.pt"), str(tmp_path / "out.pt")]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        assert len(list(tmp_path.iterdir())) == 2
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_a_target_that_cannot_be_written(forms, tmp_path):
+    for to in FORMATS:
+        with pytest.raises(OutputError):
+            ckpt8.convert(forms["zip"], tmp_path / "nowhere" / "out", to=to)

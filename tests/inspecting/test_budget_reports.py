@@ -202,3 +202,57 @@ def test_weights_whose_size_caps_their_lattice_are_counted(checkpoint, run_comma
     assert code == 0
     assert facts["capped"] == {"elements": 96 * 160, "of": 2 * 96 * 160}
     assert "50.0 % of the weights have the largest step" in run_command("inspect", tmp_path / "x.ckpt8")[1]
+
+
+def test_a_rate_of_zero_counts_a_tenth_of_the_initial_one_and_the_report_says_so(checkpoint, run_command, tmp_path):
+    tree = torch.load(checkpoint("adamw"), weights_only=True)
+    tree["optimizer"]["param_groups"][0] |= {"lr": 0.0, "initial_lr": 1e-2}
+    torch.save(tree, tmp_path / "x.pt")
+    code, out, _ = run_command("compress", tmp_path / "x.pt", "--preset", "archive")
+    assert code == 0
+    assert "learning rate 0.001 for 4 parameters, a tenth of the initial rate: the file has 0" in " ".join(out.split())
+    facts = inspect_container(tmp_path / "x.ckpt8")["steps"]
+    assert facts["rates"] == [{"rate": 1e-3, "stated": 0.0, "parameters": 4}]
+    usual = tmp_path / "usual.ckpt8"
+    ckpt8.compress(checkpoint("adamw"), usual, preset="archive")
+    usual = inspect_container(usual)["steps"]
+    assert facts["steps"] == usual["steps"]
+    assert facts["drift"]["is_open"]
+    assert facts["drift"]["low"] < usual["drift"]["low"]
+
+
+def test_weights_of_the_lowest_snr_are_listed(checkpoint, run_command, tmp_path):
+    run_command("compress", checkpoint("adamw"), "-o", tmp_path / "x.ckpt8", "--budget", 1)
+    before, after = torch.load(checkpoint("adamw"))["model"], ckpt8.load(tmp_path / "x.ckpt8")["model"]
+    expected = {}
+    for name in ("0.weight", "2.weight"):
+        error = (after[name].double() - before[name].double()).abs()
+        snr = 10 * math.log10(float(before[name].double().square().sum() / error.square().sum()))
+        expected[f"model.{name}"] = snr, float(error.max())
+    found = inspect_container(tmp_path / "x.ckpt8")["worst"]["lattice"]
+    assert [row["snr_db"] for row in found] == sorted(row["snr_db"] for row in found)
+    assert {row["name"]: (row["snr_db"], row["max_distance"]) for row in found} == {
+        name: pytest.approx(figures, rel=1e-6) for name, figures in expected.items()
+    }
+    code, out, _ = run_command("inspect", tmp_path / "x.ckpt8")
+    assert code == 0
+    assert "lowest SNR of weights" in out
+
+
+@pytest.mark.slow
+def test_every_optimizer_of_a_file_has_figures_of_its_own(checkpoint, run_command, tmp_path):
+    """Two networks whose steps differ a hundredfold."""
+    one, other = trained(adamw), trained(lambda parameters: torch.optim.AdamW(parameters, 1e-5, betas=BETAS), seed=1)
+    tree = {"g": one["model"], "g_optimizer": one["optimizer"], "d": other["model"], "d_optimizer": other["optimizer"]}
+    torch.save(tree, tmp_path / "x.pt")
+    code, out, _ = run_command("compress", tmp_path / "x.pt", "--budget", 1, "--json")
+    assert code == 0
+    facts = json.loads(out)["steps"]
+    assert [each["parameters"] for each in facts["optimizers"]] == [4, 4]
+    loaded = ckpt8.load(tmp_path / "x.ckpt8")
+    for each, (model, optimizer) in zip(facts["optimizers"], (("g", one), ("d", other)), strict=True):
+        restored = {"model": loaded[model], "optimizer": loaded[f"{model}_optimizer"]}
+        assert each["steps"] == pytest.approx(parts_of(optimizer, restored, "adamw")["steps"], rel=2e-3)
+    shown = run_command("verify", tmp_path / "x.ckpt8", "--against", tmp_path / "x.pt")[1]
+    assert shown.count("4 parameters") == 2
+    assert "expected loss drift" in shown

@@ -20,11 +20,11 @@ from ckpt8.cli.show.tables import (
 )
 from ckpt8.codecs import config_of
 from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, read_step_error
+from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, WeightError, read_error, read_step_error
 from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.container.facts import CAPPED
+from ckpt8.container.facts import CAPPED, total_errors
 from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting import facts as expected
@@ -293,3 +293,17 @@ def test_a_large_error_of_the_update_is_explained_under_a_budget():
     assert healing_line({"nmse": 1e-4}, facts) is None
     assert healing_line({"nmse": 0.2}, None) is None
     assert healing_line(None, facts) is None
+
+
+def test_records_of_lattices_are_read_back():
+    for error in (LatticeError(1.0, 2.0, 0.5), WeightError(3, 0.5, 0.7, 9)):
+        assert read_error(error.to_json()) == error
+
+
+def test_moments_without_a_scale_state_no_largest_error_of_it():
+    manifest = manifest_of(TWO[:1])
+    manifest.storages[1].error = {"sum_square_error": 1.0, "sum_square": 100.0, "max_scaled": 0.0}
+    errors = total_errors(manifest, count)
+    assert errors["moment1"] == {"nmse": 0.01, "snr_db": pytest.approx(20), "max_scaled": None}
+    assert errors["lattice"] == {"nmse": 0.001, "snr_db": pytest.approx(30), "max_distance": 0.5}
+    assert errors["weight"] is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memory_kit import run_measured
 
 import ckpt8
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.rank_file import Sources
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -187,3 +187,24 @@ def test_numba_is_chosen_by_the_state_of_all_ranks(tmp_path, monkeypatch):
     state = {"model": {"a": torch.ones(30, 40), "b": torch.ones(7, dtype=torch.float64)}, "note": "text"}
     dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path), no_dist=True)
     assert asked == [30 * 40 * 4 + 7 * 8]
+
+
+def test_values_of_every_layout_come_back(tmp_path):
+    state = {f"{k}": value for k, value in enumerate(views())}
+
+    class Copying(dcp.DefaultSavePlanner):
+        def transform_object(self, item, value):
+            value = super().transform_object(item, value)
+            return value.clone() if isinstance(value, torch.Tensor) else value
+
+    for name, planner in (("as they are", None), ("copies", Copying())):
+        dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / name, preset="lossless"), planner=planner)
+        found = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
+        dcp.load(found, storage_reader=Ckpt8StorageReader(tmp_path / name))
+        for key, value in state.items():
+            assert (
+                found[key]
+                .view(-1)
+                .view(torch.uint8)
+                .equal(value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
+            )

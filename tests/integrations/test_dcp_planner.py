@@ -285,3 +285,27 @@ def test_state_dicts_that_are_not_flattened_are_shared_as_well():
     plans = [SavePlan([tensor_item(f"layer.{n}", shape, whole(shape), sharded=False) for n in range(6)])] * 3
     shared = Ckpt8SavePlanner(flatten_state_dict=False).create_global_plan(plans)[0]
     assert len(set(loads(shared))) == 1
+
+
+def test_plans_with_copies_are_kept_from_the_last_save(monkeypatch):
+    for cache in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
+        monkeypatch.setattr(SavePlanner, cache, {})
+    planner = Ckpt8SavePlanner(enable_plan_caching=True)
+    plans = mesh_plans(CAME_SHAPES, shards=3, items=came_items)
+    first = planner.create_global_plan(plans)[0]
+    less = plan_of(*(item for item in plans[1].items if not item.index.fqn.endswith("4.weight.exp_avg_sq_col")))
+    for changed in (SavePlan([], usable=False), less):
+        planner.create_global_plan([SavePlan([], usable=False), changed, SavePlan([], usable=False)])
+        gone = {(1, "4.weight", "exp_avg_sq_col")} if changed is less else set()
+        assert copies(planner.global_plan) == copies(first) - gone
+    assert gone < copies(first)
+
+
+def test_whole_weights_are_spread_where_only_moments_are_cut():
+    shapes = {f"{layer}.weight": (64, 64) for layer in range(8)}
+
+    def items(name, shape, box, sharded):
+        rest = [tensor_item(f"optim.state.{name}.{key}", shape, box) for key in MOMENTS]
+        return [tensor_item(f"model.{name}", shape, whole(shape), sharded=False), *rest]
+
+    assert len(set(loads(share(mesh_plans(shapes, shards=4, items=items))))) == 1

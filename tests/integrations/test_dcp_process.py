@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fsdp_kit import make, state_of, train, whole
+from ranks import run_ranks
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckpt8
 from ckpt8.core.errors import InputError, OutputError, ResumeError, UsageError
@@ -104,3 +108,54 @@ def test_what_saves_and_resume_give(tmp_path):
     assert pickle.loads(pickle.dumps(manifest)) == manifest
     rest = ckpt8.resume(tmp_path / "a.ckpt8")
     assert pickle.loads(pickle.dumps(rest))["path"].name == rest["path"].name
+
+
+def save_twice(rank, folder):
+    """Two saves with one writer, as torchtitan makes them, both read back; then one that is refused."""
+
+    def save(state, writer, **options):
+        return dcp.async_save(
+            state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS, **options
+        )
+
+    def state_at(seen):
+        scales = torch.arange(64).to(torch.uint16) * seen  # which pickle alone cannot hold
+        return state_of(model, optimizer) | {"progress": {"seen": seen, "scales": scales}}
+
+    model, optimizer = make()
+    train(model, optimizer)
+    writer = Ckpt8StorageWriter(folder / "first", preset="lossless", rules=["model.0.weight=split32"], threads=1)
+    for name, seen in (("first", 7), ("second", 8)):
+        state = state_at(seen)
+        before = whole(state)
+        pending = save(state, writer, checkpoint_id=str(folder / name))
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+        pending.result()
+        found = state_of(*make(seed=1)) | {"progress": {"seen": 0, "scales": torch.zeros(64, dtype=torch.uint16)}}
+        dcp.load(found, storage_reader=Ckpt8StorageReader(folder / name))
+        assert found["progress"]["seen"] == seen
+        assert torch.equal(found["progress"]["scales"], state["progress"]["scales"])
+        after = whole(found)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], value) for key, value in before.items())
+    refused = Ckpt8StorageWriter(folder / "first", overwrite=False)
+    try:
+        save(state_at(9), refused).result()
+    except BaseException as exc:  # torch's CheckpointException is no Exception
+        text = str(exc)
+    else:
+        text = "nothing was refused"
+    (folder / f"error-{dist.get_rank()}.txt").write_text(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_background_process_saves(tmp_path, world):
+    run_ranks(save_twice, world, tmp_path)
+    for name in ("first", "second"):
+        files = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert files == [*(f"__{rank}_0.ckpt8" for rank in range(world)), "ckpt8-dcp.json"]
+    for rank in range(world):
+        error = (tmp_path / f"error-{rank}.txt").read_text()
+        assert f"{tmp_path / 'first'}: holds a checkpoint, and overwrite is False; give another directory" in error

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import partial_path
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import compress_share
 
@@ -447,3 +450,91 @@ def test_a_value_that_is_not_as_planned_is_refused_before_it_is_written(tmp_path
     with pytest.raises(CheckpointException, match=r"'w': the planner gives torch.float64 of \(3, 2\) for"):
         dcp.save({"w": torch.ones(3, 2)}, storage_writer=writer, planner=Casting(), no_dist=True)
     assert not [*tmp_path.glob("x/*")]
+
+
+class FewPlanner(dcp.DefaultLoadPlanner):
+    """Leaves out what ends in ``kept``."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        return replace(plan, items=[item for item in plan.items if not item.dest_index.fqn.endswith("kept")])
+
+
+def test_a_tensor_that_is_no_plain_one_is_kept_as_torch_saves_it(tmp_path):
+    sparse = torch.eye(4).to_sparse()
+    save({"x": sparse, "y": torch.ones(2)}, tmp_path / "x")
+    stored = json.loads((tmp_path / "x" / "ckpt8-dcp.json").read_text())["tensors"]["x"]
+    assert stored["boxes"] == [[0, [0, 0], [4, 4]]]
+    (place,) = stored["pickled"]
+    assert place[1] > 0
+    assert [each.name for each in manifest_of(tmp_path / "x").slices] == ["y"]
+    assert load({"x": torch.zeros(4, 4).to_sparse(), "y": torch.zeros(2)}, tmp_path / "x")["x"].to_dense().trace() == 4
+
+
+def test_a_save_in_the_background_has_the_values_of_its_beginning(tmp_path):
+    state = {"model": {"w": torch.ones(100, 100)}}
+    pending = dcp.async_save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"))
+    state["model"]["w"].zero_()
+    pending.result()
+    assert load({"model": {"w": torch.zeros(100, 100)}}, tmp_path / "x")["model"]["w"].eq(1).all()
+
+
+def test_a_planner_may_leave_tensors_out(tmp_path):
+    save({"w": torch.ones(8), "kept": torch.ones(8)}, tmp_path / "x")
+    state = {"w": torch.zeros(8), "kept": torch.zeros(8)}
+    dcp.load(state, storage_reader=Ckpt8StorageReader(tmp_path / "x"), planner=FewPlanner(), no_dist=True)
+    assert (state["w"].sum(), state["kept"].sum()) == (8, 0)
+
+
+def test_damage_is_found(tmp_path):
+    save({"w": torch.randn(5000)}, tmp_path / "x", preset="lossless")
+    file = tmp_path / "x" / "__0_0.ckpt8"
+    content = bytearray(file.read_bytes())
+    with ckpt8.open(file) as opened:
+        start = opened._reader.places[0]["plane3"].offsets[0]
+    content[start] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointException, match="InputError"):
+        load({"w": torch.zeros(5000)}, tmp_path / "x")
+
+
+def test_compressing_it_again_says_what_to_give(tmp_path):
+    dcp.save({"w": torch.ones(3)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    for read in (ckpt8.compress, inspect_checkpoint, partial(ckpt8.verify, tmp_path / "x")):
+        with pytest.raises(InputError, match=r"compressed already, by Ckpt8StorageWriter; restore it to a plain dire"):
+            read(tmp_path / "x")
+    assert names_in(tmp_path) == ["x"]
+
+
+def test_one_process_is_all_ranks_without_collectives(tmp_path):
+    state = {"w": torch.ones(8), "note": "x"}
+    for _ in range(2):  # it replaces its own, as with them
+        dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), use_collectives=False)
+    assert names_in(tmp_path / "x") == ["__0_1.ckpt8", "ckpt8-dcp.json"]
+    assert_same(load(emptied(state), tmp_path / "x"), state)
+
+
+def test_a_save_with_the_plan_before_it_has_metadata_of_its_own_files(tmp_path):
+    for step in range(3):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        planner._cached_plans_key = "test"
+        writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
+        saved = dcp.save({"w": torch.full((8,), step)}, storage_writer=writer, planner=planner)
+        # The file before is gone when the next one is named.
+        assert list(saved.storage_data.files) == [f"__0_{step % 2}.ckpt8"]
+        assert saved.storage_meta.save_id == writer.storage_meta().save_id
+        assert load({"w": torch.zeros(8)}, tmp_path / "x")["w"].eq(step).all()
+
+
+def test_values_of_several_types_in_one_place(tmp_path):
+    real = torch.arange(64.0)
+    state = {
+        "real": real,
+        "complex": torch.view_as_complex(real.view(32, 2)),
+        "bits": real.view(torch.int32),
+        "half": real[:8].view(torch.bfloat16),
+        "again": real.view(8, 8),
+    }
+    save(state, tmp_path / "x", preset="lossless")
+    found = load(emptied(state), tmp_path / "x")
+    assert all(torch.equal(found[name], value) for name, value in state.items())

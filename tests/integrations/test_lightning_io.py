@@ -10,8 +10,12 @@ import warnings
 
 import pytest
 import torch
+from lattice_kit import check_weights
 
 import ckpt8
+from ckpt8.container.bases import kept_name
+from ckpt8.container.kept_bases import dependents
+from ckpt8.container.reader import ContainerReader
 
 L = pytest.importorskip("lightning", reason="lightning is not installed")
 
@@ -308,3 +312,66 @@ def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(tmp_path, monkeyp
     wait_for(tmp_path / "2.ckpt")
     assert record(tmp_path / "2.ckpt").links == 1
     assert torch.equal(ckpt8.load(tmp_path / "2.ckpt")["model"]["w"], state)
+
+
+class Seen(Ckpt8CheckpointIO):
+    """The plugin, and the weights that it was given."""
+
+    def __init__(self, **options):
+        super().__init__(preset="archive", base="auto", **options)
+        self.weights = {}
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        state = checkpoint["state_dict"]
+        self.weights[str(path)] = {name: x.clone() for name, x in state.items() if x.ndim == 2}
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def fit(folder, plugin, steps, **options):
+    keep = L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=2, **options)
+    trainer(folder, steps, [plugin], [keep]).fit(Net(), batches())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_what_is_removed_breaks_no_chain(mode, background, tmp_path):
+    """Of the greatest steps all but the last two are removed; of the least, each new one but for ``last.ckpt``."""
+    folder, plugin = tmp_path / "run", Seen(background=background)
+    fit(folder, plugin, 6, monitor="step", mode=mode, save_last=True)
+    kept = sorted(path for path in folder.iterdir() if path.is_file())
+    steps = (5, 6) if mode == "max" else (1, 2)
+    assert [path.name for path in kept] == ["last.ckpt", *(f"step={step}.ckpt" for step in steps)]
+    # Nothing builds on ``last.ckpt``, which counts in no chain then.
+    assert 0 < record(kept[-1]).place < steps[-1]
+    linked = {path.name for path in (folder / "bases").iterdir()}
+    moved = folder.rename(tmp_path / "moved")
+    for path in kept:
+        assert not ckpt8.verify(moved / path.name).failures
+        check_weights(moved / path.name, plugin.weights[str(path)])
+        assert not dependents(moved / path.name)
+    needed = set()
+    for path in kept:
+        with ContainerReader(moved / path.name) as reader:
+            needed |= {kept_name(each.seal.hex()) for each in reader.links()}
+    assert linked == needed
+    for path in kept:
+        plugin.remove_checkpoint(moved / path.name)
+    assert list(moved.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_what_model_checkpoint_keeps(save_last, background, whole, tmp_path):
+    plugin = Ckpt8CheckpointIO(preset="lossless", background=background)
+    callback = keep(tmp_path, save_top_k=2, monitor="step", mode="max", save_last=save_last)
+    trainer(tmp_path, SAVED, [plugin], [callback]).fit(Net(), batches())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["last.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    assert (tmp_path / "last.ckpt").is_symlink() == (save_last == "link")
+    model = Net()
+    trainer(tmp_path, LAST, [plugin], [callback]).fit(model, batches(), ckpt_path="last")
+    assert model.losses == whole[SAVED:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=10.ckpt", "step=12.ckpt"]
+    assert ckpt8.load(tmp_path / "last.ckpt")["global_step"] == LAST

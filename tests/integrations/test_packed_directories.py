@@ -22,7 +22,7 @@ import ckpt8
 from ckpt8 import CheckFailedError, InputError, OutputError, ResumeError, UsageError
 from ckpt8.cli.app import app
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.sharded import load_model, save_packed, state_to_pack
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -428,3 +428,65 @@ def test_what_a_trainer_packed_of_tied_weights_becomes_a_plain_checkpoint_with_a
         *("model.safetensors", "optimizer.pt", "trainer_state.json", "scheduler.pt")
     }
     assert (tmp_path / "out" / "scheduler.pt").read_bytes() == (place / "scheduler.pt").read_bytes()
+
+
+def test_verify_against_a_plain_directory_that_is_cut_otherwise(saved, tmp_path):
+    ckpt8.convert(saved / "plain", tmp_path / "whole", to="dcp")
+    state = torch.load(saved / "run.pt", weights_only=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "one"), no_dist=True)
+    assert ckpt8.verify(saved / "flash", tmp_path / "one").failures == ()
+
+
+def test_weights_for_publishing_come_with_their_snr(saved, tmp_path):
+    report = ckpt8.convert(saved / "archive", tmp_path / "archive.safetensors")
+    assert report.weights_snr < 60
+    assert f"{report.weights_snr:.1f} dB" in report.warning
+    assert ckpt8.convert(saved / "flash", tmp_path / "flash.safetensors").warning is None
+
+
+def test_runs_counts_a_directory_once(saved, tmp_path):
+    for name in ("plain", "flash"):
+        shutil.copytree(saved / name, tmp_path / name)
+    found = {row["name"]: row for row in json.loads(call("runs", tmp_path, "--json").output)["checkpoints"]}
+    assert found.keys() == {"plain", "flash"}
+    assert found["flash"]["stored_bytes"] == sum(path.stat().st_size for path in (saved / "flash").iterdir())
+    assert found["flash"]["step"] == found["plain"]["step"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "another save", "truncated", "gap"])
+def test_runs_tells_of_damage(saved, tmp_path, damage):
+    shutil.copytree(saved / "flash", tmp_path / "x")
+    DAMAGE[damage][0](tmp_path / "x")
+    shown = call("runs", tmp_path, "--json")
+    assert isinstance(shown.exception, InputError) == (damage != "gap")
+    (row,) = json.loads(shown.output.splitlines()[0])["checkpoints"]
+    assert (row["damage"] is None) == (damage == "gap")  # boxes are what verify checks
+
+
+def test_a_tensor_that_is_not_complete_is_not_loaded(saved, tmp_path):
+    shutil.copytree(saved / "lossless", tmp_path / "x")
+    _change(_gap)(tmp_path / "x")
+    state = {"model": {"2.bias": torch.zeros(96)}}
+    with pytest.raises(CheckpointException, match=r"model\.2\.bias.*: slices are missing: 48 of 96 elements"):
+        dcp.load(state, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+
+
+def test_every_rank_measures_its_own_slices(saved):
+    """With the steps and settings that one of them stores."""
+    for rank in (0, 1):
+        with ckpt8.open(saved / "flash" / f"__{rank}_0.ckpt8") as file:
+            storages = file.manifest.storages
+            found = {storages[record.moments["moment1"]].name: record.error for record in file.manifest.parameters}
+        assert 0 < found["optimizer.state.0.weight.exp_avg"]["max_error"] < 0.1
+        assert 0 < found["optimizer.state.2.weight.exp_avg"]["max_error"] < 0.1
+
+
+def test_every_rank_spends_the_budget_on_its_own_slices(saved):
+    for rank in (0, 1):
+        found = codecs(saved / "archive", rank)
+        assert {codec for codec, _ in found.values()} == {"lattice/1", "vscaled/1", "rclog/1"}
+        assert len(found) == 2 * 3
+        with ckpt8.open(saved / "archive" / f"__{rank}_0.ckpt8") as file:
+            steps = [record.steps for record in file.manifest.parameters if record.steps]
+        spent = sum(each["weight"] + each["moment1"] + each["moment2"] for each in steps)
+        assert 0.3 < (spent / sum(each["step"] for each in steps)) ** 0.5 < 1.3

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_kit import load_all, save_in_pieces
+from dcp_kit import load_all, read_metadata, save_in_pieces
 from memory_kit import run_measured
 from packed_kit import pack, save_sliced
 
@@ -163,3 +163,15 @@ def directories(tmp_path_factory):
 def test_memory_is_bounded(directories, tmp_path, action):
     found = run_measured(SETUP, f"{CODE[action]}\nfound = {{}}", *directories, tmp_path / "out")
     assert found["extra"] < BOUND
+
+
+@pytest.mark.slow
+def test_every_tensor_is_the_one_that_torch_gives(saved):
+    expected = tensors_of(saved / "plain")
+    with ckpt8.open(saved / "lossless") as file:
+        # In the order of the state dict, which is that of torch's planner.
+        assert file.keys() == [name for name in read_metadata(saved / "plain").planner_data if name in expected]
+        for name, value in expected.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape, found.is_contiguous()) == (value.dtype, value.shape, True)
+            assert torch.equal(found, value), name

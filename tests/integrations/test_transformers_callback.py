@@ -362,3 +362,101 @@ def test_without_hard_links_every_container_is_whole(tmp_path, monkeypatch):
     assert len(warned) == 1
     assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-2.ckpt8", "checkpoint-4", "checkpoint-4.ckpt8"]
     assert record(tmp_path / "checkpoint-4.ckpt8") is None
+
+
+def run(folder, callback, resume=None, **arguments):
+    settings = {"save_steps": 2, "max_steps": 14, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+    settings["save_total_limit"] = 2
+    trained = trainer(folder, [callback], **{**settings, **arguments})
+    trained.train(resume_from_checkpoint=resume)
+    return trained
+
+
+def chained(**options):
+    return Ckpt8Callback(preset="archive", base="auto", **options)
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_stays_whole(tmp_path):
+    best = run(
+        tmp_path,
+        chained(keep_original=False),
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+        save_total_limit=1,
+        max_steps=8,
+    ).state.best_model_checkpoint
+    kept = [name for name in names_in(tmp_path) if name.endswith(".ckpt8")]
+    assert f"{os.path.basename(best)}.ckpt8" in kept  # noqa: PTH119
+    for name in kept:
+        assert not ckpt8.verify(tmp_path / name).failures
+        ckpt8.restore(tmp_path / name, tmp_path / f"back-{name}")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch):
+    compress = ckpt8.compress
+    with monkeypatch.context() as patch:
+
+        def killed(source, target, **options):
+            if source.name == "checkpoint-8":
+                raise KeyboardInterrupt
+            return compress(source, target, **options)
+
+        patch.setattr("ckpt8.integrations.transformers.compress", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, chained(keep_original=False))
+    assert names_in(tmp_path) == ["bases", "checkpoint-4.ckpt8", "checkpoint-6.ckpt8", "checkpoint-8"]
+    for step in (4, 6):
+        assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
+    (tmp_path / "checkpoint-8").rename(tmp_path / "half")
+    with temporary_checkpoint(tmp_path) as path:
+        assert path == str(tmp_path / "checkpoint-6")
+        run(tmp_path, chained(keep_original=False), resume=path, max_steps=10)
+    for step in (8, 10):
+        assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
+
+
+def test_the_base_is_auto_or_none():
+    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'run\.ckpt8'"):
+        Ckpt8Callback(base="run.ckpt8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("background", [False, True])
+def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit, tmp_path):
+    # The loss that is to be as large as possible is that of the first evaluation.
+    run = trainer(
+        tmp_path,
+        [Ckpt8Callback(keep_original=False, background=background)],
+        **EVALUATED,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,
+        save_total_limit=limit,
+        max_steps=6,
+    )
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-2.ckpt8", "checkpoint-6.ckpt8"]
+    first = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
+    assert all(first[name].equal(tensor) for name, tensor in run.model.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OutputError("the disk is full")
+
+    monkeypatch.setattr("ckpt8.integrations.transformers.compress", full)
+    run = trainer(tmp_path / "warned", [Ckpt8Callback(keep_original=False)], max_steps=4)
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-4: was not compressed: the disk is full"):
+        run.train()
+    assert names_in(tmp_path / "warned") == ["checkpoint-4"]
+    for background in (False, True):
+        run = trainer(tmp_path / "strict", [Ckpt8Callback(strict=True, background=background)], max_steps=4)
+        with pytest.raises(OutputError, match="the disk is full"):
+            run.train()

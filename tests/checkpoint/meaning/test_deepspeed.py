@@ -16,6 +16,7 @@ import deepspeed_worker
 import pytest
 import torch
 from deepspeed_worker import LAST, PRESETS, SAVED, make_model
+from reference_kit import adamw
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
@@ -249,3 +250,12 @@ def views(manifest, index, flat):
         for tensor in manifest.tensors
         if tensor.storage == index
     ]
+
+
+def test_lists_of_states(tmp_path):
+    """Imitation: elastic checkpoints of stages 1 and 2 hold a list of states without their groups."""
+    states = [adamw([torch.randn(300, 300)])["state"][0] for _ in range(2)]
+    torch.save({"optimizer_state_dict": {"base_optimizer_state": states}}, tmp_path / "a.pt")
+    manifest = ckpt8.compress(tmp_path / "a.pt")
+    roles = {record.name.rpartition(".")[2]: record.codec["id"] for record in manifest.storages if record.numel > 1000}
+    assert roles["exp_avg"] == roles["exp_avg_sq"] == "companded8/1"

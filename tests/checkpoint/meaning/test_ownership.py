@@ -379,3 +379,87 @@ def test_a_state_that_no_group_lists_changes_nothing(stranger, tmp_path):
     before = weights_of(run, tmp_path / "run.pt")
     run["optimizer"]["state"][stranger] = copy.deepcopy(run["optimizer"]["state"][0])
     assert weights_of(run, tmp_path / "run.pt") == before == [f"model.{name}" for name in NAMES]
+
+
+def test_pairs_in_a_list(tmp_path):
+    one, other = network(0), network(1)
+    torch.save([(one.state_dict(), trained(one)), (other.state_dict(), trained(other))], tmp_path / "run.pt")
+    assert names_of(tmp_path / "run.pt") == [f"{k}.0.{name}" for k in range(2) for name in NAMES]
+
+
+def test_a_copy_under_another_key_does_not_stop_resume(tmp_path):
+    model = network()
+    torch.save({"model": model.state_dict(), "swa": average(model), "opt": trained(model)}, tmp_path / "run.pt")
+    fresh = network(1)
+    ckpt8.resume(tmp_path / "run.pt", fresh)
+    assert torch.equal(fresh[2].weight, model[2].weight)
+
+
+@pytest.mark.slow
+def test_parts_of_one_state_dict(tmp_path):
+    """As Lightning saves a GAN."""
+    module = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
+    states = [trained(module["generator"]), trained(module["discriminator"])]
+    tree = {"state_dict": module.state_dict(), "optimizer_states": states}
+    expected = [f"{part}.{name}" for part in module for name in NAMES]
+    assert weights_of(tree, tmp_path / "run.ckpt") == [f"state_dict.{name}" for name in expected]
+    found = steps_after(tmp_path / "run.ckpt")
+    assert found["with_weights"] == found["parameters"]
+
+
+def test_the_optimizer_of_a_part_is_not_that_of_the_average(tmp_path):
+    module = nn.ModuleDict({"encoder": network(0), "decoder": network(1, width=64)})
+    tree = {"model": module.state_dict(), "model_ema": average(module), "optimizer": trained(module["decoder"])}
+    found = weights_of(tree, tmp_path / "run.pt")
+    assert not any(each.startswith("model_ema") for each in found)
+    assert not any("ema" in name for name in names_of(tmp_path / "run.pt"))
+
+
+def test_two_optimizers_of_one_model(tmp_path):
+    model = network()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in (matrices, vectors)]
+    model(torch.randn(8, 80)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    tree = {
+        "model": model.state_dict(),
+        "ema": copy.deepcopy(average(model)),
+        "muon": optimizers[0].state_dict(),
+        "adamw": optimizers[1].state_dict(),
+    }
+    found = weights_of(tree, tmp_path / "run.pt")
+    assert found[:3] == [f"model.{name}" for name in NAMES if name.endswith("weight") and name != "1.weight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keyed", [True, False])
+def test_weights_in_another_file_than_the_optimizer(keyed, tmp_path):
+    one, other, folder = network(0), network(1, width=64), tmp_path / "run"
+    folder.mkdir()
+    for key, module in (("G", one), ("D", other)):
+        weights = {"params_of_it": module.state_dict(), "iteration": 3} if keyed else module.state_dict()
+        torch.save(weights, folder / f"net{key}_3.pth")
+        torch.save({"state_of_it": trained(module), "iteration": 3}, folder / f"opt{key}_3.pth")
+    torch.save({"features": torch.randn(300, 300)}, folder / "other.pth")
+    ckpt8.compress(folder)
+    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
+        roles = {each.name: each.role for each in file.manifest.storages}
+        names = [each.name for each in file.manifest.parameters]
+    key = "params_of_it." if keyed else ""
+    assert roles[f"netG_3.pth:{key}2.weight"] is roles[f"netD_3.pth:{key}2.weight"] is Role.WEIGHT
+    assert names == [f"opt{which}_3.pth:{name}" for which in "DG" for name in NAMES]
+    found = steps(folder)
+    assert found["with_weights"] == found["parameters"] == 2 * len(NAMES)
+
+
+def test_weights_alone_stay_as_they_are(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    torch.save({"params_of_it": network().state_dict(), "iteration": 3}, folder / "one.pt")
+    torch.save(trained(network(1, width=64)), folder / "opt.pt")
+    ckpt8.compress(folder)
+    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
+        roles = {each.name: each.role for each in file.manifest.storages}
+    assert roles["one.pt:params_of_it.2.weight"] is Role.OTHER

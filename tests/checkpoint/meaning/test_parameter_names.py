@@ -245,3 +245,25 @@ def test_a_state_dict_that_is_sorted_may_have_lost_its_order(tmp_path):
         torch.save({"model": {n: live[n].data for n in names}, "optimizer": adam.state_dict()}, tmp_path / "run.pt")
         rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
         assert [row["name"] for row in rows] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_trainer_freezes_leaves_its_shape_without_names(tmp_path):
+    model = llama()
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad = False
+    checkpoint, optimizer = train(model, tmp_path)
+    ckpt8.compress(checkpoint, tmp_path / "a.ckpt8")
+    found = named_moments(checkpoint, tmp_path / "a.ckpt8")
+    live = dict(model.named_parameters())
+    # All matrices have one shape, and all norms have another.
+    assert {name for name, (named, _) in found.items() if named} == {name for name in live if "norm" in name}
+    for name, (named, moment) in found.items():
+        assert not named or torch.equal(moment, optimizer.state[live[name]]["exp_avg"]), name
+
+
+@pytest.mark.slow
+def test_shapes_that_differ_from_the_model_give_no_names(tmp_path):
+    root = directory(tmp_path / "run")
+    save_file({name: torch.randn(72, 70) for name in NAMES}, root / "model.safetensors")
+    assert names_of(root) == (["state.0", "state.1", "state.2"], [False] * 3)

@@ -199,3 +199,15 @@ def test_32_bit_state_that_cannot_be_told_is_kept(name, options, tmp_path):
 )
 def test_what_only_looks_like_it(names):
     assert find_low_bit(TensorSpec(name, Role.OTHER, DType.UINT8, (8,)) for name in names) == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_own_packed_state(tmp_path):
+    with make_low_bit.quiet():
+        torch.save(make_low_bit.trained(make_low_bit.packed), tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    (row,) = inspect_container(tmp_path / "run.ckpt8")["low_bit"]
+    assert (row["program"], row["bits"], row["block"], row["parameters"]) == ("ckpt8.optim", "8-bit", 32, 1)
+    restored = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back.pt")
+    before, after = storages(tmp_path / "run.pt"), storages(restored)
+    assert all(before[key] == after[key] for key in before if ".state.0." in key)

@@ -18,6 +18,7 @@ from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
+from ckpt8.compressing.plan import Refusal
 from ckpt8.compressing.planning import make_plan
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import DType, Role
@@ -455,3 +456,75 @@ def test_moments_that_are_not_alike_are_not_read_in_lockstep(plan):
     made, streams = plan({"optimizer": {"state": state, "param_groups": [{"params": [0], "amsgrad": False}]}})
     assert all(unit.parameter is None and len(unit.streams) == 1 for unit in made.units)
     assert streams["optimizer.state.0.exp_avg"].codec == Companded8()
+
+
+def test_nested_models(read):
+    sd = {"w": torch.ones(2)}
+    algorithm = {"policy": dict(sd), "buffer": sd | {"x": torch.ones(1)}}
+    found = roles(read({"algo": algorithm, "wrapped": {"model": {"module": dict(sd)}}}))
+    assert found == {
+        "algo.policy.w": WEIGHT,
+        "algo.buffer.w": OTHER,
+        "algo.buffer.x": OTHER,
+        "wrapped.model.module.w": WEIGHT,
+    }
+
+
+def test_whole_module(read):
+    """The parameters are weights under the names of the state dict; buffers are not."""
+    found = roles(read(network()))
+    weights = {name for name, role in found.items() if role is WEIGHT}
+    assert weights == {name for name, _ in network().named_parameters()}
+    others = {name.rpartition(".")[2] for name, role in found.items() if role is OTHER}
+    assert others == {"running_mean", "running_var", "num_batches_tracked"}
+
+
+def test_ema_as_a_list_of_parameters(read):
+    found = roles(read({"ema": {"decay": 0.9, "shadow_params": [torch.ones(2), torch.zeros(3)]}}))
+    assert found == {"ema.shadow_params.0": WEIGHT, "ema.shadow_params.1": WEIGHT}
+
+
+def test_lists_of_optimizers_keep_their_groups_apart(read):
+    first, second = stepped(network(), lr=0.1), stepped(network(), torch.optim.SGD, lr=0.2, momentum=0.5)
+    structure = read({"optimizer": [first.state_dict(), second.state_dict()]})
+    assert [parameter.group["lr"] for parameter in structure.parameters] == [0.1] * 4 + [0.2] * 4
+    assert [parameter.name for parameter in structure.parameters] == [
+        f"optimizer.{k}.state.{i}" for k in range(2) for i in range(4)
+    ]
+
+
+def test_groups_of_one_optimizer(read):
+    model = network()
+    groups = [{"params": list(model.fc.parameters()), "lr": 0.5}, {"params": list(model.bn.parameters()), "lr": 0.25}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.randn(3, 6)).square().sum().backward()
+    optimizer.step()
+    structure = read({"optimizer": optimizer.state_dict()})
+    assert [parameter.group["lr"] for parameter in structure.parameters] == [0.5, 0.5, 0.25, 0.25]
+
+
+def test_moments_outside_an_optimizer_are_other(read):
+    found = roles(
+        read(
+            {
+                "exp_avg": torch.ones(2),
+                "x": {"exp_avg_sq": torch.ones(2)},
+                "y": {"state": {0: {"exp_avg": torch.ones(2)}}},
+            }
+        )
+    )
+    assert set(found.values()) == {OTHER}
+
+
+def test_a_unit_made_lossless_keeps_its_reason(plan):
+    model = nn.Linear(128, 96, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 128)).sum().backward()
+    optimizer.step()
+    made, _ = plan({"optimizer": optimizer.state_dict()})
+    [unit] = [unit for unit in made.units if unit.parameter is not None]
+    safe = unit.fallback(Refusal("holds NaN"))
+    assert [(stream.codec, stream.reason) for stream in safe.streams] == [(Lossless(), "holds NaN")] * 2
+    assert [stream.spec for stream in safe.streams] == [stream.spec for stream in unit.streams]
+    assert unit.streams[0].lossy
+    assert not safe.streams[0].lossy

@@ -378,7 +378,16 @@ def test_step_in_the_state_or_in_the_group(tmp_path, step):
 
 
 @pytest.mark.parametrize(
-    "step", [None, "7", torch.tensor([7.0, 8.0]), torch.tensor(0.0), torch.tensor(7.5), torch.tensor(math.nan)], ids=str
+    "step",
+    [
+        None,
+        "7",
+        torch.tensor([7.0, 8.0]),
+        torch.tensor(0.0),
+        torch.tensor(7.5),
+        *map(torch.tensor, (math.nan, math.inf)),
+    ],
+    ids=str,
 )
 def test_no_step_no_rule(tmp_path, step):
     [parameter] = planned(tmp_path, adam_state(step))

@@ -195,3 +195,23 @@ def stored_bytes(path):
     """What the storages take, without the entries around them."""
     with ckpt8.open(path) as file:
         return sum(record.stored_bytes for record in file.manifest.storages)
+
+
+def test_a_small_parameter_shows_nothing(tmp_path):
+    """A temperature has the shape of many things."""
+    scale = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.AdamW([scale], lr=1e-3)
+    scale.sum().backward()
+    optimizer.step()
+    tree = {"logs": [torch.randn(64) for _ in range(200)], "opt": optimizer.state_dict()}
+    assert roles(tree, tmp_path / "run.pt")[0] == set()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_list_becomes_a_distributed_checkpoint(tmp_path):
+    model = network()
+    torch.save([model.state_dict(), trained(model), {"epoch": 3}], tmp_path / "run.pt")
+    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
+    weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    dcp.load({"model": weights}, checkpoint_id=tmp_path / "run", no_dist=True)
+    assert torch.equal(weights["0.weight"], model[0].weight)

@@ -200,3 +200,19 @@ def test_sniffing_needs_the_whole_magic_number(tmp_path):
     assert not sniffed(path)
     path.write_bytes(b"\x80")
     assert not sniffed(path)
+
+
+def test_a_storage_saved_beside_its_tensor(tmp_path, compare):
+    tensor = torch.arange(4, dtype=torch.uint8)
+    path = save([tensor.untyped_storage(), tensor], tmp_path / "c.pt")
+    with open_checkpoint(path) as checkpoint:
+        assert [type(leaf).__name__ for _, leaf in iter_leaves(checkpoint.tree)] == ["StorageRef", "TensorRef"]
+        assert [storage.nbytes for storage in checkpoint.storages] == [4]
+
+
+def test_a_huge_storage_that_is_not_there(tmp_path):
+    path = tmp_path / "c.pt"
+    pid = Pid("storage", torch.FloatStorage, "k", "cpu", 2**40, None)
+    path.write_bytes(by_hand([pid], {"k": (2**40, bytes(8))}))
+    with pytest.raises(InputError, match="cut off inside storage 'k'"), open_checkpoint(path):
+        pass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from members_kit import LAYERS, make_directory, tree
+from members_kit import LAYERS, make_directory, model, optimizer, tree
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -336,3 +336,92 @@ def test_a_pool_lets_go_of_files_in_order(tmp_path):
     files[0].write_bytes(b"abcd")
     with pytest.raises(InputError, match="changed while it was read"):
         readers[0].read(0, 3)
+
+
+def test_statistics_are_of_all_members_and_names_say_which(containers):
+    with ckpt8.open(containers["flash"]) as file:
+        keys = file.keys()
+        assert "model-00002-of-00002.safetensors:layers.7.up.weight" in keys
+        assert "optimizer.pt:state.0.exp_avg" in keys
+        facts = file.stats("optimizer.pt:state.0.exp_avg_sq")
+        assert facts["codec"].startswith("companded8")
+        assert file.stats(f"{SHARDS[0]}:embed.weight")["role"] == "weight"
+        shape = file.get_tensor("extra/old.pt:ema.w").shape
+        assert shape == (80, 80)
+
+
+def test_names_of_a_state_dict_of_torch_are_in_the_order_of_the_model(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    weights = {"b.weight": torch.randn(70, 70), "a.weight": torch.randn(70, 70), "c": torch.randn(90, 80)}
+    torch.save(weights, root / "pytorch_model.bin")
+    live = [torch.nn.Parameter(weight) for weight in weights.values()]
+    adam = torch.optim.AdamW(live)
+    for parameter in live:
+        parameter.grad = torch.randn_like(parameter)
+    adam.step()
+    torch.save(adam.state_dict(), root / "optimizer.pt")
+    manifest = ckpt8.compress(root)
+    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:{name}" for name in weights]
+    (root / "again.bin").write_bytes((root / "pytorch_model.bin").read_bytes())
+    manifest = ckpt8.compress(root, force=True)
+    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:{name}" for name in weights]
+    torch.save({f"other.{name}": weight for name, weight in weights.items()}, root / "again.bin")
+    manifest = ckpt8.compress(root, force=True)
+    assert [p.name for p in manifest.parameters] == [f"optimizer.pt:state.{k}" for k in range(3)]
+
+
+def test_frozen_weights_leave_their_shape_without_names(tmp_path):
+    root = make_directory(tmp_path / "run")
+    state = optimizer(model())
+    del state["state"][3]
+    torch.save(state, root / "optimizer.pt")
+    names = {p.name for p in ckpt8.compress(root).parameters}
+    assert "optimizer.pt:embed.weight" in names
+    assert not any("up.weight" in name for name in names)
+
+
+def test_a_directory_of_one_file_stays_a_directory(tmp_path):
+    root = tmp_path / "a.b"
+    root.mkdir()
+    save_file({"w": torch.randn(80, 80)}, root / "only")
+    ckpt8.compress(root)
+    root.rename(tmp_path / "moved")
+    assert ckpt8.restore(tmp_path / "a.b.ckpt8") == root
+    assert (root / "only").is_file()
+    assert list(ckpt8.load(tmp_path / "a.b.ckpt8")) == ["w"]
+
+
+def test_a_container_inside_a_directory_is_a_plain_file(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    save_file({"w": torch.randn(80, 80)}, root / "model.safetensors")
+    ckpt8.compress(root / "model.safetensors")
+    manifest = ckpt8.compress(root)
+    assert {m.path: m.format for m in manifest.members}["model.ckpt8"] == "file"
+
+
+def test_a_record_with_a_wrong_checksum_is_named(tmp_path):
+    root = make_directory(tmp_path / "run")
+    data = bytearray((root / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (root / "optimizer.pt").write_bytes(data)
+    with pytest.raises(InputError, match=r"run: optimizer\.pt:state\.\d+\.exp_avg.*checksum"):
+        ckpt8.compress(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.slow
+def test_more_files_than_may_be_open(tmp_path, monkeypatch):
+    root = tmp_path / "zero"
+    root.mkdir()
+    for k in range(90):
+        torch.save({"w": torch.full((70, 70), float(k))}, root / f"{k:03}.pt")
+    opened = []
+    close, get = pool._Handle.__del__, pool._Handle.__init__
+    monkeypatch.setattr(pool._Handle, "__init__", lambda self, path: (get(self, path), opened.append(1))[0])
+    monkeypatch.setattr(pool._Handle, "__del__", lambda self: (close(self), opened.pop())[0])
+    most = []
+    ckpt8.compress(root, tmp_path / "zero.ckpt8", preset="lossless", progress=lambda _: most.append(len(opened)))
+    assert 0 < max(most) <= 64 + 8
+    assert tree(ckpt8.restore(tmp_path / "zero.ckpt8", tmp_path / "back")) == tree(root)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk_kit import flip_bit
 from page_kit import assert_inert
 from safetensors.torch import save_file
 
@@ -216,3 +217,37 @@ def test_every_real_checkpoint_and_its_container(name, inspect, inputs, tmp_path
     assert tree["distributions"]["sample"]["full"]
     if facts["errors"]["weight"]:
         assert "The worst tensors" in text
+
+
+@pytest.mark.slow
+def test_the_same_input_gives_the_same_bytes(packed, inspect, tmp_path):
+    original, container = packed
+    for path, options in ((original, ()), (container, ("--against", original))):
+        once, again = (inspect(path, tmp_path / name, "--force", *options)[1] for name in ("a.html", "b.html"))
+        assert once == again
+
+
+def test_a_weight_of_zeros(inspect, tmp_path):
+    torch.save({"zero": torch.zeros(64, 64)}, tmp_path / "x.pt")
+    _, content, _ = inspect(tmp_path / "x.pt", tmp_path / "a.html")
+    text = assert_inert(content)
+    assert "no value other than zero" in text
+    assert "4,096 zeros (100 %) after" in text
+
+
+def test_a_report_in_the_checkpoint_itself_is_refused(run_command, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    torch.save({"a": torch.ones(64, 64)}, folder / "x.pt")
+    code, _, err = run_command("inspect", folder, "--html", folder / "r.html")
+    assert code == 4
+    assert "outside of it" in err
+    assert [path.name for path in folder.iterdir()] == ["x.pt"]
+
+
+def test_damage_leaves_no_report(run_command, packed, tmp_path):
+    _, container = packed
+    flip_bit(container)
+    code, out, err = run_command("inspect", container, "--html", tmp_path / "r.html")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt.ckpt8"]

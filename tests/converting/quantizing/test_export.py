@@ -276,3 +276,45 @@ def test_a_deep_configuration(depth, run, tmp_path):
         refusal = str(exc)
     assert (tmp_path / "out").exists() is (refusal is None)
     assert refusal is None or (depth > 100 and "JSON" in refusal)
+
+
+def test_names_of_wrappers(tmp_path):
+    """Taken away everywhere, also where an entry that is no tensor stands beside them without one."""
+    wrapped = {f"module._orig_mod.{name}": value for name, value in state().items()}
+    torch.save({"model": {**wrapped, "_extra_state": {"scale": 1}}}, tmp_path / "run.pt")
+    torch.save({"model": state()}, tmp_path / "plain.pt")
+    report, weights, config = exported(tmp_path / "run.pt", tmp_path / "a")
+    _, expected, other = exported(tmp_path / "plain.pt", tmp_path / "b")
+    assert config == other
+    assert weights.keys() == expected.keys()
+    assert all(
+        torch.equal(value.view(torch.uint8), weights[name].view(torch.uint8)) for name, value in expected.items()
+    )
+    assert report.dropped == ["_extra_state: not a tensor"]
+
+
+def test_kept_on_request(run, tmp_path):
+    report, weights, config = exported(run, tmp_path / "out", keep=["model.layers.0.*", "*.1.down"])
+    assert [name for name, value in weights.items() if value.dtype is torch.float8_e4m3fn] == [
+        "model.layers.1.up.weight"
+    ]
+    assert {"model.layers.0.up", "model.layers.1.down"} <= set(config["quantization_config"]["ignore"])
+    assert report.quantized["all"]["tensors"] == 1
+    # What stays anyway may be asked for as well.
+    report, _, _ = exported(run, tmp_path / "more", keep="model.embed_tokens")
+    assert report.quantized["kept"]["model.embed_tokens"] == "kept on request"
+    assert report.quantized["all"]["tensors"] == 4
+
+
+def test_a_transposed_and_a_half_precision_source(tmp_path):
+    """Strides and element types do not change what is written, but by what they round away."""
+    weights = state(torch.float16)
+    turned = {name: value.t().contiguous().t() if value.dim() == 2 else value for name, value in weights.items()}
+    torch.save({"model": weights}, tmp_path / "a.pt")
+    torch.save({"model": turned}, tmp_path / "b.pt")
+    _, first, _ = exported(tmp_path / "a.pt", tmp_path / "a")
+    _, second, _ = exported(tmp_path / "b.pt", tmp_path / "b")
+    assert first.keys() - second.keys() == set()
+    for name, value in first.items():
+        assert torch.equal(value.view(torch.uint8), second[name].view(torch.uint8))
+    assert first["model.embed_tokens.weight"].dtype is torch.bfloat16

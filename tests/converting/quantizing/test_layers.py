@@ -53,7 +53,8 @@ def nearest_e4m3(x):
 def composite(x, dtype=DType.FLOAT32, transposed=False):
     data = Composite("run")
     stored = x.t().contiguous() if transposed else x
-    key = data.add(Held(bytes(stored.view(torch.uint8).flatten().tolist())), dtype)
+    held = Held(bytes(stored.view(torch.uint8).flatten().tolist()))
+    key = data.add(held.read_into, held.size, dtype)
     return data, TensorRef(key, dtype, 0, tuple(x.shape), (1, x.shape[0]) if transposed else (x.shape[1], 1))
 
 
@@ -299,3 +300,12 @@ def test_models_of_transformers(name, with_config):
     head = model.get_output_embeddings()
     heads = {f"{each}.weight" for each, module in model.named_modules() if head is not None and module is head}
     assert not heads & set(layers.quantized)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.BFLOAT16, DType.FLOAT16])
+def test_other_types_are_widened(dtype):
+    x = torch.randn(9, 31, generator=torch.Generator().manual_seed(3)).to(dtype.torch)
+    found = encoded(*composite(x, dtype), Scheme())
+    expected = encoded(*composite(x.float()), Scheme())
+    assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+    assert torch.equal(found[1], expected[1])

@@ -204,3 +204,64 @@ def test_experts(tmp_path):
     assert any("experts" in note for note in report.notes)
     with pytest.raises(RuntimeError, match="conversion"):
         transformers.MixtralForCausalLM.from_pretrained(tmp_path / "int8")
+
+
+def test_a_compressed_checkpoint_is_exported_alike(inputs, exports, tmp_path):
+    """From what ckpt8 made of the directory: what it stores of a weight is 24 bits, and a code is 8."""
+    ckpt8.compress(inputs / "trainer-adamw", tmp_path / "run.ckpt8")
+    ckpt8.convert(tmp_path / "run.ckpt8", tmp_path / "out", dtype="float8_e4m3fn")
+    folder, _ = exports["fp8 absmax channel"]
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    ours, theirs = decoded(tmp_path / "out"), decoded(folder)
+    for name, value in theirs.items():
+        assert torch.allclose(ours[name], value, rtol=2**-3, atol=2**-9)
+        assert float((ours[name] != value).float().mean()) < 0.01
+
+
+@pytest.mark.by_default("lightning.ckpt-3-fp8", "accelerate-3-int8", "trainer-stable-adamw-7-fp8")
+@pytest.mark.parametrize("options", [{"dtype": "float8_e4m3fn"}, {"dtype": "int8"}], ids=["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("gpt_adamw.pt", 8),
+        ("gpt_stable_adamw.pt", 8),
+        ("gpt_came.pt", 8),
+        ("gpt_bf16.pt", 8),
+        ("lightning.ckpt", 3),
+        ("accelerate", 3),
+        ("trainer-stable-adamw", 7),
+    ],
+)
+def test_real_checkpoints(source, count, options, inputs, tmp_path):
+    """Of every kind, compressed or not: compressed-tensors decodes what is within a step of the original."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    ckpt8.convert(inputs / source, tmp_path / "full.safetensors", dtype="float32")
+    wanted = load_file(tmp_path / "full.safetensors")
+    ckpt8.compress(inputs / source, tmp_path / "run.ckpt8", stats=False)
+    for form in (inputs / source, tmp_path / "run.ckpt8"):
+        report = ckpt8.convert(form, tmp_path / "out", force=True, **options)
+        parsed, scheme = scheme_of(tmp_path / "out")
+        compressor = BaseCompressor.get_value_from_registry(parsed.format)
+        stored, ours = load_file(tmp_path / "out" / "model.safetensors"), decoded(tmp_path / "out")
+        assert report.quantized["all"]["tensors"] == count
+        assert ours.keys() == wanted.keys()
+        for row in report.quantized["tensors"]:
+            name = row["tensor"]
+            parts = {"weight": stored[name], "weight_scale": stored[f"{name}_scale"]}
+            theirs = compressor.decompress(parts, scheme)["weight"]
+            assert torch.equal(theirs, ours[name])
+            # Half a step of three mantissa bits, or of the integers; the smallest step of float8 is 2^-9.
+            step = parts["weight_scale"] * (2.0**-10 if "float8" in options["dtype"] else 0.5)
+            relative = 2.0**-4 if "float8" in options["dtype"] else 2.0**-14
+            assert bool(((theirs - wanted[name]).abs() <= step * 1.01 + wanted[name].abs() * relative * 1.01).all())
+
+
+def test_a_state_dict_with_the_configuration_given(inputs, exports, original, tmp_path):
+    """A file of torch and a config.json become what the directory became."""
+    torch.save({"model": original}, tmp_path / "run.pt")
+    config = inputs / "trainer-adamw" / "config.json"
+    ckpt8.convert(tmp_path / "run.pt", tmp_path / "out", dtype="int8", config=config)
+    folder, _ = exports["int8 tensor"]
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()

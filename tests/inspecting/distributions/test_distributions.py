@@ -12,6 +12,7 @@ import torch
 import ckpt8
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
+from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.distributions import LOWEST, Codes, Histogram, checkpoint_distributions, container_distributions
 from ckpt8.inspecting.tensors import PER_CHART, ChunkSampling
 
@@ -171,3 +172,44 @@ def test_an_original_that_is_another_is_refused(packed, inputs):
     _, container = packed
     with ContainerReader(container) as reader, pytest.raises(InputError, match="changed while it was read"):
         container_distributions(reader, inputs / "gpt_stable_adamw.pt")
+
+
+@pytest.mark.slow
+def test_codes_are_those_that_the_definition_gives(packed):
+    original, container = packed
+    with ContainerReader(container) as reader:
+        codes = {row["role"]: row for row in container_distributions(reader)["codes"]}
+    counts = Counter()
+    for state in torch.load(original)["optimizer"]["state"].values():
+        if state["exp_avg"].numel() >= 4096:
+            groups = state["exp_avg"].view(-1, 32)
+            bits = groups.abs().amax(1).view(torch.int32)
+            scale = (((bits + 0x3FFF + ((bits >> 15) & 1)) >> 15) << 15).view(torch.float32).unsqueeze(1)
+            n = groups / scale
+            code = (127 * (2 * n / (1 + n.abs())) + 0.5).floor().clamp(-127, 127)
+            counts.update(code.int().flatten().tolist())
+    row = codes["moment1"]
+    assert {row["first"] + k: count for k, count in enumerate(row["counts"]) if count} == counts
+    assert (row["levels"], row["total"]) == (255, sum(counts.values()))
+    assert codes["weight"]["part"] == "rho"
+    assert codes["moment2"]["counts"][0] == 0
+
+
+@pytest.mark.slow
+def test_what_a_preset_would_do_is_what_it_does(packed):
+    """Everything of so small a checkpoint is looked at, so that the prediction is exact."""
+    original, container = packed
+    raw = checkpoint_distributions(original)
+    facts = inspect_container(container)
+    assert raw["sample"]["full"]
+    with ContainerReader(container) as reader:
+        real = container_distributions(reader, original)
+    assert raw["histograms"] == real["histograms"]
+    assert raw["codes"] == real["codes"]
+    for what, error in facts["errors"].items():
+        assert raw["errors"][what] == (None if error is None else pytest.approx(error, rel=1e-9))
+    for mine, theirs in zip(raw["worst"]["update"], real["worst"]["update"], strict=True):
+        assert (mine["name"], mine["histograms"]) == (theirs["name"], theirs["histograms"])
+    for mine, theirs in zip(raw["layers"], real["layers"], strict=True):
+        assert mine["bytes"] == theirs["bytes"]
+        assert mine["update"] == (theirs["update"] and pytest.approx(theirs["update"], rel=1e-9))

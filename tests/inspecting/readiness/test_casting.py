@@ -109,3 +109,11 @@ def test_blocks_and_tiles_do_not_matter():
     for each in FORMATS:
         for kind in (RAW, SCALED):
             assert cut[1][each.id][kind] == pytest.approx(whole[1][each.id][kind], rel=1e-9)
+
+
+def test_powers_of_two_only_move_the_exponent():
+    """Unit scaling makes every scale the same scale."""
+    x = normal(2000, 1e-3)
+    figures = [measure(x * 2.0**k)[1] for k in (-60, -20, 0, 30)]
+    for each in FORMATS:
+        assert all(other[each.id][SCALED] == figures[0][each.id][SCALED] for other in figures)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from readiness_kit import all_finite, numbers, round_one
 
-from ckpt8.inspecting.readiness import CREST, FORMATS
+from ckpt8.inspecting.readiness import CREST, FORMATS, round_to_odd
 
 by_format = pytest.mark.parametrize("number_format", FORMATS, ids=lambda each: each.id)
 
@@ -86,3 +86,14 @@ def test_worst_normal_number_is_at_the_floor(number_format):
     assert math.isclose(snr, 20 * math.log10(2 ** (bits + 1) + 1))
     assert math.isclose(number_format.floor_snr, 20 * math.log10(2 ** (bits + 1)))
     assert number_format.floor_snr < snr < number_format.ideal_snr
+
+
+def test_round_to_odd_is_never_on_a_tie_unless_it_was():
+    values = [464.0, math.nextafter(464.0, 500), math.nextafter(464.0, 0), 1e-60, -1e-60, 1e300, -1e300, 0.1]
+    x = torch.tensor(values, dtype=torch.float64)
+    odd = round_to_odd(x)
+    assert odd[0] == 464
+    assert odd[1] > 464 > odd[2]
+    assert odd[3] == 2.0**-149 == -odd[4]
+    assert odd[5] == torch.finfo(torch.float32).max == -odd[6]
+    assert abs(odd[7].double() - x[7]) < 2.0**-27

@@ -5,8 +5,9 @@ import math
 import pytest
 import safetensors.torch
 import torch
-from readiness_kit import normal, save
+from readiness_kit import normal, of_gpt, save
 
+import ckpt8
 from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.inspecting.readiness import inspect_readiness
 from ckpt8.inspecting.tensors import open_tensors
@@ -76,3 +77,42 @@ def test_other_checkpoints_are_refused(inputs, tmp_path):
     (tmp_path / "empty" / "notes.txt").write_text("no tensors")
     with pytest.raises(InputError, match="a directory without tensors"):
         inspect_readiness(tmp_path / "empty")
+
+
+@pytest.mark.slow
+def test_error_of_a_container(inputs, tmp_path):
+    source, target = inputs / "gpt_adamw.pt", tmp_path / "gpt.ckpt8"
+    ckpt8.compress(source, target)
+    original, stored = of_gpt(source), ckpt8.load(target)
+    report = inspect_readiness(target, full=True, original=source)
+    assert report["against"]["unpaired"] == 0
+    for each in report["tensors"]:
+        role, x = original[each["name"]]
+        if role == "weight":
+            y = stored["model"][each["name"].removeprefix("model.")]
+        else:
+            _, _, number, key = each["name"].split(".")
+            y = stored["optimizer"]["state"][int(number)][key]
+        wanted = nmse_db(y, x)
+        found = each["measured"]
+        assert found["name"] == each["name"]
+        assert found["snr_db"] is None if wanted is None else math.isclose(found["snr_db"], wanted, rel_tol=1e-9)
+        assert found["max_error"] == float((y.double() - x.double()).abs().max())
+        assert found["differing"] == int((y != x).sum()) / x.numel()
+    assert {role: total["tensors"] for role, total in report["against"]["roles"].items()} == {
+        "weight": 28,
+        "moment1": 28,
+        "moment2": 28,
+    }
+
+
+@pytest.mark.slow
+def test_moments_pair_by_parameter(inputs, tmp_path, run_command):
+    source, target = inputs / "gpt_adamw.pt", tmp_path / "dcp"
+    assert run_command("convert", source, target, "--to", "dcp")[0] == 0
+    report = inspect_readiness(target, full=True, original=source)
+    moments = [each for each in report["tensors"] if each["role"] != "weight"]
+    assert len(moments) == 56
+    for each in moments:
+        assert each["measured"]["name"].startswith("optimizer.state.")
+        assert (each["measured"]["snr_db"], each["measured"]["differing"]) == (None, 0)

@@ -1,6 +1,7 @@
 """``ckpt8 inspect --readiness`` as it is typed: what is shown in wide and narrow terminals, JSON, refusals."""
 
 import json
+import re
 
 import pytest
 import safetensors.torch
@@ -70,3 +71,12 @@ def test_names_cannot_command_the_terminal(run, tmp_path):
         assert code == 0
         assert "\x1b" not in out
         assert "[red]a" in out
+
+
+def test_one_line_for_what_does_not_compare(run, inputs):
+    code, out, err = run(inputs / "lightning.ckpt", "--against", inputs / "gpt_came.pt", "--readiness")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"ckpt8: [^\n]*no weight or moment[^\n]*\n", err)
+    code, out, err = run(inputs / "lightning.ckpt", "--against", inputs / "nothing.pt", "--readiness")
+    assert (code, out) == (3, "")
+    assert re.fullmatch(r"ckpt8: [^\n]*No such file or directory\n", err)

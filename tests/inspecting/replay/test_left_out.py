@@ -193,3 +193,21 @@ def test_endless_steps():
     assert isinstance(find_rule(state, group, 2**53), Replayed)
     assert isinstance(find_rule(*nadam(), 7), Replayed)
     assert isinstance(find_rule(*muon((4, 4)), None), Replayed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_settings_in_tensors(tmp_path, dtype):
+    """torch keeps what the caller gave, a learning rate as a tensor for instance."""
+    numbers = {"lr": 0.0078125, "betas": (0.875, 0.96875), "eps": 2.0**-14, "weight_decay": 0.0625}
+    plain = run_of(**numbers)
+    in_tensors = run_of(**numbers)
+    for name, value in numbers.items():
+        several = [torch.tensor(x, dtype=dtype) for x in (value if name == "betas" else [value])]
+        in_tensors["optimizer"]["param_groups"][0][name] = tuple(several) if name == "betas" else several[0]
+    expected, found = replay(tmp_path, plain), replay(tmp_path, in_tensors)
+    assert expected == found
+    assert (found[1]["parameters"], found[1]["skipped"]) == (4, {})
+    with ContainerReader(tmp_path / "run.ckpt8") as reader:
+        rules = [each.rule for each in reader.manifest.parameters]
+    assert rules[0] == {"kind": "adam", "step": 4, "beta1": 0.875, "beta2": 0.96875, "eps": 2.0**-14}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from itertools import pairwise
 
 import optimi
 import pytest
@@ -312,3 +314,57 @@ def test_weights_that_are_not_found_are_told(make, run_command):
     [reason] = set(result["without_weights"].values())
     _, out, _ = run_command("verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 1)
     assert f"weights: 3 of 6 parameters (3: {reason})" in out
+
+
+@pytest.mark.slow
+def test_the_replay_error_is_small_and_the_same_everywhere(make):
+    path = make("torch-adamw")
+    one, two = (steps_of(path, threads=threads) for threads in (1, 2))
+    assert one == two
+    assert 1e-7 < one["replay_error"] < 5e-3
+    assert one["replay_error"] == max(step["update_nmse"] for step in one["steps"])
+    assert all(a["weight_rms"] < b["weight_rms"] for a, b in pairwise(one["steps"]))
+    coarser = steps_of(make("torch-adamw", "archive"))
+    assert coarser["replay_error"] > 3 * one["replay_error"]
+
+
+@pytest.mark.slow
+def test_the_command_line(make, run_command):
+    path = make("torch-adamw")
+    arguments = ["verify", path.with_suffix(".ckpt8"), "--against", path, "--resume-steps", 3]
+    worst = steps_of(path)["replay_error"]
+    code, out, _ = run_command(*arguments, "--max-replay-error", worst)
+    assert code == 0
+    assert "replayed 3 steps of 6 parameters; replay error" in out
+    code, out, err = run_command(*arguments, "--max-replay-error", "1e-9", "--json")
+    assert code == 1
+    result = json.loads(out)["resume"]
+    assert len(result["steps"]) == 3
+    assert set(result["steps"][0]) == {"update_nmse", "update_max", "weight_rms", "weight_max"}
+    assert "above 1e-09" in err
+    assert math.isclose(result["replay_error"], max(step["update_nmse"] for step in result["steps"]))
+
+
+def test_pairing_by_name_and_by_place(tmp_path):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(pairs(tmp_path, with_state(net, net.parameters())).values()) == names
+    named = with_state(net, list(net.named_parameters())[::-1])
+    assert pairs(tmp_path, named) == {name: name for name in names[::-1]}
+    split = [[net[0].weight, net[1].weight], [net[0].bias, net[1].bias]]
+    assert list(pairs(tmp_path, with_state(net, [{"params": p} for p in split])).values()) == [
+        "0.weight", "1.weight", "0.bias", "1.bias",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_update_does_not_need_the_weight(make):
+    """Without decay into the gradient, updates are the same whether the weight is known or not."""
+    for name in ("came-pytorch", "lion-pytorch"):
+        path = make(name)
+        known = steps_of(path)
+        torch.save({"optimizer": torch.load(path, weights_only=False)["optimizer"]}, path)
+        ckpt8.compress(path, threads=1, force=True)
+        unknown = steps_of(path)
+        assert unknown["with_weights"] == 0
+        assert unknown["replay_error"] == known["replay_error"] > 0

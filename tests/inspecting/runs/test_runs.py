@@ -350,3 +350,13 @@ def test_a_link_to_a_checkpoint_beside_it_is_no_other(tmp_path):
     (tmp_path / "run" / "first.ckpt").symlink_to("../elsewhere.ckpt")
     (tmp_path / "run" / "again").symlink_to(".")
     assert [each.name for each in find(tmp_path / "run").places] == ["epoch=3.ckpt", "first.ckpt"]
+
+
+def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
+    shutil.copy(inputs / "legacy.pt", tmp_path)
+    (raw,) = ckpt8.runs(tmp_path)
+    ckpt8.compress(tmp_path / "legacy.pt")
+    (tmp_path / "legacy.pt").unlink()
+    (packed,) = ckpt8.runs(tmp_path)
+    assert (raw.format, raw.step, raw.step_from) == ("torch-legacy", 300, "file")
+    assert (packed.step, packed.loss, packed.step_from) == (raw.step, raw.loss, "file")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from survey_kit import ROWS, WIDTH, as_pairs, dead_rows, expected, healthy, plant, unseen
 
 import ckpt8
+from ckpt8.inspecting import tensors
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 
@@ -182,3 +183,40 @@ def test_a_container_has_the_flags_of_its_original(name, inputs, tmp_path):
     quick = inspect_container(tmp_path / "run.ckpt8")
     assert quick["flags"] == [flag for flag in raw["flags"] if flag["kind"] == "foreign_globals"]
     assert quick["sample"] == {"elements": 0, "of": raw["sample"]["of"], "full": False}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_nothing_is_found_where_nothing_is(full, tmp_path):
+    facts = flags_of(healthy(), tmp_path, full=full)
+    assert facts["flags"] == []
+    numel = sum(x.numel() for x in flatten(healthy()).values())
+    assert facts["sample"]["of"] == numel
+    assert facts["sample"]["full"] is full
+    assert (facts["sample"]["elements"] == numel) is full
+
+
+@pytest.mark.slow
+def test_a_sample_does_not_claim_what_it_did_not_see(tmp_path, run_command):
+    tree = healthy()
+    plant(tree)
+    facts = flags_of(tree, tmp_path, full=False)
+    found = {flag["kind"]: flag for flag in facts["flags"]}
+    assert "nan" not in found
+    assert found["inf"]["sampled"] is False
+    assert (found["stored_twice"]["sampled"], found["zero_moment"]["sampled"]) == (True, True)
+    assert found["zero_moment"]["count"] < ROWS * WIDTH
+    whole = [range(at, at + n) for at, n in tensors.windows(ROWS * WIDTH, tensors.PER_TENSOR, WIDTH)]
+    rows = [row for row in range(ROWS) if any(row * WIDTH in w and (row + 1) * WIDTH - 1 in w for w in whole)]
+    dead = found["dead_rows"]
+    assert (dead["count"], dead["of"]) == (len({3, 4, 5, 6, 7} & set(rows)), len(rows))
+    assert f"elements looked at, of {ROWS * WIDTH:,}" in found["zero_moment"]["message"]
+    _, out, _ = run_command("inspect", tmp_path / "run.pt")
+    share = facts["sample"]["elements"] / facts["sample"]["of"]
+    assert 0 < share < 1
+    assert f"looked at {int(share * 1000) / 10} % of {facts['sample']['of']:,} elements; --full reads all" in out
+    _, out, _ = run_command("inspect", "--full", tmp_path / "run.pt")
+    assert f"looked at all {facts['sample']['of']:,} elements" in out
+    assert f"model.layers.0.weight: 1 NaN in {500 * 130:,} elements" in out
+    torch.save(healthy(), tmp_path / "run.pt")
+    _, out, _ = run_command("inspect", tmp_path / "run.pt")
+    assert "--full reads all; none seen in those" in out

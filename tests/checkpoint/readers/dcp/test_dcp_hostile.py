@@ -357,3 +357,17 @@ def test_a_slice_that_cannot_be_read_leaves_its_file_as_it_is(source, request, t
     old, new = ({index.fqn: each for index, each in read_metadata(each).storage_data.items()} for each in (root, back))
     assert new["model.up.weight"] == old["model.up.weight"]
     assert new["model.down.weight"].transform_descriptors is None
+
+
+@pytest.mark.slow
+def test_many_chunks_and_slices_are_read_in_no_time(root):
+    """Ten thousand chunks that no slice fills: the work is what the file's size allows."""
+
+    def change(metadata):
+        entry = metadata.state_dict_metadata["model.up.weight"]
+        entry.size = (10_000, 80)
+        entry.chunks = [ChunkStorageMetadata((k, 0), (1, 80)) for k in range(1, 10_000)] + entry.chunks
+        entry.chunks[-1].sizes = (80, 80)
+
+    change_metadata(root, change)
+    ckpt8.compress(root)
