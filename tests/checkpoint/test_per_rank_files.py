@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import cache
 
@@ -215,3 +216,39 @@ def test_weights_in_one_file_beside_the_state_of_ranks(written, tmp_path):
     found = torch.load(tmp_path / "whole.pt")
     assert found.keys() == {"model"}
     assert_same(found["model"], weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hsdp", FQN])
+def test_the_step_of_a_parameter_moves_the_weight_of_its_own_rank(kind, written, tmp_path):
+    manifest = ckpt8.compress(written / kind, tmp_path / "run.ckpt8", preset="archive")
+    assert len(manifest.parameters) == WORLD * len(NAMES)
+    for parameter in manifest.parameters:
+        if kind == FQN and parameter.name.startswith(
+            ("optimizer_0_rank3.bin:0.weight", "optimizer_0_rank3.bin:0.bias")
+        ):
+            continue  # FSDP2 pads the weights of a rank that has fewer rows than the others, and not their moments
+        weight = manifest.storages[parameter.steps["weight_storage"]].name
+        its, own = (re.search(r"rank_?(\d+).*:(.*)", name).groups() for name in (weight, parameter.name))
+        assert its == own
+    assert len({parameter.steps["optimizer"] for parameter in manifest.parameters}) == 1
+
+
+@pytest.mark.slow
+def test_a_restored_file_loads_as_torch_saved_it(written, tmp_path):
+    ckpt8.compress(written / "tp", tmp_path / "run.ckpt8")
+    back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    for rank in range(WORLD):
+        name = f"model_world_size_{WORLD}_rank_{rank}.pt"
+        before, after = (torch.load(folder / name, weights_only=False) for folder in (written / "tp", back))
+        for key, tensor in before.items():
+            assert after[key].placements == tensor.placements
+            assert after[key].shape == tensor.shape
+            torch.testing.assert_close(after[key]._local_tensor, tensor._local_tensor, rtol=2e-5, atol=0)
+
+
+def test_the_last_rank_may_not_be_missing_either(written, tmp_path):
+    folder = copied(written, FQN, tmp_path)
+    (folder / f"pytorch_model_fsdp_rank{WORLD - 1}.bin").unlink()
+    with pytest.raises(InputError, match="the file of rank 3 of 4 is not there"):
+        ckpt8.convert(folder, tmp_path / "model.safetensors")

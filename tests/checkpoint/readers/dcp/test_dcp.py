@@ -5,7 +5,8 @@ from __future__ import annotations
 import make_dcp
 import pytest
 import torch
-from dcp_kit import adam_state, load_all, run_processes, save_small
+import torch.distributed as dist
+from dcp_kit import adam_state, gaps, load_all, run_processes, save_small
 from members_kit import tree
 
 import ckpt8
@@ -281,3 +282,72 @@ def test_a_per_rank_file_of_dtensors_is_refused_alone_and_read_in_a_folder(train
     assert "rank0.pt:up.weight[0:129,:]" in {tensor.name for tensor in manifest.tensors}
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
     assert (back / "rank0.pt").read_bytes() == rank.read_bytes()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of gloo that this process has to itself."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_only_the_bytes_of_slices_change(layout, trained, packed):
+    original, (container, back) = trained[0] / layout, packed[layout]
+    before, after = tree(original), tree(back)
+    assert list(before) == list(after)
+    assert before[".metadata"] == after[".metadata"]
+    files = [name for name in before if name != ".metadata"]
+    # Of a slice that changed, the checksums changed with it: Python's zipfile finds them right in all of them.
+    holes, again = gaps(original, files), gaps(back, files)
+    assert holes == again
+    changed = 0
+    for name in files:
+        assert len(before[name]) == len(after[name])
+        x, y = bytearray(before[name]), bytearray(after[name])
+        for start, length in holes[name]:
+            changed += x[start : start + length] != y[start : start + length]
+            x[start : start + length] = y[start : start + length] = bytes(length)
+        # What is left to differ are two checksums of 4 bytes for each of the slices that changed.
+        differ = sum(a != b for a, b in zip(x, y, strict=True))
+        assert differ <= 8 * changed
+    assert changed == 12
+    assert not ckpt8.verify(container, original).failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["nested", "flat", "zstd"])
+def test_training_goes_on_at_one_rank(layout, trained, packed, alone):
+    """The slices of two ranks become those of one."""
+    for directory, tolerance in ((trained[0] / layout, 1e-6), (packed[layout][1], 1e-4)):
+        assert go_on(directory, layout, sharded=True) == pytest.approx(trained[1], rel=tolerance)
+
+
+def test_parameters_of_a_raw_optimizer_have_the_names_of_their_places(tmp_path):
+    weights = {"0": torch.randn(80, 80), "1": torch.randn(80, 80)}
+    root = save_small({"optimizer": adam_state(weights), "epoch": 3}, tmp_path / "run")
+    names = [record.name for record in ckpt8.compress(root).parameters]
+    assert names == ["__0_0.distcp:optimizer.state.0", "__0_0.distcp:optimizer.state.1"]
+
+
+@pytest.mark.slow
+def test_a_rule_names_a_tensor_or_a_slice(trained, tmp_path):
+    for glob in ("*:model.up.weight", "__0_0.distcp:model.up.weight[[]0:129,:]"):
+        ckpt8.compress(trained[0] / "nested", tmp_path / "x.ckpt8", rules=[f"{glob}=lossless"], force=True)
+        facts = inspect_container(tmp_path / "x.ckpt8", tensors=True)
+        codecs = {t["name"]: t["codec"] for t in facts["tensors"] if "model.up.weight" in t["name"]}
+        assert codecs["__0_0.distcp:model.up.weight[0:129,:]"] == "lossless/1"
+        assert (codecs["__1_0.distcp:model.up.weight[129:257,:]"] == "lossless/1") == glob.startswith("*")
+    with pytest.raises(UsageError, match="matches no tensor"):
+        ckpt8.compress(trained[0] / "nested", tmp_path / "y.ckpt8", rules=["*:model.upp.weight=lossless"])
+
+
+def test_tied_tensors_are_written_twice_and_come_back_equal(tmp_path):
+    tied = torch.randn(90, 80)
+    root = save_small({"model": {"wte.weight": tied, "lm_head.weight": tied}}, tmp_path / "run")
+    ckpt8.compress(root)
+    after = load_all(ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back"))
+    assert torch.equal(after["model.wte.weight"], after["model.lm_head.weight"])
+    assert not torch.equal(after["model.wte.weight"], tied)
