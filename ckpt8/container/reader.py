@@ -131,8 +131,9 @@ class ContainerReader(Closing):
     def close(self) -> None:
         """Close the file, and the files below it."""
         self._file.close()
-        if isinstance(self._base, ContainerReader):
-            self._base.close()
+        with self._lock:
+            if isinstance(self._base, ContainerReader):
+                self._base.close()
 
     def base(self) -> ContainerReader | None:
         """The base of a delta, open; None for other containers. Raises InputError where it is missing or damaged."""
