@@ -2,12 +2,16 @@
 
 To add a codec:
 
-1. Write its module: a frozen dataclass that derives from ``base.Codec``, with ``id``, ``accepts`` and ``layout``, and
-   ``reference.py`` next to it with ``encode(x, parts)`` and ``decode(parts, out)`` in plain torch. ``base.Codec`` lists
-   the other facts that a codec may state: the statistics of its error, the part that holds codes, that it counts
-   elements or needs other moments. The module itself does not import torch.
-2. Add its line to ``CODECS``. The class is imported when it is first needed.
-3. Describe its bytes in a section of ``container/FORMAT.md``, and let ``fixtures/golden/make_golden.py`` write a file.
+1. Write its package: in ``__init__.py`` a frozen dataclass that derives from ``base.Codec``, with ``id``, ``accepts``
+   and ``layout``, which imports no torch; and ``reference.py`` with ``encode(x, parts)`` and ``decode(parts, out)``
+   in plain torch. A value that it cannot keep, such as NaN or one out of range, raises RefusedError: the tensor then
+   takes the next codec. A lossy codec sets ``measured_as``, without which its error is not measured; ``base.Codec``
+   lists the other facts. Parts are integers; int32 is for symbols, which ``container/symbols.py`` packs.
+2. Add its line to ``CODECS``. The class is imported when it is first needed, and ``--rule GLOB=NAME`` uses it. A preset
+   does if ``compressing/policy.py`` says so.
+3. Describe its bytes in a section of ``container/FORMAT.md``. Files with it need a new minor version: see
+   ``Manifest.version`` and the constants of ``container/header.py``.
+4. Let ``fixtures/golden/make_golden.py`` write a file with it.
 
 ``tests/codecs/test_conformance.py`` then tests the codec against the contract.
 """
