@@ -38,7 +38,7 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.json_text import is_unicode
-from ckpt8.core.tensors import DType, PartSpec, TensorSpec
+from ckpt8.core.tensors import DType, PartSpec
 
 MOST_COPIES = 4
 """The most copies of a master, counted by its elements."""
@@ -307,10 +307,9 @@ NOWHERE: Places = {}
 
 def layout_of(record: StorageRecord | Pack, codec: Codec) -> dict[str, PartSpec]:
     """The specification of each part of a storage or a pack."""
-    spec = TensorSpec(record.name, record.role, record.dtype, (record.numel,))
     if isinstance(record, StorageRecord):
-        return codec.layout(spec)
-    return {part: own for part, (own, _) in header.pack_layout(codec, spec, record.numels).items()}
+        return codec.layout(record.spec)
+    return {part: own for part, (own, _) in header.pack_layout(codec, record.spec, record.numels).items()}
 
 
 def slab_entries(
@@ -354,7 +353,7 @@ class Locator:
             f"{self.where}: {record.name}: storages that share entries cannot depend on others",
         )
         require(
-            codec.accepts(TensorSpec(record.name, record.role, record.dtype, (record.numel,))),
+            codec.accepts(record.spec),
             f"{self.where}: {record.name}: {codec.id} does not hold {record.dtype.label}",
         )
         layout = layout_of(record, codec)

@@ -39,7 +39,7 @@ from ckpt8.container.sharded import (
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import FilePool
-from ckpt8.core.tensors import DType, Parts, TensorSpec
+from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.text import box_text, shown
 
 if TYPE_CHECKING:
@@ -302,11 +302,6 @@ class JoinedReader(Closing):
     def codec(self, storage: int) -> Codec:
         """The codec of a storage, with the numbers that its companions have here. Raises UnsupportedError."""
         return codec_from_config(self.manifest.storages[storage].codec)
-
-    def spec(self, storage: int) -> TensorSpec:
-        """The specification of a whole storage."""
-        record = self.manifest.storages[storage]
-        return TensorSpec(record.name, record.role, record.dtype, (record.numel,))
 
     def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
         """Decode one chunk into ``out``, by the container that holds the storage. Returns its parts."""

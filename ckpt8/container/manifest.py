@@ -242,6 +242,11 @@ class StorageRecord:
     base: int | None = None
 
     @property
+    def spec(self) -> TensorSpec:
+        """The specification of all its elements, flat."""
+        return TensorSpec(self.name, self.role, self.dtype, (self.numel,))
+
+    @property
     def nbytes(self) -> int:
         """Size in the source, in bytes."""
         return self.numel * self.dtype.itemsize

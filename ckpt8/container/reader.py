@@ -202,14 +202,9 @@ class ContainerReader(Closing):
             codec = self._codecs[owner] = codec_from_config(record.codec) if shared is None else self.codec(shared)
         return codec
 
-    def spec(self, storage: int) -> TensorSpec:
-        """The specification of a whole storage."""
-        record = self.manifest.storages[storage]
-        return TensorSpec(record.name, record.role, record.dtype, (record.numel,))
-
     def chunk_spec(self, storage: int, chunk: int) -> TensorSpec:
         """The specification of one chunk of a storage."""
-        return header.chunk_spec(self.spec(storage), chunk)
+        return header.chunk_spec(self.manifest.storages[storage].spec, chunk)
 
     def owners(self) -> Iterator[tuple[int | Pack, StorageRecord | Pack]]:
         """What has entries of its own, and its record: storages in no pack, by their index, and packs."""

@@ -488,7 +488,7 @@ def container_distributions(reader: Stored, original: Path | None = None, *, ful
     element, else a sample of every tensor.
     """
     manifest = reader.manifest
-    counted = {index for index in range(len(manifest.storages)) if is_counted(reader.spec(index), reader.codec(index))}
+    counted = {index for index, record in enumerate(manifest.storages) if is_counted(record.spec, reader.codec(index))}
     made = "when it was made" if original is None else "against the original"
     gathered = Gathered(
         manifest,
@@ -529,9 +529,7 @@ def _open_original(reader: Stored, original: Path, workers: Workers, stack: Exit
 def _units(reader: Stored, counted: set[int]) -> list[Unit]:
     storages = reader.manifest.storages
     streams = [
-        Stream(
-            index, reader.spec(index), StorageInfo(storage.name, storage.dtype, 0, storage.nbytes), reader.codec(index)
-        )
+        Stream(index, storage.spec, StorageInfo(storage.name, storage.dtype, 0, storage.nbytes), reader.codec(index))
         for index, storage in enumerate(storages)
         if index in counted
     ]

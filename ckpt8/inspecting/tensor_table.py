@@ -33,7 +33,7 @@ from ckpt8.container.manifest import (
 )
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.tensors import DType, Role, TensorSpec
+from ckpt8.core.tensors import DType, Role
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.tensors import describe
 from ckpt8.optim.cards import role_of
@@ -73,8 +73,7 @@ def _codec_problem(record: StorageRecord, views: Sequence[NamedTensor], policy: 
     if kind not in (None, _MEASURED.get(record.role)):
         return f"is encoded as a {kind}"
     if kind is None and record.reason is None and views:
-        spec = TensorSpec(record.name, record.role, record.dtype, (record.numel,))
-        wanted, reason = policy.choose(spec, paths, [view.ref.shape for view in views])
+        wanted, reason = policy.choose(record.spec, paths, [view.ref.shape for view in views])
         return "is lossless for no reason" if reason or wanted.measured_as is not None else None
     return None
 
