@@ -102,12 +102,8 @@ def rounded_masters(
 
 def store(packed: PackedChunk, *, copy: bool = False) -> EncodedChunk:
     """Compress a packed chunk whose parts are on the CPU. With ``copy``, the result shares no memory with them."""
-    stored = [_store_parts(part, how, copy=copy) for part, how in zip(packed.parts, packed.packings, strict=True)]
+    stored = [frames.encode_parts(*pair, copy=copy) for pair in zip(packed.parts, packed.packings, strict=True)]
     return Chunk(stored, packed.crcs, packed.errors, packed.refused, packed.packings)
-
-
-def _store_parts(parts: Parts, packings: Mapping[str, Packing], *, copy: bool = False) -> dict[str, frames.Frames]:
-    return {name: frames.encode_part(name, part, packings.get(name), copy=copy) for name, part in parts.items()}
 
 
 def in_own_pages(packed: PackedChunk) -> PackedChunk:
@@ -145,7 +141,7 @@ class ChunkEncoder:
         stored, packings = [], []
         for parts in chunk.parts:
             packed, how = symbols.pack_parts(parts, self._lockstep.backend, reuse=True)
-            stored.append(_store_parts(packed, how, copy=bool(how)))
+            stored.append(frames.encode_parts(packed, how, copy=bool(how)))
             packings.append(how)
         return EncodedChunk(stored, chunk.crcs, chunk.errors, chunk.refused, packings)
 

@@ -479,9 +479,8 @@ def _try(candidate: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | 
 
 
 def _stored_bytes(parts: Parts) -> int:
-    packed, packings = symbols.pack_parts(parts)
-    encoded = (frames.encode_part(name, part, packings.get(name)) for name, part in packed.items())
-    return sum(len(stored) for planes in encoded for stored, _ in planes)
+    encoded = frames.encode_parts(*symbols.pack_parts(parts))
+    return sum(len(stored) for planes in encoded.values() for stored, _ in planes)
 
 
 def _resumed(trials: Sequence[_Trial]) -> bool:

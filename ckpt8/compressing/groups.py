@@ -135,18 +135,15 @@ class PackedGroup:
 
 @dataclass(slots=True)
 class EncodedGroup:
-    """A ``PackedGroup`` whose parts are compressed: by name, the (stored bytes, crc32) of every frame."""
+    """A ``PackedGroup`` whose parts are compressed."""
 
     units: list[EncodedUnit]
-    packs: list[tuple[list[Stream], dict[str, list[tuple[bytes | memoryview, int]]], dict[str, Packing]]]
+    packs: list[tuple[list[Stream], dict[str, frames.Frames], dict[str, Packing]]]
 
 
 def store_group(group: PackedGroup) -> EncodedGroup:
     """Compress a packed group."""
-    packs = [
-        (streams, {name: frames.encode_part(name, part, how.get(name)) for name, part in parts.items()}, how)
-        for streams, parts, how in group.packs
-    ]
+    packs = [(streams, frames.encode_parts(parts, how), how) for streams, parts, how in group.packs]
     return EncodedGroup(group.units, packs)
 
 

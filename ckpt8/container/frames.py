@@ -7,6 +7,7 @@ stored length tells which. The manifest holds the stored length and the crc32 of
 
 import ctypes
 import threading
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -19,10 +20,10 @@ from ckpt8.container.header import FRAME, MAX_WINDOW
 from ckpt8.container.manifest import Packing, planes
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import SourceFile, crc32
-from ckpt8.core.tensors import PartSpec
+from ckpt8.core.tensors import Parts, PartSpec
 from ckpt8.core.workers import scratch, scratch_elements
 
-__all__ = ["FRAME", "bytes_of", "check", "decode_part", "encode_part", "host_bytes", "inflate"]
+__all__ = ["FRAME", "bytes_of", "check", "decode_part", "encode_part", "encode_parts", "host_bytes", "inflate"]
 
 # A plane has no matches worth looking for. These settings leave zstd its Huffman stage and cost next to nothing;
 # target_length must stay 0, or literals are stored raw.
@@ -108,6 +109,11 @@ def encode_part(name: str, part: torch.Tensor, packing: Packing | None = None, *
             stored = bytes(view) if copy else view
         frames.append((stored, crc32(stored)))
     return frames
+
+
+def encode_parts(parts: Parts, packings: Mapping[str, Packing], *, copy: bool = False) -> dict[str, Frames]:
+    """The frames of every part by name; ``packings`` say how symbols are packed. ``copy``: see ``encode_part``."""
+    return {name: encode_part(name, part, packings.get(name), copy=copy) for name, part in parts.items()}
 
 
 def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor, worth: float) -> bool:

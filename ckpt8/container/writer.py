@@ -253,9 +253,7 @@ def _slabs(reader: ContainerReader) -> Iterator[_Slab]:
 def _encode(reader: ContainerReader, parts_of: Callable[[int], Parts], chunk: int) -> Encoded:
     """The frames of every part of a chunk, and how its symbols are packed."""
     parts, packings = pack_parts(parts_of(chunk), reader.backend)
-    return {
-        name: (frames.encode_part(name, part, packings.get(name)), packings.get(name)) for name, part in parts.items()
-    }
+    return {name: (stored, packings.get(name)) for name, stored in frames.encode_parts(parts, packings).items()}
 
 
 def _write(writer: ContainerWriter, slab: _Slab, chunks: Iterable[Encoded], tables: Tables) -> None:

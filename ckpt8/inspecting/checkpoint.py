@@ -277,8 +277,8 @@ class _Prediction:
         lengths = [
             len(frame)
             for parts, packings in map(symbols.pack_parts, coded)
-            for name, part in parts.items()
-            for frame, _ in frames.encode_part(name, part, packings.get(name))
+            for stored in frames.encode_parts(parts, packings).values()
+            for frame, _ in stored
         ]
         entries = len(header.slab_chunks(unit.numel, header.SLAB)) * sum(map(len, coded))
         return _Found(sum(lengths) * share_of_all + _ENTRY_BYTES * entries + _STEPS_BYTES * _has_step(unit), error)
