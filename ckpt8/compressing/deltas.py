@@ -66,9 +66,9 @@ class OpenBase(Closing):
     def __init__(self, path: Path, place: int | None = None) -> None:
         self.path = path
         self.reader = ContainerReader(path, kernels=True)
-        below = self.manifest.base
-        self._place = place or (below.place + 1 if below else 1)
-        if below is not None and below.links == MOST_LINKS:
+        self._stated = self.reader.stated
+        self._place = place or self._stated.place + 1
+        if self._stated.links == MOST_LINKS:
             self.close()
             raise UsageError(f"{path}: has {MOST_LINKS} containers below it; give a base with fewer")
 
@@ -104,16 +104,10 @@ class OpenBase(Closing):
 
     def record(self, target: Path) -> BaseRecord:
         """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode."""
-        seal, below, path = self.reader.seal.hex(), self.manifest.base, relative_path(self.path, target)
+        own, path = self._stated, relative_path(self.path, target)
         if not is_unicode(path):
             raise UsageError(f"{self.path}: a file whose name is no Unicode cannot be a base; rename it")
-        return BaseRecord(
-            seal=seal,
-            path=path,
-            key=below.key if below else seal,
-            place=self._place,
-            links=below.links + 1 if below else 1,
-        )
+        return BaseRecord(seal=own.seal, path=path, key=own.key, place=self._place, links=own.links + 1)
 
 
 def relative_path(base: Path, target: Path) -> str:
@@ -347,8 +341,8 @@ def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Si
     for path in paths:
         with contextlib.suppress(InputError), ContainerReader(path) as reader:
             if fits(plan, policy, reader.manifest) and is_unicode(path.name):
-                seal, below = reader.seal.hex(), reader.manifest.base
-                yield _Sibling(path, *(below.key, below.place, below.links) if below else (seal, 0, 0))
+                stated = reader.stated
+                yield _Sibling(path, stated.key, stated.place, stated.links)
 
 
 def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[_Sibling]:

@@ -57,6 +57,16 @@ class Stated(NamedTuple):
     base: BaseRecord | None
 
     @property
+    def key(self) -> str:
+        """The seal of the first container of its chain: its own without a base."""
+        return self.seal if self.base is None else self.base.key
+
+    @property
+    def place(self) -> int:
+        """Its number in its chain, in which the first has 0."""
+        return 0 if self.base is None else self.base.place
+
+    @property
     def links(self) -> int:
         """The number of containers below it."""
         return 0 if self.base is None else self.base.links

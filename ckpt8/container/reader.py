@@ -63,13 +63,11 @@ class _Open:
 
 def _check_base(delta: ContainerReader, base: ContainerReader) -> None:
     """Raise InputError unless the chain of ``delta`` is that of ``base``, and each difference has its partner there."""
-    record, below = delta.manifest.base, base.manifest.base
-    seal = base.seal.hex()
-    key, place, links = (seal, 0, 0) if below is None else (below.key, below.place, below.links)
-    if record is None or record.seal != seal:
+    record, below = delta.manifest.base, base.stated
+    if record is None or record.seal != below.seal:
         raise InputError(f"{delta.path}: its base {base.path} was replaced while it was opened")
     require(
-        record.key == key and record.links == links + 1 and record.place > place,
+        record.key == below.key and record.links == below.links + 1 and record.place > below.place,
         f"{delta.path}: its place in its chain does not fit that of its base {base.path}",
     )
     for index, own in enumerate(delta.manifest.storages):
@@ -178,6 +176,11 @@ class ContainerReader(Closing):
     def seal(self) -> bytes:
         """The stored SHA-256, which identifies this file."""
         return self._file.read(self.size - header.SEAL_BYTES, header.SEAL_BYTES)
+
+    @property
+    def stated(self) -> bases.Stated:
+        """What it says of its place in a chain."""
+        return bases.Stated(self.seal.hex(), self.manifest.base)
 
     def _open_header(self) -> tuple[list[Entry], bytes]:
         """The entries, and the stored manifest, once header and manifest match the seal."""
