@@ -95,13 +95,6 @@ class OpenBase(Closing):
         except InputError as exc:
             raise BrokenBaseError(str(exc)) from exc
 
-    def whole_bytes(self, storage: int) -> int:
-        """What a storage takes where it is kept whole: in the base or in a file below it. Raises BrokenBaseError."""
-        reader, record = self.reader, self.manifest.storages[storage]
-        while record.base is not None and (below := reader.base()) is not None:
-            reader, record = below, below.manifest.storages[record.base]
-        return record.stored_bytes
-
     def record(self, target: Path) -> BaseRecord:
         """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode."""
         own, path = self._stated, relative_path(self.path, target)
@@ -496,7 +489,7 @@ def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
     partner = partners.get(stream.index)
     if partner is None:
         return stream.storage.nbytes
-    codec, size = base.reader.codec(partner), base.whole_bytes(partner)
+    codec, size = base.reader.codec(partner), base.reader.whole_bytes(partner)
     if isinstance(codec, Lattice) and isinstance(stream.codec, Lattice):
         # A code takes a quarter of a bit less for each quarter octave of a larger step.
         return max(size + (codec.k - stream.codec.k) / 32 * stream.spec.numel, 0.0)

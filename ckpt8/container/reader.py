@@ -284,6 +284,13 @@ class ContainerReader(Closing):
         base = None if index is None else self.base()
         return None if index is None or base is None else (base, index)
 
+    def whole_bytes(self, storage: int) -> int:
+        """What a storage takes where it is no difference: here or in a file below. Raises InputError."""
+        reader = self
+        while (below := reader.base_of(storage)) is not None:
+            reader, storage = below
+        return reader.manifest.storages[storage].stored_bytes
+
     def _read_own(
         self, storage: int, chunk: int, only: Collection[str] | None, *, reuse: bool
     ) -> tuple[Parts, dict[str, Packing]]:

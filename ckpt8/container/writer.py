@@ -231,12 +231,7 @@ def write_again(
 
 def _room(reader: ContainerReader, changed: Iterable[int]) -> str:
     """What the container takes with the storages in ``changed`` as long as they are where they are no differences."""
-    more = 0
-    for index in changed:
-        owner, storage = reader, index
-        while (below := owner.base_of(storage)) is not None:
-            owner, storage = below
-        more += owner.manifest.storages[storage].stored_bytes - reader.manifest.storages[index].stored_bytes
+    more = sum(reader.whole_bytes(index) - reader.manifest.storages[index].stored_bytes for index in changed)
     return f"about {size(reader.size + more)}"
 
 
