@@ -43,9 +43,9 @@ def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
     Units have their steps: see ``attach_steps``. A copy has the name of its weight in another model, and as many
     elements. Rounded copies of masters follow these, and are left out; so are copies of several weights with steps.
     """
-    streams = plan.streams
-    stepped = {unit.parameter.step.weight for unit in plan.units if unit.parameter and unit.parameter.step}
-    taken = {stream.index for unit in plan.units if unit.parameter for stream in unit.streams}
+    streams, units = plan.streams, [unit for unit in plan.units if unit.parameter]
+    stepped = {unit.weight for unit in units}
+    taken = {stream.index for unit in units for stream in unit.streams}
     weights: dict[int, set[int]] = defaultdict(set)
     for one, other in _twins(bundle, {stream.storage.key: stream.index for stream in streams}):
         weight = plan.masters.get(one, one)
@@ -128,10 +128,11 @@ def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: P
     origins.follow(copies, find_partitions(members))
     origins.match_alike(copies)
     origins.match_in_order(copies)
-    copied = _copied_storages(plan, source, streams, origins.runs)
+    views = views_of(plan.tensors)
+    copied = _copied_storages(views, source, streams, origins.runs)
     whole = {index: _one_master(codec, streams) for index, codec in copied.items()}
     plan.masters = {index: master for index, master in whole.items() if master is not None}
-    for index, codec in _references(plan, copied, streams, policy).items():
+    for index, codec in _references(views, copied, streams, policy).items():
         streams[index] = replace(streams[index], codec=codec, reason=None)
 
 
@@ -259,24 +260,26 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
     return runs
 
 
+Views = Mapping[int, Sequence[NamedTensor]]
+"""The tensors of every storage, by its index."""
+
+
 def _copied_storages(
-    plan: Plan, source: Checkpoint, streams: Mapping[int, Stream], runs: Mapping[TensorRef, list[Run]]
+    views: Views, source: Checkpoint, streams: Mapping[int, Stream], runs: Mapping[TensorRef, list[Run]]
 ) -> dict[int, Reference]:
     """The storages that hold nothing but copies, by their index, as references."""
-    views = views_of(plan.tensors)
     references = {}
-    for index in sorted({index for tensor, index in plan.tensors if tensor.ref in runs}):
-        whole = _runs_of_storage(streams[index], [view.ref for view in views[index]], runs, source)
-        if whole:
+    for index in sorted(views):
+        refs = [view.ref for view in views[index]]
+        if any(ref in runs for ref in refs) and (whole := _runs_of_storage(streams[index], refs, runs, source)):
             references[index] = _REFERENCES[streams[index].spec.dtype](tuple(whole))
     return references
 
 
 def _references(
-    plan: Plan, copied: Mapping[int, Reference], streams: Mapping[int, Stream], policy: Policy
+    views: Views, copied: Mapping[int, Reference], streams: Mapping[int, Stream], policy: Policy
 ) -> dict[int, Reference]:
     """Those of the storages that become references: the others have rules, or are copies too many."""
-    views = views_of(plan.tensors)
     check = ReferenceCheck(lambda index, _: streams[index].spec.numel)
     return {
         index: codec
