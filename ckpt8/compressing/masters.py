@@ -33,6 +33,7 @@ from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import ReferenceCheck
 from ckpt8.container.frames import bytes_of
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import natural_order
 
@@ -176,11 +177,12 @@ class _Origins:
         """Pair copies with masters of as many elements whose samples agree."""
         waiting = [copy for copy in copies if copy.ref not in self.runs]
         sizes = {(copy.count, copy.ref.dtype) for copy in waiting}
-        by_sample: dict[tuple[int, DType, bytes], list[Run]] = defaultdict(list)
-        for master in self._masters:
-            for dtype in _REFERENCES:
-                if (master.count, dtype) in sizes:
-                    by_sample[master.count, dtype, self._sample([master.run], dtype)].append(master.run)
+        by_sample = grouped(
+            ((master.count, dtype, self._sample([master.run], dtype)), master.run)
+            for master in self._masters
+            for dtype in _REFERENCES
+            if (master.count, dtype) in sizes
+        )
         for copy in waiting:
             alike = by_sample.get((copy.count, copy.ref.dtype, self._sample_of_copy(copy)), []) if by_sample else []
             if alike:
@@ -241,9 +243,7 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
 
     Each member of the checkpoint holds the share of one rank: one flat master for every group.
     """
-    shares: dict[str, list[_Tensor]] = defaultdict(list)
-    for master in flat:
-        shares[split_member(master.name)[0]].append(master)
+    shares = grouped((split_member(master.name)[0], master) for master in flat)
     if any(len(share) != len(groups) for share in shares.values()):
         return {}
     runs: dict[_Tensor, list[Run]] = {}
