@@ -190,20 +190,20 @@ _LEAST_SHARE = 0.1
 def attach_steps(plan: Plan, bundle: Bundle) -> None:
     """Give every parameter of ``plan`` its step, or the reason why it has none, and join weights into their units."""
     if parameters := [unit.parameter for unit in plan.units if unit.parameter is not None]:
-        steps = _Steps(plan, bundle)
+        steps = _Steps(plan, bundle, parameters)
         plan.parameters, plan.stepless = [steps.with_step(parameter) for parameter in parameters], steps.stepless
 
 
 class _Steps:
-    """Finds the steps of the parameters of one plan. A weight belongs to one parameter."""
+    """Finds the steps of the ``parameters`` that have units in one plan. A weight belongs to one parameter."""
 
-    def __init__(self, plan: Plan, bundle: Bundle) -> None:
+    def __init__(self, plan: Plan, bundle: Bundle, parameters: Iterable[Parameter]) -> None:
         self._streams = plan.streams
         self._index = {stream.storage.key: stream.index for stream in self._streams}
         self._views = views_of(plan.tensors)
         self._masters = plan.masters
         self._chosen = plan.chosen
-        self._taken = {s.index for unit in plan.units if unit.parameter is not None for s in unit.streams}
+        self._taken = {index for parameter in parameters for index in parameter.streams}
         self.stepless: dict[int, str] = {}
         self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)
 

@@ -193,7 +193,7 @@ def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: ran
 
 def set_companions(plan: Plan) -> None:
     """Set the companions of codecs that need other moments. Streams whose parameter lacks them become lossless."""
-    if any(stream.codec.companions for stream in plan.streams):
+    if any(stream.codec.companions for stream in plan.by_index.values()):
         for unit in plan.units:
             plan.by_index |= {stream.index: _with_companions(stream, unit) for stream in unit.streams}
 

@@ -351,13 +351,14 @@ class _Spending:
         self._sampler = Sampler(source)
         self._streams = plan.by_index
         self._by_key = {stream.storage.key: stream for stream in self._streams.values()}
-        stepped = ((unit.parameter.shape, unit.parameter.step) for unit in plan.units if unit.parameter is not None)
+        self._units = plan.units
+        stepped = ((unit.parameter.shape, unit.parameter.step) for unit in self._units if unit.parameter is not None)
         # Why no state is known to belong to a weight, by its shape.
         self._unpaired = {shape: step.unpaired for shape, step in stepped if step and step.unpaired}
 
     def run(self) -> None:
         """Replace the streams of the plan."""
-        stepped = [parameter for unit in self._plan.units if (parameter := self._stepped(unit)) is not None]
+        stepped = [parameter for unit in self._units if (parameter := self._stepped(unit)) is not None]
         for number, optimizer in self._optimizers(stepped).items():
             self._plan.energies[number] = optimizer.energy
             for one, first, second, weight in optimizer.large:
