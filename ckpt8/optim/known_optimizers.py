@@ -61,10 +61,11 @@ def trained_cards() -> list[Card]:
 
 def card_of(rule_id: str) -> Card:
     """The card of an optimizer of ``ckpt8.optim``. Raises UsageError for an unknown rule."""
-    cards = {card.rule_id: card for card in trained_cards()}
-    if rule_id not in cards:
-        raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {', '.join(cards)}")
-    return cards[rule_id]
+    card = CARDS.get(rule_id)
+    if card is None or not card.cls:
+        known = ", ".join(card.rule_id for card in trained_cards())
+        raise UsageError(f"no optimizer has the rule {rule_id!r}; ckpt8 knows {known}")
+    return card
 
 
 def find_published(package: str, name: str) -> tuple[Card, Published] | None:
