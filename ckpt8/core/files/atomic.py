@@ -217,11 +217,8 @@ def as_private_as(*sources: Path) -> AbstractContextManager[object]:
 def noting_replaced() -> Iterator[list[str]]:
     """Descriptions of what the outputs of the block replaced, in their order."""
     replaced: list[str] = []
-    token = _noted.set(replaced)
-    try:
+    with setting(_noted, replaced):
         yield replaced
-    finally:
-        _noted.reset(token)
 
 
 def mode_of_output(*, directory: bool, group: int | None = None, replaced: os.stat_result | None = None) -> int:
