@@ -36,7 +36,7 @@ from ckpt8.codecs.error_stats import (
 from ckpt8.codecs.lattice import Lattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.compressing.plan import Measured, Parameter, Refusal, Replay, Share, Unit, read_tensor
+from ckpt8.compressing.plan import Measured, Parameter, Refusal, Replay, Share, Unit, read_factors, read_tensor
 from ckpt8.compressing.policy import carry
 from ckpt8.core.tensors import Parts, Role
 
@@ -278,11 +278,8 @@ class ErrorMeter:
             return _Factors()
         last = self._last  # another thread may replace it at any time
         if last is None or last[0] is not parameter:
-            some = parameter.has_some_rows
             factors = [
-                Confidence(*(read_tensor(self._checkpoint, *where) for where in pair), has_some_rows=some)
-                if pair
-                else None
+                read_factors(self._checkpoint, parameter, pair) if pair else None
                 for pair in (parameter.confidence, parameter.squares if parameter.step else ())
             ]
             self._last = last = (parameter, _Factors(*factors))

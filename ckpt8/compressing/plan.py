@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
-from ckpt8.checkpoint.meaning.replayed import Order, Replayed
+from ckpt8.checkpoint.meaning.replayed import Confidence, Order, Replayed
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.compressing.policy import LOSSLESS
@@ -269,6 +269,14 @@ def read_tensor(source: Checkpoint, storage: StorageInfo, ref: TensorRef) -> tor
     """A tensor of a storage in fp32, contiguous. Raises InputError."""
     values = read_elements(source, storage, ref.dtype, ref.offset, ref.numel)
     return values.as_strided(ref.shape, ref.stride).float().contiguous()
+
+
+def read_factors(
+    source: Checkpoint, parameter: Parameter, statistics: Iterable[tuple[StorageInfo, TensorRef]]
+) -> Confidence:
+    """The factors that row and column ``statistics`` of a parameter of CAME give. Raises InputError."""
+    rows, columns = (read_tensor(source, *where) for where in statistics)
+    return Confidence(rows, columns, has_some_rows=parameter.has_some_rows)
 
 
 def join(streams: Iterable[Stream], parameters: Iterable[Parameter]) -> list[Unit]:

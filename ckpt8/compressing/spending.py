@@ -40,7 +40,7 @@ from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
 from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
 from ckpt8.compressing.parameters import is_plain
-from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Plan, Share, Stream, Unit, read_tensor, views_of
+from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Plan, Share, Stream, Unit, read_factors, views_of
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
 from ckpt8.container.facts import CAPPED, NO_BUDGET, NO_PARAMETER
 from ckpt8.container.frames import FRAME
@@ -176,10 +176,8 @@ class Factored:
         """Those of a parameter of CAME; None for other rules. Raises InputError."""
         if not (parameter.squares and parameter.confidence):
             return None
-        squares, confidence = (
-            Confidence(*(read_tensor(source, *statistic) for statistic in pair), has_some_rows=parameter.has_some_rows)
-            for pair in (parameter.squares, parameter.confidence)
-        )
+        squares = read_factors(source, parameter, parameter.squares)
+        confidence = read_factors(source, parameter, parameter.confidence)
         averages = (squares.rows if parameter.has_some_rows else squares.columns).flatten().tolist()
         mean, roots = math.fsum(averages) / len(averages), _sum_of_roots(squares, confidence)
         return cls(mean, roots, confidence.least_share, squares, confidence)
