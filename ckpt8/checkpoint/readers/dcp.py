@@ -39,6 +39,7 @@ from ckpt8.checkpoint.tree import (
 )
 from ckpt8.container.manifest import DCP
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, require
+from ckpt8.core.files.atomic import write_all_at
 from ckpt8.core.files.source_file import ByteRange, SourceFile, Window
 from ckpt8.core.text import shown
 
@@ -72,11 +73,8 @@ class _Spool:
 
     def append(self, content: bytes) -> None:
         """Write at the end."""
-        view = memoryview(content)
         try:
-            while view:
-                written = os.pwrite(self._descriptor, view, self.size)
-                self.size, view = self.size + written, view[written:]
+            self.size += write_all_at(self._descriptor, [content], self.size)
         except OSError as exc:
             raise _unwritten(exc) from exc
 
@@ -84,7 +82,10 @@ class _Spool:
         """Fill ``buffer`` with the bytes at ``offset``, all of them written before."""
         done = 0
         while done < len(buffer):
-            done += os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            got = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            if got == 0:
+                raise OutputError(f"{tempfile.gettempdir()}: a temporary file is shorter than what was written to it")
+            done += got
 
 
 class DecodedFile(SourceFile):

@@ -140,7 +140,7 @@ def test_a_full_disk_is_an_error_of_the_output(root, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(dcp_zstd.os, "pwrite", full)
+    monkeypatch.setattr(dcp_zstd.os, "pwritev", full)
     with pytest.raises(OutputError, match="a temporary file cannot be written: No space left"):
         ckpt8.compress(root)
     assert [path.name for path in root.parent.iterdir()] == ["run"]
@@ -159,3 +159,10 @@ def test_metadata_written_back_as_it_was_is_equal(root):
     again = rewritten(parse(data, "m"), {}, "m")
     assert pickle.loads(again) == pickle.loads(data)
     assert {opcode.proto for opcode, _, _ in pickletools.genops(io.BytesIO(again))} <= {0, 1, 2, 3}
+
+
+def test_a_temporary_file_that_is_too_short_ends_the_read():
+    spool = dcp_zstd._Spool()
+    spool.append(b"abc")
+    with pytest.raises(OutputError, match="shorter than what was written"):
+        spool.read_into(1, memoryview(bytearray(3)))
