@@ -142,11 +142,12 @@ def state_problem(
         return None if saved is None or saved == {} else _MALFORMED
     live = optimizer.state.get(pair.parameter)
     kept = {key: value for key, value in saved.items() if key != WHOLE_GROUP}
-    tensors, projected = (
-        ((key, ref) for key, ref in kept.items() if isinstance(ref, TensorRef)),
-        is_projected(saved, hyper),
+    projected = is_projected(saved, hyper)
+    problems = (
+        _tensor_problem(key, ref, pair.parameter, layout, live, projected)
+        for key, ref in kept.items()
+        if isinstance(ref, TensorRef)
     )
-    problems = (_tensor_problem(key, ref, pair.parameter, layout, live, projected) for key, ref in tensors)
     return (
         _keys_problem(kept, pair, layout, live, optimizer, hyper)
         or builder.problem("its optimizer state", kept)
