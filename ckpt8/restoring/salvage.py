@@ -207,15 +207,15 @@ class TensorFile:
 
     def __init__(self, reader: ContainerReader, tensors: Sequence[TensorRecord]) -> None:
         self._reader = reader
-        self._tensors = [
-            tensor
-            for tensor in tensors
-            for nbytes in (reader.manifest.storages[tensor.storage].nbytes,)
-            if not tensor.flags and tensor.dtype in _LABELS and tensor.name != header.METADATA
-            if not tensor.span or (tensor.offset + tensor.span) * tensor.dtype.itemsize <= nbytes
-            if tensor.nbytes <= nbytes
-        ]
+        self._tensors = [tensor for tensor in tensors if self._is_writable(tensor)]
         self.names = {tensor.name for tensor in self._tensors}
+
+    def _is_writable(self, tensor: TensorRecord) -> bool:
+        if tensor.flags or tensor.dtype not in _LABELS or tensor.name == header.METADATA:
+            return False
+        nbytes = self._reader.manifest.storages[tensor.storage].nbytes
+        fits = not tensor.span or (tensor.offset + tensor.span) * tensor.dtype.itemsize <= nbytes
+        return fits and tensor.nbytes <= nbytes
 
     def write(self, descriptor: int, guard: Guard) -> None:
         """Write the file from its start. Raises OutputError."""
