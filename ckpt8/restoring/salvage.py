@@ -268,6 +268,17 @@ def find_lost(reader: DamagedContainer, workers: Workers) -> None:
             reader.lost[storage].add(chunk)
 
 
+def lost_elements(reader: DamagedContainer, tensor: TensorRecord) -> list[list[int]]:
+    """The lost runs [start, stop) of its storage that a tensor overlaps, in elements of the tensor's type."""
+    if not tensor.span:
+        return []
+    end = tensor.offset + tensor.span
+    size, item = reader.manifest.storages[tensor.storage].dtype.itemsize, tensor.dtype.itemsize
+    # The storage may count elements of another size, such as bytes. Round outwards: one lost byte loses an element.
+    runs = [(start * size // item, -(-stop * size // item)) for start, stop in reader.lost_runs(tensor.storage)]
+    return [[start, stop] for start, stop in runs if start < end and stop > tensor.offset]
+
+
 WHOLE, DAMAGED, TENSORS, LOST = "whole", "damaged", "tensors", "lost"
 
 
@@ -460,29 +471,17 @@ class _Salvaging:
     def _open_tensor_file(self, index: int, prefix: str) -> TensorFile:
         """The safetensors file for the intact tensors of a member, whose names lose ``prefix``."""
         own = {storage for _, storage in self._manifest.members[index].segments}
-        intact = [t for t in self._manifest.tensors if t.storage in own and not self._lost_elements(t)]
+        intact = [t for t in self._manifest.tensors if t.storage in own and not lost_elements(self._reader, t)]
         file = TensorFile(self._reader, [replace(tensor, name=tensor.name.removeprefix(prefix)) for tensor in intact])
         self._unwritten |= {tensor.name for tensor in intact if tensor.name.removeprefix(prefix) not in file.names}
         return file
-
-    def _lost_elements(self, tensor: TensorRecord) -> list[list[int]]:
-        """The lost runs [start, stop) of its storage that a tensor overlaps, in elements of the tensor's type."""
-        if not tensor.span:
-            return []
-        end = tensor.offset + tensor.span
-        size, item = self._manifest.storages[tensor.storage].dtype.itemsize, tensor.dtype.itemsize
-        # The storage may count elements of another size, such as bytes. Round outwards: one lost byte loses an element.
-        runs = [
-            (start * size // item, -(-stop * size // item)) for start, stop in self._reader.lost_runs(tensor.storage)
-        ]
-        return [[start, stop] for start, stop in runs if start < end and stop > tensor.offset]
 
     def list_tensors(self) -> None:
         """Count the tensors written intact; list the others, and damaged storages that no damaged tensor lies in."""
         owner = {storage: member.path for member in self._manifest.members for _, storage in member.segments}
         named = set()
         for tensor in self._manifest.tensors:
-            elements = self._lost_elements(tensor)
+            elements = lost_elements(self._reader, tensor)
             named |= {tensor.storage} if elements else set()
             if elements or tensor.name in self._unwritten:
                 count = self._manifest.storages[tensor.storage].nbytes // tensor.dtype.itemsize

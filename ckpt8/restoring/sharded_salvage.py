@@ -25,7 +25,7 @@ from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.salvage import Restored, find_lost
+from ckpt8.restoring.salvage import Restored, find_lost, lost_elements
 from ckpt8.restoring.sharded import SliceFile, write_plain
 
 _SHOWN = 3
@@ -129,11 +129,8 @@ class _Directory:
             return problem
         if not record.is_contiguous:  # no writer makes such slices
             return f"is not of the type and shape that {INDEX} states"
-        # A storage may count elements of another size. Round outwards: one lost byte loses an element.
-        size, item = reader.manifest.storages[record.storage].dtype.itemsize, record.dtype.itemsize
-        runs = [(at * size // item, -(-stop * size // item) - 1) for at, stop in reader.lost_runs(record.storage)]
-        lost = ", ".join(f"{first} to {last}" for first, last in runs)
-        return f"elements {lost} of its {record.numel} are damaged" if runs else None
+        lost = ", ".join(f"{start} to {stop - 1}" for start, stop in lost_elements(reader, record))
+        return f"elements {lost} of its {record.numel} are damaged" if lost else None
 
     def why_lost_value(self, place: Place) -> str | None:
         """Why a value that torch.save wrote is lost, or None."""
