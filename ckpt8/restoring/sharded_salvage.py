@@ -141,7 +141,7 @@ class _Directory:
             return f"is not in this file, and {INDEX} names it"
         if place.start + place.length > record.numel:
             return "its file ends before it"
-        return "is damaged" if reader.lost[record.storage].intersection(_chunks(place)) else None
+        return None if reader.lost.get(record.storage, set()).isdisjoint(_chunks(place)) else "is damaged"
 
     def value(self, place: Place) -> bytes:
         """The bytes of a value that is not lost."""
