@@ -29,7 +29,6 @@ from ckpt8.container import sharded
 from ckpt8.container.header import CONTAINER, HEAD_BYTES, SUFFIXES, is_container
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.reader import ContainerReader
-from ckpt8.container.sharded import INDEX, PART
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
@@ -47,7 +46,7 @@ _FILES = re.compile(
             r"(?:tokenizer|special_tokens_map|added_tokens|vocab|chat_template)\.json|(?:vocab|merges)\.txt",
             r"(?:tokenizer|spiece|sentencepiece\.bpe)\.model|chat_template\.jinja",
             # torch.distributed.checkpoint, Ckpt8StorageWriter
-            rf"\.metadata|__\d+_\d+\.(?:distcp|ckpt8)|{re.escape(INDEX)}|{PART}",
+            rf"\.metadata|__\d+_\d+\.(?:distcp|ckpt8)|{re.escape(sharded.INDEX)}|{sharded.PART}",
             # Lightning, beside the slices of its strategies
             r"meta\.pt",
             # DeepSpeed
@@ -401,24 +400,24 @@ def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | No
     path = Path(entry.path)
     if not _is_visible(entry.name) or entry.name.endswith(CONTAINER):
         return None
-    is_one = _is_checkpoint_directory(path) and not _is_packed(path) if entry.is_dir() else _is_file_of_one(entry)
+    if entry.is_dir():
+        is_one = _is_checkpoint_directory(path) and not _is_packed(path)
+    else:
+        is_one = entry.is_file() and (is_named_shard(entry.name) or _is_file_of_one(path))
     if not is_one:
         return None
-    if entry.is_symlink() or entry.name in parts or is_named_shard(entry.name):
-        return RunEntry(
-            path, skipped="it is a link" if entry.is_symlink() else "it is a part of a checkpoint of several files"
-        )
+    if entry.is_symlink():
+        return RunEntry(path, skipped="it is a link")
+    if entry.name in parts or is_named_shard(entry.name):
+        return RunEntry(path, skipped="it is a part of a checkpoint of several files")
     has_part_name = is_part(path.name) and _NUMBERED_PART.fullmatch(path.name) is None
     return RunEntry(path, not entry.is_dir() and (has_part_name or not (is_numbered(path.name) or _has_word(path))))
 
 
-def _is_file_of_one(entry: os.DirEntry[str]) -> bool:
-    """Whether this is the file of a checkpoint, or has the name of one and may be damaged."""
-    path = Path(entry.path)
+def _is_file_of_one(path: Path) -> bool:
+    """Whether a file is a checkpoint, or has the name of one and may be damaged."""
     # Other files have the suffix .bin, too.
     is_named = path.suffix.lower() in {*SUFFIXES} - {".bin"}
-    if not entry.is_file() or is_named_shard(entry.name):
-        return entry.is_file()
     return not is_container(path) if is_named else _is_known(path)
 
 
@@ -448,8 +447,9 @@ def _files(root: Path) -> Iterator[tuple[str, str]]:
 
 def incomplete(path: Path) -> str | None:
     """Why the program that writes a checkpoint has not finished it, from its own files; None where nothing says so."""
-    problem = _not_pointed_at(path) if path.is_dir() else None
-    if problem is not None or not path.is_dir():
+    if not path.is_dir():
+        return None
+    if (problem := _not_pointed_at(path)) is not None:
         return problem
     files = set(_files(path))
     at_top = {name for folder, name in files if folder == "."}
