@@ -376,14 +376,14 @@ def choose_layers(
         module = name.removesuffix(_WEIGHT)
         if module == name or len(ref.shape) != 2 or 0 in ref.shape:
             continue
-        reasons = {
-            ASKED: any(matches(pattern, module) for pattern in keep),
-            TYPE: ref.dtype not in FLOATS,
-            TIED: (ref.key, ref.offset) in places,
-        }
-        bias = weights.get(f"{module}.bias")
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
-        reason = reason or _by_name(module) or _by_shape(module, ref, bias, vocabularies, conv1d)
+        if any(matches(pattern, module) for pattern in keep):
+            reason: str | None = ASKED
+        elif ref.dtype not in FLOATS:
+            reason = TYPE
+        elif (ref.key, ref.offset) in places:
+            reason = TIED
+        else:
+            reason = _by_name(module) or _by_shape(module, ref, weights.get(f"{module}.bias"), vocabularies, conv1d)
         if reason is None:
             quantized.append(name)
         else:
@@ -404,9 +404,10 @@ def class_of(name: str) -> str:
 
 def _by_name(module: str) -> str | None:
     parts = module.split(".")
-    is_embedding = "emb" in parts[-1].lower() or parts[-1] in _EMBEDDINGS
-    if is_embedding or parts[-1] in _ROUTERS:
-        return EMBEDDING if is_embedding else ROUTER
+    if "emb" in parts[-1].lower() or parts[-1] in _EMBEDDINGS:
+        return EMBEDDING
+    if parts[-1] in _ROUTERS:
+        return ROUTER
     outside = parts[: next((at for at, part in enumerate(parts) if part.isdecimal()), len(parts))]
     # Whole models are also called "decoder" and "output".
     last = outside == parts and parts[-1] in _HEADS
