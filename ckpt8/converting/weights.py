@@ -124,7 +124,8 @@ def unpack_tree(data: Composite) -> None:
     for candidate in packed:
         check_optimizer(data.label, candidate)
     plain = [(candidate, unpack_optimizer(data, candidate)) for candidate in packed]
-    for model, joined in [(model, joined_weights(data, model)) for model in models] if plain else []:
+    weights = [(model, joined_weights(data, model)) for model in models] if plain else []
+    for model, joined in weights:
         model.node.update(joined)
     for candidate, state in plain:
         candidate.node.update(state)
@@ -182,7 +183,7 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
 
     Raises UsageError where it is not certain which weight a residual completes.
     """
-    refs = model_tensors(model)
+    refs, streamer = model_tensors(model), Streamer(data)
     check = cache(lambda name: _weight_check(data, name, refs[name]))
 
     def join(parameter: SavedParameter, key: str, codec: Codec) -> tuple[str, TensorRef]:
@@ -193,7 +194,7 @@ def joined_weights(data: Composite, model: Candidate) -> dict[str, TensorRef]:
 
     def is_copy(name: str, other: str) -> bool:
         is_zero = not any(bool(block.any()) for block in data.blocks(refs[name]))
-        return not is_zero and Streamer(data).equal(refs[name], refs[other])
+        return not is_zero and streamer.equal(refs[name], refs[other])
 
     return join_weights(refs, saved_parameters(data.tree), join, is_copy)
 
