@@ -141,8 +141,9 @@ class Request:
 
 def parse_dtype(text: str | None) -> DType | None:
     """The element type of weights by name, None for None. Raises UsageError for an unknown name."""
-    name = (text or "").removeprefix("torch.")
-    dtype = _TYPES.get(_SHORT.get(name, name))
-    if text is not None and dtype is None:
+    if text is None:
+        return None
+    name = text.removeprefix("torch.")
+    if (dtype := _TYPES.get(_SHORT.get(name, name))) is None:
         raise UsageError(f"--dtype {text}: expected one of {', '.join(_TYPES)}")
     return dtype
