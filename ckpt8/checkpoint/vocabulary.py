@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 BUFFERS = frozenset(
     {
@@ -78,9 +79,8 @@ def is_average(path: str) -> bool:
     return any(map(_AVERAGE.fullmatch, words(path)))
 
 
-def model_path(name: str) -> tuple[str, ...] | None:
-    """A dotted name split into keys that lead to a model, and the name of a weight; None where no key names a model."""
-    parts = name.split(".")
+def model_path(parts: Sequence[str]) -> tuple[str, ...] | None:
+    """The keys that lead to a model, and the name of a weight, of a path or name; None where no key names a model."""
     at = next((k for k, part in enumerate(parts[:-1]) if part in MODEL_KEYS), None)
     return None if at is None else (*parts[: at + 1], ".".join(parts[at + 1 :]))
 

@@ -52,7 +52,7 @@ from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import Place, Slice, StateKey
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.tree import Checkpoint, Inert, Labelled, TensorRef, read_scalar, read_settings
-from ckpt8.checkpoint.vocabulary import MODEL_KEYS
+from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.split24 import Split32
 from ckpt8.core.tensors import DType, Role
@@ -169,14 +169,11 @@ def _add_weights(tree: dict[str, Any], home: _Home) -> list[TensorRef]:
     return added
 
 
-def _path(name: str, saved: Sequence[str | int]) -> list[str]:
+def _path(name: str, saved: Sequence[str | int]) -> Sequence[str]:
     """The keys that lead to a model, then the name of the weight in it. ``saved`` is the path if it is known."""
     is_nested = 1 < len(saved) <= _MOST_COMPONENTS
     parts = [str(part) for part in saved] if is_nested else name.split(".", _MOST_COMPONENTS)
-    at = next((k for k, part in enumerate(parts[:-1]) if part in MODEL_KEYS), None)
-    if at is not None:
-        return [*parts[: at + 1], ".".join(parts[at + 1 :])]
-    return parts if is_nested else [_MODEL, name]
+    return model_path(parts) or (parts if is_nested else [_MODEL, name])
 
 
 def _node(tree: dict[str, Any], path: Sequence[str]) -> dict[str, Any] | None:

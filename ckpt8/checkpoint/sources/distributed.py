@@ -158,7 +158,7 @@ class _Places:
             return *optimizer, GROUPS if state is None else STATE, key.parameter, key.key
         if self._model_at_top and len(path) == 1 and name in self._metadata.tensors:
             return _MODEL, name
-        return path or model_path(name) or (name,)
+        return path or model_path(name.split(".")) or (name,)
 
 
 def _rebuild(optimizer: Any, data: Composite) -> None:

@@ -73,7 +73,7 @@ class Naming:
         matches = [match for match in map(_STATE.fullmatch, names) if match and match["key"] in STATE_ROLES]
         self._prefixes = {match["prefix"] for match in matches}
         self._trained = {match["owner"] for match in matches}
-        self._bare = not (matches or any(True for _ in objects) or any(model_path(name) for name in names))
+        self._bare = not (matches or any(True for _ in objects) or any(model_path(name.split(".")) for name in names))
 
     def state(self, name: str) -> tuple[str, str, str] | None:
         """Optimizer, parameter and key of a value that is part of an optimizer's state."""
@@ -93,7 +93,7 @@ class Naming:
         """The path of a tensor. Joined by dots it is its name in the file, unless names collide or are too long."""
         if (state := self.state(name)) is not None:
             return state[0], STATE, *state[1:]
-        return model_path(name) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
+        return model_path(name.split(".")) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
 
 def build(naming: Naming, pieces: Sequence[Piece], known: Mapping[str, Any]) -> dict[str, Any]:
