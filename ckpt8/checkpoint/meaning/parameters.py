@@ -147,8 +147,7 @@ def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
                 home.slices[piece.name, piece.place] = replace(ref, key=key_of(ref.key, number))
                 option = home.checkpoint.roles.options.get(piece.name)
                 if option is not None and option.key in _RATES:
-                    storage = next(storage for storage in member.checkpoint.storages if storage.key == ref.key)
-                    home.rates[piece.name] = read_scalar(member.checkpoint, storage, ref)
+                    home.rates[piece.name] = _number(member.checkpoint, ref)
     return list(homes.values())
 
 
@@ -347,6 +346,7 @@ def common_step(checkpoint: Checkpoint) -> tuple[Any, float] | None:
 
 
 def _number(checkpoint: Checkpoint, value: Any) -> float | None:
+    """A number that a file has as it is, or in a tensor of one element; None for anything else."""
     if isinstance(value, TensorRef):
         storage = next(storage for storage in checkpoint.storages if storage.key == value.key)
         return read_scalar(checkpoint, storage, value)
