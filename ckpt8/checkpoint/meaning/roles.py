@@ -211,11 +211,13 @@ def _role(path: Components, container: _Container, optimizer: Components | None,
         return Role.WEIGHT
     if is_inside and len(path) == depth + 3 and path[depth] == "state":
         return STATE_ROLES.get(path[-1], moment)  # whatever the parameter is called
-    if is_inside and not container.has_masters:
+    if container.has_masters:
+        return Role.WEIGHT
+    if is_inside:
         return moment
-    if container.has_states and not container.has_masters:
+    if container.has_states:
         return STATE_ROLES.get(path[-1], Role.OTHER)
-    return Role.WEIGHT if bare or container.is_model or container.has_masters else Role.OTHER
+    return Role.WEIGHT if bare or container.is_model else Role.OTHER
 
 
 def _parameter_states(
