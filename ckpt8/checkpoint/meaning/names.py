@@ -391,12 +391,12 @@ def parameter_names(
     """
     names_of = list(_names(tree, folder))
     several = len(names_of) > 1 and not bare
-    return {
-        place(optimizer, identifier): f"{key}.{name}" if key else name
-        for optimizer, owner, names in names_of
-        for key in ((owner.model.whole or owner.model.path) if several and owner.model else "",)
-        for identifier, name in names.items()
-    }
+    known: dict[str, str] = {}
+    for optimizer, owner, names in names_of:
+        key = (owner.model.whole or owner.model.path) if several and owner.model else ""
+        for identifier, name in names.items():
+            known[place(optimizer, identifier)] = f"{key}.{name}" if key else name
+    return known
 
 
 def _names(
