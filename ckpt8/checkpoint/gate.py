@@ -1,6 +1,6 @@
 """The one way to ``torch.load``: the inert reader reads a file first, and judges all that torch would do with it.
 
-It checks sizes, counts and names, and each call by its arguments (``pickle.torch_rules``). Only a file without a fault
+It checks sizes, counts and names, and each call by its arguments (``readers.torch_rules``). Only a file without a fault
 goes to ``torch.load(..., weights_only=True)``, and any error of torch becomes one line.
 """
 

@@ -29,7 +29,7 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "floa
 class Report:
     """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
 
-    ``quantized`` is the summary of ``quantizing.report``, or None. ``replaced`` says what the target replaced, or None.
+    ``quantized`` is that of ``quantizing.summary``, or None. ``replaced`` says what the target replaced, or None.
     ``weights_snr`` and ``warning`` are those of ``convert.weights_snr``.
     """
 

@@ -274,7 +274,7 @@ TOP_LEVEL = "(top level)"
 def find(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candidate], list[Candidate]]:
     """Model state dicts and optimizer state dicts in the order of the document.
 
-    A model has a key that names one, or ``weight_evidence`` shows it. Copies of models under other keys do not count,
+    A model has a key that names one, or ``evident_weights`` shows it. Copies of models under other keys do not count,
     unless there are several optimizers, and no key names an average. ``evident`` are the weights that other files of a
     directory show, see ``evident_weights``.
     """

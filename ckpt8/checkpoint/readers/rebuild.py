@@ -50,7 +50,7 @@ NOT_INTERPRETED: Any = object()
 
 
 def is_distributed(name: str) -> bool:
-    """Whether a class is one of those."""
+    """Whether a class is one of those of torch.distributed."""
     return name.startswith(_MODULE) and name.rpartition(".")[2] in _KINDS
 
 
@@ -300,7 +300,7 @@ def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
 def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
     """``_rebuild_from_type_v2(function, type, args, state)``: a tensor with attributes, or of a subclass.
 
-    A subclass gives its bytes a meaning of its own, so only the plain types and those of ``distributed`` are tensors.
+    A subclass gives its bytes a meaning of its own, so only the plain types and those of torch.distributed are tensors.
     """
     if len(args) != 4 or not type(args[0]) is type(args[1]) is Global or type(args[2]) is not tuple:
         return NOT_INTERPRETED

@@ -1,7 +1,7 @@
 """Plans the state of a live optimizer from a saved one, and later allocates, fills and assigns it.
 
 The state goes to ``optimizer.state`` directly, as fresh tensors of the saved element type and strides.
-``Optimizer.load_state_dict`` would cast them all to the type of the parameter. ``packed_state`` plans optimizers of
+``Optimizer.load_state_dict`` would cast them all to the type of the parameter. ``PackedPlanner`` plans optimizers of
 ``ckpt8.optim``.
 
 Other optimizers take their state through their own ``load_state_dict``. Their class is unknown, and has one of its own,
