@@ -372,7 +372,7 @@ def is_packed_group(saved: Mapping[Any, Any]) -> bool:
     return {"rule", "master", "moment1", "moment2"} <= saved.keys()
 
 
-_MOST = 32
+_MOST_MODELS = 32
 """Of more models the first count: each is compared with every other."""
 
 
@@ -393,13 +393,13 @@ class _Model:
 def twins(trees: Sequence[object]) -> Iterator[tuple[TensorRef, TensorRef]]:
     """Every weight of a model with the same one of another, both ways, from the trees of files that belong together."""
     models = [model for model in _models(trees) if sum(ref.numel for ref in model.weights.values()) >= SMALL_NUMEL]
-    forms = [model.form for model in models[:_MOST]]
+    forms = [model.form for model in models[:_MOST_MODELS]]
     for (one, form), (other, its) in permutations(zip(models, forms, strict=False), 2):
         # Layers are parts as well, and alike.
         if (form <= its or its < form) and not (one.part and other.part and one.average == other.average):
             yield from ((ref, other.weights[name]) for name, ref in one.weights.items() if name in other.weights)
     for line in _lists(trees):
-        for model in models[:_MOST]:
+        for model in models[:_MOST_MODELS]:
             own = list(untied(model.weights).values())
             if [ref.shape for ref in own] == [ref.shape for ref in line]:
                 yield from (pair for both in zip(own, line, strict=True) for pair in (both, both[::-1]))

@@ -429,7 +429,7 @@ class _Plan:
             raise UsageError(f"{self._source.path}: holds no model state dict")
         fitting = fitting_models(candidates, model)
         if len(fitting) != 1:
-            paths = listed((candidate.path for candidate in fitting or candidates), 10)
+            paths = listed((candidate.path for candidate in fitting or candidates), _SHOWN)
             raise UsageError(
                 f"{self._source.path}: holds {len(candidates)} state dicts that may be meant ({paths}); "
                 "choose with model_at="
@@ -487,7 +487,7 @@ def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candid
     fitting = [candidate for candidate, fit in zip(candidates, how, strict=True) if fit == max(how) > 0]
     if len(fitting) == 1:
         return fitting[0]
-    paths = listed((candidate.path for candidate in candidates), 10)
+    paths = listed((candidate.path for candidate in candidates), _SHOWN)
     which = "none fits" if not fitting else f"{len(fitting)} fit"
     raise UsageError(
         f"{path}: holds {len(candidates)} optimizers ({paths}), of which {which}; choose with optimizer_at="
