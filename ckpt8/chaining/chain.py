@@ -32,7 +32,7 @@ from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.public import checked
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
-from ckpt8.inspecting.runs import Facts, read_file, read_folder, step_of
+from ckpt8.inspecting.heads import Facts, read_file, read_folder, step_of
 
 
 def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -> Job:
