@@ -18,9 +18,7 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.names import RankFile, rank_file
 from ckpt8.checkpoint.meaning.nodes import dict_groups, is_optimizer
-from ckpt8.checkpoint.meaning.parameter_names import (
-    count_whole,
-)
+from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers import READERS, get_reader
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember
@@ -135,7 +133,10 @@ def inspect_container(
             visit(reader)
         if full:
             from ckpt8.inspecting.survey import survey_decoded
-        looked = survey_decoded(path) if full else _not_surveyed(manifest)
+
+            looked = survey_decoded(path)
+        else:
+            looked = _not_surveyed(manifest)
         looked["flags"][:0] = foreign_flags(
             names for file in containers_of(reader) for names in names_in_container(file)
         )
@@ -175,13 +176,16 @@ def _not_surveyed(manifest: Manifest) -> dict[str, Any]:
 def _measure_again(stored: Stored, original: Path) -> list[str]:
     """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
-    from ckpt8.inspecting.verify import compare
+    from ckpt8.inspecting.verify import Measured, compare
+
+    differing = []
+
+    def take(reader: ContainerReader, measured: Measured) -> None:
+        measured.replace_stated(reader.manifest)
+        differing.extend(measured.differing)
 
     with Workers() as workers:
-        measured, values, _ = compare(stored, original, workers)
-    for reader, errors in measured:
-        errors.replace_stated(reader.manifest)
-    differing = [name for _, errors in measured for name in errors.differing]
+        values, _ = compare(stored, original, workers, take)
     return differing + [line.partition(": differs")[0] for line in values]
 
 

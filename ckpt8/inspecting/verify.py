@@ -17,12 +17,12 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -392,26 +392,27 @@ def _bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 _DIFFERS = "differs from the original"
 
 
-class Comparison(NamedTuple):
-    """What is measured of each container, lines on values of ranks that differ, and the figures of replayed steps."""
-
-    measured: list[tuple[ContainerReader, Measured]]
-    values: list[str]
-    replayed: ReplayFigures | None
-
-
 def compare(
-    stored: Stored, original: Path, workers: Workers, progress: Progress = lambda _: None, steps: int = 0
-) -> Comparison:
-    """Compare a container, or those of ranks, with the original, and replay ``steps``. Raises as ``measure``."""
+    stored: Stored,
+    original: Path,
+    workers: Workers,
+    take: Callable[[ContainerReader, Measured], None],
+    progress: Progress = lambda _: None,
+    steps: int = 0,
+) -> tuple[list[str], ReplayFigures | None]:
+    """Compare a container, or those of ranks one after the other, with the original, and replay ``steps``.
+
+    ``take`` gets each container with what is measured of it. Returns lines on values of ranks that differ, and the
+    figures of replayed steps. Raises as ``measure``.
+    """
     if isinstance(stored, ContainerReader):
-        measured = [(stored, measure(stored, original, workers, progress))]
-        return Comparison(measured, [], replay_files(stored, original, steps, workers) if steps else None)
+        take(stored, measure(stored, original, workers, progress))
+        return [], replay_files(stored, original, steps, workers) if steps else None
     with open_originals(stored, original, workers) as originals:
-        pairs = zip(stored.readers, originals.bundles, strict=True)
-        measured = [(reader, measure_source(reader, bundle, workers, progress)) for reader, bundle in pairs]
+        for reader, bundle in zip(stored.readers, originals.bundles, strict=True):
+            take(reader, measure_source(reader, bundle, workers, progress))
         values = [*_differing_values(stored, originals, workers)]
-        return Comparison(measured, values, _replay_ranks(stored, originals, steps, workers) if steps else None)
+        return values, _replay_ranks(stored, originals, steps, workers) if steps else None
 
 
 def _replay_ranks(joined: JoinedReader, originals: Originals, steps: int, workers: Workers) -> ReplayFigures:
@@ -529,31 +530,34 @@ def verify(
     if max_replay_error is not None and not resume_steps:
         raise UsageError("a limit on the replay error needs steps to replay; give --resume-steps N")
     with without_collection(), open_stored(Path(source), kernels=True) as stored, Workers(threads) as workers:
-        readers, tables = containers_of(stored), []
+        readers, tables = containers_of(stored), dict[Path, Manifest]()
         for reader in readers:
             check_frames(reader, workers, progress)
-            tables.append(check_table(reader, workers))
-        comparison = Comparison([], [], None)
-        if original is not None:
-            comparison = compare(stored, Path(original), workers, progress, resume_steps)
-        figures, failures, statistics, unmeasured = comparison.replayed, list[str](), 0, 0
-        for (reader, measured), table in zip(comparison.measured, tables, strict=original is not None):
+            tables[reader.path] = check_table(reader, workers)
+        failures, statistics, unmeasured = list[str](), 0, 0
+
+        def check(reader: ContainerReader, measured: Measured) -> None:
+            nonlocal statistics, unmeasured
             storages, parameters = reader.manifest.storages, reader.manifest.parameters
             stated = [record.error for record in storages]
             stated += [figure for record in parameters for figure in (record.error, record.steps)]
             statistics += len(stated) - stated.count(None)
             unmeasured += sum(storages[index].error is None for index in measured.storages)
             prefix = "" if isinstance(stored, ContainerReader) else f"{reader.path.name}: "
-            problems = [*table_differences(table, measured.table), *check_statistics(reader, measured)]
-            failures += (prefix + problem for problem in problems)
+            problems = [*table_differences(tables[reader.path], measured.table), *check_statistics(reader, measured)]
+            failures.extend(prefix + problem for problem in problems)
             measured.replace_stated(reader.manifest)
-        failures += comparison.values
+
+        figures = None
+        if original is not None:
+            values, figures = compare(stored, Path(original), workers, check, progress, resume_steps)
+            failures += values
         failures += [] if figures is None else figures.failures(max_replay_error)
         manifests = [reader.manifest for reader in readers]
         parts = [record.parts for manifest in manifests for record in manifest.storages]
         parts += [pack.parts for manifest in manifests for pack in manifest.packs]
         return Verification(
-            sum(len(table.lengths) for tables in parts for table in tables.values()),
+            sum(len(table.lengths) for by_part in parts for table in by_part.values()),
             stored.size,
             original is not None,
             statistics,
