@@ -13,7 +13,6 @@ import os
 import sys
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -22,6 +21,7 @@ import typer
 
 from ckpt8.cli.guard import console, present, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable, size
 
 if TYPE_CHECKING:
@@ -491,9 +491,7 @@ def chain(
 
 def _left_alone(run: ChainRun) -> list[str]:
     """A line for each reason why something in the folder is left as it is."""
-    names = defaultdict[str, list[str]](list)
-    for path, reason in run.skipped().items():
-        names[reason].append(path.name)
+    names = grouped((reason, path.name) for path, reason in run.skipped().items())
     packed = run.packed()
     return [
         *(f"{listed(paths, _LISTED)}: left alone: {reason}" for reason, paths in names.items()),

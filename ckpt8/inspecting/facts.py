@@ -415,14 +415,16 @@ def _why_outside(manifest: Manifest, index: int) -> str:
 
 def _rows(reasons: Iterable[tuple[StorageRecord, str]]) -> list[dict[str, Any]]:
     """Storages by reason: how many, their elements, and a few names."""
-    rows: dict[str, dict[str, Any]] = {}
-    for record, stated in reasons:
-        reason = stated.removeprefix(NO_BUDGET)
-        row = rows.setdefault(reason, {"reason": reason, "count": 0, "elements": 0, "names": []})
-        row["count"] += 1
-        row["elements"] += record.numel
-        row["names"] = [*row["names"], record.name][:_NAMES]
-    return sorted(rows.values(), key=lambda row: -row["elements"])
+    rows = [
+        {
+            "reason": reason,
+            "count": len(records),
+            "elements": sum(record.numel for record in records),
+            "names": [record.name for record in records[:_NAMES]],
+        }
+        for reason, records in grouped((stated.removeprefix(NO_BUDGET), record) for record, stated in reasons).items()
+    ]
+    return sorted(rows, key=lambda row: -row["elements"])
 
 
 STEP_KEYS = ("global_step", "step", "iter_num", "iteration", "iter", "global_steps", "num_updates", "steps")

@@ -28,6 +28,7 @@ from ckpt8.cli.show.tables import (
     wrap,
 )
 from ckpt8.container.manifest import DIRECTORY
+from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, differing_line, listed, percent, printable, printable_tree, size
 from ckpt8.inspecting.container import FOREIGN
 from ckpt8.inspecting.facts import FIGURE_WORDS
@@ -92,9 +93,8 @@ def optimizer_line(row: Mapping[str, Any]) -> str:
 
 def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the options of every optimizer: first those that all its groups share, then each group's own."""
-    optimizers = dict.fromkeys(row["optimizer"] for row in rows)
-    for optimizer in optimizers:
-        groups = [row for row in rows if row["optimizer"] == optimizer]
+    optimizers = grouped((row["optimizer"], row) for row in rows)
+    for optimizer, groups in optimizers.items():
         first, *others = (group["options"] for group in groups)
         shared = {
             key: first[key]

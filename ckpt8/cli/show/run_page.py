@@ -1,6 +1,5 @@
 """The page of ``runs --html``: sizes and loss by step, and every checkpoint."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from ckpt8.cli.show.charts import (
 )
 from ckpt8.cli.show.runs import Row, local_time, state, total_lines
 from ckpt8.cli.show.tables import number
+from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, size
 
 _KINDS = {"key": "weight", "delta": "moment2", "raw": "other"}
@@ -98,10 +98,11 @@ def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str
     """The losses by step, a line for each run, if there are any; adds the entries of the legend."""
     curves = []
     for key, (css, words) in _LOSSES.items():
-        of_runs = defaultdict[str, list[Point]](list)
-        for checkpoint in rows:
-            if (loss := checkpoint[key]) is not None:
-                of_runs[checkpoint["run"]].append(_point(checkpoint, loss, f"loss {number(loss)}"))
+        of_runs = grouped(
+            (checkpoint["run"], _point(checkpoint, loss, f"loss {number(loss)}"))
+            for checkpoint in rows
+            if (loss := checkpoint[key]) is not None
+        )
         curves += [(css, sorted(points)) for points in of_runs.values()]
         entries += [(f"dot {css}", words)] if of_runs else []
     if curves:

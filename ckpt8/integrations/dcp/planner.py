@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
 from ckpt8.container.sharded import GlobalTensor, Grid, Layout
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import Box, Role
 from ckpt8.integrations.dcp.rank_file import Copy, Naming, average_of, slot_of
 from ckpt8.optim.known_optimizers import STATE_ROLES
@@ -47,14 +48,12 @@ class Families:
             tied[first] = tied.get(first) or self._of.get(first) or self._of.get(name, "")
         for name, first in (ties or {}).items():
             self._of[name] = self._of[first] = tied[first] or first
-        self.members: dict[str, list[str]] = {}
+        in_order = (*states, *(name for name in names if name not in states))
+        self.members = grouped((self.of(name), name) for name in in_order)
         """The names of each family, its state before its weights."""
-        for name in (*states, *(name for name in names if name not in states)):
-            self.members.setdefault(self.of(name), []).append(name)
-        self._averages: dict[str, list[str]] = {}
-        for name, key in self.keys.items():
-            if slot_of(key) == "statistic":
-                self._averages.setdefault(name.removesuffix(key), []).append(name)
+        self._averages = grouped(
+            (name.removesuffix(key), name) for name, key in self.keys.items() if slot_of(key) == "statistic"
+        )
         self.averages = {name for names in self._averages.values() for name in names}
         """All averages over rows or columns."""
 

@@ -15,7 +15,7 @@ import re
 import traceback
 import uuid
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,6 +78,7 @@ from ckpt8.container.sharded import (
 )
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of
+from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import checked
 from ckpt8.core.tensors import Box, DType, Role, overlap, view_of_box
@@ -481,10 +482,7 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all of ``plan``. Raises InputError for damage, UnsupportedError for a class that it may not load."""
         self._check_filled(plan, planner)
-        files: dict[str, list[Callable[[_RankFile], None]]] = defaultdict(list)
-        for item in plan.items:
-            for name, read in self._requests(item, planner):
-                files[name].append(read)
+        files = grouped(request for item in plan.items for request in self._requests(item, planner))
         with Workers(self._threads or threads_of_rank()) as workers, torch.no_grad():
             for name, reads in files.items():
                 with ContainerReader(self.path / name) as reader:
