@@ -17,17 +17,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt8.chaining.jobs import Job, Look, Outcome, Settings, finishing, last_change, look_at
+from ckpt8.chaining.jobs import Job, Look, Outcome, Settings, finishing, last_change, look_at, source_name
 from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
 from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.compressing.deltas import AUTO
 from ckpt8.container.header import CONTAINER, SUFFIXES, is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
-from ckpt8.container.manifest import FILE, original_name
-from ckpt8.container.reader import ContainerReader
+from ckpt8.container.manifest import FILE
 from ckpt8.container.sharded import is_sharded
-from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.public import checked
 from ckpt8.core.text import listed
@@ -41,12 +40,13 @@ def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -
     ``taken`` are the targets of other jobs; that of this one is added. A container of another checkpoint of the same
     name is in the way, unless ``force`` replaces it.
     """
-    places = [path for path in _places(source) if path not in taken]
-    own = [path for path in places if source_name(path) == source.name]
-    targets = own or [path for path in places if not os.path.lexists(path)] or (places if force else [])
+    places = _places(source)
+    free = [path for path in places if path not in taken]
+    own = [path for path in free if source_name(path) == source.name]
+    targets = own or [path for path in free if not os.path.lexists(path)] or (free if force else [])
     if not targets:
-        error = f"{_places(source)[0]}: is in the way of {source}: it was not made from it; move it away"
-        return Job(source, _places(source)[0], settings, problem=OutputError(error))
+        error = f"{places[0]}: is in the way of {source}: it was not made from it; move it away"
+        return Job(source, places[0], settings, problem=OutputError(error))
     taken.add(targets[0])
     is_doubted = bool(own) and _is_older(targets[0], source)
     return Job(source, targets[0], settings, force=force, present=bool(own), doubted=is_doubted)
@@ -56,17 +56,6 @@ def _places(source: Path) -> list[Path]:
     """Where the container may be, in the order of preference: only a suffix that says nothing of the step goes."""
     short, long = default_target(source), source.with_name(source.name + CONTAINER)
     return list(dict.fromkeys((short, long) if source.suffix.lower() in SUFFIXES else (long, short)))
-
-
-def source_name(target: Path) -> str | None:
-    """The name of what a container was made from; None for another file, and for a damaged one."""
-    try:
-        if not is_container(target):
-            return None
-        with ContainerReader(target) as reader:
-            return original_name(reader.manifest)
-    except Ckpt8Error:
-        return None
 
 
 def _is_older(target: Path, source: Path) -> bool:
@@ -180,7 +169,7 @@ class ChainRun:
         if keep_raw < 0:
             raise UsageError(f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}")
         self._folder = folder
-        self._read: dict[Path, tuple[Look, Facts | None]] = {}
+        self._known: dict[Path, tuple[Look, Facts | None]] = {}
         self._settings = settings
         self._force, self._keep_raw, self._watch = force, keep_raw, watch
         self._rest = Rest(rest, watched=watch)
@@ -256,9 +245,9 @@ class ChainRun:
 
     def _facts(self, path: Path, look: Look) -> Facts | None:
         """What a checkpoint says; None for a file that is none."""
-        known = self._read.get(path)
+        known = self._known.get(path)
         if known is None or known[0] != look:
-            known = self._read[path] = look, _read(path)
+            known = self._known[path] = look, _read(path)
         return known[1]
 
     def _sorted_out(self) -> tuple[list[Job], bool]:

@@ -25,7 +25,7 @@ from ckpt8.compressing.deltas import wanted
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem
 from ckpt8.container.facts import total_errors
-from ckpt8.container.header import stated_seal
+from ckpt8.container.header import is_container, stated_seal
 from ckpt8.container.manifest import Manifest, original_name
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
@@ -188,17 +188,23 @@ def _remove(path: Path) -> None:
         raise OutputError(f"{path}: was verified and cannot be removed; remove it yourself")
 
 
+def source_name(container: Path) -> str | None:
+    """The name of what a container was made from; None for another file, and for a damaged one."""
+    try:
+        if not is_container(container):
+            return None
+        with ContainerReader(container) as reader:
+            return original_name(reader.manifest)
+    except Ckpt8Error:
+        return None
+
+
 def _name_of(start: str, container: Path | None) -> str:
     """The name of a checkpoint that begins so, by its container where it may have been cut."""
     if len(os.fsencode(start)) <= _NAME_KEPT - _LONGEST_CHARACTER:
         return start
-    with suppress(Ckpt8Error):
-        if container is not None:
-            with ContainerReader(container) as reader:
-                name = original_name(reader.manifest)
-            if name_problem(name) is None and _shortened(name) == start:
-                return name
-    return start + _CUT
+    name = None if container is None else source_name(container)
+    return name if name is not None and name_problem(name) is None and _shortened(name) == start else start + _CUT
 
 
 def _brought_back(aside: Path, source: Path) -> str:
