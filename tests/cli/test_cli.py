@@ -311,6 +311,11 @@ def unwrapped(text):
     return "".join(text.split())
 
 
+def test_inspect_of_a_checkpoint_begins_with_its_path_then_its_format(run, small):
+    first, second, *_ = run("inspect", small)[1].splitlines()
+    assert (first, second.partition(",")[0]) == (str(small), "torch-zip")
+
+
 def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small, tmp_path):
     code, out, err = run("inspect", packed, "--against", small)
     assert (code, err) == (0, "")

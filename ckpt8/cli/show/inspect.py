@@ -416,7 +416,7 @@ def _error(error: dict[str, Any] | None) -> str:
 
 def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     tensors = f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages"
-    say(console, facts["path"], "bold")
+    say(console, facts["path"], style="bold")
     say(console, f"{facts['format']}, {size(facts['bytes'])}, {tensors}")
     parameters = sum(group["parameters"] for group in facts["layers"])
     if words := _origin_words(facts, "", counted(parameters, "parameter") if parameters else ""):
