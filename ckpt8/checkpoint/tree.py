@@ -380,9 +380,9 @@ def _children(node: Any, seen: set[int]) -> Iterator[Child]:
 
 
 def _is_new(part: Any, seen: set[int]) -> bool:
-    count = len(seen)
+    is_known = id(part) in seen
     seen.add(id(part))
-    return len(seen) > count
+    return not is_known
 
 
 def _entries(pairs: Any) -> Iterator[Child]:
