@@ -283,7 +283,8 @@ def _why_impossible(rule: Replayed, state: Mapping[Any, Any]) -> str | None:
     if problem := rule.misfit(shape):
         return problem
     numbers = rule.step, rule.lr, rule.weight_decay, rule.coupled
-    where, given = (rule.card.rule_id, rule.card.forms.index(rule.form)), tuple(sorted(rule.arguments.items()))
+    where = rule.card.rule_id, rule.card.forms.index(rule.form)
+    given = tuple(sorted(rule.arguments.items()))
     is_possible = _takes_a_step(*where, numbers, given, tensors, len(shape))
     return None if is_possible else "its rule takes no step from such a state with such hyperparameters"
 
