@@ -33,7 +33,7 @@ from typing import Any
 from ckpt8.checkpoint.readers.entries import DTYPE_NAMES
 from ckpt8.checkpoint.readers.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.rebuild import MAX_DIMS, is_count
-from ckpt8.checkpoint.tree import Global, Inert, check_depth
+from ckpt8.checkpoint.tree import Components, Global, Inert, check_depth
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.container.checks import path_problem
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -405,8 +405,6 @@ _KEY_ROLES: Mapping[str, Role] = ChainMap(STATE_ROLES, {MEGATRON_MASTER: Role.WE
 _NO_NAMES: Mapping[str, str] = {}
 _MAX_COMPONENTS = 64
 """Names of modules have a few components; all behind the 64th count as one."""
-
-Components = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
