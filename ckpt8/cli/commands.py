@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -25,7 +25,6 @@ from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable, size
 
 if TYPE_CHECKING:
-    from ckpt8.chaining.chain import ChainRun
     from ckpt8.cli.jobs import Tally
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
@@ -267,7 +266,7 @@ def _compress_one(
         left = finished.to_json()
     rows = left.get("checkpoints", [])
     if as_json:
-        print_json({"finished": rows, **{key: left[key] for key in ("error",) if key in left}})
+        print_json({"finished": rows, **({"error": left["error"]} if "error" in left else {})})
     container = next((Path(row["target"]) for row in rows if row["removed"] and row["source"] == str(src)), None)
     if container is None:
         options = {**options, "force": force}
@@ -477,22 +476,22 @@ def chain(
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
     if watch:
         absent = [] if os.path.lexists(directory) else [f"{directory}: is not there yet; waiting for it"]
-        print_lines(console(), [*_left_alone(run), *absent])
+        print_lines(console(), [*_left_alone(run.skipped(), run.packed()), *absent])
     elapsed = stopwatch()
     if not dry_run:
         run.keep_bases()
     tally = run_jobs(run.jobs(), "compress", quiet=as_json, dry=dry_run)
+    skipped, packed = run.skipped(), run.packed()
     if not as_json:
-        print_lines(console(), _left_alone(run))
-    skipped = [{"path": str(path), "reason": reason} for path, reason in run.skipped().items()]
-    facts = {"directory": str(directory), **tally.to_json(), "packed": run.packed(), "skipped": skipped}
+        print_lines(console(), _left_alone(skipped, packed))
+    rows = [{"path": str(path), "reason": reason} for path, reason in skipped.items()]
+    facts = {"directory": str(directory), **tally.to_json(), "packed": packed, "skipped": rows}
     _end(tally, {**facts, "seconds": elapsed()}, as_json=as_json)
 
 
-def _left_alone(run: ChainRun) -> list[str]:
+def _left_alone(skipped: Mapping[Path, str], packed: Sequence[str]) -> list[str]:
     """A line for each reason why something in the folder is left as it is."""
-    names = grouped((reason, path.name) for path, reason in run.skipped().items())
-    packed = run.packed()
+    names = grouped((reason, path.name) for path, reason in skipped.items())
     return [
         *(f"{listed(paths, _LISTED)}: left alone: {reason}" for reason, paths in names.items()),
         *([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else []),
