@@ -7,10 +7,38 @@
     ckpt8.optim.AdamW(params, lr=1e-3)        trains on the packed state itself
     ckpt8.nn.switchback(model)                trains in int8
 
-Names are resolved when first used, so that importing the package does not import torch.
+Names are resolved when first used, so that importing the package does not import torch. Type checkers and editors read
+the imports below instead; ``tests/core/test_public.py`` holds the two lists equal.
 """
 
-from ckpt8.core.public import lazy_names
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt8 import nn, optim
+    from ckpt8.chaining.chain import chain
+    from ckpt8.checkpoint.tree import Global, Inert
+    from ckpt8.compressing.compress import compress, save
+    from ckpt8.container.decoding import open_container as open  # noqa: A004 - as builtins do, and safetensors
+    from ckpt8.container.writer import rebase
+    from ckpt8.converting.convert import convert
+    from ckpt8.core.errors import (
+        CheckFailedError,
+        Ckpt8Error,
+        InputError,
+        KernelCacheWarning,
+        OutputError,
+        ResumeError,
+        ResumeWarning,
+        UnsupportedError,
+        UsageError,
+    )
+    from ckpt8.inspecting.diff import diff
+    from ckpt8.inspecting.runs import runs
+    from ckpt8.inspecting.verify import verify
+    from ckpt8.restoring.restore import load, restore
+    from ckpt8.restoring.resume.resume import resume
+else:
+    from ckpt8.core.public import lazy_names
 
 _LOCATIONS = {
     "nn": "ckpt8.nn",
@@ -69,8 +97,8 @@ __all__ = [
     "verify",
 ]
 
-
-__getattr__ = lazy_names(__name__, lambda: _LOCATIONS)
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(__name__, lambda: _LOCATIONS)
 
 
 def __dir__() -> list[str]:

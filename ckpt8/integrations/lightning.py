@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from ckpt8.integrations.sharded import Ckpt8StrategyMixin
 
 __all__ = ["Ckpt8CheckpointIO", "Ckpt8StrategyMixin", "opened"]
-__getattr__ = lazy_names(__name__, lambda: {"Ckpt8StrategyMixin": "ckpt8.integrations.sharded:Ckpt8StrategyMixin"})
-"""What needs torch.distributed, which not every torch has."""
+if not TYPE_CHECKING:  # the class needs torch.distributed, which not every torch has
+    __getattr__ = lazy_names(__name__, lambda: {"Ckpt8StrategyMixin": "ckpt8.integrations.sharded:Ckpt8StrategyMixin"})
 
 _HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
 """The modules with the interface: of the package ``lightning``, and of ``pytorch_lightning``."""

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from ckpt8.integrations.sharded import Ckpt8TrainerMixin
 
 __all__ = ["Ckpt8Callback", "Ckpt8TrainerMixin", "restored_checkpoint", "temporary_checkpoint"]
-__getattr__ = lazy_names(__name__, lambda: {"Ckpt8TrainerMixin": "ckpt8.integrations.sharded:Ckpt8TrainerMixin"})
-"""What needs torch.distributed, which not every torch has."""
+if not TYPE_CHECKING:  # the class needs torch.distributed, which not every torch has
+    __getattr__ = lazy_names(__name__, lambda: {"Ckpt8TrainerMixin": "ckpt8.integrations.sharded:Ckpt8TrainerMixin"})
 
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -24,7 +24,8 @@ _LOCATIONS = {
     "to_linear": "ckpt8.nn.linear:to_linear",
 }
 
-__getattr__ = lazy_names(__name__, lambda: _LOCATIONS)
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(__name__, lambda: _LOCATIONS)
 
 
 def __dir__() -> list[str]:

@@ -32,7 +32,8 @@ OPTIMIZERS: tuple[tuple[str, str], ...] = tuple((card.name, card.cls) for card i
 __all__ = ["CAME", "OPTIMIZERS", "SGD", "Adafactor", "Adam", "AdamW", "Lion", "StableAdamW"]
 
 
-__getattr__ = lazy_names(__name__, lambda: {card.name: card.cls for card in trained_cards()})
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(__name__, lambda: {card.name: card.cls for card in trained_cards()})
 
 
 def __dir__() -> list[str]:
