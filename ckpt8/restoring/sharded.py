@@ -8,8 +8,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +25,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt8.checkpoint.gate import load_allowed
-from ckpt8.checkpoint.readers.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA, nest
 from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.distributed import ShardedFiles
 from ckpt8.container.joined import JoinedReader
-from ckpt8.container.sharded import INDEX, Place, ShardedIndex
+from ckpt8.container.sharded import INDEX, Place, ShardedIndex, Slice
 from ckpt8.core.errors import UnsupportedError, UsageError
 from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source, write_at
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.salvage import Restored
-
-
-class _Source:
-    """An open directory as a distributed checkpoint."""
-
-    def __init__(self, joined: JoinedReader, workers: Workers) -> None:
-        self.path, self.index = joined.path, joined.index
-        files = ShardedFiles(joined, workers)
-        self.members, self.bytes_of = files.members(), files.value
-
-    def load(self, name: str, place: Place, map_location: Any) -> Any:
-        """A value that torch.save wrote. Raises InputError, UnsupportedError."""
-        return load_allowed(io.BytesIO(self.bytes_of(name, place)), f"{self.path}: {shown(name)}", map_location)
-
-
-@contextmanager
-def _opened(source: Path, threads: int | None) -> Iterator[_Source]:
-    with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
-        yield _Source(joined, workers)
 
 
 def restore_directory(
@@ -69,18 +49,23 @@ def restore_directory(
         raise UsageError(f"{source}: is a directory of containers; give another for the plain checkpoint, with -o DIR")
     path = Path(target)
     refuse_source(path, source)
-    with _opened(source, threads) as opened:
-        members = {member.path: member for member in opened.members}
+    with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
+        files = ShardedFiles(joined, workers)
+        members = files.members()
+        parts = {(piece.name, piece.place): (member, ref) for member in members for piece, ref in member.parts}
+        streamers = {member.path: Streamer(member.checkpoint) for member in members}
 
-        def fill(file: str, out: SliceFile) -> None:
-            _write_tensors(members[file], out, progress)
-            _write_values(opened, file, out)
+        def tensor_of(name: str, box: Slice) -> torch.Tensor:
+            member, ref = parts[name, (box.offsets, box.sizes)]
+            value = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
+            streamers[member.path].copy(ref, value)
+            return value
 
-        replaced = write_plain(path, source, opened.index, members, fill, force=force)
+        replaced = write_plain(path, source, joined.index, streamers, tensor_of, files.value, progress, force=force)
         return Restored(path=path, original=source.resolve().name, other_name=None, replaced=replaced)
 
 
-class SliceFile:
+class _SliceFile:
     """A new file of slices. ``places`` are those of all files."""
 
     def __init__(self, name: str, descriptor: int, guard: Guard, places: dict[MetadataIndex, _StorageInfo]) -> None:
@@ -106,22 +91,41 @@ def write_plain(
     source: Path,
     index: ShardedIndex,
     files: Iterable[str],
-    fill: Callable[[str, SliceFile], None],
+    tensor_of: Callable[[str, Slice], torch.Tensor],
+    value_of: Callable[[str, Place], bytes],
+    progress: Progress,
     *,
     force: bool,
 ) -> str | None:
-    """Write a plain directory of ``index``; ``fill`` writes the content of one of ``files`` into its new file.
+    """Write a plain directory of ``index``, with a new file for each of ``files``, a slice at a time.
 
-    Returns what was there before. Raises OutputError.
+    ``tensor_of`` gives the content of a slice, ``value_of`` what torch.save has written. Returns what was there before.
+    Raises OutputError.
     """
+    tensors: dict[str, list[tuple[MetadataIndex, Slice]]] = defaultdict(list)
+    values: dict[str, list[tuple[MetadataIndex, Place]]] = defaultdict(list)
+    for name, place in index.objects.items():
+        values[place.file].append((MetadataIndex(name), place))
+    for name, tensor in index.tensors.items():
+        for box in tensor.boxes():
+            at, part = MetadataIndex(name, torch.Size(box.offsets)), tensor.pickled(box)
+            if part is None:
+                tensors[box.file].append((at, box))
+            else:
+                values[box.file].append((at, part))
     names = {file: f"{Path(file).stem}.distcp" for file in files}
     places: dict[MetadataIndex, _StorageInfo] = {}
     check = checkpoint_directory([*names.values(), METADATA])
     with AtomicDirectory(path, force=force, keep=source / INDEX, check=check) as output:
         for number, (file, name) in enumerate(names.items()):
             with output.new_file(name) as descriptor:
-                out = SliceFile(name, descriptor, output.guard, places)
-                fill(file, out)
+                out = _SliceFile(name, descriptor, output.guard, places)
+                for at, box in tensors[file]:
+                    value = tensor_of(at.fqn, box)
+                    out.add_tensor(at, value)
+                    progress(value.nbytes)
+                for at, place in values[file]:
+                    out.add(at, value_of(at.fqn, place))
                 if number == 0:
                     _write_empty(index, out)
         metadata = pickle.dumps(_metadata_of(index, places))
@@ -131,28 +135,7 @@ def write_plain(
     return output.replaced
 
 
-def _write_tensors(member: DcpMember, out: SliceFile, progress: Progress) -> None:
-    streamer = Streamer(member.checkpoint)
-    for piece, ref in member.parts:
-        if piece.place is not None:
-            value = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
-            streamer.copy(ref, value)
-            out.add_tensor(MetadataIndex(piece.name, torch.Size(piece.place[0])), value)
-            progress(ref.nbytes)
-
-
-def _write_values(opened: _Source, file: str, out: SliceFile) -> None:
-    """Append what torch.save has written, byte for byte."""
-    for name, place in opened.index.objects.items():
-        if place.file == file:
-            out.add(MetadataIndex(name), opened.bytes_of(name, place))
-    for name, tensor in opened.index.tensors.items():
-        for box in tensor.boxes():
-            if (part := tensor.pickled(box)) is not None and part.file == file:
-                out.add(MetadataIndex(name, torch.Size(box.offsets)), opened.bytes_of(name, part))
-
-
-def _write_empty(index: ShardedIndex, out: SliceFile) -> None:
+def _write_empty(index: ShardedIndex, out: _SliceFile) -> None:
     """Append the tensors without elements, which are in no container."""
     for name, tensor in index.tensors.items():
         if not tensor.boxes():
@@ -181,20 +164,24 @@ def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(f"{source}: is loaded tensor by tensor and takes a device for map_location")
     values: dict[str, Any] = {}
-    with _opened(source, threads) as opened:
-        index = opened.index
+    with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
+        files, index = ShardedFiles(joined, workers), joined.index
+
+        def load(name: str, place: Place) -> Any:
+            return load_allowed(io.BytesIO(files.value(name, place)), f"{source}: {shown(name)}", map_location)
+
         for name, tensor in index.tensors.items():
             pickled = [place for box in tensor.boxes() if (place := tensor.pickled(box)) is not None]
             if not pickled:
                 values[name] = torch.empty(tensor.shape, dtype=tensor.dtype.torch, device=map_location or "cpu")
             elif len(tensor.layout) == 1:
-                values[name] = opened.load(name, pickled[0], map_location)
+                values[name] = load(name, pickled[0])
             else:
                 raise UnsupportedError(
                     f"{source}: {shown(name)}: is in {len(tensor.layout)} parts, which only its class can join; load "
                     "it with Ckpt8StorageReader, into a state dict that has the tensor"
                 )
-        for member in opened.members:
+        for member in files.members():
             streamer = Streamer(member.checkpoint)
             for piece, ref in member.parts:
                 target = values[piece.name]
@@ -202,7 +189,7 @@ def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
                     target = target.narrow(dim, offset, size)
                 streamer.copy(ref, target)
         for name, place in index.objects.items():
-            values[name] = opened.load(name, place, map_location)
+            values[name] = load(name, place)
     paths = index.paths or {}
     order = [*(name for name in paths if name in values), *(name for name in values if name not in paths)]
     return nest(((name, paths.get(name, (name,)), values[name]) for name in order), str(source))

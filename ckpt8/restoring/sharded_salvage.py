@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.decoding import decode_tensor
@@ -26,7 +25,7 @@ from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.salvage import Restored, find_lost, lost_elements
-from ckpt8.restoring.sharded import SliceFile, write_plain
+from ckpt8.restoring.sharded import write_plain
 
 _SHOWN = 3
 """Slices of one tensor in a file, and files, that a line tells; the JSON has them all."""
@@ -70,14 +69,6 @@ class LostValue:
         more = f"; and {len(places) - _SHOWN} more" if len(places) > _SHOWN else ""
         lacks = f"lacks {self.elements:,} of {prod(self.shape):,} elements"
         return f"  {self.name}: not written, {lacks}: {'; '.join(places[:_SHOWN])}{more}"
-
-
-@dataclass(slots=True)
-class _Content:
-    """What is whole in one file."""
-
-    slices: list[tuple[str, GlobalTensor, Slice]] = field(default_factory=list)
-    values: list[tuple[str, Place]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,7 +134,11 @@ class _Directory:
             return "its file ends before it"
         return None if reader.lost.get(record.storage, set()).isdisjoint(_chunks(place)) else "is damaged"
 
-    def value(self, place: Place) -> bytes:
+    def tensor_of(self, name: str, box: Slice) -> torch.Tensor:
+        """The content of a slice that is not lost."""
+        return decode_tensor(self.readers[box.file], self.joined.slices[box.file][name, box.offsets])
+
+    def value_of(self, _: str, place: Place) -> bytes:
         """The bytes of a value that is not lost."""
         record = self.joined.objects[place.file]
         assert record is not None  # noqa: S101 - it would be lost
@@ -181,16 +176,15 @@ def salvage_directory(
         result.damage |= {name: reader.damage for name, reader in directory.readers.items() if reader.damage}
         whole = _whole(directory, result)
         result.tensors, result.values = len(whole.tensors), len(whole.objects)
-        files = _by_file(whole)
-        if not files:
+        used = {box.file for tensor in whole.tensors.values() for box in tensor.boxes()}
+        used |= {place.file for place in whole.objects.values()}
+        names = [file for file in whole.files if file in used]
+        if not names:
             first = "".join(f" ({file}: {problem})" for file, problem in list(result.damage.items())[:1])
             raise InputError(f"{source}: no tensor is whole{first}; nothing can be recovered")
-
-        def fill(file: str, out: SliceFile) -> None:
-            _write_file(directory, files[file], out, progress)
-
-        names = [file for file in whole.files if file in files]
-        result.replaced = write_plain(path, source, whole, names, fill, force=force)
+        result.replaced = write_plain(
+            path, source, whole, names, directory.tensor_of, directory.value_of, progress, force=force
+        )
     return result
 
 
@@ -216,28 +210,3 @@ def _whole(directory: _Directory, result: SalvagedDirectory) -> ShardedIndex:
         objects={name: place for name, place in index.objects.items() if name not in lost},
         paths=None if index.paths is None else {name: keys for name, keys in index.paths.items() if name not in lost},
     )
-
-
-def _by_file(whole: ShardedIndex) -> dict[str, _Content]:
-    """The slices and values of every file that holds some."""
-    by_file: dict[str, _Content] = {}
-    for name, tensor in whole.tensors.items():
-        for box in tensor.boxes():
-            by_file.setdefault(box.file, _Content()).slices.append((name, tensor, box))
-    for name, place in whole.objects.items():
-        by_file.setdefault(place.file, _Content()).values.append((name, place))
-    return by_file
-
-
-def _write_file(directory: _Directory, content: _Content, out: SliceFile, progress: Progress) -> None:
-    """Write the slices and values of one file, a slice at a time."""
-    for name, tensor, box in content.slices:
-        index = MetadataIndex(name, torch.Size(box.offsets))
-        if (place := tensor.pickled(box)) is not None:
-            out.add(index, directory.value(place))
-        else:
-            record = directory.joined.slices[box.file][name, box.offsets]
-            out.add_tensor(index, decode_tensor(directory.readers[box.file], record))
-            progress(record.nbytes)
-    for name, place in content.values:
-        out.add(MetadataIndex(name), directory.value(place))
