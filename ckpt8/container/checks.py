@@ -28,6 +28,7 @@ from ckpt8.container.header import FRAME, Entry
 from ckpt8.container.manifest import (
     DIRECTORY,
     FILE,
+    MAX_PATH_BYTES,
     SYMLINK,
     FrameTable,
     Manifest,
@@ -37,6 +38,7 @@ from ckpt8.container.manifest import (
     planes,
 )
 from ckpt8.core.errors import InputError, require
+from ckpt8.core.files.source_file import crc32
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.tensors import DType, PartSpec
 
@@ -208,22 +210,18 @@ def _check_crc_fields(record: MemberRecord, skeleton: list[Run], where: str) -> 
         free_from = place + CRC_BYTES
 
 
-MAX_PATH_BYTES = 4096
-"""The longest path that systems take."""
-
 MAX_NAME_BYTES = 255
 """The longest name in a directory that systems take."""
 
 MAX_COMPONENTS = 256
 """The most names in a path: Python cannot remove deeper directories."""
 
-_NO_NAMES = ("", ".", "..")
 _SEPARATORS = ("/", "\0") if os.sep == "/" else ("/", "\0", os.sep, ":")
 
 
 def is_plain_name(name: str) -> bool:
     """Whether a text names an entry of a directory and nothing else."""
-    return name not in _NO_NAMES and not any(mark in name for mark in _SEPARATORS)
+    return name not in ("", ".", "..") and not any(mark in name for mark in _SEPARATORS)
 
 
 def name_problem(name: str) -> str | None:
@@ -403,6 +401,11 @@ class Locator:
             f"{self.where}: {record.name}: modes of {part!r} do not fit its frames",
         )
         return sum(lengths)
+
+
+def check_frame(stored: bytes | memoryview, expected: int, where: str) -> None:
+    """Raise InputError when stored bytes do not have the ``expected`` crc32."""
+    require(crc32(stored) == expected, f"{where}: checksum does not match; the file is damaged")
 
 
 def check_frame_count(record: StorageRecord | Pack, where: str) -> None:

@@ -56,13 +56,6 @@ class RankFile:
         boxes = np.array([*chain.from_iterable((*offsets, *sizes) for _, offsets, sizes in slices)], np.int64).tobytes()
         return cls(file, seal, zlib.compress(names, 1), zlib.compress(dims, 1), zlib.compress(boxes, 1), **rest)
 
-    def columns(self) -> tuple[Any, Any]:
-        """``dims`` and ``boxes`` as arrays."""
-        return (
-            np.frombuffer(zlib.decompress(self.dims), np.uint8),
-            np.frombuffer(zlib.decompress(self.boxes), np.int64),
-        )
-
 
 def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str, Layout]:
     """The layouts of all tensors with slices in ``files``, which are numbered by their order.
@@ -79,7 +72,8 @@ def collect(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> dict[str,
             known[file.names] = np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
         for (name, offsets), place in file.pickled.items():
             pickled[name][number, offsets] = place
-        tensors, (dims, flat) = known[file.names], file.columns()
+        tensors, dims = known[file.names], np.frombuffer(zlib.decompress(file.dims), np.uint8)
+        flat = np.frombuffer(zlib.decompress(file.boxes), np.int64)
         starts = np.cumsum(2 * dims.astype(np.int64)) - 2 * dims
         for count in np.unique(dims).tolist():
             chosen = np.flatnonzero(dims == count)

@@ -15,7 +15,7 @@ import torch
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
-from ckpt8.container.checks import PartPlace
+from ckpt8.container.checks import PartPlace, check_frame
 from ckpt8.container.header import FRAME, MAX_WINDOW
 from ckpt8.container.manifest import Packing, planes
 from ckpt8.core.errors import InputError, require
@@ -23,7 +23,7 @@ from ckpt8.core.files.source_file import SourceFile, crc32
 from ckpt8.core.tensors import Parts, PartSpec
 from ckpt8.core.workers import scratch, scratch_elements
 
-__all__ = ["FRAME", "bytes_of", "check", "decode_part", "encode_part", "encode_parts", "host_bytes", "inflate"]
+__all__ = ["FRAME", "bytes_of", "decode_part", "encode_part", "encode_parts", "host_bytes", "inflate"]
 
 # A plane has no matches worth looking for. These settings leave zstd its Huffman stage and cost next to nothing;
 # target_length must stay 0, or literals are stored raw.
@@ -124,11 +124,6 @@ def _is_compressible(plane: memoryview, compressor: zstandard.ZstdCompressor, wo
     return len(compressor.compress(sample)) < worth * len(sample)
 
 
-def check(stored: memoryview, expected: int, where: str) -> None:
-    """Raise InputError when stored bytes do not have the ``expected`` crc32."""
-    require(crc32(stored) == expected, f"{where}: checksum does not match; the file is damaged")
-
-
 def inflate(stored: memoryview, plane: memoryview, where: str) -> None:
     """Fill ``plane`` from a compressed frame. Raises InputError when the frame is not of its length."""
     try:
@@ -174,7 +169,7 @@ def read_part(
         # A plane that zstd did not make smaller is stored as it is.
         stored = plane if size == length else scratch("stored", size)
         file.read_into(place.offsets[k], stored)
-        check(stored, place.table.crcs[k], where)
+        check_frame(stored, place.table.crcs[k], where)
         if size != length:
             inflate(stored, plane, where)
         at += length

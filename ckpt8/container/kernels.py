@@ -22,14 +22,6 @@ _JOINT = 1 << 9
 
 
 @kernel
-def _largest(symbols):
-    largest = i4(0)
-    for i in range(symbols.size):
-        largest = max(largest, symbols[i])
-    return largest
-
-
-@kernel
 def _place(symbol):
     """Where a symbol is counted; unsigned, or numba would ask whether it counts from the end."""
     return u8(u4(symbol + i4(1)))
@@ -176,14 +168,6 @@ def _join_digits(plane, digits, per_byte, out):
 
 
 @kernel
-def _largest_byte(plane):
-    largest = plane[0]
-    for i in range(plane.size):
-        largest = max(largest, plane[i])
-    return largest
-
-
-@kernel
 def _add_over(plane, byte, escape, out):
     """Add bytes to digits that are escapes; return whether all others are zero. Digits must be the first byte's."""
     wrong = i4(0)
@@ -236,7 +220,7 @@ def _set_top(out, top):
 
 def largest(symbols: torch.Tensor) -> int:
     """The largest symbol, at least 0. See ``symbols``."""
-    return int(_largest(symbols.numpy()))
+    return int(symbols.numpy().max(initial=0))
 
 
 def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
@@ -275,7 +259,7 @@ def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
     """Fill ``out`` with the symbols of planes; whether the planes are sound. See ``symbols``."""
     arrays, symbols, (raw, base, over, top, bits) = [plane.numpy() for plane in planes], out.numpy(), mode
     per_byte = DIGITS[base]
-    if _largest_byte(arrays[0]) >= base**per_byte:
+    if arrays[0].max() >= base**per_byte:
         return False
     values = np.arange(base**per_byte, dtype=np.int32)
     digits = np.stack([values // base**k % base for k in range(per_byte)], 1)

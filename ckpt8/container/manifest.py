@@ -44,7 +44,9 @@ MOST_LINKS = 255
 
 SEAL = re.compile(r"[0-9a-f]{64}")
 """The hexadecimal digits of a seal."""
-_LONGEST_PATH = 4096
+
+MAX_PATH_BYTES = 4096
+"""The longest path that systems take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def read_base(fields: Fields) -> BaseRecord | None:
         # One that can be looked for below or beside a folder.
         (
             "path",
-            0 < len(record.path.encode()) <= _LONGEST_PATH and record.path[0] != "/" and "\0" not in record.path,
+            0 < len(record.path.encode()) <= MAX_PATH_BYTES and record.path[0] != "/" and "\0" not in record.path,
         ),
         ("key", SEAL.fullmatch(record.key)),
         ("links", record.links),
@@ -86,11 +88,6 @@ def read_base(fields: Fields) -> BaseRecord | None:
     ):
         base.require(is_sound, name)
     return record
-
-
-def base_json(record: BaseRecord) -> dict[str, Any]:
-    """The values of JSON of a record."""
-    return {name: getattr(record, name) for name in BaseRecord.__slots__}
 
 
 PLANES = 4
@@ -169,9 +166,6 @@ def planes(part: PartSpec) -> int:
     return PLANES if part.is_symbols else part.dtype.itemsize
 
 
-HALF_REFERENCE = "reference16/1"
-"""The codec of fp16 copies, which earlier versions do not know."""
-
 FILE, SYMLINK, DIRECTORY = "file", "symlink", "directory"
 """Formats of members that are no checkpoints: plain bytes, the target of a link, an empty directory."""
 
@@ -180,8 +174,6 @@ DCP = "dcp"
 
 SKELETON = "ckpt8.skeleton"
 """Name of the record that holds the bytes of a member outside its storages, behind its path in a directory."""
-
-_CODECS_OF_BUDGETS = {*dict(BUDGETED), "reference/2"}
 
 SHARED = "shared/1"
 """The codec in the record of a pack: a reader of earlier versions refuses it."""
@@ -416,8 +408,10 @@ class Manifest:
         needs = {
             BITS_VERSION: self.slices or any(table.has_bits for own in owners for table in own.parts.values()),
             CHAIN_VERSION: self.base,
-            BUDGET_VERSION: self.budget or ids & _CODECS_OF_BUDGETS or any(own.steps for own in self.parameters),
-            SHARED_VERSION: self.packs or HALF_REFERENCE in ids,
+            BUDGET_VERSION: self.budget
+            or ids & {*dict(BUDGETED), "reference/2"}
+            or any(own.steps for own in self.parameters),
+            SHARED_VERSION: self.packs or "reference16/1" in ids,
             REFERENCE_VERSION: any(record.is_reference for record in self.storages),
             DIRECTORY_VERSION: self.directory is not None,
         }

@@ -21,6 +21,7 @@ from ckpt8.container.manifest import (
     MOST_DIMS,
     SHARED,
     SKELETON,
+    BaseRecord,
     FrameTable,
     Manifest,
     MemberRecord,
@@ -30,7 +31,6 @@ from ckpt8.container.manifest import (
     SliceRecord,
     StorageRecord,
     TensorRecord,
-    base_json,
     read_base,
 )
 from ckpt8.core.json_text import (
@@ -71,17 +71,19 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     shares = bool(manifest.packs)
     optional = {
         "budget": manifest.budget,
-        "base": None if manifest.base is None else base_json(manifest.base),
+        "base": None if manifest.base is None else plain_json(manifest.base),
         "directory": manifest.directory,
         "slices": _slices_json(manifest.slices) if manifest.slices else None,
     }
     tree: dict[str, Any] = {
         **{name: getattr(manifest, name) for name in ("version", "writer", "preset", "rules", "slab", "frame")},
-        "members": [] if shares else list(map(_plain, manifest.members)),
+        "members": [] if shares else list(map(plain_json, manifest.members)),
         "storages": [_storage_json(record) for record in manifest.storages if record.pack is None],
-        "tensors": [] if shares else [_plain(tensor) | {"dtype": tensor.dtype.label} for tensor in manifest.tensors],
+        "tensors": []
+        if shares
+        else [plain_json(tensor) | {"dtype": tensor.dtype.label} for tensor in manifest.tensors],
         "parameters": [
-            {name: value for name, value in _plain(record).items() if name != "steps" or value is not None}
+            {name: value for name, value in plain_json(record).items() if name != "steps" or value is not None}
             for record in manifest.parameters
         ],
         **{name: value for name, value in optional.items() if value is not None},
@@ -94,7 +96,8 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     return tree
 
 
-def _plain(record: MemberRecord | ParameterRecord | TensorRecord) -> dict[str, Any]:
+def plain_json(record: BaseRecord | MemberRecord | ParameterRecord | TensorRecord) -> dict[str, Any]:
+    """The fields of a record."""
     return {name: getattr(record, name) for name in type(record).__slots__}
 
 

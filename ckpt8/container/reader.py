@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from ckpt8.container.checks import (
     Places,
     check_companions,
     check_deltas,
+    check_frame,
     check_members,
     check_paths,
     check_references,
@@ -38,7 +40,7 @@ from ckpt8.container.manifest_json import read_manifest
 from ckpt8.core.backend import Backend, for_checkpoint
 from ckpt8.core.closing import Closing, without_collection
 from ckpt8.core.errors import InputError, RefusedError, require
-from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile, crc32
+from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -55,7 +57,6 @@ _KEPT = 16
 class _Open:
     """A pack in memory: its parts, where each storage begins in them, and its elements if these were asked for."""
 
-    record: Pack
     specs: dict[str, tuple[PartSpec, list[int]]]
     parts: Parts
     elements: torch.Tensor | None = None
@@ -244,8 +245,7 @@ class ContainerReader(Closing):
         """
         record, base = self.manifest.storages[storage], self.base_of(storage)
         if record.pack is not None:
-            pack, at = self._open_pack(record.pack), record.place
-            self._read_pack(pack, record.name, only)
+            pack, at = self._read_pack(record.pack, record.name, only), record.place
             return {
                 part: pack.parts[part][bounds[at] : bounds[at + 1]]
                 for part, (_, bounds) in pack.specs.items()
@@ -339,36 +339,35 @@ class ContainerReader(Closing):
             return codec.upper(self.read_parts(storage, chunk, codec.upper_parts))
         return round_to(dtype, self.read_chunk(storage, chunk))
 
-    def where(self, storage: int) -> str:
-        """How messages name a storage."""
-        return f"{self.path}: {self.manifest.storages[storage].name}"
+    def where(self, owner: int | Pack) -> str:
+        """How messages name a storage or a pack."""
+        record = owner if isinstance(owner, Pack) else self.manifest.storages[owner]
+        return f"{self.path}: {record.name}"
 
-    def _open_pack(self, owner: Pack) -> _Open:
-        """A pack, kept for this thread."""
-        kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("packs", OrderedDict())
-        pack = kept.pop(owner, None) or _Open(
-            owner, header.pack_layout(self.codec(owner), owner.spec, owner.numels), {}
-        )
-        kept[owner] = pack
-        if len(kept) > _KEPT:
-            kept.popitem(last=False)
-        return pack
+    def _read_pack(self, owner: Pack, name: str, only: Collection[str] | None = None) -> _Open:
+        """A pack, kept for this thread, with all its parts or ``only`` some.
 
-    def _read_pack(self, pack: _Open, name: str, only: Collection[str] | None = None) -> None:
-        """Read parts of a pack, all or ``only`` some. Raises InputError that names the tensor ``name``."""
+        Raises InputError that names the tensor ``name``.
+        """
         from ckpt8.container import frames
         from ckpt8.container.symbols import unpack_parts
 
-        places, where = self.places[pack.record], f"{self.path}: {name}"
+        kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("packs", OrderedDict())
+        pack = kept.pop(owner, None) or _Open(header.pack_layout(self.codec(owner), owner.spec, owner.numels), {})
+        kept[owner] = pack
+        if len(kept) > _KEPT:
+            kept.popitem(last=False)
+        places, where = self.places[owner], f"{self.path}: {name}"
         for part, (spec, _) in pack.specs.items():
             if part in pack.parts or not (only is None or part in only):
                 continue
-            if pack.record.numel:
+            if owner.numel:
                 stored, packing = frames.read_part(self._file, places.get(part), spec, 0, where, reuse=True)
                 packings = {} if packing is None else {part: packing}
                 pack.parts |= unpack_parts({part: stored}, packings, where, self.backend)
             else:
                 pack.parts[part] = frames.host_bytes(0).view(spec.dtype.torch)
+        return pack
 
     def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
         """Fill ``out`` with the elements of a chunk. Raises InputError for damage."""
@@ -376,11 +375,10 @@ class ContainerReader(Closing):
         if record.pack is None or not codec.by_element:
             self.decode_chunk(storage, chunk, out)
             return
-        pack = self._open_pack(record.pack)
+        pack = self._read_pack(record.pack, record.name)
         if pack.elements is None:
-            self._read_pack(pack, record.name)
-            pack.elements = codec.decode(pack.parts, pack.record.spec, backend=self.backend)
-        start, stop = pack.record.starts[record.place : record.place + 2]
+            pack.elements = codec.decode(pack.parts, record.pack.spec, backend=self.backend)
+        start, stop = record.pack.starts[record.place : record.place + 2]
         out.copy_(pack.elements[start:stop])
 
     def is_plain(self, storage: int) -> bool:
@@ -392,9 +390,7 @@ class ContainerReader(Closing):
         """The stored bytes of one frame of a storage or a pack, checked. Raises InputError. This needs no torch."""
         located = self.places[owner][part]
         stored = self._file.read(located.offsets[index], located.table.lengths[index])
-        if crc32(stored) != located.table.crcs[index]:
-            name = owner.name if isinstance(owner, Pack) else self.manifest.storages[owner].name
-            raise InputError(f"{self.path}: {name}: checksum does not match; the file is damaged")
+        check_frame(stored, located.table.crcs[index], self.where(owner))
         return stored
 
     def plain_chunk(self, storage: int, part: str, chunk: int) -> bytes:
@@ -498,7 +494,7 @@ class SkeletonFile(SourceFile):
         self._skeleton, where = record.skeleton, str(reader.path)
         self._runs = [run for run in member_runs(reader.manifest, member, where) if run.storage == self._skeleton]
         self._starts, self._stops = [run.start for run in self._runs], [run.stop for run in self._runs]
-        self._last: tuple[int, bytes] = (-1, b"")
+        self._chunk = lru_cache(maxsize=1)(partial(reader.plain_chunk, self._skeleton, RAW_PART))
 
     @property
     def stored(self) -> int:
@@ -518,11 +514,6 @@ class SkeletonFile(SourceFile):
                 part = self._chunk(chunk)[into : into + end - start]
                 buffer[start - offset : start - offset + len(part)] = part
                 start += len(part)
-
-    def _chunk(self, chunk: int) -> bytes:
-        if self._last[0] != chunk:
-            self._last = (chunk, self._reader.plain_chunk(self._skeleton, RAW_PART, chunk))
-        return self._last[1]
 
     def check_unchanged(self) -> None:
         """Nothing to check: every frame is checked when it is read."""

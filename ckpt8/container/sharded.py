@@ -581,9 +581,7 @@ def _read_boxes(fields: Fields, shape: Shape, files: int) -> Layout:
                     continue
         raise fields.fail("boxes")
     fields.require(len({offsets for _, offsets, _ in boxes}) == len(boxes), "boxes")
-    pickled = fields.read("pickled", or_null(as_list))
-    if pickled is None:
-        return Listed(boxes)
+    pickled = [None] * len(boxes) if fields.any("pickled") is None else fields.read("pickled", as_list)
     fields.require(
         len(pickled) == len(boxes) and all(place is None or _counts(place, 2) for place in pickled), "pickled"
     )

@@ -16,7 +16,6 @@ All other parts differ by the exclusive or of their bits.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import islice
 from types import ModuleType
 
@@ -117,10 +116,11 @@ def _candidates(largest: int, top: int, bits: int) -> Iterator[Mode]:
 
 def _tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
     """How often every byte occurs in every plane of every mode: the torch form of ``Tabulate``."""
-    rests, lowest = [_whole_bytes(counts)], list[torch.Tensor]()
+    rests, lowest = [counts], list[torch.Tensor]()
     for _ in range(max(mode.raw for mode in modes)):
-        lowest.insert(0, _lowest(rests[-1]))
-        rests.append(_whole_bytes(_above(rests[-1])))
+        low, above = _cut_off_byte(rests[-1])
+        lowest.insert(0, low)
+        rests.append(above)
     rows: list[torch.Tensor] = []
     for raw, base, over, *_ in modes:
         rest = rests[raw]
@@ -136,24 +136,15 @@ def _over_planes(rest: torch.Tensor, base: int, over: int) -> list[torch.Tensor]
         above[0] += rest[: base - 1].sum()
     planes: list[torch.Tensor] = []
     for _ in range(over):
-        above = _whole_bytes(above)
-        planes.insert(0, _lowest(above))
-        above = _above(above)
+        low, above = _cut_off_byte(above)
+        planes.insert(0, low)
     return planes
 
 
-def _whole_bytes(counts: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(counts, (0, -len(counts) % _BYTE))
-
-
-def _lowest(counts: torch.Tensor) -> torch.Tensor:
-    """The counts of the lowest byte."""
-    return counts.view(-1, _BYTE).sum(0)
-
-
-def _above(counts: torch.Tensor) -> torch.Tensor:
-    """The counts of what is above the lowest byte."""
-    return counts.view(-1, _BYTE).sum(1)
+def _cut_off_byte(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The counts of the lowest byte, and those of what is above it."""
+    by_byte = torch.nn.functional.pad(counts, (0, -len(counts) % _BYTE)).view(-1, _BYTE)
+    return by_byte.sum(0), by_byte.sum(1)
 
 
 def _largest_counted(counts: torch.Tensor) -> int:
@@ -174,14 +165,9 @@ def _stored(counts: torch.Tensor, lengths: torch.Tensor, digits: torch.Tensor) -
     return torch.where((packed < worth * lengths) & (most > _LEAST_SHARE), packed, lengths)
 
 
-@cache
-def _points() -> tuple[torch.Tensor, torch.Tensor]:
-    return _numbers(_SHARES), _numbers(_EXCESS)
-
-
 def _excess(shares: torch.Tensor) -> torch.Tensor:
     """_EXCESS between its points."""
-    at, values = _points()
+    at, values = _numbers(_SHARES), _numbers(_EXCESS)
     k = torch.searchsorted(at, shares).clamp(1, len(at) - 1)
     part = (shares - at[k - 1]) / (at[k] - at[k - 1])
     return values[k - 1] + part * (values[k] - values[k - 1])

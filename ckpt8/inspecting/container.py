@@ -29,7 +29,8 @@ from ckpt8.codecs import codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, UpdateError, WeightError, read_error
 from ckpt8.container.facts import error_facts, figure_of, figures, tensor_facts, total_errors
 from ckpt8.container.joined import Stored, containers_of, open_stored
-from ckpt8.container.manifest import DCP, FILE, Manifest, base_json
+from ckpt8.container.manifest import DCP, FILE, Manifest
+from ckpt8.container.manifest_json import plain_json
 from ckpt8.container.reader import ContainerReader, SkeletonFile
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError
@@ -207,7 +208,7 @@ def _facts(manifest: Manifest, size: int) -> dict[str, Any]:
         "asked": asked_words(manifest.preset, manifest.budget),
         "rules": manifest.rules,
         "directory": manifest.directory,
-        "base": base_json(manifest.base) if manifest.base else None,
+        "base": plain_json(manifest.base) if manifest.base else None,
         "differences": sum(record.base is not None for record in manifest.storages),
         "members": [
             {
