@@ -14,12 +14,23 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt8.core.errors import OutputError, UsageError
+from ckpt8.core.errors import OutputError, UsageError, require
 
 
 def missing(module: str, package: str) -> ImportError:
     """The error of importing ``module`` where ``package`` is not installed."""
     return ImportError(f"{module} needs {package}: pip install {package}")
+
+
+@contextlib.contextmanager
+def required(package: str, importer: str, to_install: str = "") -> Iterator[None]:
+    """For a block in which ``importer`` imports ``package``. Raises ImportError, with what to install, without it."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if not f"{package}.".startswith(f"{exc.name}."):
+            raise
+        raise missing(importer, to_install or package) from None
 
 
 def is_local(path: str | os.PathLike[str]) -> bool:
@@ -29,8 +40,7 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 def local_path(path: str | os.PathLike[str], advice: str) -> Path:
     """A path of the file system. Raises UsageError, closed by ``advice``, for anything else."""
-    if not is_local(path):
-        raise UsageError(f"{path}: is not a path of the file system; {advice}")
+    require(is_local(path), f"{path}: is not a path of the file system; {advice}", UsageError)
     return Path(path)
 
 

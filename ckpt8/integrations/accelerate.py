@@ -19,17 +19,13 @@ from typing import Any
 
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import FOLDER, is_sharded
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.public import checked
-from ckpt8.integrations import local_path, missing
+from ckpt8.integrations import local_path, required
 from ckpt8.integrations.sharded import load_model, load_optimizers, save_packed, state_to_pack
 
-try:
+with required("accelerate", __name__):
     from accelerate.utils import is_peft_model
-except ModuleNotFoundError as exc:
-    if exc.name != "accelerate":
-        raise
-    raise missing(__name__, "accelerate") from None
 
 _ADVICE = "give a directory that every rank can reach"
 
@@ -97,8 +93,7 @@ def load_state(
         def unpack(_: list[Any], folder: str) -> None:
             place = Path(folder) / FOLDER
             _refuse_container(Path(folder))
-            if not is_sharded(place):
-                raise InputError(f"{folder}: holds nothing that save_state packed; use accelerator.load_state")
+            require(is_sharded(place), f"{folder}: holds nothing that save_state packed; use accelerator.load_state")
             for number, (model, own) in enumerate(pairs):
                 load_model(place, _key("model", number), model, has_adapters=is_peft_model(model), threads=threads)
                 load_optimizers(place, _key("optimizer", number), model, own, threads=threads)
@@ -108,8 +103,7 @@ def load_state(
 
 
 def _refuse_container(path: Path) -> None:
-    if is_container(path):
-        raise InputError(f"{path}: is a container; restore it, and load the directory that it gives")
+    require(not is_container(path), f"{path}: is a container; restore it, and load the directory that it gives")
 
 
 @contextlib.contextmanager
@@ -118,15 +112,19 @@ def _taken_over(accelerator: Any, name: str) -> Iterator[list[tuple[Any, list[An
 
     Raises UsageError without FSDP, and where it is not clear which optimizer belongs to which model.
     """
-    if accelerator.distributed_type != "FSDP":
-        raise UsageError(
-            f"{name}: accelerate runs {accelerator.distributed_type}, not FSDP; use accelerator.{name}, and "
-            "ckpt8.compress for the folder that it writes"
-        )
+    require(
+        accelerator.distributed_type == "FSDP",
+        f"{name}: accelerate runs {accelerator.distributed_type}, not FSDP; use accelerator.{name}, and "
+        "ckpt8.compress for the folder that it writes",
+        UsageError,
+    )
     models, optimizers = accelerator._models, accelerator._optimizers
     own = [optimizer.optimizer for optimizer in optimizers]
-    if 1 < len(models) < len(own):
-        raise UsageError(f"{name}: {len(own)} optimizers for {len(models)} models; prepare one for each model")
+    require(
+        not 1 < len(models) < len(own),
+        f"{name}: {len(own)} optimizers for {len(models)} models; prepare one for each model",
+        UsageError,
+    )
     groups = [own] if len(models) == 1 else [own[number : number + 1] for number in range(len(models))]
     accelerator._models, accelerator._optimizers = [], []
     try:

@@ -30,7 +30,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.public import checked, lazy_names
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing, removing
@@ -42,14 +42,12 @@ __all__ = ["Ckpt8CheckpointIO", "Ckpt8StrategyMixin", "opened"]
 if not TYPE_CHECKING:  # the class needs torch.distributed, which not every torch has
     __getattr__ = lazy_names(__name__, lambda: {"Ckpt8StrategyMixin": "ckpt8.integrations.sharded:Ckpt8StrategyMixin"})
 
-_HOMES = ("lightning.fabric.plugins", "lightning_fabric.plugins")
-"""The modules with the interface: of the package ``lightning``, and of ``pytorch_lightning``."""
-
 _ADVICE = "Ckpt8CheckpointIO writes and reads local files; give a local path"
 
 
 def _interfaces() -> Iterator[Any]:
-    for home in _HOMES:
+    """Lightning's interface: that of the package ``lightning``, and that of ``pytorch_lightning``."""
+    for home in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
         try:
             yield import_module(home).CheckpointIO
         except ModuleNotFoundError as exc:
@@ -113,8 +111,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Write a container to ``path``. Raises OutputError, and UsageError for a path that is not local."""
-        if storage_options is not None:
-            raise UsageError("Ckpt8CheckpointIO has no storage_options; leave them out")
+        require(storage_options is None, "Ckpt8CheckpointIO has no storage_options; leave them out", UsageError)
         target = local_path(path, _ADVICE)
         self.teardown()
         try:
@@ -186,8 +183,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     ['model', 'optimizer', 'step']
     """
     source = Path(path)
-    if source.is_dir():
-        raise InputError(f"{source}: is a directory; Ckpt8CheckpointIO reads checkpoints that are one file")
+    require(not source.is_dir(), f"{source}: is a directory; Ckpt8CheckpointIO reads checkpoints that are one file")
     if not is_container(source):
         try:
             with source.open("rb") as plain:

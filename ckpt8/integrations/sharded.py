@@ -28,7 +28,7 @@ from ckpt8.container.header import is_container
 from ckpt8.container.joined import read_index
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.sharded import FOLDER, is_sharded
-from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, require
 from ckpt8.core.files.atomic import AtomicFile, remove
 from ckpt8.core.public import checked
 from ckpt8.integrations import removing
@@ -216,8 +216,7 @@ class Ckpt8StrategyMixin(PacksSlices):
         ):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
-        if storage_options is not None:
-            raise UsageError("Ckpt8StrategyMixin has no storage_options; leave them out")
+        require(storage_options is None, "Ckpt8StrategyMixin has no storage_options; leave them out", UsageError)
         path = Path(self.broadcast(filepath))
         states = {"state_dict": checkpoint.pop("state_dict")}
         states |= {f"optimizer_{at}": state for at, state in enumerate(checkpoint.pop("optimizer_states", []))}

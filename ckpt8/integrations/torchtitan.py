@@ -21,17 +21,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import is_sharded
-from ckpt8.integrations import is_local, missing
+from ckpt8.integrations import is_local, required
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 
-try:
+with required("torchtitan.components.checkpointer", __name__, "torchtitan>=0.3"):
     from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
-except ModuleNotFoundError as exc:
-    if not "torchtitan.components.checkpointer".startswith(f"{exc.name}"):
-        raise
-    raise missing(__name__, "torchtitan>=0.3") from None
-
-_STEP = re.compile(r"step-(\d+)")
 
 
 class Ckpt8CheckpointManager(CheckpointManager):
@@ -108,7 +102,9 @@ class Ckpt8CheckpointManager(CheckpointManager):
         newest: int = super()._find_load_step(folder)
         if not is_local(place) or not Path(place).is_dir():
             return newest
-        steps = [(int(match[1]), path) for path in Path(place).iterdir() if (match := _STEP.search(path.name))]
+        steps = [
+            (int(match[1]), path) for path in Path(place).iterdir() if (match := re.search(r"step-(\d+)", path.name))
+        ]
         newest = max([newest, *(step for step, path in steps if is_sharded(path))])
         step, path = max(steps, default=(-1, Path()))
         if step > newest and is_container(path) and (not dist.is_initialized() or dist.get_rank() == 0):

@@ -28,20 +28,15 @@ from ckpt8.compressing.compress import checked_options, compress, default_target
 from ckpt8.compressing.deltas import only_auto
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import remove_container
-from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError, require
 from ckpt8.core.public import checked, lazy_names
 from ckpt8.core.workers import run_task
 from ckpt8.inspecting.verify import verify
-from ckpt8.integrations import missing, removing
+from ckpt8.integrations import removing, required
 from ckpt8.restoring.restore import restore
 
-try:
+with required("transformers", __name__):
     from transformers import TrainerCallback
-except ModuleNotFoundError as exc:
-    if exc.name != "transformers":
-        raise
-    raise missing(__name__, "transformers") from None
-
 
 if TYPE_CHECKING:
     from ckpt8.integrations.sharded import Ckpt8TrainerMixin
@@ -302,10 +297,11 @@ def _restore_newest(
     if newest is None or newest in directories:
         return None if newest is None else str(directories[newest])
     place = folder / f"checkpoint-{newest}" if target is None else Path(target)
-    if target is None and place.exists():
-        raise OutputError(
-            f"{place}: is not complete (no {TRAINER_STATE}), and in the way of {containers[newest]}; remove it"
-        )
+    require(
+        target is not None or not place.exists(),
+        f"{place}: is not complete (no {TRAINER_STATE}), and in the way of {containers[newest]}; remove it",
+        OutputError,
+    )
     made.append(restore(containers[newest], place, threads=threads))
     return str(made[-1])
 
@@ -323,6 +319,5 @@ def _on_first_rank(restore: Callable[[], str | None]) -> str | None:
             dist.broadcast_object_list(result, src=0)
             raise
     dist.broadcast_object_list(result, src=0)
-    if result[1] is not None:
-        raise InputError(result[1])
+    require(result[1] is None, result[1])
     return result[0]  # type: ignore[no-any-return]

@@ -17,15 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HEADS", "SwitchBackLinear", "switchback", "to_linear"]
 
-_LOCATIONS = {
-    "HEADS": "ckpt8.nn.linear:HEADS",
-    "SwitchBackLinear": "ckpt8.nn.linear:SwitchBackLinear",
-    "switchback": "ckpt8.nn.linear:switchback",
-    "to_linear": "ckpt8.nn.linear:to_linear",
-}
-
 if not TYPE_CHECKING:
-    __getattr__ = lazy_names(__name__, lambda: _LOCATIONS)
+    __getattr__ = lazy_names(__name__, lambda: {name: f"ckpt8.nn.linear:{name}" for name in __all__})
 
 
 def __dir__() -> list[str]:

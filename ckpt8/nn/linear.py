@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ckpt8.core.backend import resolve
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.public import checked
 from ckpt8.nn import reference
 
@@ -44,14 +44,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types of inputs and weights."""
 
 
-BACKENDS = ("torch", "triton")
-"""Names of backends."""
-
-
 def check_backend(backend: str | None) -> None:
     """Raise UsageError for an unknown name. Whether the backend can run is checked when it is used."""
-    if backend not in (None, *BACKENDS):
-        raise UsageError(f"SwitchBackLinear has no backend {backend!r}; use {' or '.join(map(repr, BACKENDS))}")
+    require(
+        backend in (None, "torch", "triton"),
+        f"SwitchBackLinear has no backend {backend!r}; use 'torch' or 'triton'",
+        UsageError,
+    )
 
 
 def operations(backend: str | None, device: torch.device) -> ModuleType:
@@ -188,11 +187,17 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
     """
     check_backend(backend)
     layers = dict(_layers(model, nn.Linear))
-    if not layers and not any(_layers(model, SwitchBackLinear)):
-        raise UsageError("the model holds no nn.Linear; there is nothing that SwitchBackLinear could replace")
+    require(
+        layers or any(_layers(model, SwitchBackLinear)),
+        "the model holds no nn.Linear; there is nothing that SwitchBackLinear could replace",
+        UsageError,
+    )
     for glob in skip or ():
-        if not any(fnmatchcase(path, glob) for path in layers):
-            raise UsageError(f"skip={glob!r} matches none of the model's linear layers: {', '.join(layers)}")
+        require(
+            any(fnmatchcase(path, glob) for path in layers),
+            f"skip={glob!r} matches none of the model's linear layers: {', '.join(layers)}",
+            UsageError,
+        )
     globs = HEADS if skip is None else skip
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     chosen = {
@@ -201,8 +206,11 @@ def switchback(model: nn.Module, skip: Sequence[str] | None = None, *, backend: 
         if id(layer.weight) not in tied and not any(fnmatchcase(path, glob) for glob in globs)
     }
     for path, layer in chosen.items():
-        if layer.weight.dtype not in DTYPES:
-            raise UsageError(f"{path}: SwitchBackLinear takes no {layer.weight.dtype} weights; add it to skip")
+        require(
+            layer.weight.dtype in DTYPES,
+            f"{path}: SwitchBackLinear takes no {layer.weight.dtype} weights; add it to skip",
+            UsageError,
+        )
     for layer in chosen.values():
         layer.__class__ = SwitchBackLinear
         if backend is not None:

@@ -175,14 +175,9 @@ class Card:
 
 
 _M, _V = StateTensor("exp_avg", "moment1"), StateTensor("exp_avg_sq", "moment2")
-_ADAM = Form(
-    "ckpt8.optim.optimizers:adam", (_M, _V, StateTensor("max_exp_avg_sq", "max_moment2", when="amsgrad")), "adam"
-)
 _ADAM_SETTINGS = {"lr": 1, "betas": 2, "eps": 1, "weight_decay": 1}
-_ADAM_SIGNS = frozenset({"amsgrad", "bias_correction", "correct_bias", "t_alpha", "use_muon"})
 
 _TORCH: dict[str, Any] = {"foreach": None, "differentiable": False, "fused": None}
-_TORCH_ADAM: dict[str, Any] = {**_TORCH, "amsgrad": False, "capturable": False}
 _OPTIMI: dict[str, Any] = {
     "decouple_lr": False,
     "max_lr": None,
@@ -214,14 +209,23 @@ def _adam(rule_id: str, name: str, *, decoupled: bool) -> Card:
         name=name,
         cls=f"ckpt8.optim.optimizers:{name}",
         settings=_ADAM_SETTINGS,
-        matrix=_ADAM,
+        matrix=Form(
+            "ckpt8.optim.optimizers:adam",
+            (_M, _V, StateTensor("max_exp_avg_sq", "max_moment2", when="amsgrad")),
+            "adam",
+        ),
         fixed={"decoupled": decoupled},
-        signs=_ADAM_SIGNS,
+        signs=frozenset({"amsgrad", "bias_correction", "correct_bias", "t_alpha", "use_muon"}),
         counts=True,
         kernels=True,
         flashoptim=True,
         published=(
-            Published("torch", name, step="tensor", group={**_TORCH_ADAM, "decoupled_weight_decay": decoupled}),
+            Published(
+                "torch",
+                name,
+                step="tensor",
+                group={**_TORCH, "amsgrad": False, "capturable": False, "decoupled_weight_decay": decoupled},
+            ),
             _optimi(name),
         ),
     )
@@ -318,12 +322,7 @@ TRAINED = (
 )
 
 
-_BY_TENSOR = "its step depends on norms of the whole tensor, and is not replayed"
-_BY_PROJECTION = "its step depends on a projection that changes as it trains, and is not replayed"
-_BY_BASIS = "its step depends on a preconditioner that changes as it trains, and is not replayed"
-_BY_ALL = "its step depends on all parameters together, and is not replayed"
 _BY_BLOCKS = "its second moments are averages over blocks that the file does not name, so that its step is not replayed"
-_NO_SCALE = "its state does not say how large its gradients are, so that its step is not replayed"
 _ROLES_ONLY = "its step is not replayed"
 
 
@@ -344,11 +343,18 @@ def _roles(
 
 UNREPLAYED = (
     # These keep averages like Adam's, and are told by their settings or by other keys of their state.
-    _roles("soap", "SOAP", _BY_BASIS, _M, _V, signs=("precondition_frequency", "shampoo_beta", "GG")),
+    _roles(
+        "soap",
+        "SOAP",
+        "its step depends on a preconditioner that changes as it trains, and is not replayed",
+        _M,
+        _V,
+        signs=("precondition_frequency", "shampoo_beta", "GG"),
+    ),
     _roles(
         "galore",
         "GaLore, Fira, Conda, APOLLO",
-        _BY_PROJECTION,
+        "its step depends on a projection that changes as it trains, and is not replayed",
         _M,
         _V,
         signs=("projector", "update_proj_gap", "proj_type", "projection_type", "scale_type"),
@@ -365,7 +371,7 @@ UNREPLAYED = (
     _roles(
         "prodigy",
         "Prodigy",
-        _BY_ALL,
+        "its step depends on all parameters together, and is not replayed",
         StateTensor("exp_avg", "moment1", when="betas"),
         *(_V, StateTensor("p0", "weight", when="slice_p"), StateTensor("s", "moment1_2")),
         signs=("d_coef", "growth_rate"),
@@ -373,7 +379,7 @@ UNREPLAYED = (
     _roles(
         "lamb",
         "LAMB, LARS, AdamP, TRAC",
-        _BY_TENSOR,
+        "its step depends on norms of the whole tensor, and is not replayed",
         signs=("grad_averaging", "trust_clip", "trust_coefficient", "max_unorm", "wd_ratio", "trac"),
     ),
     # These are told by all the keys of their state together.
@@ -401,7 +407,12 @@ UNREPLAYED = (
     ),
     _roles("mars", "MARS", _ROLES_ONLY, _M, _V, StateTensor("last_grad", "moment1_2")),
     _roles("diffgrad", "DiffGrad", _ROLES_ONLY, _M, _V, StateTensor("previous_grad", "moment1_2")),
-    _roles("schedule_free_sgd", "ScheduleFree SGD", _NO_SCALE, StateTensor("z", "weight")),
+    _roles(
+        "schedule_free_sgd",
+        "ScheduleFree SGD",
+        "its state does not say how large its gradients are, so that its step is not replayed",
+        StateTensor("z", "weight"),
+    ),
     _roles(
         "schedule_free_reference",
         "ScheduleFree",
@@ -429,19 +440,13 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 )
 """Settings that turn the rule of any card into another one, and their values that do not."""
 
-_SETTINGS = {"lr": 1, "eps": 1, "weight_decay": 1}
 _MUON_SIGNS = ("use_muon", "ns_steps", "nesterov", "ns_method", "ns_coefficients")
 
-Rms = Callable[[Mapping[str, Any], Mapping[str, Any], int], Any]
 
-
-def _rms(key: str, beta: Callable[[Mapping[str, Any]], float]) -> Rms:
-    """The root of an average of squares without its bias; ``beta`` reads its decay from the arguments."""
-
-    def find(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -> Any:
-        return (state[key].clamp(min=0) / (1 - beta(given) ** max(step, 1))).sqrt()
-
-    return find
+def _square_avg_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -> Any:
+    """The root of the average of squares without its bias; RMSprop calls its decay alpha, Adadelta rho."""
+    beta = float(given["alpha" if "alpha" in given else "rho"])
+    return (state["square_avg"].clamp(min=0) / (1 - beta ** max(step, 1))).sqrt()
 
 
 def _adan_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -> Any:
@@ -459,7 +464,7 @@ def _belief_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -
 
 def _known(rule: str, *tensors: StateTensor, **more: Any) -> dict[str, Any]:
     """The form, and settings of Adam with two betas unless ``more`` has others, of an optimizer with a rule."""
-    settings = {**_SETTINGS, "betas": more.pop("betas", 2), **more.pop("settings", {})}
+    settings = {"lr": 1, "eps": 1, "weight_decay": 1, "betas": more.pop("betas", 2), **more.pop("settings", {})}
     return {
         "matrix": Form(f"ckpt8.optim.recognised_rules:{rule}", tensors, "replayed", more.pop("reach", "element")),
         "settings": {name: count for name, count in settings.items() if count >= 0},
@@ -625,7 +630,7 @@ RECOGNISED = (
             settings={"alpha": 1, "momentum": 1, "centered": 1},
             needs=("alpha", "centered"),
             coupled=True,
-            gradient_rms=_rms("square_avg", lambda given: float(given["alpha"])),
+            gradient_rms=_square_avg_rms,
         ),
     ),
     Card(
@@ -652,7 +657,7 @@ RECOGNISED = (
             settings={"rho": 1},
             needs=("rho",),
             coupled=True,
-            gradient_rms=_rms("square_avg", lambda given: float(given["rho"])),
+            gradient_rms=_square_avg_rms,
         ),
     ),
     _muon(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from ckpt8.codecs.companded8.reference import divide, square_root
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.optim.packed import PackedOptimizer, Params
 from ckpt8.optim.packed_tensor import Block, Blocks, Factored, Updates, Values, clipping, inverse_root, power, root_mean
 
@@ -109,10 +109,6 @@ def debiased(beta: float, step: int) -> float:
     return beta * (1 - power(beta, step - 1)) / (1 - power(beta, step)) if beta else 0.0
 
 
-def _second_moment(u: torch.Tensor, square: torch.Tensor, beta2: float) -> torch.Tensor:
-    return u.mul_(beta2).add_(square.mul(1 - beta2))
-
-
 def stable_adamw(
     blocks: Blocks,
     whole: Values,
@@ -144,13 +140,13 @@ def stable_adamw(
     def ratio(block: Block) -> torch.Tensor:
         grad, u = block.load("grad", "exp_avg_sq")
         square = grad.square_()
-        return square / _second_moment(u, square, beta2).clamp_min_(eps * eps)
+        return square / u.mul_(beta2).add_(square.mul(1 - beta2)).clamp_min_(eps * eps)
 
     eta = lr / max(1.0, root_mean(blocks, ratio) / clip_threshold)
     for block in blocks:
         param, grad, m, u = block.load("param", "grad", "exp_avg", "exp_avg_sq")
         m.add_((grad - m).mul_(1 - beta1))
-        _second_moment(u, grad.square_(), beta2)
+        u.mul_(beta2).add_(grad.square_().mul_(1 - beta2))
         param.mul_(1 - eta * weight_decay).sub_((m / square_root(u).add_(eps)).mul_(eta))
         yield {"param": param, "exp_avg": m, "exp_avg_sq": u}
 
@@ -377,8 +373,11 @@ class SGD(PackedOptimizer):
         nesterov: bool = False,
         **packing: Any,
     ) -> None:
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise UsageError("SGD: nesterov needs momentum and no dampening")
+        require(
+            not nesterov or (momentum > 0 and dampening == 0),
+            "SGD: nesterov needs momentum and no dampening",
+            UsageError,
+        )
         super().__init__(
             params,
             {

@@ -36,7 +36,7 @@ from ckpt8.codecs import Codec, codec_from_config, config_of, parse_codec
 from ckpt8.codecs.base import TILE, StateKey
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split32
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.public import resolve
 from ckpt8.core.tensors import is_small
 from ckpt8.optim.cards import Card
@@ -67,8 +67,7 @@ def as_codec(given: Any) -> Codec:
     """A codec from text, as in ``companded8(Q=31)``, or from its stored configuration. Raises UsageError."""
     if isinstance(given, Mapping):
         return codec_from_config(given)
-    if not isinstance(given, str):
-        raise UsageError(f"{given!r} is neither the name of a codec nor a stored configuration")
+    require(isinstance(given, str), f"{given!r} is neither the name of a codec nor a stored configuration", UsageError)
     cls, fields = parse_codec(given)
     return cast("Codec", cls(**fields))
 
@@ -77,8 +76,7 @@ def check_group(group: dict[str, Any]) -> None:
     """Replace the codecs of a group by their configurations. Raises UsageError for invalid options."""
     for key in get_args(StateKey):
         codec = as_codec(group[key])
-        if not codec.trains(key):
-            raise UsageError(f"{key}={group[key]!r}: this codec does not hold {key}")
+        require(codec.trains(key), f"{key}={group[key]!r}: this codec does not hold {key}", UsageError)
         group[key] = config_of(codec)
     master = codec_from_config(group["master"])
     for param in group["params"]:
@@ -86,14 +84,16 @@ def check_group(group: dict[str, Any]) -> None:
     card = card_of(group["rule"])
     for key, limit in _LIMITS.items():
         given, several = group.get(key, 0.0), card.settings.get(key, 1) > 1
-        if several and not isinstance(given, (tuple, list)):
-            raise UsageError(f"{key} must be several numbers, not {given!r}")
+        require(
+            not several or isinstance(given, (tuple, list)), f"{key} must be several numbers, not {given!r}", UsageError
+        )
         for value in given if several else (given,):
             if value is not None or key not in card.nullable:
                 _check_number(key, value, limit)
     for key, kind in (("maximize", bool), ("seed", int)):
-        if not isinstance(group[key], kind):
-            raise UsageError(f"{key} must be of the type {kind.__name__}, not {group[key]!r}")
+        require(
+            isinstance(group[key], kind), f"{key} must be of the type {kind.__name__}, not {group[key]!r}", UsageError
+        )
 
 
 def _check_number(key: str, value: Any, limit: float) -> None:
@@ -113,8 +113,11 @@ def matched_state(optimizer: PackedOptimizer, state_dict: Mapping[str, Any]) -> 
     """New parameter groups and state for ``optimizer``, copied from a state dict. Raises UsageError."""
     saved = state_dict["param_groups"]
     sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
-    if sizes != expected:
-        raise UsageError(f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}")
+    require(
+        sizes == expected,
+        f"parameter groups of {sizes} parameters do not fit an optimizer with groups of {expected}",
+        UsageError,
+    )
     if extra := state_dict["state"].keys() - {identifier for group in saved for identifier in group["params"]}:
         raise UsageError(f"state of parameters that no group has: {sorted(map(str, extra))[:5]}")
     groups = [_matched_group(*pair, optimizer.rule_id) for pair in zip(optimizer.param_groups, saved, strict=True)]
@@ -127,11 +130,12 @@ def matched_state(optimizer: PackedOptimizer, state_dict: Mapping[str, Any]) -> 
 
 
 def _matched_group(current: Mapping[str, Any], given: Mapping[str, Any], rule_id: str) -> dict[str, Any]:
-    if given.get("rule") != rule_id:
-        raise UsageError(
-            f"state of {given.get('rule', 'another optimizer')!r} does not fit {rule_id!r}; "
-            "see ckpt8.optim.state_conversion"
-        )
+    require(
+        given.get("rule") == rule_id,
+        f"state of {given.get('rule', 'another optimizer')!r} does not fit {rule_id!r}; "
+        "see ckpt8.optim.state_conversion",
+        UsageError,
+    )
     group = {
         **current,
         **{key: deepcopy(value) for key, value in given.items() if key not in ("params", CHECKS)},
@@ -430,5 +434,8 @@ class PackedOptimizer(torch.optim.Optimizer):
 
 
 def _check_gradient(param: torch.Tensor) -> None:
-    if param.grad is None or param.grad.layout != torch.strided:
-        raise UsageError("sparse gradients are not supported; build the embedding with sparse=False")
+    require(
+        param.grad is not None and param.grad.layout == torch.strided,
+        "sparse gradients are not supported; build the embedding with sparse=False",
+        UsageError,
+    )

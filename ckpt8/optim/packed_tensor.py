@@ -246,15 +246,11 @@ def write_master(
         d = mag.sub_(hi << 16)
     else:
         hi = (mag >> 16).bitwise_and_(1).add_(mag).add_(0x7FFF).bitwise_right_shift_(16)
-        d = residual_codes(mag.sub_(hi << 16), codec.codes.highest, None if bits is None else weight_noise(bits))
+        d, levels = mag.sub_(hi << 16), codec.codes.highest
+        noise = (d >> 31).add_(16384) if bits is None else weight_noise(bits)
+        d = d.mul_(levels).add_(noise).bitwise_right_shift_(15).clamp_(-levels, levels)
     part.copy_(d)
     param.view(torch.int16).copy_(hi.bitwise_or_((raw >> 16).bitwise_and_(0x8000)))
-
-
-def residual_codes(d: torch.Tensor, levels: int, noise: torch.Tensor | None) -> torch.Tensor:
-    """split24's codes of distances in fp32 steps, which it overwrites; without ``noise`` rounded to nearest."""
-    noise = (d >> 31).add_(16384) if noise is None else noise
-    return d.mul_(levels).add_(noise).bitwise_right_shift_(15).clamp_(-levels, levels)
 
 
 Values = Mapping[str, torch.Tensor]
@@ -289,15 +285,6 @@ def flat_blocks(numel: int, load: Load, size: int = TILE) -> list[tuple[int, int
     """The blocks of a flat tensor: first element, last element + 1, block."""
     runs = [(start, min(start + size, numel)) for start in range(0, numel, size)]
     return [(a, b, Block(lambda *names, a=a, b=b: load(a, b, (b - a,), names))) for a, b in runs]
-
-
-def block_sums(x: torch.Tensor) -> list[float]:
-    """Sums of 4096 elements each, in float64."""
-    flat = x.reshape(-1).double()
-    if short := -flat.numel() % SUM_BLOCK:
-        flat = torch.nn.functional.pad(flat, (0, short))
-    sums: list[float] = flat.view(-1, SUM_BLOCK).sum(1).tolist()
-    return sums
 
 
 _ROW_BLOCK = 1 << 18
@@ -345,7 +332,8 @@ def root_mean(blocks: Sequence[Block], squares: Callable[[Block], torch.Tensor])
     sums, count = list[float](), 0
     for x in map(squares, blocks):
         count += x.numel()
-        sums += block_sums(x)
+        flat = torch.nn.functional.pad(x.reshape(-1).double(), (0, -x.numel() % SUM_BLOCK))
+        sums += flat.view(-1, SUM_BLOCK).sum(1).tolist()
     # fsum rounds once, whatever the order; it raises where Inf meets NaN.
     total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)
     return math.sqrt(total / count)

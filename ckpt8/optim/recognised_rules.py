@@ -264,9 +264,6 @@ def adan(
         yield {"param": param, "exp_avg": m, "exp_avg_diff": e, "exp_avg_sq": n, last: grad.neg_()}
 
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-
-
 def muon(
     blocks: Blocks,
     whole: Values,
@@ -277,7 +274,7 @@ def muon(
     weight_decay: float,
     fused: bool,
     nesterov: bool = True,
-    ns_coefficients: tuple[float, ...] = _COEFFICIENTS,
+    ns_coefficients: tuple[float, ...] = (3.4445, -4.7750, 2.0315),
     eps: float = 1e-7,
     ns_steps: float = 5,
     adjust_lr_fn: str | None = None,

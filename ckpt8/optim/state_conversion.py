@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.known_optimizers import CARDS, SIDE_STATE, SPELLINGS
 from ckpt8.optim.packed_tensor import Moment, read_master
@@ -53,17 +53,19 @@ def plain_group(group: Mapping[str, Any], steps: set[int]) -> dict[str, Any]:
     """
     rule = group["rule"]
     published = CARDS[rule].published[0]
-    if group.get("maximize") and published.package != "torch":
-        raise UsageError(f"the published {rule} has no maximize")
+    require(
+        not group.get("maximize") or published.package == "torch", f"the published {rule} has no maximize", UsageError
+    )
     ours = _OURS if published.package == "torch" else _OURS | {"maximize"}
     plain = {key: value for key, value in group.items() if key not in ours} | dict(published.group)
     if published.package == "optimi":
         plain["beta1"], plain["beta2"] = plain.pop("betas")
     if published.step == "group":
-        if len(steps) > 1:
-            raise UsageError(
-                f"{published.package} keeps one step for a group; its parameters are at steps {sorted(steps)}"
-            )
+        require(
+            len(steps) <= 1,
+            f"{published.package} keeps one step for a group; its parameters are at steps {sorted(steps)}",
+            UsageError,
+        )
         plain["step"] = torch.tensor(max(steps, default=0), dtype=torch.int32)
     return plain
 
@@ -122,11 +124,13 @@ def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence
     Raises UsageError for moments with another bias convention, for amsgrad, and for decoupled learning rates.
     """
     for key in ("amsgrad", "decouple_lr"):
-        if given.get(key):
-            raise UsageError(f"{key} is not supported")
+        require(not given.get(key), f"{key} is not supported", UsageError)
     update = CARDS[rule].matrix.update if rule else None
-    if (update == "adam" and "beta1" in given) or (update == "stable_adamw" and "amsgrad" in given):
-        raise UsageError(f"the moments have another convention than {rule}; see adamw_to_stable_adamw and its inverse")
+    require(
+        not (update == "adam" and "beta1" in given) and not (update == "stable_adamw" and "amsgrad" in given),
+        f"the moments have another convention than {rule}; see adamw_to_stable_adamw and its inverse",
+        UsageError,
+    )
     spelled = {name: tuple(given[part] for part in parts) for name, parts in SPELLINGS.items() if parts[0] in given}
     kept = {*arguments, "maximize", "initial_lr", "param_names"}
     return {key: value for key, value in {**given, **spelled}.items() if key in kept}

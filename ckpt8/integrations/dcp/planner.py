@@ -34,8 +34,8 @@ class Families:
 
     def __init__(self, names: Iterable[str], ties: Mapping[str, str] | None = None) -> None:
         names = list(names)
-        find_state = Naming(names).state
-        states = {name: state for name in names if (state := find_state(name)) is not None}
+        naming = Naming(names)
+        states = {name: state for name in names if (state := naming.split(name)) is not None}
         owners = {owner for _, owner, _ in states.values()}
         self.keys = {name: key for name, (_, _, key) in states.items()}
         """The key of each value that is part of an optimizer's state."""

@@ -44,7 +44,7 @@ from ckpt8.container.facts import NO_BUDGET
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import OBJECTS, Shape, SliceKey, slices_of
 from ckpt8.core.backend import part_of
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.tensors import Box, DType
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import rows, scratch
@@ -75,15 +75,11 @@ class Naming:
         self._trained = {match["owner"] for match in matches}
         self._bare = not (matches or any(True for _ in objects) or any(model_path(name.split(".")) for name in names))
 
-    def state(self, name: str) -> tuple[str, str, str] | None:
-        """Optimizer, parameter and key of a value that is part of an optimizer's state."""
-        return self._match(_STATE, name)
+    def split(self, name: str, pattern: re.Pattern[str] = _STATE) -> tuple[str, str, str] | None:
+        """Optimizer, parameter and key of a value that is part of an optimizer's state, else None.
 
-    def setting(self, name: str) -> tuple[str, str, str] | None:
-        """Optimizer, group or parameter, and key of a value that is a setting of an optimizer."""
-        return self._match(_GROUP, name)
-
-    def _match(self, pattern: re.Pattern[str], name: str) -> tuple[str, str, str] | None:
+        With the pattern ``_GROUP``: optimizer, group or parameter, and key of a setting.
+        """
         match = pattern.fullmatch(name)
         if match is None or match["prefix"] not in self._prefixes:
             return None
@@ -91,7 +87,7 @@ class Naming:
 
     def place(self, name: str) -> Components:
         """The path of a tensor. Joined by dots it is its name in the file, unless names collide or are too long."""
-        if (state := self.state(name)) is not None:
+        if (state := self.split(name)) is not None:
             return state[0], STATE, *state[1:]
         return model_path(name.split(".")) or (WEIGHTS if self._bare or name in self._trained else OTHER, name)
 
@@ -161,7 +157,7 @@ def _add_settings(tree: dict[str, Any], naming: Naming, known: Mapping[str, Any]
     states: dict[tuple[str, str], dict[str, Any]] = {}
     settings: dict[str, dict[str, dict[str, Any]]] = {}
     for name, value in known.items():
-        state, setting = naming.state(name), naming.setting(name)
+        state, setting = naming.split(name), naming.split(name, _GROUP)
         if state is not None:
             states.setdefault(state[:2], {})[state[2]] = value
         elif setting is not None:
@@ -375,8 +371,11 @@ class RankPlan:
         if not isinstance(value, torch.Tensor):
             self._objects[name] = self._place(value.getvalue())
             return
-        if value.is_meta and value.numel():
-            raise UsageError(f"{shown(name)}: is on the device meta and has no values; initialise it first")
+        require(
+            not (value.is_meta and value.numel()),
+            f"{shown(name)}: is on the device meta and has no values; initialise it first",
+            UsageError,
+        )
         planned = None if data is None else (data.properties.dtype, tuple(data.chunk.sizes))
         if planned is not None and is_plain(value) and (value.dtype, tuple(value.shape)) != planned:
             raise UsageError(

@@ -33,14 +33,12 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.container.joined import read_index
-from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, require
 from ckpt8.core.files.atomic import as_private_as
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.text import listed, shown
 from ckpt8.integrations.dcp.planner import Families, find_owner, with_copies
 from ckpt8.integrations.dcp.storage import Ckpt8StorageWriter
-
-_LISTED = 5
 
 _Place = tuple[str, Place]
 """The name of a tensor, and the offsets and sizes of a slice of it."""
@@ -124,10 +122,9 @@ class SharingPlanner(SavePlanner):
         unread = next((member for member in self.bundle.opened if member.holds_tensors), None)
         if unread is not None:
             raise InputError(f"{where}: {unread.path}: {unread.reason}; it cannot be shared among ranks")
-        if not homes:
-            raise InputError(f"{where}: is no directory of torch.distributed.checkpoint, which ranks can share")
+        require(homes, f"{where}: is no directory of torch.distributed.checkpoint, which ranks can share")
         if len(homes) > 1:
-            folders = listed(sorted({member.path.rpartition("/")[0] for member in members}), _LISTED)
+            folders = listed(sorted({member.path.rpartition("/")[0] for member in members}), 5)
             raise UsageError(f"{where}: holds several checkpoints; give one of them: {folders}")
         self._home = members[0].home
         folder = members[0].path.removesuffix(next(iter(self._home.files)))
@@ -139,8 +136,10 @@ class SharingPlanner(SavePlanner):
                 if piece.place is not None:
                     self._stored[piece.name, piece.place[0]] = piece, member, ref, storages[ref.key]
         for piece in self.share.items:
-            if piece.place and (piece.name, piece.place[0]) not in self._stored:
-                raise InputError(f"{where}: {shown(piece.name)}: is no plain tensor; it cannot be shared")
+            require(
+                not piece.place or (piece.name, piece.place[0]) in self._stored,
+                f"{where}: {shown(piece.name)}: is no plain tensor; it cannot be shared",
+            )
         self.state_dict = self._known()
 
     def _choose(self, home: DcpCheckpoint) -> set[Slice]:

@@ -76,7 +76,7 @@ from ckpt8.container.sharded import (
     is_sharded,
     slices_of,
 )
-from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of
 from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import is_unicode
@@ -229,21 +229,24 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         """Begin a save. Raises UsageError where ranks cannot tell which part of a checkpoint is theirs."""
         self._part = None
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
-            if not saves_with_all_ranks(kwargs.get("rank")):
-                raise UsageError(
-                    "use_collectives=False makes one checkpoint of all ranks of the job; leave it out, or "
-                    "process_group and no_dist"
-                )
+            require(
+                saves_with_all_ranks(kwargs.get("rank")),
+                "use_collectives=False makes one checkpoint of all ranks of the job; leave it out, or "
+                "process_group and no_dist",
+                UsageError,
+            )
             self._part = Part(dist.get_rank(), dist.get_world_size(), save_of_all_ranks(self.path))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory. Raises OutputError, UsageError for a tensor that no container holds."""
         for item in plan.items:
             name, dims = shown(item.index.fqn), 0 if item.tensor_data is None else len(item.tensor_data.size)
-            if item.tensor_data is not None and not is_unicode(item.index.fqn):
-                raise UsageError(f"{name}: is no valid Unicode; give the value another name")
-            if dims > MOST_DIMS:
-                raise UsageError(f"{name}: has {dims} dimensions, more than {MOST_DIMS}; reshape it")
+            require(
+                item.tensor_data is None or is_unicode(item.index.fqn),
+                f"{name}: is no valid Unicode; give the value another name",
+                UsageError,
+            )
+            require(dims <= MOST_DIMS, f"{name}: has {dims} dimensions, more than {MOST_DIMS}; reshape it", UsageError)
         try:
             self.path.mkdir(mode_of_output(directory=True), parents=True, exist_ok=True)
         except OSError as exc:
@@ -256,16 +259,22 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         Raises OutputError where the directory holds a checkpoint that must stay, UsageError for a rule that matches
         nothing in any of the plans.
         """
-        if (self.path / ".metadata").exists():
-            raise OutputError(f"{self.path}: holds a checkpoint of another format; give another directory")
-        if self._part is not None and has_other_parts(self.path, self._part):
-            raise OutputError(
-                f"{self.path}: holds a checkpoint, which ranks cannot replace without collectives; give another "
-                "directory"
-            )
+        require(
+            not (self.path / ".metadata").exists(),
+            f"{self.path}: holds a checkpoint of another format; give another directory",
+            OutputError,
+        )
+        require(
+            self._part is None or not has_other_parts(self.path, self._part),
+            f"{self.path}: holds a checkpoint, which ranks cannot replace without collectives; give another directory",
+            OutputError,
+        )
         # Parts of this save may be there already: those of ranks that are faster.
-        if self._part is None and not self._overwrite and is_sharded(self.path):
-            raise OutputError(f"{self.path}: holds a checkpoint, and overwrite is False; give another directory")
+        require(
+            self._part is not None or self._overwrite or not is_sharded(self.path),
+            f"{self.path}: holds a checkpoint, and overwrite is False; give another directory",
+            OutputError,
+        )
         if self._policy.rules and all(getattr(plan, "usable", True) for plan in plans):
             items = [item for plan in plans for item in plan.items]
             tensors = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
@@ -305,10 +314,11 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         index = index_of(self.path, metadata, written, self._run_id)
         metadata.storage_data = index = replace(index, part=self._part)
         missing = [name for name in index.files if not (self.path / name).exists()]
-        if missing:
-            raise OutputError(
-                f"{self.path}: ranks have written {listed(missing, _SHOWN)} elsewhere; {ADVICE}, nothing was replaced"
-            )
+        require(
+            not missing,
+            f"{self.path}: ranks have written {listed(missing, _SHOWN)} elsewhere; {ADVICE}, nothing was replaced",
+            OutputError,
+        )
         # Before anything is replaced: a warning may be an error.
         self._warn_of_losses(index, written)
         index.write(self.path)
@@ -398,8 +408,7 @@ class _RankFile:
     """One file of the checkpoint, open as ``reader``. Raises InputError unless it ends with ``seal``."""
 
     def __init__(self, reader: ContainerReader, seal: str, workers: Workers) -> None:
-        if reader.seal.hex() != seal:
-            raise InputError(f"{reader.path}: belongs to another save than the {INDEX} beside it")
+        require(reader.seal.hex() == seal, f"{reader.path}: belongs to another save than the {INDEX} beside it")
         self._reader = reader
         self._workers = workers
         self._slices = slices_of(reader.manifest)
@@ -473,10 +482,10 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans as they are. Raises InputError where ranks have found different saves."""
         # Ranks read the index one by one, and not every file system shows all machines the same one.
-        if len({plan.storage_data for plan in plans}) > 1:
-            raise InputError(
-                f"{self.path}: ranks have found different saves; another job replaces the checkpoint, load it again"
-            )
+        require(
+            len({plan.storage_data for plan in plans}) <= 1,
+            f"{self.path}: ranks have found different saves; another job replaces the checkpoint, load it again",
+        )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -506,11 +515,11 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             planned[item.dest_index.fqn] += prod(item.lengths)
         for name, value in state.items() if isinstance(state, Mapping) else ():
             asked = sum(local.numel() for local in local_tensors(value))
-            if name in self._index.tensors and planned[name] < asked and (plans_all or planned[name]):
-                raise InputError(
-                    f"{self.path}: {shown(name)}: slices are missing: {planned[name]} of {asked} elements that this "
-                    "rank loads are there; the checkpoint is not complete"
-                )
+            require(
+                name not in self._index.tensors or planned[name] >= asked or not (plans_all or planned[name]),
+                f"{self.path}: {shown(name)}: slices are missing: {planned[name]} of {asked} elements that this "
+                "rank loads are there; the checkpoint is not complete",
+            )
 
     def _requests(self, item: ReadItem, planner: LoadPlanner) -> Iterator[tuple[str, Callable[[_RankFile], None]]]:
         """What reads an item, each from the file of that name. Raises InputError for what is not stored."""
@@ -523,8 +532,10 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
         tensor = index.tensors[name]
         first = item.storage_index.offset or (0,) * len(item.lengths)
         offsets = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
-        if any(at + size > whole for at, size, whole in zip(offsets, item.lengths, tensor.shape, strict=True)):
-            raise InputError(f"{self.path}: {name}: has shape {tensor.shape}, and more of it is asked for")
+        require(
+            all(at + size <= whole for at, size, whole in zip(offsets, item.lengths, tensor.shape, strict=True)),
+            f"{self.path}: {name}: has shape {tensor.shape}, and more of it is asked for",
+        )
         boxes = tensor.overlapping(offsets, item.lengths)
         if not boxes and all(item.lengths):
             raise self._not_stored(name)
@@ -558,8 +569,10 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             file.fill(name, target.tensor, part, both, into)
         else:
             whole = file.load(place, f"{self.path}: {name}")
-            if not isinstance(whole, torch.Tensor) or tuple(whole.shape) != part.sizes:
-                raise InputError(f"{self.path}: {name}: is not the tensor that {INDEX} states")
+            require(
+                isinstance(whole, torch.Tensor) and tuple(whole.shape) == part.sizes,
+                f"{self.path}: {name}: is not the tensor that {INDEX} states",
+            )
             into.copy_(view_of_box(whole, both, part.offsets))
         target.missing -= 1
         if not target.missing:

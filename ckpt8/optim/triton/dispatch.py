@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ckpt8.core import backend
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.packed_tensor import signed, stream_key
 
@@ -145,8 +145,9 @@ class Fused:
         reason = obstacle(optimizer.rule_id, param)
         if reason is None:
             return True
-        if optimizer.fused:
-            raise UsageError(f"fused=True, but parameter {index} cannot be updated by kernels: {reason}")
+        require(
+            not optimizer.fused, f"fused=True, but parameter {index} cannot be updated by kernels: {reason}", UsageError
+        )
         if index not in self._warned:
             self._warned.add(index)
             warnings.warn(f"parameter {index} is not updated by fused kernels: {reason}", stacklevel=5)
@@ -181,8 +182,7 @@ class Fused:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         plan = self._plans.get(key)
         if plan is None or not plan.covers(rows):
-            if capturing:
-                raise UsageError("take a step with these parameters before capturing one in a CUDA graph")
+            require(not capturing, "take a step with these parameters before capturing one in a CUDA graph", UsageError)
             # Parameters that have no gradient this time stay, so that they may come and go.
             streams = {row.stream for row in rows}
             absent = (row for row in (plan.rows if plan else ()) if row.stream not in streams)

@@ -111,13 +111,6 @@ def addresses_kernel(table, first, odd):
         tl.store(table + (first + i) * COLUMNS + GRAD, odd[i] >> 1)
 
 
-def write_addresses(table: torch.Tensor, addresses: list[int]) -> None:
-    """Set the addresses of gradients by kernel arguments: no copy from the host, and a CUDA graph keeps them."""
-    for first in range(0, len(addresses), ADDRESSES):
-        odd = tuple((2 * address) | 1 for address in addresses[first : first + ADDRESSES])
-        addresses_kernel[(1,)](table, first, odd, **PROLOGUE_OPTIONS)
-
-
 class Matrices:
     """The tables of the matrices in the ``rows`` of a plan: ``table``, two buffers, and the programs of the kernels."""
 
@@ -197,8 +190,11 @@ class LaunchPlan:
         if always:
             self._gradients = None
         if self._gradients is None or new != self._gradients:
+            # Kernel arguments need no copy from the host, and a CUDA graph keeps them.
             with on_device(self.device):
-                write_addresses(self.table, new)
+                for first in range(0, len(new), ADDRESSES):
+                    odd = tuple((2 * address) | 1 for address in new[first : first + ADDRESSES])
+                    addresses_kernel[(1,)](self.table, first, odd, **PROLOGUE_OPTIONS)
             if self._gradients is not None:
                 self._gradients = new
 
