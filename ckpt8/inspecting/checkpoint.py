@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -200,13 +200,6 @@ def _unpredicted(plan: Plan) -> dict[str, int]:
     return dict(reasons.most_common())
 
 
-class _Found(NamedTuple):
-    """What some storages take, and their error in steps."""
-
-    stored: float
-    error: StepError = StepError()
-
-
 class _Prediction:
     """The prediction for one plan."""
 
@@ -223,7 +216,7 @@ class _Prediction:
             # The plan knows no steps: measure it as if it did.
             units = join(self._plan.streams, stepped.parameters)
             again = workers.map(self._of_unit, [unit for unit in units if _has_step(unit)])
-            errors += [part.error for part in again]
+            errors += [steps for _, steps in again]
         for part in errors:
             error.merge(part)
         if budget is not None and error.energy > (most := budget.steps**2 * error.step):
@@ -251,12 +244,12 @@ class _Prediction:
         own, groups = share(units, self._source.size, header.SLAB)
         sizes = [*workers.map(self._of_unit, own), *workers.map(self._of_group, groups)]
         outside = sum(stream.storage.nbytes for stream in self._plan.streams if stream.index in self._structure)
-        return int(sum(part.stored for part in sizes) + outside * _STRUCTURE_LEFT), [part.error for part in sizes]
+        return int(sum(stored for stored, _ in sizes) + outside * _STRUCTURE_LEFT), [steps for _, steps in sizes]
 
-    def _of_unit(self, unit: Unit) -> _Found:
-        """A unit with entries of its own, from up to PER_TENSOR elements in its middle. Thread-safe."""
+    def _of_unit(self, unit: Unit) -> tuple[float, StepError]:
+        """Bytes and error of a unit with entries of its own, from PER_TENSOR elements in its middle. Thread-safe."""
         if unit.numel == 0:
-            return _Found(0.0)
+            return 0.0, StepError()
         count = min(unit.numel, PER_TENSOR)
         first, share_of_all = (unit.numel - count) // 2, unit.numel / count
         originals = [
@@ -281,10 +274,10 @@ class _Prediction:
             for frame, _ in stored
         ]
         entries = len(header.slab_chunks(unit.numel, header.SLAB)) * sum(map(len, coded))
-        return _Found(sum(lengths) * share_of_all + _ENTRY_BYTES * entries + _STEPS_BYTES * _has_step(unit), error)
+        return sum(lengths) * share_of_all + _ENTRY_BYTES * entries + _STEPS_BYTES * _has_step(unit), error
 
-    def _of_group(self, group: Group) -> _Found:
-        """Small units with common entries, from some of them. Thread-safe."""
+    def _of_group(self, group: Group) -> tuple[float, StepError]:
+        """Bytes and error of small units with common entries, from some of them. Thread-safe."""
         units = group.units[:: -(-len(group.units) // _UNITS_SAMPLED)]
         encoder = GroupEncoder(
             self._source,
@@ -299,7 +292,7 @@ class _Prediction:
         for member in packed.units:
             error.merge(member.errors.steps or StepError())
         outside = _ENTRY_BYTES * len(lengths) + _ROW_BYTES * len(group.units)
-        return _Found(sum(lengths) * share_of_all + outside, _scaled(error, share_of_all))
+        return sum(lengths) * share_of_all + outside, _scaled(error, share_of_all)
 
 
 def _has_step(unit: Unit) -> bool:

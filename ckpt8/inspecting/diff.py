@@ -137,10 +137,10 @@ class Difference:
     @property
     def identical(self) -> bool:
         """Whether both hold the same: every tensor bit for bit, every value, every file."""
-        only_a = self.tensors_only_a or self.values_only_a or self.files_only_a
-        only_b = self.tensors_only_b or self.values_only_b or self.files_only_b
-        changed = self.values or self.files
-        return not (only_a or only_b or changed) and all(tensor.identical for tensor in self.tensors)
+        only_one = self.tensors_only_a, self.values_only_a, self.files_only_a
+        only_other = self.tensors_only_b, self.values_only_b, self.files_only_b
+        is_changed = any((*only_one, *only_other, self.values, self.files))
+        return not is_changed and all(tensor.identical for tensor in self.tensors)
 
     @property
     def changed(self) -> list[TensorDifference]:

@@ -46,8 +46,6 @@ from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import Role
 from ckpt8.core.text import printable
 
-_OF_SEVERAL = "directory"
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -100,7 +98,7 @@ def make_sides(a: Bundle, b: Bundle) -> tuple[Side, Side]:
 def _make(members: Bundle, layout: str | None, *, together: bool) -> Side:
     present = [member for member in members.opened if member.checkpoint.format not in (SYMLINK, DIRECTORY)]
     formats = [member.checkpoint.format for member in present]
-    name = (layout or _OF_SEVERAL) if members.directory is not None or not formats else formats[0]
+    name = (layout or "directory") if members.directory is not None or not formats else formats[0]
     side = Side(members.path, name, is_stored(members.path), size_of(members.path))
     if together and members.directory is not None:
         content = content_of(members)
@@ -424,7 +422,6 @@ def _shown(label: str) -> str:
 
 
 K = TypeVar("K")
-_PARAM_NAMES = "param_names"
 _ALONE = "\0"
 """Stands before a path without a counterpart; no other name begins with it."""
 
@@ -526,7 +523,7 @@ def _walk(part: Part, naming: Naming, *, param_names: bool) -> Iterator[tuple[_P
             above, above_id = places[-1]
             place = above.below(path[-1]).renamed((above_id, path[-1]), naming.entries, naming.weight_owners)
         if isinstance(node, (TensorRef, StorageRef)) or is_leaf(node):
-            if param_names or path[-1] != _PARAM_NAMES:
+            if param_names or path[-1] != "param_names":
                 yield place, node
             continue
         place = place.renamed(id(node), naming.places, naming.state_owners)

@@ -45,8 +45,8 @@ from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.facts import shown_names, skeleton_roles
-from ckpt8.inspecting.tensors import EVERY_ELEMENT, ChunkSampling, describe
-from ckpt8.inspecting.verify import open_originals
+from ckpt8.inspecting.tensors import EVERY_ELEMENT, ROLES, ChunkSampling, describe
+from ckpt8.inspecting.verify import Originals
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS
 
 LOWEST = -149
@@ -65,7 +65,6 @@ _NOT_DRAWN = ("came", "replayed")
 """Kinds of updates that do not follow from the moments of the same elements alone."""
 
 _SIDES = ("before", "after")
-_COUNTED = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 
 
 @dataclass(slots=True)
@@ -210,7 +209,7 @@ class Piece:
 
 def is_counted(spec: TensorSpec, codec: Codec) -> bool:
     """Whether the report counts a storage: floating weights and moments, without rounded copies."""
-    return spec.role in _COUNTED and spec.dtype.is_plane_float and spec.numel > 0 and codec.copied is None
+    return spec.role in ROLES and spec.dtype.is_plane_float and spec.numel > 0 and codec.copied is None
 
 
 def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
@@ -520,10 +519,10 @@ def container_distributions(reader: Stored, original: Path | None = None, *, ful
 
 def _open_original(reader: Stored, original: Path, workers: Workers, stack: ExitStack) -> Bundle:
     """The original, with storages of the same numbers."""
-    if isinstance(reader, JoinedReader):
-        return stack.enter_context(open_originals(reader, original, workers)).together
-    decode = not Policy(reader.manifest.preset).keeps_compressed
-    return stack.enter_context(open_source(original, containers=False, decode=decode))
+    is_joined = isinstance(reader, JoinedReader)
+    decode = is_joined or not Policy(reader.manifest.preset).keeps_compressed
+    source = stack.enter_context(open_source(original, containers=False, decode=decode))
+    return Originals(reader, source, workers).together if isinstance(reader, JoinedReader) else source
 
 
 def _units(reader: Stored, counted: set[int]) -> list[Unit]:

@@ -84,7 +84,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ from ckpt8.inspecting.tensors import (
     SourceTensor,
     TensorSource,
     open_tensors,
+    tiles,
 )
 
 CREST = 4.5
@@ -186,9 +187,6 @@ def round_to_odd(x: torch.Tensor) -> torch.Tensor:
     bits = bits - (wide.abs() > x.abs()).int()
     return torch.where(wide == x, bits, bits | 1).view(torch.float32)
 
-
-TILE = 1 << 16
-"""Elements that are rounded at once: their temporaries fit the L2 cache."""
 
 RAW, SCALED = "raw", "scaled"
 
@@ -325,13 +323,6 @@ class Casts:
 def scaled_by(x: torch.Tensor, scale: float) -> torch.Tensor:
     """``x`` times a power of two, exactly: as float64 if float32 could lose bits."""
     return x * scale if x.dtype is torch.float32 and 1.0 <= scale <= _LARGEST_SCALE else x.double() * scale
-
-
-def tiles(blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Flat blocks cut into tiles."""
-    for block in blocks:
-        for start in range(0, len(block), TILE):
-            yield block[start : start + TILE]
 
 
 MOST_UNDERFLOW = 0.05
@@ -504,12 +495,12 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
 def _tensor_facts(source: TensorSource, tensor: SourceTensor, *, full: bool) -> dict[str, Any]:
     extent = Extent()
     elements = tensor.in_memory_order
-    for tile in tiles(source.blocks(elements, full=full)):
+    for (tile,) in tiles(zip(source.blocks(elements, full=full))):
         extent.add(tile)
     casts = None
     if tensor.scale is None:
         casts = Casts(extent)
-        for tile in tiles(source.blocks(elements, full=full)):
+        for (tile,) in tiles(zip(source.blocks(elements, full=full))):
             casts.add(tile)
     count = extent.count + extent.nonfinite
     return {
@@ -554,13 +545,12 @@ def _measure(
     same_strides = [ref.stride for ref in mine.pieces] == [ref.stride for ref in theirs.pieces]
     if same_strides and mine.scale is theirs.scale is None:
         one, two = mine.in_memory_order, theirs.in_memory_order
-    for pair in zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True):
-        for y, x in zip(*(tiles([block]) for block in pair), strict=True):
-            finite = y.isfinite() & x.isfinite()
-            y_finite, x_finite = (y, x) if bool(finite.all()) else (y[finite], x[finite])
-            differing += int((y_finite != x_finite).count_nonzero())
-            signal.add(x_finite)
-            error.add(y_finite.double() - x_finite.double())
+    for y, x in tiles(zip(source.blocks(one, full=full), other.blocks(two, full=full), strict=True)):
+        finite = y.isfinite() & x.isfinite()
+        y_finite, x_finite = (y, x) if bool(finite.all()) else (y[finite], x[finite])
+        differing += int((y_finite != x_finite).count_nonzero())
+        signal.add(x_finite)
+        error.add(y_finite.double() - x_finite.double())
     nmse = math.ldexp(error.square / signal.square, 2 * (error.exponent - signal.exponent)) if signal.square else None
     return {
         "name": theirs.name,

@@ -36,7 +36,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef, read_settings
-from ckpt8.codecs.error_stats import ErrorStats
+from ckpt8.codecs.error_stats import NoiseError
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError
@@ -47,20 +47,13 @@ from ckpt8.optim.known_optimizers import SIDE_STATE
 
 
 @dataclass(slots=True)
-class StepFigures(ErrorStats):
-    """Sums over parameters after one step; ``max_*`` are maxima."""
+class ReplayedStepError(NoiseError):
+    """Error of the update after one step, and of the weights, as sums over parameters; ``max_*`` are maxima."""
 
-    update_error: float = 0.0
-    update: float = 0.0
     max_update: float = 0.0
     weight_error: float = 0.0
     weight: float = 0.0
     max_weight: float = 0.0
-
-    @property
-    def nmse(self) -> float:
-        """Sum (du)^2 / sum u^2; 0 if nothing moves and nothing differs."""
-        return self.update_error / self.update if self.update else (math.inf if self.update_error else 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain figures; None for unknown weights, and for an error without any update."""
@@ -81,8 +74,8 @@ class ReplayFigures:
     that a container states of them.
     """
 
-    steps: list[StepFigures]
-    first: StepFigures = field(default_factory=StepFigures)
+    steps: list[ReplayedStepError]
+    first: ReplayedStepError = field(default_factory=ReplayedStepError)
     with_gradient: int = 0
     parameters: int = 0
     with_weights: int = 0
@@ -90,7 +83,9 @@ class ReplayFigures:
     skipped: dict[str, str] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
 
-    def add(self, name: str, steps: list[StepFigures] | str, unpaired: str | None, *, needs_gradient: bool) -> None:
+    def add(
+        self, name: str, steps: list[ReplayedStepError] | str, unpaired: str | None, *, needs_gradient: bool
+    ) -> None:
         """Add a parameter: its figures by step, or why there are none; ``unpaired`` says why it has no weight."""
         if isinstance(steps, str):
             self.skipped[name] = steps
@@ -228,7 +223,7 @@ def replay(
 
 def replay_files(reader: ContainerReader, original: Path, steps: int, workers: Workers) -> ReplayFigures:
     """Replay every member with ``workers``; threads of its own decode the container."""
-    figures = ReplayFigures([StepFigures() for _ in range(steps)])
+    figures = ReplayFigures([ReplayedStepError() for _ in range(steps)])
     with open_source(original) as one, open_source(reader.path) as other:
         first, second = ReplaySource(one), ReplaySource(other)
         for record in reader.manifest.members:
@@ -256,7 +251,7 @@ class _Side:
 
 def _replay(
     one: Replayable, other: Replayable, steps: int, lock: threading.Lock, pair: tuple[SavedParameter, SavedParameter]
-) -> list[StepFigures] | str:
+) -> list[ReplayedStepError] | str:
     """The figures of one parameter, step by step, or why it cannot be replayed. Thread-safe.
 
     The sources take one reader at a time, which has the ``lock``.
@@ -275,7 +270,7 @@ def _replay(
         lost = "its weight, which its step needs, was not found"
         return lost if is_lost else f"{broken} of the original is not finite"
     if compressed.find_not_finite():
-        return [StepFigures(update_error=math.inf)] * steps
+        return [ReplayedStepError(sum_square_error=math.inf)] * steps
     order, figures = Order.of(rule.form, first), []
     gradients = Gradients(rule, {key: order.stored(values) for key, values in original.state.items()})
     for k in range(steps):
@@ -298,14 +293,14 @@ def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> s
     return None
 
 
-def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> StepFigures:
+def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> ReplayedStepError:
     update, weight = measure(u, v), Change()
     if original.weight is not None and compressed.weight is not None:
         weight = measure(original.weight, compressed.weight)
-    return StepFigures(
+    return ReplayedStepError(
         # ``measure`` leaves NaN and Inf out; a step with any of them is broken.
-        update_error=math.inf if update.excluded else update.change,
-        update=update.square,
+        sum_square_error=math.inf if update.excluded else update.change,
+        sum_square=update.square,
         max_update=update.max_change,
         weight_error=math.inf if weight.excluded else weight.change,
         weight=weight.square,

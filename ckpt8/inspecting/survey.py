@@ -54,7 +54,7 @@ from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.facts import shown_names
-from ckpt8.inspecting.tensors import budget, describe, open_any, windows
+from ckpt8.inspecting.tensors import BITS, budget, describe, open_any, windows
 
 FP16_ZERO = 2.0**-25
 """fp16 rounds numbers up to this one, half of its smallest, to zero."""
@@ -66,7 +66,6 @@ _VARIETY = 16
 _VARIED_IN = 4096
 """Elements of every window in which the tally looks for different values."""
 
-_BITS = {1: DType.UINT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
 _SUMMED = (
     *("numel", "seen", "nan", "inf", "nonzero", "negative"),
     *("fp16_zero", "groups", "zero_scales", "subnormal_scales"),
@@ -144,7 +143,7 @@ class Tally:
         """Count the elements ``x`` from ``start`` on, and add them to ``rows`` if given."""
         if self.role is Role.WEIGHT:
             self.digest.update(bytes_of(x))
-        bits = x.view(_BITS[self.dtype.itemsize].torch)
+        bits = x.view(BITS[self.dtype.itemsize])
         if self.dtype is DType.FLOAT32:
             self.fits_bf16 = self.fits_bf16 and not bool((bits & 0xFFFF).any())
         if len(self.values) < _VARIETY:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -306,7 +306,11 @@ def open_tensors(path: Path) -> Iterator[TensorSource]:
         yield TensorSource(bundle)
 
 
-_TILE = 1 << 16
+TILE = 1 << 16
+"""Elements that are looked at together: their temporaries fit the L2 cache."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers that hold the bits of an element, by its size in bytes."""
 
 _EXACT = 2.0**62
 """Smaller differences of 64-bit integers are computed as integers: float64 has too few bits for their values."""
@@ -383,24 +387,29 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def tiles(blocks: Iterable[tuple[torch.Tensor, ...]]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Blocks cut into tiles; the flat tensors of a block are as long as each other, and are cut side by side."""
+    for block in blocks:
+        yield from zip(*(torch.split(side, TILE) for side in block), strict=True)
+
+
 def measure(a: torch.Tensor, b: torch.Tensor) -> Change:
     """Compare two flat tensors of one length, on the CPU, both of types that have numbers."""
     total = Change()
-    for start in range(0, len(a), _TILE):
-        total.merge(_tile(a[start : start + _TILE], b[start : start + _TILE]))
+    for tile in tiles([(a, b)]):
+        total.merge(_measure_tile(*tile))
     return total
 
 
 def count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements of two flat contiguous tensors of one type differ in their bits."""
     size = a.element_size()
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    x, y = (values.view(integers[min(size, 8)]) for values in (a, b))
+    x, y = (values.view(BITS[min(size, 8)]) for values in (a, b))
     unequal = x.ne(y)
     return int((unequal.view(-1, 2).any(1) if size > 8 else unequal).count_nonzero())
 
 
-def _tile(a: torch.Tensor, b: torch.Tensor) -> Change:
+def _measure_tile(a: torch.Tensor, b: torch.Tensor) -> Change:
     same_type = a.dtype == b.dtype
     change = Change(len(a), count_differing(a, b) if same_type else 0)
     x = _wide(a)

@@ -18,7 +18,6 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -63,32 +62,16 @@ from ckpt8.core.text import box_text, shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff_sides import Equality, Leaves
 from ckpt8.inspecting.facts import step_facts
-from ckpt8.inspecting.replay import ReplayFigures, ReplaySource, StepFigures, replay, replay_files
+from ckpt8.inspecting.replay import ReplayedStepError, ReplayFigures, ReplaySource, replay, replay_files
 from ckpt8.inspecting.tensor_table import check_table, table_differences
 from ckpt8.inspecting.tensors import describe
 
 _GIVE = "give the checkpoint that it was made from"
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredUpdate:
-    """The error of a parameter's update, and the parameter with the rule that it is measured by."""
-
-    error: UpdateError
-    parameter: Parameter
-
-    def disagreement(self, stored: UpdateError) -> str | None:
-        """The first figure that differs from a stored one; None if all agree.
-
-        Products of whole matrices depend on the machine, so that their figures agree to 1 %.
-        """
-        is_whole = self.parameter.replay is not None and self.parameter.replay.is_whole
-        return self.error.disagreement(stored, 0.01, all_close=True) if is_whole else self.error.disagreement(stored)
-
-
 @dataclass(slots=True)
 class Measured:
-    """Errors measured against an original: by storage index, and by parameter index.
+    """Errors measured against an original: by storage index, and by parameter index, that of the update with the rule.
 
     ``steps`` are in the measure of a budget, by parameter index, as a container states them. ``differing`` names the
     lossless storages whose bytes differ from the original. ``table`` has the tensors of the original.
@@ -96,7 +79,7 @@ class Measured:
 
     table: Manifest
     storages: dict[int, ErrorStats] = field(default_factory=dict)
-    parameters: dict[int, MeasuredUpdate] = field(default_factory=dict)
+    parameters: dict[int, tuple[UpdateError, Parameter]] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)
 
@@ -105,11 +88,11 @@ class Measured:
         for index, record in enumerate(manifest.storages):
             record.error = self.storages[index].to_json() if index in self.storages else None
         for index, parameter in enumerate(manifest.parameters):
-            update = self.parameters.get(index)
-            parameter.error = update.error.to_json() if update else None
+            update, known = self.parameters.get(index, (None, None))
+            parameter.error = update.to_json() if update else None
             parameter.steps = self.steps.get(index)
-            if update is not None and update.parameter.rule is not None:
-                parameter.rule, parameter.reason = asdict(update.parameter.rule), None
+            if known is not None and known.rule is not None:
+                parameter.rule, parameter.reason = asdict(known.rule), None
 
 
 def measure(reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None) -> Measured:
@@ -153,7 +136,7 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
         parameter = unit.parameter
         index = parameter_of.get(frozenset(parameter.moments.values())) if parameter else None
         if errors.update is not None and parameter is not None and index is not None:
-            measured.parameters[index] = MeasuredUpdate(errors.update, parameter)
+            measured.parameters[index] = errors.update, parameter
         if parameter is not None and index is not None:
             steps = steps_record(parameter.step, errors.steps)
             measured.steps |= {} if steps is None else {index: steps}
@@ -250,7 +233,10 @@ _OPEN_FILES = 4
 
 
 class Originals:
-    """The plain directory ``path``. ``data`` and ``parts`` are its slices; ``bundles`` are the originals of ranks."""
+    """The plain directory ``source`` that the same checkpoint was saved to. Raises CheckFailedError, InputError.
+
+    ``data`` has its slices; ``bundles`` are the originals of ranks.
+    """
 
     def __init__(self, joined: JoinedReader, source: Bundle, workers: Workers) -> None:
         members = source.distributed
@@ -333,13 +319,6 @@ class _Original:
         self._data.check_unchanged()
 
 
-@contextmanager
-def open_originals(joined: JoinedReader, original: Path, workers: Workers) -> Iterator[Originals]:
-    """Open the plain directory that the same checkpoint was saved to. Raises CheckFailedError, InputError."""
-    with open_source(original, containers=False) as source:
-        yield Originals(joined, source, workers)
-
-
 def same_object(a: Checkpoint, b: Checkpoint) -> bool:
     """Whether two files hold the same object. Raises InputError for damage.
 
@@ -408,7 +387,8 @@ def compare(
     if isinstance(stored, ContainerReader):
         take(stored, measure(stored, original, workers, progress))
         return [], replay_files(stored, original, steps, workers) if steps else None
-    with open_originals(stored, original, workers) as originals:
+    with open_source(original, containers=False) as source:
+        originals = Originals(stored, source, workers)
         for reader, bundle in zip(stored.readers, originals.bundles, strict=True):
             take(reader, measure_source(reader, bundle, workers, progress))
         values = [*_differing_values(stored, originals, workers)]
@@ -417,7 +397,7 @@ def compare(
 
 def _replay_ranks(joined: JoinedReader, originals: Originals, steps: int, workers: Workers) -> ReplayFigures:
     """Replay the parameters of all ranks, each put together from its slices."""
-    figures = ReplayFigures([StepFigures() for _ in range(steps)])
+    figures = ReplayFigures([ReplayedStepError() for _ in range(steps)])
     first, second = (
         ReplaySource(Bundle.of(assemble_distributed(Bundle(one.path, one.distributed, one.directory)).data, one.label))
         for one in (originals.source, sharded_bundle(joined, workers))
@@ -448,19 +428,33 @@ _OTHER_KIND = "the stored figures are of another kind"
 
 
 def check_statistics(reader: ContainerReader, measured: Measured) -> list[str]:
-    """A line for every stored figure that does not hold. Maxima must agree exactly, sums to 1e-9."""
+    """A line for every stored figure that does not hold. Maxima must agree exactly, sums to 1e-9.
+
+    Products of whole matrices depend on the machine, so that the figures of such an update agree to 1 %.
+    """
     failures = [f"{name}: {_DIFFERS}" for name in measured.differing]
     storages, parameters = reader.manifest.storages, reader.manifest.parameters
-    for index, error in measured.storages.items():
-        known = read_error(storages[index].error)
-        difference = error.disagreement(known) if isinstance(known, type(error)) else _OTHER_KIND
-        if storages[index].error is not None and difference:
-            failures.append(f"{storages[index].name}: {difference}")
-    for index, update in measured.parameters.items():
-        known = read_error(parameters[index].error)
-        difference = update.disagreement(known) if isinstance(known, UpdateError) else _OTHER_KIND
-        if parameters[index].error is not None and difference:
-            failures.append(f"{parameters[index].name} (update): {difference}")
+    checked: list[tuple[str, dict[str, Any] | None, ErrorStats, bool]] = [
+        (storages[index].name, storages[index].error, error, False) for index, error in measured.storages.items()
+    ]
+    checked += [
+        (
+            f"{parameters[index].name} (update)",
+            parameters[index].error,
+            update,
+            bool(owner.replay and owner.replay.is_whole),
+        )
+        for index, (update, owner) in measured.parameters.items()
+    ]
+    for name, stated, error, is_whole in checked:
+        known = read_error(stated)
+        difference = (
+            error.disagreement(known, 0.01 if is_whole else 1e-9, all_close=is_whole)
+            if isinstance(known, type(error))
+            else _OTHER_KIND
+        )
+        if stated is not None and difference:
+            failures.append(f"{name}: {difference}")
     for index, parameter in enumerate(parameters):
         if parameter.steps is not None and (
             difference := _steps_disagreement(measured.steps.get(index), parameter.steps)
@@ -534,15 +528,16 @@ def verify(
         for reader in readers:
             check_frames(reader, workers, progress)
             tables[reader.path] = check_table(reader, workers)
-        failures, statistics, unmeasured = list[str](), 0, 0
+        manifests = [reader.manifest for reader in readers]
+        stated = [record.error for manifest in manifests for record in manifest.storages]
+        stated += [
+            error for manifest in manifests for record in manifest.parameters for error in (record.error, record.steps)
+        ]
+        failures, unmeasured = list[str](), 0
 
         def check(reader: ContainerReader, measured: Measured) -> None:
-            nonlocal statistics, unmeasured
-            storages, parameters = reader.manifest.storages, reader.manifest.parameters
-            stated = [record.error for record in storages]
-            stated += [figure for record in parameters for figure in (record.error, record.steps)]
-            statistics += len(stated) - stated.count(None)
-            unmeasured += sum(storages[index].error is None for index in measured.storages)
+            nonlocal unmeasured
+            unmeasured += sum(reader.manifest.storages[index].error is None for index in measured.storages)
             prefix = "" if isinstance(stored, ContainerReader) else f"{reader.path.name}: "
             problems = [*table_differences(tables[reader.path], measured.table), *check_statistics(reader, measured)]
             failures.extend(prefix + problem for problem in problems)
@@ -553,14 +548,13 @@ def verify(
             values, figures = compare(stored, Path(original), workers, check, progress, resume_steps)
             failures += values
         failures += [] if figures is None else figures.failures(max_replay_error)
-        manifests = [reader.manifest for reader in readers]
         parts = [record.parts for manifest in manifests for record in manifest.storages]
         parts += [pack.parts for manifest in manifests for pack in manifest.packs]
         return Verification(
             sum(len(table.lengths) for by_part in parts for table in by_part.values()),
             stored.size,
             original is not None,
-            statistics,
+            0 if original is None else len(stated) - stated.count(None),
             unmeasured,
             tuple(failures),
             None if figures is None else figures.to_json(),

@@ -6,17 +6,18 @@ import pytest
 import torch
 from readiness_kit import expected, same
 
-from ckpt8.inspecting.readiness import FORMATS, RAW, SCALED, TILE, Casts, Extent, scaled_by, tiles
+from ckpt8.inspecting.readiness import FORMATS, RAW, SCALED, Casts, Extent, scaled_by
+from ckpt8.inspecting.tensors import TILE, tiles
 
 
 def measure(x, block=None):
     """Both passes over ``x``, in blocks."""
     blocks = x.split(block or max(len(x), 1))
     extent = Extent()
-    for tile in tiles(blocks):
+    for (tile,) in tiles(zip(blocks)):
         extent.add(tile)
     casts = Casts(extent)
-    for tile in tiles(blocks):
+    for (tile,) in tiles(zip(blocks)):
         casts.add(tile)
     return extent, casts.to_json()
 
