@@ -26,7 +26,7 @@ from ckpt8.container.header import CONTAINER, SUFFIXES, is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.container.manifest import FILE
 from ckpt8.container.sharded import is_sharded
-from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.public import checked
 from ckpt8.core.text import listed
@@ -164,10 +164,10 @@ class ChainRun:
     def __init__(
         self, folder: Path, settings: Settings, *, force: bool, keep_raw: int, watch: bool, rest: float
     ) -> None:
-        if not rest >= 0:
-            raise UsageError(f"a checkpoint is at rest after 0 seconds or more, not {rest}")
-        if keep_raw < 0:
-            raise UsageError(f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}")
+        require(rest >= 0, f"a checkpoint is at rest after 0 seconds or more, not {rest}", UsageError)
+        require(
+            keep_raw >= 0, f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}", UsageError
+        )
         self._folder = folder
         self._known: dict[Path, tuple[Look, Facts | None]] = {}
         self._settings = settings
@@ -197,8 +197,10 @@ class ChainRun:
         folder = self._folder
         while self._watch and not os.path.lexists(self._folder):
             time.sleep(_LONGEST_NAP)
-        if is_sharded(folder):
-            raise InputError(f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run")
+        require(
+            not is_sharded(folder),
+            f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run",
+        )
         if self._settings.remove and (left := finishing(folder, (), self._settings)):
             yield left
         listing = Listing({}, {}) if self._watch else self._listing()
@@ -381,8 +383,11 @@ def _refuse_twice(sources: Sequence[Path], targets: dict[Path, Path]) -> None:
     owners: dict[str, Path] = {}
     for source, target in targets.items():
         other = owners.setdefault(os.path.realpath(target), source)
-        if other is not source:
-            raise UsageError(f"{other} and {source}: would both become {target}; compress one of them with -o NAME")
+        require(
+            other is source,
+            f"{other} and {source}: would both become {target}; compress one of them with -o NAME",
+            UsageError,
+        )
 
 
 def _make(folder: Path, *, dry: bool) -> bool:

@@ -28,8 +28,9 @@ from ckpt8.container.facts import total_errors
 from ckpt8.container.header import is_container, stated_seal
 from ckpt8.container.manifest import Manifest, original_name
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import any_file, noting_replaced, remove, rename_new, sync_directory
+from ckpt8.core.files.source_file import reading
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.checkpoint import predicted_bytes
@@ -75,23 +76,33 @@ _ASIDE = re.compile(rf"\.(.+)\.([0-9a-f]{{{_SEAL_KEPT}}})\.ckpt8-(?:removed|remo
 
 def refuse_removal(source: Path) -> None:
     """Raise UsageError for a source that must not be removed, and OutputError for one that cannot be."""
-    if source.is_symlink():
-        raise UsageError(f"{source}: is a link; --remove removes what it leads to only where that is given itself")
-    try:
+    require(
+        not source.is_symlink(),
+        f"{source}: is a link; --remove removes what it leads to only where that is given itself",
+        UsageError,
+    )
+    with reading(source):
         final = source.resolve()
         homes = Path.cwd(), Path(os.path.expanduser("~")).resolve()  # noqa: PTH111 - a user may have none
-        if any(final in (home, *home.parents) for home in homes):
-            raise UsageError(f"{source}: is or holds the current or the home directory, which --remove leaves alone")
+        require(
+            not any(final in (home, *home.parents) for home in homes),
+            f"{source}: is or holds the current or the home directory, which --remove leaves alone",
+            UsageError,
+        )
         device = final.stat().st_dev
         folders = [Path(folder) for folder, _, _ in os.walk(final)] if final.is_dir() else []
         for folder in folders:
-            if folder.lstat().st_dev != device or os.path.ismount(folder):
-                raise OutputError(f"{source}: holds another file system, {folder}, and cannot be removed")
+            require(
+                folder.lstat().st_dev == device and not os.path.ismount(folder),
+                f"{source}: holds another file system, {folder}, and cannot be removed",
+                OutputError,
+            )
         for folder in (final.parent, *folders):
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise OutputError(f"{source}: cannot be removed: {folder} cannot be written")
-    except OSError as exc:
-        raise InputError(f"{source}: cannot be read: {exc.strerror}") from exc
+            require(
+                os.access(folder, os.W_OK | os.X_OK),
+                f"{source}: cannot be removed: {folder} cannot be written",
+                OutputError,
+            )
 
 
 def remove_verified(
@@ -132,16 +143,20 @@ def _verified(
     """
     kept = _needed(container)
     for path in kept:
-        if original.resolve() in (path, *path.parents):
-            raise UsageError(f"{source}: is kept: {path} in it is what {container} is read from")
+        require(
+            original.resolve() not in (path, *path.parents),
+            f"{source}: is kept: {path} in it is what {container} is read from",
+            UsageError,
+        )
     looks = {source: _look(original)} | {path: _look(path) for path in kept}
     result = verify(container, original, threads=threads, progress=progress)
     if result.failures:
         raise CheckFailedError(f"{source}: is kept: {container}: {result.failures[0]}")
-    if result.unmeasured:
-        raise CheckFailedError(
-            f"{source}: is kept: {container} carries no statistics, so its tensors cannot be checked"
-        )
+    require(
+        not result.unmeasured,
+        f"{source}: is kept: {container} carries no statistics, so its tensors cannot be checked",
+        CheckFailedError,
+    )
     return looks
 
 
@@ -152,10 +167,8 @@ def _needed(container: Path) -> list[Path]:
 
 
 def _look(path: Path) -> Look:
-    try:
+    with reading(path):
         return look_at(path)
-    except OSError as exc:
-        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
 
 def _check(source: Path, container: Path, looks: Mapping[Path, Look], place: Path) -> None:
@@ -184,8 +197,7 @@ def _going(aside: Path) -> Path:
 
 def _remove(path: Path) -> None:
     remove(path)
-    if os.path.lexists(path):
-        raise OutputError(f"{path}: was verified and cannot be removed; remove it yourself")
+    require(not os.path.lexists(path), f"{path}: was verified and cannot be removed; remove it yourself", OutputError)
 
 
 def source_name(container: Path) -> str | None:
@@ -345,18 +357,21 @@ class Job:
 
     def _preview(self, outcome: Outcome) -> None:
         options = self.settings.options
-        if self.aside is not None and not self.present:
-            raise InputError(
-                f"{self.source}: its removal was interrupted, and its container is gone; it gets its name back"
-            )
+        require(
+            self.aside is None or self.present,
+            f"{self.source}: its removal was interrupted, and its container is gone; it gets its name back",
+        )
         outcome.present = self.is_done(None)
         if outcome.present:
             self._read(outcome)
         else:
             target_of(self.source, self._named_target, force=self.force)
             outcome.replaced = any_file(self.target) if self.target.exists() else None
-            if self.target.parent.is_dir() and not os.access(self.target.parent, os.W_OK | os.X_OK):
-                raise OutputError(f"{self.target}: cannot be written: {os.strerror(errno.EACCES)}")
+            require(
+                not self.target.parent.is_dir() or os.access(self.target.parent, os.W_OK | os.X_OK),
+                f"{self.target}: cannot be written: {os.strerror(errno.EACCES)}",
+                OutputError,
+            )
             if isinstance(base := wanted(options.get("base")), Path):
                 with ContainerReader(base) as reader:
                     outcome.base = reader.path.name
@@ -380,16 +395,14 @@ class Job:
         source, container, threads = self.source, self.target, self.settings.options.get("threads")
         is_partial = aside.name.endswith(_PARTIAL)
         try:
-            if not self.present:
-                raise InputError("the container that it was verified against is not here")
+            require(self.present, "the container that it was verified against is not here")
             if is_partial:
                 for path in _needed(container):
                     verify(path, threads=threads, progress=progress)
             else:
                 with ContainerReader(container) as reader:
                     difference = self.settings.difference(reader.manifest)
-                if difference is not None:
-                    raise CheckFailedError(f"{container}: {difference}")
+                require(difference is None, f"{container}: {difference}", CheckFailedError)
                 looks = _verified(aside, source, container, threads, progress)
                 for path in [*looks][2:]:
                     verify(path, threads=threads)

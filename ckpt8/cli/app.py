@@ -36,7 +36,7 @@ from ckpt8.cli.guard import (
     shielded,
     waited,
 )
-from ckpt8.core.errors import CheckFailedError, UsageError
+from ckpt8.core.errors import CheckFailedError, UsageError, require
 from ckpt8.core.text import printable, size
 
 
@@ -155,8 +155,7 @@ def restore(
     if salvage:
         salvaged = api.restore(src, output, salvage=True, force=force, threads=threads)
         present(salvaged.to_json(), lambda console: print_lines(console, salvaged.lines()), as_json=as_json)
-        if not salvaged.complete:
-            raise CheckFailedError(f"{src}: not everything in it was recovered for certain")
+        require(salvaged.complete, f"{src}: not everything in it was recovered for certain", CheckFailedError)
         return
     with open_stored(src) as stored:
         total = sum(member.size for member in stored.manifest.members)

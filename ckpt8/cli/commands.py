@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ckpt8.cli.guard import console, present, print_json, print_lines, progress_bar, waited
-from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable, size
 
@@ -127,8 +127,11 @@ def ranks(sources: list[Path]) -> tuple[int, int] | None:
         rank, world = (int(text or "") for text in given)
     except ValueError:
         rank, world = 0, 0
-    if not 0 <= rank < world:
-        raise UsageError(f"RANK is {given[0]!r} and WORLD_SIZE {given[1]!r}; start the ranks with torchrun")
+    require(
+        0 <= rank < world,
+        f"RANK is {given[0]!r} and WORLD_SIZE {given[1]!r}; start the ranks with torchrun",
+        UsageError,
+    )
     return rank, world
 
 
@@ -144,8 +147,11 @@ def compress_share(
             f"to write one {CONTAINER}"
         )
     for name, nothing in _UNSHARED.items():
-        if options[name] != nothing:
-            raise UsageError(f"--{name.replace('_', '-')} is not for ranks that share a source; leave it out")
+        require(
+            options[name] == nothing,
+            f"--{name.replace('_', '-')} is not for ranks that share a source; leave it out",
+            UsageError,
+        )
 
     from ckpt8.cli.show.inspect import summary
     from ckpt8.inspecting.container import inspect_container
@@ -217,8 +223,7 @@ def compress(
     Several SRC become a .ckpt8 each. Where one fails, a message says why and the others go on; the exit code is the
     highest of all failures.
     """
-    if remove and not stats:
-        raise UsageError("--remove verifies by the statistics of a container; leave out --no-stats")
+    require(stats or not remove, "--remove verifies by the statistics of a container; leave out --no-stats", UsageError)
     options: dict[str, Any] = {
         "preset": preset,
         "budget": budget,
@@ -230,10 +235,11 @@ def compress(
         "base": base,
     }
     if (place := ranks(src)) is not None:
-        if remove or dry_run:
-            raise UsageError(
-                f"{'--remove' if remove else '--dry-run'} is not for ranks that share a source; leave it out"
-            )
+        require(
+            not (remove or dry_run),
+            f"{'--remove' if remove else '--dry-run'} is not for ranks that share a source; leave it out",
+            UsageError,
+        )
         compress_share(src[0], output, options, *place, force=force, as_json=as_json)
     elif len(src) == 1:
         (_preview_one if dry_run else _compress_one)(
@@ -297,8 +303,7 @@ def _preview_one(
     from ckpt8.cli.jobs import run_jobs
 
     _, target = _targets(src, output)
-    if not target.parent.is_dir():
-        raise OutputError(f"{target}: cannot be written: {target.parent} is no folder")
+    require(target.parent.is_dir(), f"{target}: cannot be written: {target.parent} is no folder", OutputError)
     settings = Settings(options, remove)
     jobs = finishing(src.parent, [target.parent], settings) if remove else []
     if not any(job.source == src for job in jobs):
@@ -464,10 +469,16 @@ def chain(
     Checkpoints that are compressed already are skipped: after a kill, run it again. What is being written is left
     alone. Where one fails, a message says why and the others go on; the exit code is the highest of all failures.
     """
-    if watch and dry_run:
-        raise UsageError("--dry-run says what would be done now, and --watch goes on for ever; leave out one of them")
-    if watch and as_json:
-        raise UsageError("--json prints one object at the end, and --watch has none; leave out one of them")
+    require(
+        not (watch and dry_run),
+        "--dry-run says what would be done now, and --watch goes on for ever; leave out one of them",
+        UsageError,
+    )
+    require(
+        not (watch and as_json),
+        "--json prints one object at the end, and --watch has none; leave out one of them",
+        UsageError,
+    )
     from ckpt8.chaining.chain import ChainRun, chain_options
     from ckpt8.chaining.jobs import Settings
     from ckpt8.cli.jobs import run_jobs
@@ -553,17 +564,14 @@ def runs(
     verify checks. Exit code 3: a checkpoint is damaged, or the base of one is missing.
     """
     if release:
-        if html is not None:
-            raise UsageError("--release lists nothing; leave out --html")
+        require(html is None, "--release lists nothing; leave out --html", UsageError)
         _release(directory, as_json=as_json)
         return
-    from ckpt8.cli.show.runs import show
+    from ckpt8.cli.show.charts import Page
+    from ckpt8.cli.show.runs import page, show
     from ckpt8.inspecting.runs import runs as find
 
     if html is not None:
-        from ckpt8.cli.show.charts import Page
-        from ckpt8.cli.show.run_page import page
-
         output = Page(html, force=force)
     run = find(directory)
     facts = run.to_json()

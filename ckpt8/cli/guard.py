@@ -25,11 +25,12 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ckpt8.core.closing import setting
 from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
 from ckpt8.core.files.atomic import noting_replaced
 from ckpt8.core.text import printable
@@ -59,14 +60,9 @@ def print_json(facts: Mapping[str, Any]) -> None:
     stated.update(facts)
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
+def waiting() -> AbstractContextManager[object]:
     """Start the clock of ``waited``, unless it runs."""
-    token = _begun.set(_begun.get() or time.perf_counter())
-    try:
-        yield
-    finally:
-        _begun.reset(token)
+    return setting(_begun, _begun.get() or time.perf_counter())
 
 
 def waited() -> float:

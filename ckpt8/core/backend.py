@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ckpt8.core.closing import setting
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +68,11 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
 
     Raises UsageError when an explicit request cannot be met.
     """
-    if requested not in (None, *_BACKENDS):
-        raise UsageError(f"backend {requested!r} does not exist; use 'torch', 'triton' or 'numba'")
+    require(
+        requested in (None, *_BACKENDS),
+        f"backend {requested!r} does not exist; use 'torch', 'triton' or 'numba'",
+        UsageError,
+    )
     if requested is None and device is not None:
         if device.type == "cuda" and _fault_of_triton() is None:
             return "triton"

@@ -19,7 +19,7 @@ from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.readers import safetensors
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.bench.probe import Job, Operation, Source, flush, measured
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import require
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.workers import settle
 
@@ -31,8 +31,7 @@ def survey(path: Path) -> Source:
     sizes: Counter[str] = Counter()
     loaded = []
     with open_source(path, containers=False) as bundle:
-        if not bundle.holds_tensors:
-            raise InputError(f"{path}: holds no tensors; there is nothing to measure")
+        require(bundle.holds_tensors, f"{path}: holds no tensors; there is nothing to measure")
         directory = bundle.directory is not None
         for member in bundle.members:
             storages = member.checkpoint.source_storages

@@ -36,7 +36,7 @@ from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench.library import IN_MEMORY, survey
 from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, Run, Source, remove, run_child
 from ckpt8.cli.show.tables import Table
-from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
 from ckpt8.core.files.atomic import temporary_directory
 from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.text import counted, printable_tree, size
@@ -55,8 +55,7 @@ def parse_size(text: str, option: str) -> int:
     """Bytes of ``1.5GB``, ``250 MB``, ``8GiB`` or ``2.5e8``. Raises UsageError that names the option."""
     match = _SIZE.fullmatch(text.strip().lower())
     count = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
-    if not 1 <= count < 1 << 62:
-        raise UsageError(f"{option} {text}: expected a number of bytes, as in 1.5GB or 2.5e8")
+    require(1 <= count < 1 << 62, f"{option} {text}: expected a number of bytes, as in 1.5GB or 2.5e8", UsageError)
     return int(count)
 
 
@@ -92,11 +91,12 @@ class Bench:
     def check_space(self, nbytes: int, what: str, room: float) -> None:
         """Raise OutputError if there is no ``room``, in sizes of a checkpoint of ``nbytes`` bytes, for its files."""
         needed, free = int(nbytes * room) + _SLACK, shutil.disk_usage(self.work).free
-        if free < needed:
-            raise OutputError(
-                f"{self.work}: {what} need {in_gigabytes(needed)} and {in_gigabytes(free)} are free; "
-                "give another folder with --scratch"
-            )
+        require(
+            free >= needed,
+            f"{self.work}: {what} need {in_gigabytes(needed)} and {in_gigabytes(free)} are free; "
+            "give another folder with --scratch",
+            OutputError,
+        )
 
     @contextmanager
     def made(self, make: Callable[[Path, int], dict[str, Any]], nbytes: int) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -27,9 +27,9 @@ def text(value: object) -> str:
     return escape(printable(str(value)), quote=True)
 
 
-def power(base: int, exponent: int) -> str:
-    """Such as 10⁻⁶."""
-    return f"{base}{str(exponent).translate(_SUPERSCRIPTS)}"
+def power(exponent: int) -> str:
+    """A power of ten, such as 10⁻⁶."""
+    return f"10{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
 def linear_ticks(top: float, most: int = 4) -> list[float]:
@@ -103,7 +103,7 @@ class LogAxis:
     def labels(self) -> str:
         """The row below all others, with the numbers of the axis."""
         labels = "".join(
-            f'<text x="{place}" y="13" text-anchor="middle">{power(10, tick)}</text>' for place, tick in self._ticks
+            f'<text x="{place}" y="13" text-anchor="middle">{power(tick)}</text>' for place, tick in self._ticks
         )
         return f'<div class="axis"><div><svg height="18" aria-hidden="true">{labels}</svg></div></div>'
 
@@ -141,8 +141,6 @@ _FAINTEST = -4
 
 Place = Callable[[float], float]
 
-_POWER = partial(power, 10)
-
 
 def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     """The histogram of magnitudes of both sides of a pair; ``axis`` names the quantity.
@@ -159,7 +157,7 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     low, high = low - short // 2, high + short - short // 2
     floor = min(0, math.floor(math.log10(least) - 1e-9))
     x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
-    marks = [(x(decade / LOG10_OF_2), power(10, decade)) for decade in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
+    marks = [(x(decade / LOG10_OF_2), power(decade)) for decade in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
     body = [
         _axes(marks, [(y(share), f"{10.0**share:g} %") for share in range(floor, 3)], axis, "share of values"),
     ]
@@ -212,7 +210,7 @@ class Axis(NamedTuple):
     ticks: Sequence[tuple[float, str]]
 
 
-def log_axis(values: Sequence[float], label: Callable[[int], str] = _POWER) -> Axis:
+def log_axis(values: Sequence[float], label: Callable[[int], str] = power) -> Axis:
     """A logarithmic axis for positive values; ``label`` writes a power of ten."""
     low, high = _decades_around(values)
     y = _linear(low, high, _BOTTOM, _TOP)

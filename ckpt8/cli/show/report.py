@@ -48,9 +48,9 @@ from ckpt8.cli.show.tables import (
 )
 from ckpt8.container.bases import files_of
 from ckpt8.container.joined import Stored
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.atomic import refuse_source
-from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.files.source_file import reading, refuse_url
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.text import counted, differing_line, percent, size
 from ckpt8.inspecting.distributions import checkpoint_distributions, container_distributions
@@ -176,12 +176,9 @@ def read_replay(path: Path, container: int | None) -> dict[str, Any]:
     ``container`` is the size in bytes of the container of the report; ``verify`` must have checked this one.
     """
     refuse_url(path)
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InputError(f"{path}: is too long for the output of verify --json")
+    with reading(path):
+        require(path.stat().st_size <= _MOST_BYTES, f"{path}: is too long for the output of verify --json")
         content = path.read_bytes()
-    except OSError as exc:
-        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
     try:
         tree = parse_any_json(content, str(path))
     except InputError as exc:
@@ -189,8 +186,10 @@ def read_replay(path: Path, container: int | None) -> dict[str, Any]:
     resume = tree.get("resume") if isinstance(tree, dict) else None
     if not isinstance(resume, dict) or not _is_replay(resume):
         raise InputError(f"{path}: holds no replayed steps; give what verify --resume-steps N --json printed")
-    if tree.get("nbytes") != container:
-        raise InputError(f"{path}: is about another container, of {tree.get('nbytes')} bytes; verify this one")
+    require(
+        tree.get("nbytes") == container,
+        f"{path}: is about another container, of {tree.get('nbytes')} bytes; verify this one",
+    )
     return resume
 
 

@@ -1,13 +1,30 @@
-"""Shows the checkpoints of a run in a terminal."""
+"""Shows the checkpoints of a run: in a terminal, and on the page of ``runs --html`` with sizes and loss by step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 
+from ckpt8 import __version__
+from ckpt8.cli.show.charts import (
+    TWO_BARS,
+    charts,
+    close_axis,
+    document,
+    figure,
+    legend,
+    log_axis,
+    over_steps,
+    row,
+    section,
+    stacks,
+    text,
+    tiles,
+)
 from ckpt8.cli.show.inspect import say
 from ckpt8.cli.show.tables import Table, number, show_table
+from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, printable_tree, size
 
 Row = Mapping[str, Any]
@@ -78,3 +95,117 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("state", state),
 )
 """The title and the text of every column but the name."""
+
+_KINDS = {"key": "weight", "delta": "moment2", "raw": "other"}
+"""The style of every kind."""
+
+_WORDS = {"key": "key", "delta": "delta", "raw": "not compressed"}
+_LOSSES = {"loss": ("update", "training loss"), "val_loss": ("moment1", "validation loss")}
+
+Point = tuple[int, float, str]
+
+
+def page(facts: Mapping[str, Any]) -> str:
+    """The page about ``Run.to_json``."""
+    name, rows = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"], facts["checkpoints"]
+    sections = (
+        _heading(name, facts["totals"]),
+        _charts(rows),
+        _list(rows),
+        f"<footer><p>Read from the heads of the files. ckpt8 {text(__version__)}</p></footer>",
+    )
+    return document(name, sections, {"facts": facts})
+
+
+def _heading(name: str, totals: Mapping[str, Any]) -> str:
+    shown = [
+        ("checkpoints", f"{totals['checkpoints']:,}"),
+        ("on disk", size(totals["stored_bytes"] + totals["raw_bytes"])),
+    ]
+    if totals["ratio"] is not None:
+        shown += [("originals", size(totals["bytes"])), ("ratio", f"{totals['ratio']:.2f}x")]
+    problems = ("damaged", totals["damaged"]), ("without a base", totals["base_missing"])
+    shown += [(what, f"{count:,}") for what, count in problems if count]
+    words = "".join(f'<p class="soft">{text(line)}</p>' for line in total_lines(totals))
+    return f"<header><h1>{text(name)}</h1>{words}{tiles(shown)}</header>"
+
+
+def _charts(rows: Sequence[Row]) -> str:
+    """The section of sizes and losses by step; empty where no step is known."""
+    known = [checkpoint for checkpoint in rows if checkpoint["step"] is not None]
+    entries: list[tuple[str, str]] = []
+    figures = [*_sizes(known, entries), *_losses(known, entries)]
+    return section("steps", "By step", legend(entries), charts(figures, "charts pairs")) if figures else ""
+
+
+def _figure(name: str, title: str, chart: str, points: int) -> str:
+    return figure(name, title, chart, f"{counted(points, 'point')}, those with a known step")
+
+
+def _sizes(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str]:
+    """The bytes of every checkpoint by its step, if there are any; adds the entries of the legend."""
+    known = [checkpoint for checkpoint in rows if checkpoint["kind"] and checkpoint["stored_bytes"]]
+    curves = []
+    for kind, css in _KINDS.items():
+        if points := [
+            _point(checkpoint, checkpoint["stored_bytes"], size(checkpoint["stored_bytes"]))
+            for checkpoint in known
+            if checkpoint["kind"] == kind
+        ]:
+            curves.append((css, sorted(points)))
+            entries.append((f"dot {css}", _WORDS[kind]))
+    if known:
+        axis = log_axis(
+            [checkpoint["stored_bytes"] for checkpoint in known],
+            lambda exponent: size(10**exponent).replace(".00", ""),
+        )
+        yield _figure("sizes", "Size", over_steps(curves, "step", "size", axis, joined=False), len(known))
+
+
+def _point(checkpoint: Row, value: float, words: str) -> Point:
+    return checkpoint["step"], value, f"{checkpoint['name']}: step {checkpoint['step']:,}, {words}"
+
+
+def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str]:
+    """The losses by step, a line for each run, if there are any; adds the entries of the legend."""
+    curves = []
+    for key, (css, words) in _LOSSES.items():
+        of_runs = grouped(
+            (checkpoint["run"], _point(checkpoint, loss, f"loss {number(loss)}"))
+            for checkpoint in rows
+            if (loss := checkpoint[key]) is not None
+        )
+        curves += [(css, sorted(points)) for points in of_runs.values()]
+        entries += [(f"dot {css}", words)] if of_runs else []
+    if curves:
+        values = [value for _, points in curves for _, value, _ in points]
+        yield _figure("losses", "Loss", over_steps(curves, "step", "loss", close_axis(values)), len(values))
+
+
+def _list(rows: Sequence[Row]) -> str:
+    full_bar = max(1, *(max(checkpoint["bytes"] or 0, checkpoint["stored_bytes"]) for checkpoint in rows))
+    note = f'<p class="soft">{TWO_BARS}</p>' if any(checkpoint["ratio"] is not None for checkpoint in rows) else ""
+    return section("checkpoints", "Checkpoints", note, *(_row(checkpoint, full_bar) for checkpoint in rows))
+
+
+def _row(checkpoint: Row, full_bar: int) -> str:
+    css = _KINDS.get(checkpoint["kind"], "total")
+    stored = [(css, checkpoint["stored_bytes"] / full_bar, f"stored: {size(checkpoint['stored_bytes'])}")]
+    original = [(css, (checkpoint["bytes"] or 0) / full_bar, f"original: {size(checkpoint['bytes'] or 0)}")]
+    is_packed = checkpoint["ratio"] is not None
+    value = size(checkpoint["stored_bytes"]) + (f" <small>{checkpoint['ratio']:.2f}x</small>" if is_packed else "")
+    words = [
+        f"step {checkpoint['step']:,}" if checkpoint["step"] is not None else "",
+        local_time(checkpoint["time"]),
+        f"loss {number(checkpoint['loss'])}" if checkpoint["loss"] is not None else "",
+        f"val. loss {number(checkpoint['val_loss'])}" if checkpoint["val_loss"] is not None else "",
+        f"delta to {checkpoint['base']}" if checkpoint["base"] else checkpoint["kind"] or "",
+        f"{checkpoint['raw']} is there as well, {size(checkpoint['raw_bytes'])}" if checkpoint["raw"] else "",
+        checkpoint["asked"] or "",
+        f"{number(checkpoint['steps'])} steps" if checkpoint["steps"] is not None else "",
+        state(checkpoint) if checkpoint["damage"] is None else "",
+    ]
+    name = f'{text(checkpoint["name"])} <span class="soft">{text(", ".join(filter(None, words)))}</span>'
+    if checkpoint["damage"] is not None:
+        name += f' <b class="alarm">{text(checkpoint["damage"])}</b>'
+    return row(name, stacks([original, stored] if is_packed else [stored]), value)

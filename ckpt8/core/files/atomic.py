@@ -120,17 +120,6 @@ def _machine() -> str:
     return f"{zlib.crc32(name):08x}"
 
 
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory, so that no other run removes it as abandoned. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | _NO_LINK)
-    try:
-        _hold(descriptor, directory)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _hold(descriptor: int, path: Path) -> bool:
     """Lock an open temporary; False if another run has removed it or is about to."""
     if descriptor < 0:
@@ -378,24 +367,34 @@ def replace_directory(new: Path, final: Path) -> None:
         remove(new)
     else:
         old = partial_path(final)
-        with locked(final):
-            try:
-                final.rename(old)
-                new.rename(final)
-            except BaseException:
-                with suppress(OSError):
-                    rename_new(old, final)
-                raise
+        # While its lock is held, no other run removes it as abandoned.
+        descriptor = os.open(final, os.O_RDONLY | _NO_LINK)
+        try:
+            _hold(descriptor, final)
+            final.rename(old)
+            new.rename(final)
+        except BaseException:
+            with suppress(OSError):
+                rename_new(old, final)
+            raise
+        finally:
+            os.close(descriptor)
         remove(old)
 
 
 def refuse_source(target: Path, source: Path) -> None:
     """Raise OutputError when the target is the very file that is read, or lies in the directory that is read."""
     with suppress(OSError):
-        if target.exists() and target.samefile(source):
-            raise OutputError(f"{target}: is the file that is read; give another name")
-        if source.is_dir() and source.resolve() in target.resolve().parents:
-            raise OutputError(f"{target}: lies in the directory {source}; give a place outside of it")
+        require(
+            not (target.exists() and target.samefile(source)),
+            f"{target}: is the file that is read; give another name",
+            OutputError,
+        )
+        require(
+            not (source.is_dir() and source.resolve() in target.resolve().parents),
+            f"{target}: lies in the directory {source}; give a place outside of it",
+            OutputError,
+        )
 
 
 def default_path(target: Path) -> Path:
@@ -486,16 +485,13 @@ class AtomicDirectory(AtomicOutput):
             require(not refused, f"{self.target}: {why}", OutputError)
         return check(final)
 
-    def make_directory(self, path: str) -> None:
+    def make_directory(self, path: str | Path) -> None:
         """Make a directory and its parents inside the output."""
         with self.guard():
-            self._make(Path(path))
-
-    def _make(self, path: Path) -> None:
-        for folder in (*reversed(path.parents), path):
-            if folder not in self._made:
-                (self.path / folder).mkdir()
-                self._made.add(folder)
+            for folder in (*reversed(Path(path).parents), Path(path)):
+                if folder not in self._made:
+                    (self.path / folder).mkdir()
+                    self._made.add(folder)
 
     def add_link(self, path: str, target: str) -> None:
         """Make a symbolic link on ``publish``."""
@@ -505,7 +501,7 @@ class AtomicDirectory(AtomicOutput):
     def new_file(self, path: str) -> Iterator[int]:
         """The descriptor of a new file, flushed to the disk at the end."""
         with self.guard():
-            self._make(Path(path).parent)
+            self.make_directory(Path(path).parent)
             descriptor = os.open(self.path / path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
         try:
             yield descriptor
@@ -518,7 +514,7 @@ class AtomicDirectory(AtomicOutput):
         """Make the links, set the modes, flush to the disk, rename to the target."""
         with self.guard():
             for path, target in self._links:
-                self._make(Path(path).parent)
+                self.make_directory(Path(path).parent)
                 (self.path / path).symlink_to(target)
             for folder, _, names in os.walk(self.path):
                 for inner in (*(Path(folder, name) for name in names), Path(folder)):

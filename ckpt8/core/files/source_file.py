@@ -1,9 +1,7 @@
 """Reads bytes of source files by position. A short read, or a file that changes meanwhile, raises InputError.
 
-A URL is refused where a path is expected. The CRC-32 of a whole follows from those of its pieces, so that pieces can be
-checked by different threads: a CRC is linear over GF(2): appending n bytes to a message multiplies its checksum by
-x^(8n) modulo the polynomial, and the checksum of the appended bytes is added. Polynomials are integers in the reflected
-order of zlib, x^0 on top.
+A URL is refused where a path is expected. ``combine`` makes the CRC-32 of
+a whole from those of two pieces and the length of the second, so that different threads can check them.
 """
 
 from __future__ import annotations
@@ -12,13 +10,17 @@ import os
 import re
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32_combine as combine
 
 from ckpt8.core.errors import InputError, UsageError, require
+
+__all__ = ["combine", "crc32"]
 
 # A path has lost one of the two slashes.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
@@ -46,6 +48,15 @@ def refuse_url(path: Path) -> None:
     raise UsageError(f"{scheme}://{rest}: is a URL, and ckpt8 reads and writes local files; {what}")
 
 
+@contextmanager
+def reading(name: object) -> Iterator[None]:
+    """Turn an OSError of the block into an InputError: ``name`` cannot be read."""
+    try:
+        yield
+    except OSError as exc:
+        raise InputError(f"{name}: cannot be read: {exc.strerror}") from exc
+
+
 @dataclass(frozen=True, slots=True)
 class ByteRange:
     """A readable stretch of a file: a whole ``.pt``, or a slice inside a larger file. Offsets in bytes.
@@ -62,12 +73,9 @@ class ByteRange:
     def of(cls, path: Path) -> ByteRange:
         """The whole file. Raises InputError unless it is a regular file that can be read, UsageError for a URL."""
         refuse_url(path)
-        try:
-            if path.exists() and not path.is_file():
-                raise InputError(f"{path}: is not a regular file, expected a checkpoint")
+        with reading(path):
+            require(path.is_file() or not path.exists(), f"{path}: is not a regular file, expected a checkpoint")
             return cls(path, 0, path.stat().st_size)
-        except OSError as exc:
-            raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
     def __str__(self) -> str:
         return f"{self.path}: {self.name}" if self.name else str(self.path)
@@ -81,18 +89,14 @@ class SourceFile:
 
     def __init__(self, source: ByteRange) -> None:
         self.source = source
-        try:
+        with reading(source):
             self._fd = os.open(source.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as exc:
-            raise InputError(f"{source}: cannot be read: {exc.strerror}") from exc
         self._place: Path | int = self._fd
         self._identity = self._identify(self._place)
 
     def _identify(self, file: Path | int) -> tuple[int, int, int, int]:
-        try:
+        with reading(self.source):
             status = os.stat(file)  # noqa: PTH116 - of a path or a descriptor
-        except OSError as exc:
-            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     @property
@@ -219,43 +223,8 @@ class PooledFile(SourceFile):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset``. Raises InputError, also where another file has taken the path."""
         self._check_extent(offset, len(buffer))
-        try:
+        with reading(self.source):
             handle, opened = self._pool.get(self.source.path)
-        except OSError as exc:
-            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
         if opened:
             self._check_same(handle.descriptor)
         self._read_at(handle.descriptor, offset, buffer)
-
-
-__all__ = ["combine", "crc32"]
-
-_POLYNOMIAL = 0xEDB88320
-_ONE = 1 << 31
-
-
-def _multiply(a: int, b: int) -> int:
-    product = 0
-    while a:
-        if a & _ONE:
-            product ^= b
-        a = (a << 1) & 0xFFFFFFFF
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
-
-
-@lru_cache(maxsize=4096)
-def _shift(length: int) -> int:
-    """x^(8 * length), by squaring."""
-    power, base = _ONE, 1 << 23
-    while length:
-        if length & 1:
-            power = _multiply(power, base)
-        base = _multiply(base, base)
-        length >>= 1
-    return power
-
-
-def combine(first: int, second: int, second_length: int) -> int:
-    """CRC-32 of A + B, given those of A and B and the length of B in bytes."""
-    return _multiply(_shift(second_length), first) ^ second
