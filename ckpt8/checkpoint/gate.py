@@ -101,8 +101,7 @@ class _Stream(SourceFile):
             self._file.seek(offset)
             while buffer:
                 content = self._file.read(len(buffer))
-                if not content:
-                    raise InputError(f"{self.source}: ends at byte {self.source.length}, needed more")
+                require(content, f"{self.source}: ends at byte {self.source.length}, needed more")
                 buffer[: len(content)] = content
                 buffer = buffer[len(content) :]
         except OSError as exc:
@@ -110,9 +109,6 @@ class _Stream(SourceFile):
 
     def check_unchanged(self) -> None:
         """Nothing to check: the caller has the file."""
-
-    def close(self) -> None:
-        """Nothing to do: the caller closes the file."""
 
 
 def _reader(source: SourceFile) -> _TorchReader:

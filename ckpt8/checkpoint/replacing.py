@@ -29,7 +29,7 @@ from ckpt8.container import sharded
 from ckpt8.container.header import CONTAINER, HEAD_BYTES, SUFFIXES, is_container
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import InputError, OutputError
+from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
 from ckpt8.core.files.source_file import ByteRange, SourceFile
@@ -62,8 +62,11 @@ def checkpoint_file(path: Path) -> str:
 
     Raises OutputError unless it is a checkpoint, a container that no other one needs as its base, or empty.
     """
-    if not _is_checkpoint(path):
-        raise OutputError(f"{path}: exists and is no checkpoint; to replace it all the same, give its name with -o")
+    require(
+        _is_checkpoint(path),
+        f"{path}: exists and is no checkpoint; to replace it all the same, give its name with -o",
+        OutputError,
+    )
     return unneeded_file(path)
 
 
@@ -75,8 +78,11 @@ def no_checkpoint(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     names_one = is_part(path.name) or is_named_shard(path.name) or path.suffix.lower() in (*SUFFIXES, CONTAINER)
-    if head and (names_one or not is_text(head)):
-        raise OutputError(f"{path}: may be a checkpoint, and a report never replaces one; give another name")
+    require(
+        not head or (is_text(head) and not names_one),
+        f"{path}: may be a checkpoint, and a report never replaces one; give another name",
+        OutputError,
+    )
     return any_file(path)
 
 
@@ -88,10 +94,11 @@ def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]
 
     def check(path: Path) -> str:
         contents = _contents(path, frozenset(written))
-        if contents.problem is not None:
-            raise OutputError(
-                f"{path}: {contents.problem}; --force replaces checkpoints only: remove it, or give another name"
-            )
+        require(
+            contents.problem is None,
+            f"{path}: {contents.problem}; --force replaces checkpoints only: remove it, or give another name",
+            OutputError,
+        )
         return f"{path}: {contents.files:,} files, {contents.nbytes:,} bytes"
 
     return check
@@ -342,7 +349,7 @@ def _is_whole(path: Path) -> bool:
             with ContainerReader(path) as container:
                 return bool(container.manifest.parameters)
         with closing(SourceFile(ByteRange.of(path))) as file:
-            reader = match_reader(file) if file.source.length else None
+            reader = match_reader(file)
             nodes = () if reader is None else iter_nodes(reader.read(file).tree)
             return any(is_optimizer(node) for at, node in nodes if at)
     except InputError:
@@ -423,7 +430,7 @@ def _is_file_of_one(path: Path) -> bool:
 
 def _is_known(path: Path) -> bool:
     with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as file:
-        return bool(file.source.length) and not is_container(path) and match_reader(file) is not None
+        return match_reader(file) is not None
     return False
 
 

@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from ckpt8.checkpoint.readers.entries import is_named_shard, lone_shard, refuse_share
+from ckpt8.checkpoint.readers.entries import refuse_lone_shard, refuse_share
 from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.core.closing import without_collection
@@ -63,8 +63,7 @@ def match_reader(file: SourceFile) -> Reader | None:
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint file of any known format. Raises InputError for everything else, UsageError for a URL."""
     with closing(SourceFile(_as_source(path))) as file:
-        if is_named_shard(path.name):
-            raise lone_shard(str(path))
+        refuse_lone_shard(path.name, str(path))
         reader = match_reader(file)
         if reader is None:
             raise _refusal(file)

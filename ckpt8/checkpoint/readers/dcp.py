@@ -19,6 +19,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import zstandard
@@ -83,8 +84,11 @@ class _Spool:
         done = 0
         while done < len(buffer):
             got = os.preadv(self._descriptor, [buffer[done:]], offset + done)
-            if got == 0:
-                raise OutputError(f"{tempfile.gettempdir()}: a temporary file is shorter than what was written to it")
+            require(
+                got,
+                f"{tempfile.gettempdir()}: a temporary file is shorter than what was written to it",
+                OutputError,
+            )
             done += got
 
 
@@ -159,13 +163,14 @@ def _decode(file: SourceFile, limits: Mapping[int, int], offset: int, length: in
     try:
         for start, stop in _blocks(file, offset, length, where):
             content = machine.decompress(file.read(start, stop - start))
-            if target.size + len(content) > limits[offset]:
-                raise InputError(f"{where}: becomes more than the {limits[offset]} bytes that it may have")
+            require(
+                target.size + len(content) <= limits[offset],
+                f"{where}: becomes more than the {limits[offset]} bytes that it may have",
+            )
             target.append(content)
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: cannot be decompressed: {exc}") from exc
-    if not machine.eof or machine.unused_data:
-        raise _misfit(where)
+    _require_fit(machine.eof and not machine.unused_data, where)
     return target
 
 
@@ -181,18 +186,16 @@ def _blocks(file: SourceFile, offset: int, length: int, where: str) -> Iterator[
         last, repeated, size = bool(block & 1), block >> 1 & 3 == 1, block >> 3
         at += _BLOCK_HEAD + (1 if repeated else size)
         at += _CHECKSUM if last and parameters.has_checksum else 0
-        if size > _MAX_BLOCK or at > end:
-            raise _misfit(where)
+        _require_fit(size <= _MAX_BLOCK and at <= end, where)
         count += 1
         if last or count % _BLOCKS == 0:
             yield start, at
             start = at
-    if at != end:
-        raise _misfit(where)
+    _require_fit(at == end, where)
 
 
-def _misfit(where: str) -> InputError:
-    return InputError(f"{where}: is damaged: its frame does not end where the slice does")
+def _require_fit(holds: object, where: str) -> None:
+    require(holds, f"{where}: is damaged: its frame does not end where the slice does")
 
 
 def _unwritten(exc: OSError) -> OutputError:
@@ -220,17 +223,18 @@ class DcpMember(DirectoryMember):
 class DcpCheckpoint:
     """A distributed checkpoint, from its ``.metadata``. ``files`` are the slices of each file, which ``open`` opens.
 
-    ``moved`` are the offset and length of decoded slices in their decoded file.
+    ``moved`` are the offset and length of decoded slices in their decoded file. ``values`` are values that are no
+    tensors, in files that others opened.
     """
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: Metadata, values: Mapping[str, Window] = MappingProxyType({})) -> None:
         self.metadata = metadata
         self.roles = DcpRoles(metadata)
         self.files: dict[str, list[Slice]] = defaultdict(list)
         for piece in sorted(metadata.slices, key=lambda piece: (piece.offset, piece.length)):
             self.files[piece.path].append(piece)
         self.moved: dict[Slice, tuple[int, int]] = {}
-        self._values: dict[str, Window] = {}
+        self._values = dict(values)
         self._parts: dict[tuple[str, Place], Window] = {}
         self._known: dict[bytes, OpenCheckpoint] = {}
 
@@ -309,13 +313,12 @@ class DcpCheckpoint:
         checkpoint = torch_zip.read(window)
         tree = checkpoint.tree
         expected = self.metadata.tensors[piece.name].dtype, piece.place[1] if piece.place else ()
-        if isinstance(tree, StorageRef) or (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected):
-            raise InputError(f"{window.source}: has another shape or element type than .metadata says")
+        require(
+            not isinstance(tree, StorageRef)
+            and not (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected),
+            f"{window.source}: has another shape or element type than .metadata says",
+        )
         return checkpoint
-
-    def add_values(self, values: Mapping[str, Window]) -> None:
-        """Add values that are no tensors, and are in files that others opened."""
-        self._values |= values
 
     def value(self, name: str) -> Any:
         """A value that is no tensor, as an inert tree; None where it is damaged or missing."""
@@ -339,8 +342,10 @@ class DcpCheckpoint:
         Raises InputError where it is damaged or too long, KeyError for a name that no open file has.
         """
         window = self._values[name]
-        if window.source.length > MAX_VALUE_BYTES:
-            raise InputError(f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}")
+        require(
+            window.source.length <= MAX_VALUE_BYTES,
+            f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}",
+        )
         content = self.content(name)
         known = self._known.get(content) or torch_zip.read(window)
         if len(content) <= _KNOWN_BYTES:
@@ -356,14 +361,13 @@ class DcpCheckpoint:
 def _check_slices(pieces: Sequence[Slice], file: SourceFile) -> None:
     end = 0
     for piece in pieces:
-        if piece.offset < end:
-            raise InputError(f"{file.source}: slice {shown(piece.name)} overlaps the one before it")
+        require(piece.offset >= end, f"{file.source}: slice {shown(piece.name)} overlaps the one before it")
         end = piece.offset + piece.length
-        if end > file.source.length:
-            raise InputError(
-                f"{file.source}: slice {shown(piece.name)} ends at byte {end} of {file.source.length}; "
-                "copy or download the file again"
-            )
+        require(
+            end <= file.source.length,
+            f"{file.source}: slice {shown(piece.name)} ends at byte {end} of {file.source.length}; "
+            "copy or download the file again",
+        )
 
 
 def _key(number: int, key: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint
 from ckpt8.checkpoint.readers.dcp_metadata import MAX_METADATA_BYTES, METADATA, Slice, read_metadata, rewritten
-from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_named_shard, kept, lone_shard
+from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, is_named_shard, kept, refuse_lone_shard
 from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
 from ckpt8.container.sharded import INDEX, RANK_FILE, explain_missing, is_part
@@ -59,8 +59,7 @@ def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
         return DirectoryMember(entry.path, Held(entry.target.encode(), entry.format))
     file = PooledFile(ByteRange.of(root / entry.path), pool)
     try:
-        if is_named_shard(entry.path):
-            raise lone_shard(str(file.source))
+        refuse_lone_shard(entry.path, str(file.source))
         reader = match_reader(file) if file.source.length else None
         return DirectoryMember(entry.path, OpenCheckpoint(FILE, file) if reader is None else reader.read(file))
     except UnsupportedError as exc:
@@ -112,7 +111,9 @@ def _metadata_files(
         is_named = entry.path.rpartition("/")[2] == METADATA and entry.format == FILE
         if is_named and any(path.startswith(folder) for path in shards):
             file = open_file(entry.path)
-            if file.source.length > MAX_METADATA_BYTES:
-                raise InputError(f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}")
+            require(
+                file.source.length <= MAX_METADATA_BYTES,
+                f"{file.source}: has {file.source.length} bytes, more than {MAX_METADATA_BYTES}",
+            )
             if file.source.length and file.read(0, 1) == b"\x80":  # a pickle
                 yield folder, file

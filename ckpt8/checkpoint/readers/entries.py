@@ -97,10 +97,14 @@ def _entry(root: Path, path: str) -> Entry | None:
         raise InputError(f"{full}: where it leads is not valid UTF-8; make the link anew") from exc
     except OSError as exc:
         raise InputError(f"{full}: cannot be read: {exc.strerror}") from exc
-    if leads_nowhere:
-        raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
-    if not (target or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        raise InputError(f"{full}: is neither a file nor a directory nor a link; remove it")
+    require(
+        not leads_nowhere,
+        f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means",
+    )
+    require(
+        target or stat.S_ISDIR(mode) or stat.S_ISREG(mode),
+        f"{full}: is neither a file nor a directory nor a link; remove it",
+    )
     entry = Entry(path, SYMLINK, target) if stays else Entry(path, FILE)
     return None if stat.S_ISDIR(mode) else entry
 
@@ -128,11 +132,13 @@ def is_named_shard(name: str) -> bool:
     return name.endswith(".distcp")
 
 
-def lone_shard(where: str) -> UnsupportedError:
-    """The error for a shard that no ``.metadata`` lists."""
-    return UnsupportedError(
+def refuse_lone_shard(name: str, where: str) -> None:
+    """Raise UnsupportedError for a file with the name of a shard, which no ``.metadata`` lists."""
+    require(
+        not is_named_shard(name),
         f"{where}: a file of a distributed checkpoint without the .metadata that tells what is in it; "
-        "give the folder of the checkpoint"
+        "give the folder of the checkpoint",
+        UnsupportedError,
     )
 
 

@@ -11,7 +11,7 @@ from ckpt8.checkpoint.readers.entries import check_shares
 from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle, longest_pickle
 from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, check_depth
-from ckpt8.core.errors import InputError, UnsupportedError, require
+from ckpt8.core.errors import UnsupportedError, require
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
@@ -85,25 +85,34 @@ def read(file: SourceFile, calls: TorchCalls | None = None) -> OpenCheckpoint:
 def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> Sequence[StorageInfo]:
     """The storages, which lie one behind the other from ``offset`` to the end of the file. Raises InputError."""
     source = file.source
-    if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise InputError(f"{source}: damaged: its list of storages is malformed")
-    if sorted(keys) != sorted(table.declared):
-        raise InputError(f"{source}: damaged: its list of storages is not the one that its pickle uses")
+    require(
+        type(keys) is list and all(type(key) is str for key in keys),
+        f"{source}: damaged: its list of storages is malformed",
+    )
+    require(
+        sorted(keys) == sorted(table.declared),
+        f"{source}: damaged: its list of storages is not the one that its pickle uses",
+    )
     storages = []
     for key in keys:
-        if offset + _COUNT.size > source.length:
-            raise InputError(f"{source}: cut off before storage {shown(key)}; copy or download it again")
+        require(
+            offset + _COUNT.size <= source.length,
+            f"{source}: cut off before storage {shown(key)}; copy or download it again",
+        )
         (numel,) = _COUNT.unpack(file.read(offset, _COUNT.size))
         offset += _COUNT.size
         # The count is in elements of the type under which the pickle names the storage first.
         first, declared = next(iter(table.declared[key]))
-        if numel != declared:
-            raise InputError(f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
+        require(numel == declared, f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
         nbytes = numel * first.itemsize
-        if nbytes > source.length - offset:
-            raise InputError(f"{source}: cut off inside storage {shown(key)}; copy or download it again")
+        require(
+            nbytes <= source.length - offset,
+            f"{source}: cut off inside storage {shown(key)}; copy or download it again",
+        )
         storages.append(StorageInfo(key, table.dtype_for(key, nbytes), offset, nbytes))
         offset += nbytes
-    if offset != source.length:
-        raise InputError(f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged")
+    require(
+        offset == source.length,
+        f"{source}: {source.length - offset} bytes follow the last storage; the file is damaged",
+    )
     return storages

@@ -88,8 +88,10 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
     require(not disk and disks == 1, f"{file.source}: damaged zip file: it claims to be one of several disks")
     record = file.read(position, _END_64.size) if position + _END_64.size <= locator else bytes(_END_64.size)
     signature, length, made_by, needed, disk, start_disk, here, count, size, offset = _END_64.unpack(record)
-    if signature != b"PK\x06\x06" or position + _END_64.size - _COUNTED_64 + length != locator:
-        raise _misplaced(file)
+    _require_place(
+        signature == b"PK\x06\x06" and position + _END_64.size - _COUNTED_64 + length == locator,
+        file,
+    )
     true_numbers = (0, 0, here, count, size, offset)
     # Each field of the old record holds the true number, or says "see the zip64 record".
     limits = (0xFFFF, 0xFFFF, *_ALL_SATURATED)
@@ -113,16 +115,17 @@ def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
         size <= MAX_DIRECTORY_BYTES,
         f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}",
     )
-    if offset + size < end and size and file.read(end - size, 4) == b"PK\x01\x02":
-        raise _misplaced(file)
+    _require_place(offset + size >= end or not size or file.read(end - size, 4) != b"PK\x01\x02", file)
     require(offset + size == end, f"{file.source}: damaged zip file: its directory is not where the end record says")
 
 
-def _misplaced(file: SourceFile) -> UnsupportedError:
-    """The error for offsets that are too small: most likely several zip files are joined, as in a ``.distcp``."""
-    return UnsupportedError(
+def _require_place(holds: object, file: SourceFile) -> None:
+    """Raise UnsupportedError for offsets that are too small: likely several zip files are joined, as in a .distcp."""
+    require(
+        holds,
         f"{file.source}: its zip directory is not where the end record says; it is damaged, or several zip "
-        f"files joined together as in a .distcp shard: give the folder of a distributed checkpoint instead"
+        f"files joined together as in a .distcp shard: give the folder of a distributed checkpoint instead",
+        UnsupportedError,
     )
 
 
@@ -231,16 +234,17 @@ def _parse_directory(file: SourceFile, data: bytes, offset: int) -> Iterator[_Ce
     """The entries of a directory that lies at ``offset``. Raises InputError."""
     number = at = 0
     while at < len(data):
-        if at + _CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
-            raise InputError(f"{file.source}: damaged zip file: directory entry {number} is unreadable")
+        require(
+            at + _CENTRAL.size <= len(data) and data[at : at + 4] == b"PK\x01\x02",
+            f"{file.source}: damaged zip file: directory entry {number} is unreadable",
+        )
         fields = _CENTRAL.unpack_from(data, at)
         _, made_by, needed, *shared, crc32, compressed, size = fields[:10]
         name_length, extra_length, comment_length, disk, internal, external, header = fields[10:]
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_length
         end = extra_at + extra_length + comment_length
-        if end > len(data):
-            raise InputError(f"{file.source}: damaged zip file: a directory entry reaches past its end")
+        require(end <= len(data), f"{file.source}: damaged zip file: a directory entry reaches past its end")
         sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
         if sizes is None or disk:
             raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
@@ -278,13 +282,15 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
     """
     file = ahead.file
     name = record.name.decode("utf-8", "backslashreplace")
-    if record.shared[0] & _ENCRYPTED:
-        raise UnsupportedError(f"{file.source}: zip record {name!r} is encrypted; decrypt the file first")
-    mismatch = InputError(f"{file.source}: damaged zip file: record {name!r} does not match its directory entry")
+    require(
+        not record.shared[0] & _ENCRYPTED,
+        f"{file.source}: zip record {name!r} is encrypted; decrypt the file first",
+        UnsupportedError,
+    )
+    mismatch = f"{file.source}: damaged zip file: record {name!r} does not match its directory entry"
     at = record.header_offset
     span = _LOCAL.size + len(record.name)
-    if at + span > limit:
-        raise mismatch
+    require(at + span <= limit, mismatch)
     head = ahead.read(at, span)
     signature, needed, *shared, crc32, compressed, size, name_length, extra_length = _LOCAL.unpack_from(head)
     data_offset = at + span + extra_length
@@ -296,14 +302,13 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
         and head[_LOCAL.size :] == record.name
     )
     by_torch = needed == 0 and shared[2:] == [0, 0]
-    if not is_same or end > limit or (by_torch and needed != record.needed):
-        raise mismatch
+    require(is_same and end <= limit and (not by_torch or needed == record.needed), mismatch)
     crc_fields = [record.crc_at]
     sizes, true_sizes = (size, compressed), (record.size, record.compressed_size)
     if shared[0] & _HAS_DESCRIPTOR:
         descriptor = _find_descriptor(ahead, record, end, limit)
         if descriptor is None:
-            raise mismatch
+            raise InputError(mismatch)
         crc_fields.append(descriptor[0])
         end = descriptor[1]
         # With a descriptor the local header may leave its fields empty, but a value that it states must be true.
@@ -314,8 +319,7 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
         agree = _widen(extra, sizes) == true_sizes and crc32 == record.crc32
     if crc32 or not shared[0] & _HAS_DESCRIPTOR:
         crc_fields.append(at + _LOCAL_CRC_AT)
-    if not agree or (record.shared[1] == STORED and record.size != record.compressed_size):
-        raise mismatch
+    require(agree and (record.shared[1] != STORED or record.size == record.compressed_size), mismatch)
     return ZipEntry(
         name=name,
         method=record.shared[1],
@@ -428,21 +432,23 @@ def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
 def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
     """The content of a small record, with its CRC checked. Raises InputError."""
     _require_stored(file, entry)
-    if entry.size > limit:
-        raise InputError(f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
+    require(entry.size <= limit, f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
     content = file.read(entry.data_offset, entry.size)
     # 0 is what torch writes when set_crc32_options switched CRCs off.
-    if entry.crc32 and crc32(content) != entry.crc32:
-        raise InputError(f"{file.source}: record {shown(entry.name)} is damaged: its CRC does not match")
+    require(
+        not entry.crc32 or crc32(content) == entry.crc32,
+        f"{file.source}: record {shown(entry.name)} is damaged: its CRC does not match",
+    )
     return content
 
 
 def _require_stored(file: SourceFile, entry: ZipEntry) -> None:
-    if entry.method != STORED:
-        raise UnsupportedError(
-            f"{file.source}: zip record {shown(entry.name)} is compressed; "
-            f"load the file with torch.load and write it again with torch.save"
-        )
+    require(
+        entry.method == STORED,
+        f"{file.source}: zip record {shown(entry.name)} is compressed; "
+        f"load the file with torch.load and write it again with torch.save",
+        UnsupportedError,
+    )
 
 
 def _storages(file: SourceFile, table: StorageTable, records: Mapping[str, ZipEntry]) -> Sequence[StorageInfo]:

@@ -53,7 +53,7 @@ from ckpt8.container.manifest import DCP, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import Place, check_cover
-from ckpt8.core.errors import InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, Window
 from ckpt8.core.tensors import Box, DType, Role, cut_into_boxes, overlap, view_of_box
 from ckpt8.core.text import shown
@@ -243,14 +243,18 @@ def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
     except KeyError:
         why = "its file is not there, or it is in parts that only its class can join"
         raise InputError(f"{shown(name)}: {why}") from None
-    if any(len(path) > _DEEPEST for path, _ in iter_nodes(opened.tree)):
-        raise InputError(f"{shown(name)}: its objects are nested deeper than {_DEEPEST}")
+    require(
+        all(len(path) <= _DEEPEST for path, _ in iter_nodes(opened.tree)),
+        f"{shown(name)}: its objects are nested deeper than {_DEEPEST}",
+    )
     if not any(True for _ in iter_leaves(opened.tree)):
         return opened.tree
     prefix = f"{name}/value/"
     value = add_prefix(opened.tree, prefix)
-    if any(not leaf.key.startswith(prefix) for _, leaf in iter_leaves(value)):
-        raise InputError(f"{shown(name)}: an object with tensors in it")
+    require(
+        all(leaf.key.startswith(prefix) for _, leaf in iter_leaves(value)),
+        f"{shown(name)}: an object with tensors in it",
+    )
     data.adopt(opened, prefix)
     return value
 
@@ -275,8 +279,10 @@ class ShardedFiles:
         }
 
     def _source(self, reader: ContainerReader) -> MemberSource:
-        if len(reader.manifest.members) != 1:
-            raise InputError(f"{reader.path}: holds {len(reader.manifest.members)} files, not the state of one rank")
+        require(
+            len(reader.manifest.members) == 1,
+            f"{reader.path}: holds {len(reader.manifest.members)} files, not the state of one rank",
+        )
         size = reader.manifest.members[0].size
         return MemberSource(reader, ByteRange(reader.path, 0, size), partial(self._member_file, reader))
 
@@ -290,11 +296,12 @@ class ShardedFiles:
         for name, tensor in index.tensors.items():
             boxes = tensor.boxes()
             pickled = [place for box in boxes if (place := tensor.pickled(box)) is not None]
-            if pickled and len(pickled) < len(boxes):
-                raise UnsupportedError(
-                    f"{self._joined.path}: {shown(name)}: only some of its parts are plain tensors; load it with "
-                    "Ckpt8StorageReader"
-                )
+            require(
+                len(pickled) in (0, len(boxes)),
+                f"{self._joined.path}: {shown(name)}: only some of its parts are plain tensors; load it with "
+                "Ckpt8StorageReader",
+                UnsupportedError,
+            )
             if pickled:
                 values[name] = pickled[0]
                 torn |= {name} if len(boxes) > 1 else set()
@@ -313,9 +320,8 @@ class ShardedFiles:
         for name, window in windows.items():
             path = values[name].file
             metadata.slices.append(Slice(name, path, window.source.offset, window.source.length, None, ()))
-        home = DcpCheckpoint(metadata)
         # Only its class can join what torch.save has written in parts.
-        home.add_values({name: window for name, window in windows.items() if name not in torn})
+        home = DcpCheckpoint(metadata, {name: window for name, window in windows.items() if name not in torn})
         members = [self._member(home, reader, records[reader.path.name]) for reader in self._joined.readers]
         if metadata.tensors and not members:
             return [DcpMember(_NO_FILE, Held(b"", DCP, tree=Labelled(())), home=home, parts=[])]

@@ -57,9 +57,6 @@ class MemberSource(SourceFile):
     def check_unchanged(self) -> None:
         """Nothing to check: every frame is checked when it is read."""
 
-    def close(self) -> None:
-        """The caller closes the container."""
-
 
 def member_index(reader: ContainerReader, member: str | None) -> int:
     """The number of the ``member``. Raises UsageError, which lists the choices, if it is ambiguous or no checkpoint."""
