@@ -21,6 +21,16 @@ SECONDS = 1.0
 MEMORY = 512 << 20
 
 
+class Pickled:
+    """Pickles as a call of ``function``, which runs where the pickle is loaded."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
 def container_of(content, member_format, *, name="a.pt", change=lambda manifest: None):
     """A container with a valid seal of one member, all of whose bytes are its skeleton."""
     lengths = [min(1 << 20, len(content) - k) for k in range(0, len(content), 1 << 20)]

@@ -92,11 +92,7 @@ def load(path, net, optimizer, *, flat=False):
         dcp.load(loaded, checkpoint_id=path, no_dist=not dist.is_initialized())
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         set_state_dict(
-            net,
-            optimizer,
-            model_state_dict=loaded["model"],
-            optim_state_dict=loaded["optimizer"],
-            options=options,
+            net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=options
         )
     return loaded
 

@@ -75,6 +75,15 @@ def tree(root):
     return found
 
 
+def named_tensors(value, path=()):
+    """Every tensor in dicts, lists and tuples with its dotted path."""
+    if isinstance(value, torch.Tensor):
+        yield ".".join(path), value.detach()
+    elif isinstance(value, (dict, list, tuple)):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from named_tensors(part, (*path, str(key)))
+
+
 def tampered(path, target, change):
     """Write ``target``: the container at ``path`` after ``change(manifest, member by path)``."""
     metadata, entries, manifest = unpack(path.read_bytes())

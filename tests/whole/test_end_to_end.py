@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from hostile_kit import unpack
+from members_kit import named_tensors
 from updates_kit import update_errors
 
 import ckpt8
@@ -280,23 +281,12 @@ def test_load_is_torch_load_of_the_restored_file(name, preset, round_trips):
         assert Comparison(torch.load(restored, weights_only=True), loaded).is_equal
 
 
-def _named(tree, path=()):
-    if isinstance(tree, torch.Tensor):
-        yield ".".join(path), tree.detach()
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _named(value, (*path, str(key)))
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _named(value, (*path, str(index)))
-
-
 @pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in UNSAFE])
 @lossy_presets
 def test_open_gives_every_tensor_by_name(name, preset, round_trips):
     container, restored = round_trips(name, preset)
-    expected = dict(_named(torch.load(restored, weights_only=True)))
+    expected = dict(named_tensors(torch.load(restored, weights_only=True)))
     with ckpt8.open(container) as file:
         assert file.keys() == list(expected)
         wrong = []

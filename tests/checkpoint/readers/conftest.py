@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from members_kit import named_tensors
 
 from ckpt8.checkpoint.tree import TensorRef, format_path, iter_leaves
 
@@ -18,17 +19,6 @@ def _rebuild(checkpoint, ref):
     return flat.as_strided(ref.shape, ref.stride, ref.offset)
 
 
-def _tensors(tree, path=()):
-    if isinstance(tree, torch.Tensor):
-        yield ".".join(path), tree.detach()
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _tensors(value, (*path, str(key)))
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from _tensors(value, (*path, str(index)))
-
-
 def _bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
@@ -39,7 +29,7 @@ def compare():
 
     def check(checkpoint, expected):
         refs = {format_path(path): leaf for path, leaf in iter_leaves(checkpoint.tree)}
-        wanted = dict(_tensors(expected))
+        wanted = dict(named_tensors(expected))
         assert list(refs) == list(wanted)
         for name, ref in refs.items():
             assert type(ref) is TensorRef

@@ -1,28 +1,45 @@
-"""The pickle machine against Python's own, against hostile streams, and the walk over what it builds."""
+"""The pickle machine against Python's own and against hostile streams, storages in it, and the walk over a tree."""
 
 from __future__ import annotations
 
 import collections
+import datetime
 import enum
 import io
 import os
 import pickle
+import random
 import sys
+import time
+import tracemalloc
 
 import pytest
+from hostile_kit import Pickled
 
-from ckpt8.checkpoint.readers.inert_pickle import load_pickle
-from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef, iter_leaves
-from ckpt8.core.errors import InputError
+from ckpt8.checkpoint.readers import inert_pickle, rebuild
+from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle
+from ckpt8.checkpoint.readers.rebuild import make_tensor
+from ckpt8.checkpoint.tree import (
+    MAX_DEPTH,
+    Global,
+    Inert,
+    StatefulDict,
+    StorageRef,
+    TensorRef,
+    check_depth,
+    format_path,
+    iter_leaves,
+)
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType
 
 PROTOCOLS = range(6)
 
 
-def load(data, **options):
+def load(data, *, is_whole=True, **options):
     stream = io.BytesIO(data)
     value = load_pickle(stream, len(data), "file.pt", **options)
-    assert stream.tell() == len(data)
+    assert not is_whole or stream.tell() == len(data)
     return value
 
 
@@ -80,8 +97,7 @@ def test_shared_and_self_referential_objects_keep_their_identity(protocol):
 
 class Plain:
     def __init__(self):
-        self.a = [1]
-        self.b = "x"
+        self.a, self.b = [1], "x"
 
 
 class Slotted:
@@ -92,14 +108,6 @@ class Colour(enum.Enum):
     RED = 3
 
 
-class Listlike(list):
-    pass
-
-
-class Dictlike(dict):
-    pass
-
-
 class Keyworded:
     def __new__(cls, *, size):
         return object.__new__(cls)
@@ -108,6 +116,7 @@ class Keyworded:
         return (), {"size": [7]}
 
 
+Listlike, Dictlike = type("Listlike", (list,), {}), type("Dictlike", (dict,), {})
 Point = collections.namedtuple("Point", "x y")
 HERE = __name__
 
@@ -142,18 +151,10 @@ def test_attributes_of_an_ordered_dict_stay_out_of_the_way(protocol):
     assert got.state == {"_metadata": {"version": 2}}
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_nothing_in_a_pickle_is_executed(protocol, tmp_path):
     target = str(tmp_path / "ran")
-    data = pickle.dumps(Evil(target), protocol)
+    data = pickle.dumps(Pickled(os.mkdir, target), protocol)
     made = load(data)
     assert (made.name, made.args) == (f"{os.mkdir.__module__}.mkdir", (target,))
     assert not list(tmp_path.iterdir())
@@ -269,3 +270,279 @@ def test_a_tensor_must_lie_inside_its_storage(old, new, message):
     assert old in good
     with pytest.raises(InputError, match=message):
         load(good.replace(old, new) + b".", persistent_load=storage)
+
+
+# Streams made to crash, hang or fill the memory: each is refused in one clear line
+
+
+OBJECTS = [
+    [None, True, 1, 300, 70_000, -1, 2**70, 1.5, "text", "\u03b1\n\\", b"bytes", bytearray(b"x")],
+    {"k": (1, (2, [3])), 5: {"n": ()}, (1, "x"): {1, 2}},
+    frozenset({1}), datetime.timedelta(3), 1 + 2j,
+]  # fmt: skip
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n(X\x01\0\0\0kQK\x05K\x02K\x03\x86K\x03K\x01\x86"
+    b"\x89ccollections\nOrderedDict\n)RtR."
+)
+MALFORMED = {
+    "empty": (b"", "too early"),
+    "no value": (b".", "left over"),
+    "two values": (b"NN.", "left over"),
+    "open mark": (b"N(.", "left over"),
+    "protocol": (b"\x80\x06N.", "protocol 6"),
+    "opcode": (b"N\x01.", "opcode"),
+    "extension": (b"\x82\x01.", "opcode"),
+    "buffer": (b"\x97.", "opcode"),
+    "memo": (b"h\x05.", "memo"),
+    "memo index": (b"Ng" + b"9" * 30 + b"\n.", "digits"),
+    "long4 negative": (b"\x8b\xff\xff\xff\xff.", "announced"),
+    "long4 huge": (b"\x8b\xff\xff\xff\x7f.", "2147483647 bytes"),
+    "long1 short": (b"\x8a\x05\x01.", "announced"),
+    "digits": (b"I" + b"1" * 5000 + b"\n.", "digits"),
+    "integer": (b"Ixyz\n.", "invalid literal"),
+    "float": (b"Fxyz\n.", "could not convert"),
+    "float8": (b"G\0\0.", "too early"),
+    "quotes": (b"Sabc\n.", "quotes"),
+    "line": (b"Vabc", "inside a line"),
+    "escape": (b"V\\u12\n.", "truncated"),
+    "utf8": (b"X\x01\0\0\0\xff.", "utf-8"),
+    "unicode8": (b"\x8d" + b"\xff" * 8 + b".", "announced"),
+    "bytes8": (b"\x8e" + b"\0" * 7 + b"\x40.", "announced"),
+    "bytearray8": (b"\x96" + b"\0" * 7 + b"\x7f.", "announced"),
+    "frame": (b"\x95" + b"\0" * 7 + b"\x01N.", "frame"),
+    "append": (b"NNa.", "NoneType"),
+    "set item": (b"NNNs.", "NoneType"),
+    "odd dict": (b"(Nd.", "no value"),
+    "list key": (b"}]Ns.", "list"),
+    "dict key": (b"}}Ns.", "dict"),
+    "deep key": (b"})" + b"\x85" * 100 + b"Ns.", "key is too large"),
+    "wide key": (b"}(" + b"N" * 100 + b"tNs.", "key is too large"),
+    "huge int key": (b"}\x8b\x00\x04\0\0" + b"\x01" * 1024 + b"Ns.", "key is too large"),
+    "call": (b"cos\nmkdir\nNR.", "argument tuple"),
+    "empty object": (b"(o.", "not enough values"),
+    "name": (b"NN\x93.", "not text"),
+    "long name": (b"c" + b"x" * 2000 + b"\ny\n.", "names"),
+    "state of a list": (b"]}b.", "list"),
+    "state of a dict": (b"}}b.", "dict"),
+    "persistent": (b"NQ.", "outside"),
+    "huge complex": (b"c__builtin__\ncomplex\n\x8b\x00\x04\0\0" + b"\x01" * 1024 + b"K\x00\x86R.", "too large"),
+    "marks": (b"(" * 20_000, "marks"),
+    "pairs": (b"ccollections\nOrderedDict\n(](N\x85aetR.", ""),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_streams_are_one_clear_line(name):
+    data, expected = MALFORMED[name]
+    with pytest.raises(InputError, match=r"^file\.pt: damaged pickle") as caught:
+        load(data)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_pickles_never_raise_anything_else():
+    seeds = [pickle.dumps(OBJECTS, protocol) for protocol in PROTOCOLS] + [TENSOR, TENSOR]
+    generator = random.Random(7)
+    messages = []
+    for data in [seed for seed in seeds for _ in range(300)]:
+        damaged = bytearray(data)
+        for _ in range(generator.randrange(1, 4)):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        try:
+            check_depth(load(damaged, is_whole=False, persistent_load=storage), "file.pt")
+        except InputError as exc:
+            messages.append(str(exc))
+    assert len(messages) > 600
+    assert all(message.startswith("file.pt: ") and "\n" not in message for message in messages)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_truncation_is_noticed(protocol):
+    data = pickle.dumps(OBJECTS, protocol)
+    for length in range(len(data)):
+        with pytest.raises(InputError):
+            load(data[:length])
+
+
+@pytest.mark.slow
+def test_deep_arguments_are_never_hashed():
+    """Hashing a tuple nested a million times would overflow the interpreter's own stack."""
+    deep = b")" + b"\x85" * 1_000_000
+    for name in (b"c_codecs\nencode\n", b"c__builtin__\nbytearray\n"):
+        made = load(name + b"U\x01x" + deep + b"\x86R.")
+        assert made.args[0] == "x"
+    with pytest.raises(InputError, match="key is too large"):
+        load(b"}" + deep + b"Ns.")
+    with pytest.raises(InputError):
+        StorageTable("file.pt").load((*load(deep + b"."), 1, 2, 3, 4))
+
+
+def test_announced_lengths_allocate_nothing():
+    tracemalloc.start()
+    try:
+        for name in ("unicode8", "bytes8", "bytearray8", "long4 huge", "frame"):
+            with pytest.raises(InputError):
+                load(MALFORMED[name][0])
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("repeat", [b"0c__builtin__\nbytearray\nh\x00\x85R", b"0ccollections\nOrderedDict\nh\x01\x85R"])
+def test_copies_are_budgeted(repeat):
+    pairs = b"](" + b"NN\x86" * 5000 + b"e"
+    data = b"B\x10\x27\0\0" + b"x" * 10_000 + b"q\x00" + b"0" + pairs + b"q\x01" + repeat * 3000 + b"."
+    with pytest.raises(InputError, match="over and over"):
+        load(data)
+
+
+def test_caps_are_enforced(monkeypatch):
+    monkeypatch.setattr(inert_pickle, "FREE_UNITS", 100)
+    with pytest.raises(InputError, match="builds more objects than"):
+        load(b"(" + b"}" * 400 + b"t.")
+    monkeypatch.setattr(inert_pickle, "MAX_GLOBALS", 2)
+    with pytest.raises(InputError, match="names"):
+        load(b"(ca\nb\nca\nc\nca\nd\nt.")
+    monkeypatch.setattr(rebuild, "MAX_DIMS", 1)
+    with pytest.raises(InputError, match="2 dimensions"):
+        load(TENSOR, persistent_load=storage)
+
+
+# What a pickle may say about a storage
+
+
+def test_one_storage_under_two_types():
+    table = StorageTable("file.pt")
+    kinds = [Global("torch.FloatStorage"), Global("torch.cuda.ByteStorage"), Global("torch.storage.UntypedStorage")]
+    assert table.load(("storage", kinds[0], "k", "cpu", 2)) == StorageRef("k", DType.FLOAT32, 2)
+    assert table.dtype_for("k", 8) is DType.FLOAT32
+    assert table.load(("storage", kinds[1], "k", "cpu", 8)) == StorageRef("k", DType.UINT8, 8)
+    assert table.dtype_for("k", 8) is DType.UINT8
+    table.load(("storage", kinds[2], "k", "cpu", 9))
+    with pytest.raises(InputError, match="9 elements"):
+        table.dtype_for("k", 8)
+
+
+FLOAT = Global("torch.FloatStorage")
+
+
+@pytest.mark.parametrize(
+    "pid",
+    [
+        None,
+        "storage",
+        (),
+        ("storage",),
+        ("other", FLOAT, "k", "cpu", 1),
+        ("storage", "FloatStorage", "k", "cpu", 1),
+        ("storage", FLOAT, ("k",), "cpu", 1),
+        ("storage", FLOAT, "k", None, 1),
+        ("storage", FLOAT, "k", "cpu", -1),
+        ("storage", FLOAT, "k", "cpu", 2**63),
+        ("storage", FLOAT, "k", "cpu", True),
+        ("storage", FLOAT, "k", "cpu", 5, ("v", 3, 3)),
+        ("storage", FLOAT, "k", "cpu", 5, ("v", -1, 3)),
+        ("storage", FLOAT, "k", "cpu", 5, (1, 2)),
+        ("module", "x", "y", "z"),
+    ],
+    ids=repr,
+)
+def test_malformed_persistent_ids(pid):
+    with pytest.raises(InputError, match=r"^file\.pt: damaged pickle"):
+        StorageTable("file.pt").load(pid)
+
+
+def test_a_typed_view_starts_at_a_whole_element():
+    view = StorageRef("k", DType.UINT8, 8, offset=4)
+    assert make_tensor(view, DType.FLOAT32, 1, (1,), (1,)).offset == 2
+    with pytest.raises(ValueError, match="starts inside an element"):
+        make_tensor(StorageRef("k", DType.UINT8, 8, offset=2), DType.FLOAT32, 0, (1,), (1,))
+    with pytest.raises(ValueError, match="reaches element 2 of a storage that has 2"):
+        make_tensor(view, DType.FLOAT32, 2, (1,), (1,))
+
+
+def test_unknown_storage_types_are_named():
+    with pytest.raises(UnsupportedError, match=r"torch\.QuaternionStorage"):
+        StorageTable("file.pt").load(("storage", Global("torch.QuaternionStorage"), "k", "cpu", 1))
+
+
+# The walk: names, order, and trees made to be endless, deep or shared
+
+
+def test_walk_names_and_order():
+    tensors = [TensorRef(str(i), DType.FLOAT32, 0, (), ()) for i in range(9)]
+    ref = StorageRef("s", DType.UINT8, 4)
+    metadata = StatefulDict()
+    metadata["w"] = tensors[0]
+    metadata.state = {"_metadata": tensors[1]}
+    empty = StatefulDict()
+    empty.state = {"hook": tensors[0]}
+    tree = {
+        "model": metadata,
+        "state": {0: {"m": tensors[2]}, (1, "x"): [tensors[3]]},
+        "object": Inert("m.C", args=(0, tensors[4]), state={"weight": tensors[5]}),
+        "slots": Inert("m.D", items=[tensors[6]], pairs=[("k", tensors[7])], state=(None, {"s": ref})),
+        "scalar": 3,
+        tensors[8]: None,
+    }
+    got = [(format_path(path), leaf.key) for path, leaf in iter_leaves(tree)]
+    assert got == [
+        ("model.w", "0"),
+        ("model._metadata", "1"),
+        ("state.0.m", "2"),
+        ("state.(1,x).0", "3"),
+        ("object.1", "4"),
+        ("object.weight", "5"),
+        ("slots.0", "6"),
+        ("slots.k", "7"),
+        ("slots.s", "s"),
+        ("key", "8"),
+    ]
+    assert list(iter_leaves(tensors[0])) == [((), tensors[0])]
+    assert [format_path(path) for path, _ in iter_leaves([empty])] == ["0.hook"]
+    long = next(iter_leaves({"x" * 10_000: tensors[0]}))[0]
+    assert len(format_path(long)) < 2000
+
+
+def test_walk_depth_limit_is_exact():
+    tree = [TensorRef("k", DType.FLOAT32, 0, (), ())]
+    for _ in range(MAX_DEPTH - 1):
+        tree = [tree]
+    assert len(next(iter_leaves(tree))[0]) == MAX_DEPTH
+    with pytest.raises(InputError, match="nested deeper"):
+        check_depth([tree], "file.pt")
+
+
+DEEP = {
+    "tuples": b")" + b"\x85" * 1_000_000,
+    "lists": b"]" * 200_000 + b"a" * 199_999,
+    "dicts": b"}U\x01k" * 200_000 + b"N" + b"s" * 200_000,
+    "calls": b")q\x00" + b"0cm\nC\nh\x00\x85Rq\x00" * 100_000,
+    "states": b"cm\nC\n)R" * 100_000 + b"b" * 99_999,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DEEP)
+def test_deep_nesting_is_refused_by_the_walk_and_freed_safely(kind):
+    tree = load(DEEP[kind] + b".")
+    with pytest.raises(InputError, match=f"^file.pt: .*nested deeper than {MAX_DEPTH}"):
+        check_depth(tree, "file.pt")
+    del tree
+
+
+SHARED = {
+    "doubled tuples": b"X\x01\0\0\0kQ\x85" + b"2\x86" * 900,
+    "one argument tuple": b"((X\x01\0\0\0kQ" + b"N" * 20_000 + b"tq\x000" + b"cm\nC\nh\x00R" * 20_000 + b"t",
+    "one state": b"(}(" + b"U\x01kX\x01\0\0\0kQ" * 20_000 + b"uq\x000" + b"cm\nC\n)Rh\x00b" * 20_000 + b"t",
+    "one set": b"((X\x01\0\0\0kQ" + b"N" * 20_000 + b"lq\x000" + b"c__builtin__\nset\nh\x00\x85R" * 20_000 + b"t",
+}
+
+
+@pytest.mark.by_default("doubled tuples")
+@pytest.mark.parametrize("kind", SHARED)
+def test_shared_parts_are_walked_once(kind):
+    tree = load(SHARED[kind] + b".", persistent_load=storage)
+    started = time.process_time()
+    assert len(list(iter_leaves(tree))) == 1
+    assert time.process_time() - started < 2  # quadratic time would be minutes

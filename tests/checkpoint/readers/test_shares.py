@@ -7,18 +7,22 @@ import random
 import sys
 import zipfile
 from collections import namedtuple
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed.tensor
+from hostile_kit import Pickled
 from members_kit import tree as bytes_of_files
 
 import ckpt8
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import check_shares, refuse_share, walk
 from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle
+from ckpt8.checkpoint.tree import Share, TensorRef
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
+from ckpt8.core.tensors import DType
 
 RANKS = 4
 SHAPE = (10, 6)
@@ -89,19 +93,10 @@ class Classes:
         meta = self.TensorMeta(torch.Size(shape), stride, torch.float32)
         spec = self.made("DTensorSpec", mesh=mesh, placements=tuple(placements), tensor_meta=meta, _hash=5)
         spec.__dict__.update(changed)
-        return _Pickled(self.DTensor, torch.Size(shape), stride, {"_local_tensor": local, "_spec": spec})
-
-
-class _Pickled:
-    """Pickles as a tensor subclass does."""
-
-    def __init__(self, kind, shape, stride, slots):
-        self.kind, self.shape, self.stride, self.slots = kind, shape, stride, slots
-
-    def __reduce__(self):
-        about = (self.kind, torch.float32, self.shape, self.stride, 0, torch.strided, torch.device("cpu"), False)
+        kind, slots = self.DTensor, (None, {"_local_tensor": local, "_spec": spec})
+        about = (kind, torch.float32, torch.Size(shape), stride, 0, torch.strided, torch.device("cpu"), False)
         wrapped = torch._utils._rebuild_wrapper_subclass
-        return torch._tensor._rebuild_from_type_v2, (wrapped, self.kind, about, (None, self.slots))
+        return Pickled(torch._tensor._rebuild_from_type_v2, wrapped, kind, about, slots)
 
 
 @pytest.fixture(params=list(PLACES))
@@ -168,10 +163,8 @@ def test_the_files_of_one_rank_are_whole(new, tmp_path):
     save(tmp_path / "run", 0, {"w": made})
     ckpt8.convert(tmp_path / "run" / "model_rank_0.pt", tmp_path / "whole.pt")
     assert torch.equal(torch.load(tmp_path / "whole.pt")["w"], WHOLE)
-    (tensor,) = (
-        each for each in ckpt8.compress(tmp_path / "run", tmp_path / "x.ckpt8").tensors if each.shape == [10, 6]
-    )
-    assert tensor.name == "model_rank_0.pt:w"
+    tensors = ckpt8.compress(tmp_path / "run", tmp_path / "x.ckpt8").tensors
+    assert [tensor.name for tensor in tensors if tensor.shape == [10, 6]] == ["model_rank_0.pt:w"]
 
 
 # What is not understood stays as it is
@@ -203,19 +196,12 @@ def unknown(new):
         "an empty mesh": tensor(none, new.mesh((0,), (0,))),
         "another type": tensor(local.double()),
         "rows of several places": tensor(
-            WHOLE[[0, 5, 2, 3, 4]].clone(),
-            new.mesh((2,), (0,)),
-            [new.made("_StridedShard", dim=0, split_factor=5)],
+            WHOLE[[0, 5, 2, 3, 4]].clone(), new.mesh((2,), (0,)), [new.made("_StridedShard", dim=0, split_factor=5)]
         ),
         "a factor of nothing": tensor(placements=[new.made("_StridedShard", dim=0, split_factor=0)]),
         "an order of its own": tensor(shard_order=(new.made("Shard", dim=0),)),
-        "a mesh in its storage": _sharing_its_storage(new, shard),
+        "a mesh in its storage": tensor(its_mesh=new.mesh((RANKS,), (1,), mesh=local.flatten()[:RANKS])),
     }
-
-
-def _sharing_its_storage(new, shard):
-    local = WHOLE[rows(1)].clone()
-    return new.tensor(local, new.mesh((RANKS,), (1,), mesh=local.flatten()[:RANKS]), [shard])
 
 
 def names_of_unknown():
@@ -240,30 +226,27 @@ def test_a_place_that_is_not_understood_keeps_the_file_as_it_is(what, new, tmp_p
 # Lies that only all files together show
 
 
-def place(new, rank, coordinate, shape=SHAPE):
+def place(new, local, coordinate, ranks=RANKS, shape=SHAPE):
     """A tensor at a coordinate that may be that of another rank."""
-    return new.tensor(WHOLE[rows(rank)].clone(), new.mesh((RANKS,), (coordinate,)), [new.made("Shard", dim=0)], shape)
+    return new.tensor(local.clone(), new.mesh((ranks,), (coordinate,)), [new.made("Shard", dim=0)], shape)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda new, _, made: place(new, 1, 1, (12, 6)), "has another shape or type on rank 1 than on rank 0"),
-        (lambda new, _, made: WHOLE[rows(1)].clone(), "has another shape or type on rank 1 than on rank 0"),
-        (lambda new, _, made: place(new, 1, 2), "is another tensor on rank 2 than on a rank with the same part"),
         (
-            lambda new, _, made: new.tensor(WHOLE[:5].clone(), new.mesh((2,), (0,)), [new.made("Shard", dim=0)]),
-            "its slices overlap",
+            lambda new, made: place(new, WHOLE[3:6], 1, shape=(12, 6)),
+            "has another shape or type on rank 1 than on rank 0",
         ),
-        (
-            lambda new, _, made: new.tensor(torch.zeros(0, 6), new.mesh((60,), (50,)), [new.made("Shard", dim=0)]),
-            "the file of rank 4 of 60 is not there",
-        ),
-        (lambda new, _, made: {"inner": made}, "slices are missing: 42 of 60 elements are there"),
+        (lambda new, made: WHOLE[3:6].clone(), "has another shape or type on rank 1 than on rank 0"),
+        (lambda new, made: place(new, WHOLE[3:6], 2), "is another tensor on rank 2 than on a rank with the same part"),
+        (lambda new, made: place(new, WHOLE[:5], 0, 2), "its slices overlap"),
+        (lambda new, made: place(new, torch.zeros(0, 6), 50, 60), "the file of rank 4 of 60 is not there"),
+        (lambda new, made: {"inner": made}, "slices are missing: 42 of 60 elements are there"),
     ],
 )
 def test_files_that_contradict_each_other_are_one_line(change, message, new, tmp_path):
-    write_rows(new, tmp_path / "run", change=lambda rank, made: change(new, rank, made) if rank == 1 else made)
+    write_rows(new, tmp_path / "run", change=lambda rank, made: change(new, made) if rank == 1 else made)
     assert all(member.reason is None for member in members(tmp_path / "run"))
     with pytest.raises(InputError, match=message) as caught:
         ckpt8.convert(tmp_path / "run", tmp_path / "whole.pt")
@@ -324,12 +307,6 @@ def read(content):
 
 
 def test_the_message_names_a_part_alone():
+    share = Share((3, 0), SHAPE, RANKS, 1, None)
     with pytest.raises(UnsupportedError, match="x: the file of one rank"):
-        refuse_share({"w": _part()}, "x")
-
-
-def _part():
-    from ckpt8.checkpoint.tree import Share, TensorRef
-    from ckpt8.core.tensors import DType
-
-    return TensorRef("0", DType.FLOAT32, 0, (3, 6), (6, 1), share=Share((3, 0), SHAPE, RANKS, 1, None))
+        refuse_share({"w": replace(TensorRef.whole("0", DType.FLOAT32, (3, 6)), share=share)}, "x")

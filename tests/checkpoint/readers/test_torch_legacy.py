@@ -8,9 +8,11 @@ import pickle
 import struct
 from collections import OrderedDict
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
+from hostile_kit import Pickled
 
 from ckpt8.checkpoint.readers import inert_pickle, open_checkpoint
 from ckpt8.checkpoint.readers.torch_legacy import MAGIC, PROTOCOL_VERSION, sniff
@@ -83,14 +85,7 @@ def by_hand(tree, storages, *, magic=MAGIC, version=PROTOCOL_VERSION, little_end
     return stream.getvalue()
 
 
-class Rebuild:
-    """Pickles as a call of torch._utils._rebuild_tensor."""
-
-    def __init__(self, *args):
-        self.args = args
-
-    def __reduce__(self):
-        return torch._utils._rebuild_tensor, self.args
+Rebuild = partial(Pickled, torch._utils._rebuild_tensor)
 
 
 def view_file():

@@ -12,9 +12,12 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from contextlib import closing
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from hostile_kit import Pickled
 
 from ckpt8.checkpoint.readers import get_reader, match_reader, open_checkpoint
 from ckpt8.checkpoint.readers.torch_zip import find_prefix, read_directory, read_end_records
@@ -28,9 +31,19 @@ PLAIN_DTYPES = [
 ]
 
 
-def save(obj, path, **options):
-    torch.save(obj, path, **options)
+def save(obj, path, *, crc=True, **options):
+    torch.serialization.set_crc32_options(crc)
+    try:
+        torch.save(obj, path, **options)
+    finally:
+        torch.serialization.set_crc32_options(True)
     return path
+
+
+@pytest.fixture
+def five(tmp_path):
+    """A file of one tensor of 20 bytes."""
+    return save({"w": torch.arange(5.0)}, tmp_path / "c.pt")
 
 
 def checkpoint_objects():
@@ -98,8 +111,7 @@ def test_what_is_not_a_plain_tensor_stays_visible_as_storages(tmp_path):
     sparse = torch.eye(3).to_sparse()
     module = torch.nn.Linear(2, 2)
     path = save(
-        {"q": quantized, "s": sparse, "storage": torch.ones(3).untyped_storage(), "module": module},
-        tmp_path / "x.pt",
+        {"q": quantized, "s": sparse, "storage": torch.ones(3).untyped_storage(), "module": module}, tmp_path / "x.pt"
     )
     with open_checkpoint(path) as checkpoint:
         found = {format_path(path_): type(leaf).__name__ for path_, leaf in iter_leaves(checkpoint.tree)}
@@ -116,16 +128,8 @@ def test_what_is_not_a_plain_tensor_stays_visible_as_storages(tmp_path):
         assert keys == {storage.key for storage in checkpoint.storages}
 
 
-class Command:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
 def test_opening_executes_nothing(tmp_path):
-    path = save({"w": torch.ones(2), "x": Command(str(tmp_path / "ran"))}, tmp_path / "evil.pt")
+    path = save({"w": torch.ones(2), "x": Pickled(os.mkdir, str(tmp_path / "ran"))}, tmp_path / "evil.pt")
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.tree["x"].name.endswith(".mkdir")
     assert not (tmp_path / "ran").exists()
@@ -143,11 +147,7 @@ def test_crcs_are_those_of_the_bytes(tmp_path):
 
 
 def test_crc_off_gives_no_crc_and_no_fields(tmp_path, compare):
-    torch.serialization.set_crc32_options(False)
-    try:
-        path = save({"w": torch.arange(5.0), "e": torch.empty(0)}, tmp_path / "c.pt")
-    finally:
-        torch.serialization.set_crc32_options(True)
+    path = save({"w": torch.arange(5.0), "e": torch.empty(0)}, tmp_path / "c.pt", crc=False)
     with open_checkpoint(path) as checkpoint:
         compare(checkpoint, torch.load(path))
         by_size = {storage.nbytes: storage for storage in checkpoint.storages}
@@ -155,15 +155,12 @@ def test_crc_off_gives_no_crc_and_no_fields(tmp_path, compare):
         assert by_size[0].crc32 == 0
 
 
-def test_a_source_can_be_a_slice(tmp_path, compare):
-    path = save({"w": torch.arange(5.0)}, tmp_path / "c.pt")
-    data = path.read_bytes()
-    joined = tmp_path / "joined"
+def test_a_source_can_be_a_slice(five, tmp_path, compare):
+    data, joined = five.read_bytes(), tmp_path / "joined"
     joined.write_bytes(b"x" * 70 + data + b"y" * 30)
-    source = ByteRange(joined, 70, len(data))
-    with closing(SourceFile(source)) as file:
+    with closing(SourceFile(ByteRange(joined, 70, len(data)))) as file:
         assert match_reader(file) is get_reader("torch-zip")
-        compare(get_reader("torch-zip").read(file), torch.load(path))
+        compare(get_reader("torch-zip").read(file), torch.load(five))
 
 
 def rewrite(path, change, compression=zipfile.ZIP_STORED):
@@ -177,11 +174,10 @@ def rewrite(path, change, compression=zipfile.ZIP_STORED):
                 archive.writestr(name, content)
 
 
-def test_a_file_that_a_zip_tool_wrote_again(tmp_path, compare):
-    path = save({"w": torch.arange(5.0)}, tmp_path / "c.pt")
-    rewrite(path, {"c/unused/notes.txt": b"x", "c/data/99": b"never named"})
-    with open_checkpoint(path) as checkpoint:
-        compare(checkpoint, torch.load(path))
+def test_a_file_that_a_zip_tool_wrote_again(five, compare):
+    rewrite(five, {"c/unused/notes.txt": b"x", "c/data/99": b"never named"})
+    with open_checkpoint(five) as checkpoint:
+        compare(checkpoint, torch.load(five))
         assert [storage.key for storage in checkpoint.storages] == ["0"]
 
 
@@ -199,100 +195,62 @@ def test_a_file_that_a_zip_tool_wrote_again(tmp_path, compare):
         ({"c/constants.pkl": b"x"}, UnsupportedError, "TorchScript"),
         ({"c/code/a.py": b"x"}, UnsupportedError, "TorchScript"),
         ({"d/data.pkl": b"N."}, InputError, "2 records named data.pkl"),
+        (None, UnsupportedError, r"compressed; load the file with torch\.load"),
     ],
 )
-def test_refusals(tmp_path, change, error, message):
-    path = save({"w": torch.arange(5.0)}, tmp_path / "c.pt")
-    rewrite(path, change)
-    with pytest.raises(error, match=message) as caught, open_checkpoint(path):
+def test_refusals(five, change, error, message):
+    """Records that are missing or others; with None all are there, and compressed."""
+    rewrite(five, change or {}, zipfile.ZIP_STORED if change else zipfile.ZIP_DEFLATED)
+    with pytest.raises(error, match=message) as caught, open_checkpoint(five):
         pass
     assert type(caught.value) is error
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{five}: ")
     assert "\n" not in str(caught.value)
 
 
-def test_compressed_records_are_refused(tmp_path):
-    path = save({"w": torch.arange(5.0)}, tmp_path / "c.pt")
-    rewrite(path, {}, zipfile.ZIP_DEFLATED)
-    with pytest.raises(UnsupportedError, match=r"compressed; load the file with torch\.load"), open_checkpoint(path):
-        pass
-
-
-def test_torchscript_is_refused(tmp_path):
-    path = tmp_path / "script.pt"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in ("data.pkl", "code/__torch__.py", "constants.pkl", "version"):
-            archive.writestr(f"script/{name}", b"\x80\x02N.")
-    with pytest.raises(UnsupportedError, match="TorchScript"), open_checkpoint(path):
-        pass
-
-
 @pytest.mark.parametrize("name", ["data.pkl", "version", "byteorder", ".data/serialization_id"])
-def test_damage_in_a_small_record_is_noticed(tmp_path, name):
-    path = save({"w": torch.arange(5.0)}, tmp_path / "c.pt")
-    with zipfile.ZipFile(path) as archive:
+def test_damage_in_a_small_record_is_noticed(five, name):
+    with zipfile.ZipFile(five) as archive:
         content = archive.read(f"c/{name}")
-    data = bytearray(path.read_bytes())
-    at = data.index(content)
-    data[at + len(content) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(InputError, match="its CRC does not match"), open_checkpoint(path):
+    data = bytearray(five.read_bytes())
+    data[data.index(content) + len(content) // 2] ^= 1
+    five.write_bytes(data)
+    with pytest.raises(InputError, match="its CRC does not match"), open_checkpoint(five):
         pass
 
 
-def test_truncation_at_any_length_is_an_input_error(tmp_path):
-    path = save({"w": torch.arange(5.0)}, tmp_path / "c.pt")
-    data = path.read_bytes()
+def test_truncation_at_any_length_is_an_input_error(five):
+    data = five.read_bytes()
     for length in range(0, len(data), 3):
-        path.write_bytes(data[:length])
-        with pytest.raises(InputError) as caught, open_checkpoint(path):
+        five.write_bytes(data[:length])
+        what = "damaged zip file" if length >= 4 else ""
+        with pytest.raises(InputError, match=f"^{five}: .*{what}"), open_checkpoint(five):
             pass
-        assert str(caught.value).startswith(f"{path}: ")
-        if length >= 4:
-            assert "damaged zip file" in str(caught.value)
 
 
-def directory(path):
-    file = SourceFile(ByteRange.of(path))
-    try:
-        return read_directory(file)
-    finally:
-        file.close()
+def directory(path, read=read_directory):
+    with closing(SourceFile(ByteRange.of(path))) as file:
+        return read(file)
 
 
-def end_of(path):
-    file = SourceFile(ByteRange.of(path))
-    try:
-        return read_end_records(file)
-    finally:
-        file.close()
+end_of = partial(directory, read=read_end_records)
 
 
 @pytest.fixture
 def saved(tmp_path):
-    path = tmp_path / "model.pt"
-    torch.save({"a": torch.arange(10.0), "b": torch.zeros(0), "c": 1}, path)
-    return path
+    return save({"a": torch.arange(10.0), "b": torch.zeros(0), "c": 1}, tmp_path / "model.pt")
 
 
 @pytest.fixture
 def without_crc(tmp_path):
-    path = tmp_path / "nocrc.pt"
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save({"a": torch.arange(10.0)}, path)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    return path
+    return save({"a": torch.arange(10.0)}, tmp_path / "nocrc.pt", crc=False)
 
 
 @pytest.fixture
 def zip64(tmp_path):
     """4.4 GB, of which a few kilobytes are on disk: torch skips the bytes of the storages."""
-    path = tmp_path / "big.pt"
     with torch.serialization.skip_data():
-        torch.save({"a": torch.ones(3), "x": torch.empty(1_100_000_000), "y": torch.ones(5)}, path)
-    return path
+        return save({"a": torch.ones(3), "x": torch.empty(1_100_000_000), "y": torch.ones(5)}, tmp_path / "big.pt")
 
 
 def test_records_are_those_that_zipfile_sees(saved):
@@ -309,9 +267,14 @@ def test_records_are_those_that_zipfile_sees(saved):
     assert entries[0].name == "model/data.pkl"
 
 
+def large(path):
+    """The record of the tensor ``a``."""
+    return next(entry for entry in directory(path) if entry.name == "model/data/0")
+
+
 def test_every_place_that_states_a_crc_is_listed(saved):
     """Changed bytes with all listed fields patched make a file that zipfile and torch accept."""
-    entry = next(entry for entry in directory(saved) if entry.name == "model/data/0")
+    entry = large(saved)
     data = bytearray(saved.read_bytes())
     assert len(entry.crc_fields) == 2
     for field in entry.crc_fields:
@@ -330,8 +293,7 @@ def test_every_place_that_states_a_crc_is_listed(saved):
 
 
 def test_a_local_header_beside_a_descriptor_states_nothing_or_the_truth(saved):
-    before = next(entry for entry in directory(saved) if entry.name == "model/data/0")
-    original = saved.read_bytes()
+    before, original = large(saved), saved.read_bytes()
     at = before.header_offset + 14
     for crc32, compressed, size, fields in [
         (before.crc32, before.size, before.size, 3),
@@ -347,9 +309,8 @@ def test_a_local_header_beside_a_descriptor_states_nothing_or_the_truth(saved):
             with pytest.raises(InputError, match="does not match its directory entry"):
                 directory(saved)
         else:
-            found = next(entry for entry in directory(saved) if entry.name == "model/data/0")
-            assert len(found.crc_fields) == fields
-            assert (at in found.crc_fields) is (fields == 3)
+            assert len(large(saved).crc_fields) == fields
+            assert (at in large(saved).crc_fields) is (fields == 3)
 
 
 def sweep(path, start):
@@ -379,16 +340,13 @@ def test_every_flipped_bit_of_directory_and_end_records_is_noticed(kind, request
 
 
 def test_every_flipped_bit_of_a_data_descriptor_is_noticed(saved):
-    entry = directory(saved)[0]
-    start = entry.data_offset + entry.size
-    data = saved.read_bytes()
-    for index in range(start, entry.end):
-        for bit in range(8):
-            damaged = bytearray(data)
-            damaged[index] ^= 1 << bit
-            saved.write_bytes(damaged)
-            with pytest.raises(InputError, match="does not match its directory entry"):
-                directory(saved)
+    entry, data = directory(saved)[0], saved.read_bytes()
+    for index, bit in product(range(entry.data_offset + entry.size, entry.end), range(8)):
+        damaged = bytearray(data)
+        damaged[index] ^= 1 << bit
+        saved.write_bytes(damaged)
+        with pytest.raises(InputError, match="does not match its directory entry"):
+            directory(saved)
 
 
 def test_truncation_at_every_boundary_is_noticed(saved):
@@ -436,25 +394,18 @@ def write_zip(path, names, **options):
     with zipfile.ZipFile(path, "w", **options) as archive:
         for index, name in enumerate(names):
             archive.writestr(name, bytes([index]) * 50)
+    return path
 
 
-class Unseekable(io.RawIOBase):
+class Unseekable(io.BytesIO):
     """Makes zipfile write data descriptors."""
 
-    def __init__(self):
-        self.data = bytearray()
-
-    def writable(self):
-        return True
-
-    def write(self, data):
-        self.data += data
-        return len(data)
+    def tell(self):
+        raise OSError
 
 
 def test_files_of_other_zip_tools(tmp_path):
-    path = tmp_path / "other.zip"
-    write_zip(path, ["m/data.pkl", "m/data/0"])
+    path = write_zip(tmp_path / "other.zip", ["m/data.pkl", "m/data/0"])
     with zipfile.ZipFile(path, "a") as archive:
         archive.comment = b"a comment"
     entries = directory(path)
@@ -464,7 +415,7 @@ def test_files_of_other_zip_tools(tmp_path):
     ]
     stream = Unseekable()
     write_zip(stream, ["m/data.pkl"], compression=zipfile.ZIP_DEFLATED)
-    path.write_bytes(stream.data)
+    path.write_bytes(stream.getvalue())
     (entry,) = directory(path)
     assert (entry.method, entry.size) == (8, 50)
     assert entry.compressed_size < 50
@@ -474,9 +425,7 @@ def test_files_of_other_zip_tools(tmp_path):
     assert directory(path)[0].crc32 == zlib.crc32(b"abc")
 
 
-def test_a_record_added_to_a_file_of_torch(tmp_path):
-    saved = tmp_path / "model.pt"
-    torch.save({"w": torch.ones(2)}, saved)
+def test_a_record_added_to_a_file_of_torch(saved):
     before = directory(saved)
     with zipfile.ZipFile(saved, "a") as archive:
         archive.writestr("model/notes.txt", "x")
@@ -485,8 +434,7 @@ def test_a_record_added_to_a_file_of_torch(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_duplicates_and_overlaps(tmp_path):
-    path = tmp_path / "twice.zip"
-    write_zip(path, ["m/data.pkl", "m/data.pkl"])
+    path = write_zip(tmp_path / "twice.zip", ["m/data.pkl", "m/data.pkl"])
     with pytest.raises(InputError, match=r"'m/data\.pkl' is listed twice"):
         directory(path)
     write_zip(path, ["m/aaaa"])
@@ -521,8 +469,7 @@ def patched(path, fields):
     ],
 )
 def test_contradictions_of_a_plain_zip(tmp_path, fields, message):
-    path = tmp_path / "plain.zip"
-    write_zip(path, ["m/data.pkl"])
+    path = write_zip(tmp_path / "plain.zip", ["m/data.pkl"])
     start = end_of(path).offset
     patched(path, [(start + offset, layout, value) for offset, layout, value in fields])
     with pytest.raises(InputError, match=message):
@@ -530,11 +477,9 @@ def test_contradictions_of_a_plain_zip(tmp_path, fields, message):
 
 
 def test_end_record_limits(tmp_path):
-    path = tmp_path / "plain.zip"
-    write_zip(path, ["m/data.pkl"])
-    end = end_of(path)
+    path = write_zip(tmp_path / "plain.zip", ["m/data.pkl"])
+    end, original = end_of(path), path.read_bytes()
     at = end.offset + end.size
-    original = path.read_bytes()
     for fields, message in [
         ([(at + 4, "<H", 1)], "disks"),
         ([(at + 8, "<H", 2)], "disks"),
@@ -550,19 +495,13 @@ def test_end_record_limits(tmp_path):
 
 def test_prefix(tmp_path):
     path = tmp_path / "prefix.zip"
-    for names, expected in [
-        (["x/data.pkl", "x/version"], "x/"),
-        (["x/version"], "no data.pkl"),
-        (["x/data.pkl", "y/data.pkl"], "2 records named data.pkl"),
-    ]:
+
+    def prefix(*names):
         write_zip(path, names)
-        file = SourceFile(ByteRange.of(path))
-        try:
-            entries = read_directory(file)
-            if expected.endswith("/"):
-                assert find_prefix(file, entries) == expected
-            else:
-                with pytest.raises(InputError, match=expected):
-                    find_prefix(file, entries)
-        finally:
-            file.close()
+        return directory(path, lambda file: find_prefix(file, read_directory(file)))
+
+    assert prefix("x/data.pkl", "x/version") == "x/"
+    with pytest.raises(InputError, match=r"no data\.pkl"):
+        prefix("x/version")
+    with pytest.raises(InputError, match=r"2 records named data\.pkl"):
+        prefix("x/data.pkl", "y/data.pkl")

@@ -1,16 +1,15 @@
 """Threat model, line by line, and where each line is tested.
 
 1. No input runs code or imports a module: here, for every place in which ckpt8 reads a pickle;
-   ``readers/test_inert_pickle``, ``readers/test_hostile_pickle``, ``readers/test_torch_zip``.
+   ``readers/test_inert_pickle``, ``readers/test_torch_zip``.
 2. No small file takes unbounded memory or time
-   * sizes and counts that are not there: ``test_bounds``; ``readers/test_hostile_pickle``, ``test_torch_legacy``,
+   * sizes and counts that are not there: ``test_bounds``; ``readers/test_inert_pickle``, ``test_torch_legacy``,
      ``test_torch_zip``, ``test_safetensors``; ``container/test_damage`` (headers, manifests, frames)
    * calls that torch would make with other arguments than its own: ``test_gate``
    * more values than a file has room for, in JSON and in pickles: ``test_values``
    * decompression bombs: ``test_bounds``; ``container/test_damage`` (frames, manifest); zip records that are compressed
      are refused: ``readers/test_torch_zip``
-   * deep nesting, shared parts, long names, colliding keys: ``test_bounds``; ``readers/test_walk``,
-     ``test_hostile_pickle``
+   * deep nesting, shared parts, long names, colliding keys: ``test_bounds``; ``readers/test_inert_pickle``
    * offsets out of range, holes, overlaps, duplicate names: ``readers/test_torch_zip``,
      ``test_safetensors``; ``container/test_damage``; ``restoring/test_member_attacks``
    * NaN, Infinity, huge numbers, non-UTF-8 in JSON: ``test_bounds``; ``readers/test_safetensors``,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import time
 import zipfile
@@ -11,6 +12,7 @@ import pytest
 import torch
 import zstandard
 from dcp_kit import adam_state, change_metadata, read_metadata, run_cli, save_small
+from hostile_kit import Pickled
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -39,26 +41,11 @@ def refused(root, match, error=InputError):
     assert sorted(path.name for path in root.parent.iterdir()) == before
 
 
-class Evil:
-    """Runs a command where it is unpickled."""
-
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        import os
-
-        return os.system, (f"touch {self.marker}",)
-
-
 @pytest.mark.slow
 def test_a_foreign_class_is_named_and_nothing_runs(root, tmp_path):
     marker = tmp_path / "ran"
-
-    def change(metadata):
-        metadata.planner_data = Evil(marker)
-
-    change_metadata(root, change)
+    evil = Pickled(os.system, f"touch {marker}")
+    change_metadata(root, lambda metadata: setattr(metadata, "planner_data", evil))
     refused(root, r"refers to 'posix\.system', which no distributed checkpoint needs")
     assert not marker.exists()
     done = run_cli("inspect", root)
