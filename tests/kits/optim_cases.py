@@ -45,6 +45,18 @@ def advance(optimizer, params, first, last):
         optimizer.step()
 
 
+def clones(params):
+    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+
+
+def trained(name, steps, dtype=torch.float32, shapes=SHAPES, **more):
+    """Parameters and their optimizer after some steps."""
+    params = make_params(dtype, shapes)
+    optimizer = build(name, params, **more)
+    advance(optimizer, params, 0, steps)
+    return params, optimizer
+
+
 def assert_same_state(one, other):
     """Equal bit for bit, element types included."""
     assert one["param_groups"] == other["param_groups"]

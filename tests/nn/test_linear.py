@@ -211,8 +211,7 @@ def test_the_codes_of_what_is_not_finite(dtype, bad):
     codes, states = reference.quantise_rows(x)
     assert states.isnan().tolist() == [False, False, True, False]
     assert not codes[2].any()
-    state = reference.tensor_state(x)
-    assert state.isnan()
+    assert (state := reference.tensor_state(x)).isnan()
     assert not reference.quantise_tensor(x, state).any()
 
 
@@ -315,17 +314,24 @@ def test_gradients_of_fp32_stay_fp32_under_autocast(outputs):
     assert all(map(same_bits, *results))
 
 
+def results_of(call, autocast):
+    """What ``call`` of two layers and their input gives, and all gradients."""
+    layers, x = nn.Sequential(layer_of(40, 40), nn.GELU(), layer_of(40, 8)), normal(9, 40).requires_grad_()
+    with torch.autocast("cpu", dtype=BF16, enabled=autocast):
+        y = call(layers, x)
+    y.float().square().sum().backward()
+    return [y, x.grad, *(p.grad for p in layers.parameters())]
+
+
+def plainly(layers, x):
+    return layers(x)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
 def test_gradient_checkpointing(reentrant, autocast):
-    results = []
-    for checkpointed in (False, True):
-        layers, x = nn.Sequential(layer_of(40, 40), nn.GELU(), layer_of(40, 8)), normal(9, 40).requires_grad_()
-        with torch.autocast("cpu", dtype=BF16, enabled=autocast):
-            y = checkpoint(layers, x, use_reentrant=reentrant) if checkpointed else layers(x)
-        y.float().square().sum().backward()
-        results.append([y, x.grad, *(p.grad for p in layers.parameters())])
-    assert all(map(same_bits, *results))
+    found = results_of(lambda layers, x: checkpoint(layers, x, use_reentrant=reentrant), autocast)
+    assert all(map(same_bits, found, results_of(plainly, autocast)))
 
 
 def test_only_the_gradients_that_are_needed():
@@ -397,29 +403,23 @@ def test_shapes_are_known_without_values():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("autocast", [True, False])
 def test_a_compiled_model_computes_the_same(autocast):
-    results = []
-    for backend in (None, "aot_eager"):
-        layers, x = nn.Sequential(layer_of(40, 40), nn.GELU(), layer_of(40, 8)), normal(9, 40).requires_grad_()
-        model = layers if backend is None else torch.compile(layers, backend=backend)
-        with torch.autocast("cpu", dtype=BF16, enabled=autocast):
-            y = model(x)
-        y.float().square().sum().backward()
-        results.append([y, x.grad, *(p.grad for p in layers.parameters())])
-    assert all(map(same_bits, *results))
+    found = results_of(lambda layers, x: torch.compile(layers, backend="aot_eager")(x), autocast)
+    assert all(map(same_bits, found, results_of(plainly, autocast)))
 
 
 def test_inputs_that_are_refused():
     layer = layer_of(40, 24)
+    wide = torch.zeros(3, 40, dtype=torch.float64)
     for shape in ((3, 39), (39,), ()):
         with pytest.raises(UsageError, match=r"in_features=40.* shape \("):
             layer(torch.zeros(shape))
     for dtype in (BF16, torch.float64, torch.int64):
         with pytest.raises(UsageError, match=f"{str(dtype).removeprefix('torch.')} for weights of float32"):
-            layer(torch.zeros(3, 40, dtype=dtype))
+            layer(wide.to(dtype))
     with pytest.raises(UsageError, match="float64 for weights of float64"):
-        SwitchBackLinear(40, 24, dtype=torch.float64)(torch.zeros(3, 40, dtype=torch.float64))
+        SwitchBackLinear(40, 24, dtype=torch.float64)(wide)
     with pytest.raises(UsageError, match="float64 for weights"), torch.autocast("cpu", dtype=BF16):
-        layer(torch.zeros(3, 40, dtype=torch.float64))
+        layer(wide)
     layer.backend = "abacus"
     with pytest.raises(UsageError, match="'abacus' does not exist"):
         layer(torch.zeros(3, 40))

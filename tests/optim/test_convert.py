@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_cases import ARGUMENTS, PLAIN, advance, build, make_params, set_grads
+from optim_cases import ARGUMENTS, PLAIN, advance, clones, make_params, trained
 from test_oracles import ORACLES
 
 from ckpt8.codecs.split24 import Split24, Split32
@@ -13,51 +13,41 @@ from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim import state_conversion as convert
 
 
-def trained(name, steps=3, **more):
-    params = make_params()
-    optimizer = build(name, params, **more)
-    advance(optimizer, params, 0, steps)
-    return params, optimizer
-
-
-def clones(params):
-    return [torch.nn.Parameter(p.detach().clone()) for p in params]
-
-
 def test_the_published_package_goes_on_from_unpacked_state(name):
     """With fp32 moments the next step is the same; torch's own load_state_dict takes what ``unpack`` gives."""
-    params, optimizer = trained(name, **PLAIN)
+    params, optimizer = trained(name, 3, **PLAIN)
     theirs = clones(params)
     oracle = ORACLES[name](theirs, **ARGUMENTS[name])
     oracle.load_state_dict(convert.unpack(optimizer.state_dict()))
     for step in (3, 4):
         for each, stepped in ((params, optimizer), (theirs, oracle)):
-            set_grads(each, step)
-            stepped.step()
+            advance(stepped, each, step, step + 1)
         for p, q in zip(params, theirs, strict=True):
             assert float((p - q).detach().abs().max()) <= 1e-5
 
 
 # --- the two conventions of bias ------------------------------------------------------------------------------------
 
+UNBIASED = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def step_by(optimizer, params, gradient):
+    for param in params:
+        param.grad = torch.full_like(param, gradient)
+    optimizer.step()
+
 
 def test_adamw_and_stable_adamw_are_the_same_run():
     """With gradients that keep RMS <= 1 their steps are equal, so converted state takes the same next step."""
-    arguments = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
     params = make_params()
-    adamw = torch.optim.AdamW(params, foreach=False, **arguments)
+    adamw = torch.optim.AdamW(params, foreach=False, **UNBIASED)
     for _ in range(4):
-        for param in params:
-            param.grad = torch.full_like(param, 0.01)
-        adamw.step()
+        step_by(adamw, params, 0.01)
     others = clones(params)
-    stable = ORACLES["StableAdamW"](others, **arguments)
-    converted = convert.adamw_to_stable_adamw(adamw.state_dict())
-    stable.load_state_dict(converted)
-    for each, optimizer in ((params, adamw), (others, stable)):
-        for param in each:
-            param.grad = torch.full_like(param, 0.005)
-        optimizer.step()
+    stable = ORACLES["StableAdamW"](others, **UNBIASED)
+    stable.load_state_dict(convert.adamw_to_stable_adamw(adamw.state_dict()))
+    step_by(adamw, params, 0.005)
+    step_by(stable, others, 0.005)
     for p, q in zip(params, others, strict=True):
         assert float((p - q).detach().abs().max()) <= 1e-6
     back = convert.stable_adamw_to_adamw(stable.state_dict())
@@ -69,28 +59,25 @@ def test_adamw_and_stable_adamw_are_the_same_run():
 
 def test_a_state_before_its_first_step_has_no_moments_to_convert():
     """torch keeps step 0 where a GradScaler skipped the first step. Both conventions start from zeros."""
-    arguments = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
     params = make_params()[:1]
     conversions = {"AdamW": convert.adamw_to_stable_adamw, "StableAdamW": convert.stable_adamw_to_adamw}
     for name, other in (("AdamW", "StableAdamW"), ("StableAdamW", "AdamW")):
-        optimizer = ORACLES[name](params, **arguments)
+        optimizer = ORACLES[name](params, **UNBIASED)
         advance(optimizer, params, 0, 1)
         saved = optimizer.state_dict()
         (state,), (group,) = saved["state"].values(), saved["param_groups"]
         state.update({key: torch.zeros_like(value) for key, value in state.items() if torch.is_tensor(value)})
         group.update({key: torch.zeros_like(value) for key, value in group.items() if key == "step"})
         fresh, resumed = clones(params), clones(params)
-        one, two = (ORACLES[other](each, **arguments) for each in (fresh, resumed))
+        one, two = (ORACLES[other](each, **UNBIASED) for each in (fresh, resumed))
         two.load_state_dict(conversions[name](saved))
-        for each, stepped in ((fresh, one), (resumed, two)):
-            set_grads(each, 1)
-            stepped.step()
+        advance(one, fresh, 1, 2)
+        advance(two, resumed, 1, 2)
         assert torch.equal(fresh[0], resumed[0])
 
 
 def test_conventions_are_never_mixed_up():
-    _, adamw = trained("AdamW")
-    _, stable = trained("StableAdamW")
+    (_, adamw), (_, stable) = trained("AdamW", 3), trained("StableAdamW", 3)
     for optimizer, rule in ((adamw, "stable_adamw"), (stable, "adamw")):
         (group,) = convert.unpack(optimizer.state_dict())["param_groups"]
         with pytest.raises(UsageError, match="convention"):
@@ -100,7 +87,7 @@ def test_conventions_are_never_mixed_up():
 
 
 def test_a_long_step_is_exact():
-    _, optimizer = trained("AdamW")
+    _, optimizer = trained("AdamW", 3)
     saved = optimizer.state_dict()
     for state in saved["state"].values():
         state["step"] = torch.tensor((1 << 24) + 1)

@@ -5,15 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ckpt8.optim
 from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.optim.packed import MOMENT2, PackedOptimizer
 from ckpt8.optim.packed_tensor import encode_second_moment, random_bits, stream_key, weight_noise
+from ckpt8.optim.state_conversion import moments_of
 
 LINEAR = "companded8(signed=False, Q=255)"
 CPU = torch.device("cpu")
+
+
+def codec_of(fourth_root):
+    return Companded8(signed=False, Q=255, p=0.5 if fourth_root else 1)
+
+
+def decode(codec, parts, numel):
+    return codec.decode(parts, TensorSpec("v", Role.MOMENT2, DType.FLOAT32, (numel,)))
 
 
 def start(kind: str) -> torch.Tensor:
@@ -28,18 +38,15 @@ def start(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("fourth_root", [True, False])
 @pytest.mark.parametrize("beta2", [0.99, 0.95, 0.999, 0.9999])
 def test_v_decays_as_beta2_says(beta2, fourth_root, kind):
-    codec = Companded8(signed=False, Q=255, p=0.5 if fourth_root else 1)
-    spec = TensorSpec("v", Role.MOMENT2, DType.FLOAT32, (16384,))
-    v = start(kind)
+    codec, v = codec_of(fourth_root), start(kind)
     parts = codec.encode(v)
     first = float(v.double().mean())
     wait = round(1 / (1 - beta2))
     for step in range(1, 3 * wait + 1):
-        encode_second_moment(
-            codec.decode(parts, spec) * beta2, parts, 255, fourth_root, random_bits(stream_key(step), 0, len(v), CPU)
-        )
+        bits = random_bits(stream_key(step), 0, len(v), CPU)
+        encode_second_moment(decode(codec, parts, len(v)) * beta2, parts, 255, fourth_root, bits)
         if step in (wait, 3 * wait):
-            mean = float(codec.decode(parts, spec).double().mean()) / first
+            mean = float(decode(codec, parts, len(v)).double().mean()) / first
             assert abs(mean / beta2**step - 1) < 0.1, step
     assert bool((parts["codes"] > 0).all())
 
@@ -49,23 +56,17 @@ def test_v_decays_as_beta2_says(beta2, fourth_root, kind):
 @pytest.mark.parametrize("moment2", [MOMENT2, LINEAR])
 def test_zero_gradients_after_training(which, moment2):
     """The whole optimizer: v decays, no step is larger than the ones with gradients."""
-    import ckpt8.optim
-
-    params = [torch.nn.Parameter(torch.zeros(64, 128))]
-    beta2 = 0.99
+    params, beta2 = [torch.nn.Parameter(torch.zeros(64, 128))], 0.99
     optimizer = getattr(ckpt8.optim, which)(params, lr=1.0, betas=(0.9, beta2), weight_decay=0.0, moment2=moment2)
 
     def second() -> float:
-        from ckpt8.optim.state_conversion import moments_of
-
         v = moments_of(optimizer.state[params[0]], optimizer.param_groups[0])["exp_avg_sq"]
         return float(v.double().mean())
 
     generator = torch.Generator().manual_seed(0)
     largest = 0.0
     for step in range(100 + 300):
-        gradient = torch.randn(64, 128, generator=generator) * 1e-3 if step < 100 else torch.zeros(64, 128)
-        params[0].grad = gradient
+        params[0].grad = torch.randn(64, 128, generator=generator) * 1e-3 if step < 100 else torch.zeros(64, 128)
         before = params[0].detach().clone()
         optimizer.step()
         moved = float((params[0].detach() - before).abs().max())
@@ -83,10 +84,10 @@ def test_a_second_moment_never_vanishes(fourth_root):
     v = torch.exp(torch.randn(4096, generator=generator) * 30).clamp(1e-44, 1e37)
     v[::7] = 0.0
     v[64:96] = 0.0
-    codec = Companded8(signed=False, Q=255, p=0.5 if fourth_root else 1)
+    codec = codec_of(fourth_root)
     parts = codec.encode(torch.ones(4096))
     encode_second_moment(v, parts, 255, fourth_root, random_bits(5, 0, 4096, CPU))
-    decoded = codec.decode(parts, TensorSpec("v", Role.MOMENT2, DType.FLOAT32, (4096,)))
+    decoded = decode(codec, parts, 4096)
     assert torch.equal(decoded > 0, v > 0)
     assert bool(decoded.isfinite().all())
 
@@ -96,16 +97,14 @@ def test_codes_are_neighbours_and_right_on_average(fourth_root):
     """Over many draws, the mean of v is kept above 1/16 of the scale, and that of 1/sqrt(v) below."""
     x = torch.linspace(0.02, 1.0, 32)
     x[-1] = 1.0
-    codec = Companded8(signed=False, Q=255, p=0.5 if fourth_root else 1)
-    draws = 4000
+    codec, draws = codec_of(fourth_root), 4000
     v = x.square().repeat(draws)
     parts = codec.encode(v)
     encode_second_moment(v, parts, 255, fourth_root, random_bits(9, 0, len(v), CPU))
     t = (square_root(x) if fourth_root else x) * 255
     codes = parts["codes"].view(draws, 32).to(torch.int32)
     assert bool((codes >= t.floor() - 1e-3).all() and (codes <= t.floor() + 1).all())
-    spec = TensorSpec("v", Role.MOMENT2, DType.FLOAT32, (len(v),))
-    decoded = codec.decode(parts, spec).double().view(draws, 32)
+    decoded = decode(codec, parts, len(v)).double().view(draws, 32)
     high = x >= 0.08
     torch.testing.assert_close(decoded.mean(0)[high], x.double().square()[high], rtol=2e-3, atol=0)
     torch.testing.assert_close(decoded.rsqrt().mean(0)[x < 0.06], 1 / x.double()[x < 0.06], rtol=5e-3, atol=0)

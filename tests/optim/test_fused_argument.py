@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from optim_cases import advance, build, make_params, set_grads
+from optim_cases import advance, build, make_params, trained
 
 from ckpt8.core import backend
 from ckpt8.core.errors import UsageError
+from ckpt8.optim.packed_tensor import power
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter takes CPU tensors", allow_module_level=True)
@@ -30,14 +31,11 @@ def test_demanded_where_it_cannot_be(name):
 
 
 def test_it_is_no_part_of_the_state(name):
-    params = make_params(shapes=((80, 80),))
-    optimizer = build(name, params, fused=False)
-    advance(optimizer, params, 0, 1)
+    _, optimizer = trained(name, 1, shapes=((80, 80),), fused=False)
     assert "fused" not in optimizer.state_dict()["param_groups"][0]
     other = copy.deepcopy(optimizer)
     [twin] = other.param_groups[0]["params"]
-    set_grads([twin], 1)
-    other.step()
+    advance(other, [twin], 1, 2)
     assert int(other.state[twin]["step"]) == 2
 
 
@@ -62,8 +60,6 @@ def test_a_parameter_on_a_device_that_is_not_fused_is_told_of_once(monkeypatch):
 
 
 def test_powers_of_betas_are_those_of_python_nearly():
-    from ckpt8.optim.packed_tensor import power
-
     for beta in (0.0, 0.5, 0.9, 0.999, 0.9999):
         for step in (0, 1, 2, 3, 10, 1000, 123_457):
             assert power(beta, step) == pytest.approx(beta**step, rel=1e-10)

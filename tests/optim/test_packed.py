@@ -9,17 +9,15 @@ import sys
 
 import pytest
 import torch
-from optim_cases import ARGUMENTS, advance, assert_same_state, build, make_params, set_grads
+from optim_cases import ARGUMENTS, advance, assert_same_state, build, clones, make_params, set_grads, trained
 
 import ckpt8
 from ckpt8.core.errors import UsageError
 from ckpt8.optim import OPTIMIZERS
+from ckpt8.optim.state_conversion import join_weight, moments_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def copies(params):
-    return [torch.nn.Parameter(p.detach().clone()) for p in params]
+MATRIX = ((80, 80),)
 
 
 def assert_same_params(one, other):
@@ -58,12 +56,10 @@ def through_ckpt8(tree, path):
     ("dtype", "master"), [(BF16, "split24"), (BF16, "split32"), (FP16, "split24"), (FP32, "split24")]
 )
 def test_continuing_equals_not_stopping(name, dtype, master, through, tmp_path):
-    params = make_params(dtype)
-    optimizer = build(name, params, master=master)
-    advance(optimizer, params, 0, 3)
+    params, optimizer = trained(name, 3, dtype, master=master)
     tree = through({"optimizer": optimizer.state_dict()}, tmp_path)
     assert_same_state(tree["optimizer"], optimizer.state_dict())
-    again = copies(params)
+    again = clones(params)
     resumed = build(name, again, lr=123.0)
     resumed.load_state_dict(tree["optimizer"])
     advance(optimizer, params, 3, 6)
@@ -74,14 +70,10 @@ def test_continuing_equals_not_stopping(name, dtype, master, through, tmp_path):
 
 @pytest.mark.by_default(most=3)
 def test_two_runs_are_equal_and_the_seed_matters(name):
-    runs = []
-    for seed in (0, 0, 1):
-        params = make_params(BF16)
-        optimizer = build(name, params, seed=seed)
-        advance(optimizer, params, 0, 3)
-        runs.append((params, optimizer.state_dict()["state"]))
+    runs = [trained(name, 3, BF16, seed=seed) for seed in (0, 0, 1)]
     assert_same_params(runs[0][0], runs[1][0])
-    assert not torch.equal(runs[0][1][0]["residual"], runs[2][1][0]["residual"])
+    first, other = (runs[at][1].state_dict()["state"][0]["residual"] for at in (0, 2))
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.slow
@@ -100,67 +92,46 @@ def test_tile_size_does_not_matter(name, threads):
         assert_same_state(results[0][1], state)
 
 
-def test_loading_copies(name):
-    params = make_params(BF16)
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 2)
+def test_loading_copies_and_calls_the_hooks(name):
+    params, optimizer = trained(name, 2, BF16)
     saved = optimizer.state_dict()
     kept = copy.deepcopy(saved)
-    resumed = build(name, copies(params))
+    resumed, seen = build(name, clones(params)), []
+    resumed.register_load_state_dict_pre_hook(lambda o, s: seen.append("before"))
+    resumed.register_load_state_dict_post_hook(lambda o: seen.append("after"))
     resumed.load_state_dict(saved)
+    assert seen == ["before", "after"]
     advance(optimizer, params, 2, 3)
     assert_same_state(resumed.state_dict(), kept)
 
 
-def damaged(saved):
-    """(what, state dict) that must not load."""
-    for what in ("rule", "group", "key", "dtype", "shape", "codec", "extra"):
-        bad = copy.deepcopy(saved)
-        state = bad["state"][0]
-        if what == "rule":
-            bad["param_groups"][0]["rule"] = "adagrad"
-        elif what == "group":
-            bad["param_groups"][0]["params"].pop()
-        elif what == "key":
-            del state["residual"]
-        elif what == "dtype":
-            state["residual"] = state["residual"].to(torch.int32)
-        elif what == "shape":
-            state["residual"] = state["residual"].t()
-        elif what == "codec":
-            bad["param_groups"][0]["master"] = {"id": "split32/1"}
-        else:
-            bad["state"][99] = state
-        yield what, bad
+DAMAGE = {
+    "rule": lambda saved: saved["param_groups"][0].update(rule="adagrad"),
+    "group": lambda saved: saved["param_groups"][0]["params"].pop(),
+    "key": lambda saved: saved["state"][0].pop("residual"),
+    "dtype": lambda saved: saved["state"][0].update(residual=saved["state"][0]["residual"].to(torch.int32)),
+    "shape": lambda saved: saved["state"][0].update(residual=saved["state"][0]["residual"].t()),
+    "codec": lambda saved: saved["param_groups"][0].update(master={"id": "split32/1"}),
+    "extra": lambda saved: saved["state"].update({99: saved["state"][0]}),
+}
 
 
 def test_what_does_not_fit_changes_nothing(name):
-    params = make_params(BF16)
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 2)
+    _, optimizer = trained(name, 2, BF16)
     before = copy.deepcopy(optimizer.state_dict())
-    for _, bad in damaged(before):
+    for damage in DAMAGE.values():
+        bad = copy.deepcopy(before)
+        damage(bad)
         with pytest.raises(UsageError):
             optimizer.load_state_dict(bad)
         assert_same_state(optimizer.state_dict(), before)
-
-
-def test_hooks_around_loading(name):
-    params = make_params()
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 1)
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append("before"))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("after"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert seen == ["before", "after"]
 
 
 # --- the interface ------------------------------------------------------------------------------------------------
 
 
 def test_closure(name):
-    params = make_params(shapes=((80, 80),))
+    params = make_params(shapes=MATRIX)
     optimizer = build(name, params)
 
     def closure():
@@ -174,59 +145,54 @@ def test_closure(name):
 
 
 def test_scheduler_survives_loading(name):
+    def scheduled(params):
+        optimizer = build(name, params)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
     params = make_params()
-    optimizer = build(name, params)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    optimizer, scheduler = scheduled(params)
     for step in range(3):
-        set_grads(params, step)
-        optimizer.step()
+        advance(optimizer, params, step, step + 1)
         scheduler.step()
     lr = optimizer.param_groups[0]["lr"]
     assert lr == pytest.approx(ARGUMENTS[name]["lr"] / 4)
-    again = copies(params)
-    other = build(name, again)
-    resumed = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1 / (step + 1))
+    again = clones(params)
+    other, resumed = scheduled(again)
     other.load_state_dict(optimizer.state_dict())
     resumed.load_state_dict(scheduler.state_dict())
     assert other.param_groups[0]["lr"] == lr
-    set_grads(again, 3)
-    set_grads(params, 3)
-    optimizer.step()
-    other.step()
+    advance(optimizer, params, 3, 4)
+    advance(other, again, 3, 4)
     assert_same_params(params, again)
 
 
 def test_learning_rate_may_be_a_tensor(name):
-    one, two = make_params(), make_params()
-    advance(build(name, one), one, 0, 2)
-    advance(build(name, two, lr=torch.tensor(ARGUMENTS[name]["lr"], dtype=torch.float64)), two, 0, 2)
+    one, _ = trained(name, 2)
+    two, _ = trained(name, 2, lr=torch.tensor(ARGUMENTS[name]["lr"], dtype=torch.float64))
     assert_same_params(one, two)
 
 
 @pytest.mark.by_default(most=3)
 def test_maximize_negates_the_gradient(name):
-    one, two = make_params(BF16), make_params(BF16)
-    up, down = build(name, one, maximize=True), build(name, two)
+    one, _ = trained(name, 3, BF16, maximize=True)
+    two = make_params(BF16)
+    down = build(name, two)
     for step in range(3):
-        set_grads(one, step)
-        set_grads(two, step)
-        for param in two:
-            param.grad.neg_()
-        up.step()
+        set_grads(two, step, scale=-0.01)
         down.step()
     assert_same_params(one, two)
 
 
 def test_groups_have_their_own_arguments(name):
-    params = make_params(BF16, shapes=((80, 80), (80, 80)))
+    params = make_params(BF16, shapes=MATRIX * 2)
     groups = [
         {"params": params[:1], "lr": 0.0, "master": "split32", "moment1": "lossless"},
         {"params": params[1:], "weight_decay": 0.5},
     ]
-    before = params[0].detach().clone()
+    before = clones(params[:1])
     optimizer = build(name, groups)
     advance(optimizer, params, 0, 2)
-    assert torch.equal(params[0].detach(), before)
+    assert_same_params(params[:1], before)
     first, second = optimizer.state_dict()["state"].values()
     assert (first["residual"].dtype, second["residual"].dtype) == (torch.int16, torch.int8)
     assert not any(key.endswith(("avg_codes", "buffer_codes")) for key in first)
@@ -235,17 +201,13 @@ def test_groups_have_their_own_arguments(name):
 
 
 def test_a_cast_parameter_takes_no_step_without_what_completes_it(name):
-    [param] = params = make_params(BF16, shapes=((80, 80),))
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 1)
+    [param], optimizer = trained(name, 1, BF16, MATRIX)
     param.grad, param.data = None, param.data.float()
-    advance(optimizer, params, 1, 2)  # in fp32, which needs no residual
-    [param] = params = make_params(FP32, shapes=((80, 80),))
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 1)
+    advance(optimizer, [param], 1, 2)  # in fp32, which needs no residual
+    [param], optimizer = trained(name, 1, FP32, MATRIX)
     param.grad, param.data = None, param.data.bfloat16()
     with pytest.raises(KeyError, match="residual"):
-        advance(optimizer, params, 1, 2)
+        advance(optimizer, [param], 1, 2)
 
 
 def test_a_parameter_without_gradient_keeps_no_state(name):
@@ -253,21 +215,20 @@ def test_a_parameter_without_gradient_keeps_no_state(name):
     optimizer = build(name, params)
     set_grads(params, 0)
     params[1].grad = None
-    before = params[1].detach().clone()
+    before = clones(params)[1]
     optimizer.step()
     assert 1 not in optimizer.state_dict()["state"]
-    assert torch.equal(params[1].detach(), before)
+    assert torch.equal(params[1], before)
 
 
 def test_memory_layout_does_not_matter(name):
-    one = make_params(BF16, shapes=((80, 90),))
-    two = [torch.nn.Parameter(one[0].detach().t().contiguous().t())]
+    one, optimizer = trained(name, 3, BF16, ((80, 90),))
+    two = [torch.nn.Parameter(make_params(BF16, ((80, 90),))[0].detach().t().contiguous().t())]
     assert not two[0].is_contiguous()
-    a, b = build(name, one), build(name, two)
-    advance(a, one, 0, 3)
-    advance(b, two, 0, 3)
+    other = build(name, two)
+    advance(other, two, 0, 3)
     assert_same_params(one, two)
-    assert_same_state(a.state_dict(), b.state_dict())
+    assert_same_state(optimizer.state_dict(), other.state_dict())
 
 
 def test_empty_parameters(name):
@@ -285,13 +246,13 @@ def test_grad_scaler(name, dtype):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
     scaler.scale(torch.zeros(1))
     for step in range(3):
-        set_grads(one, step)
-        set_grads(two, step)
+        for params in (one, two):
+            set_grads(params, step)
         for param in two:
             param.grad.mul_(scaler.get_scale())
         if step == 1:
             two[0].grad.view(-1)[3] = float("inf")
-        before = copies(two)
+        before = clones(two)
         scaler.step(scaled)
         scaler.update()
         if step == 1:
@@ -303,11 +264,9 @@ def test_grad_scaler(name, dtype):
 
 
 def test_gradient_release_equals_steps(name):
-    def model():
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(90, 90), torch.nn.Tanh(), torch.nn.Linear(90, 90)).to(BF16)
-
-    one, two = model(), model()
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(90, 90), torch.nn.Tanh(), torch.nn.Linear(90, 90)).to(BF16)
+    two = copy.deepcopy(one)
     usual, released = build(name, one.parameters()), build(name, two.parameters())
     x = torch.randn(16, 90).to(BF16)
     with released.release_gradients():
@@ -317,22 +276,17 @@ def test_gradient_release_equals_steps(name):
                 optimizer.step()
             assert all(param.grad is None for param in two.parameters())
             usual.zero_grad()
-    assert_same_params(list(one.parameters()), list(two.parameters()))
+    assert_same_params(one.parameters(), two.parameters())
     two(x).sum().backward()
     assert all(param.grad is not None for param in two.parameters())
 
 
 @pytest.mark.by_default(most=3)
 def test_narrow_parameters_are_the_rounded_master(name):
-    from ckpt8.optim.state_conversion import join_weight
-
-    for dtype in (BF16, FP16):
-        params = make_params(dtype)
-        optimizer = build(name, params)
-        advance(optimizer, params, 0, 3)
+    for dtype, part in ((BF16, "residual"), (FP16, "master")):
+        params, optimizer = trained(name, 3, dtype)
         for param, state in zip(params, optimizer.state.values(), strict=True):
-            codec = optimizer.codec(optimizer.param_groups[0], "master", param)
-            master = join_weight(param, state["residual"] if dtype == BF16 else state["master"], codec)
+            master = join_weight(param, state[part], optimizer.codec(optimizer.param_groups[0], "master", param))
             close = master.to(dtype).float() - param.detach().float()
             assert float(close.abs().max()) <= 2**-8 * float(param.detach().abs().max())
             assert float((close == 0).float().mean()) > 0.999
@@ -346,7 +300,7 @@ def test_sparse_gradients_are_refused_before_anything_changes(name):
     optimizer = build(name, params)
     set_grads(params, 0)
     params[1].grad = params[1].grad.to_sparse()
-    before = copies(params)
+    before = clones(params)
     with pytest.raises(UsageError, match="sparse"):
         optimizer.step()
     assert_same_params(params, before)
@@ -358,29 +312,22 @@ def test_other_types_are_refused(name, dtype):
         build(name, [torch.nn.Parameter(torch.zeros(4, dtype=dtype))])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"lr": -1.0},
-        {"weight_decay": float("nan")},
-        {"master": "companded8"},
-        {"moment1": "companded8(signed=False)"},
-        {"moment2": "companded8"},
-        {"moment1": "split24"},
-        {"master": "nonsense"},
-    ],
-    ids=str,
-)
+SENSELESS = [
+    *({"lr": -1.0}, {"weight_decay": float("nan")}, {"master": "companded8"}, {"master": "nonsense"}),
+    *({"moment1": "companded8(signed=False)"}, {"moment2": "companded8"}, {"moment1": "split24"}),
+]
+
+
+@pytest.mark.parametrize("arguments", SENSELESS, ids=str)
 def test_arguments_that_make_no_sense(name, arguments):
     with pytest.raises(UsageError):
         build(name, make_params(), **arguments)
 
 
-def test_betas_out_of_range():
+@pytest.mark.parametrize(("which", "arguments"), [("AdamW", {"betas": (0.9, 1.0)}), ("SGD", {"nesterov": True})])
+def test_arguments_that_make_no_sense_to_one(which, arguments):
     with pytest.raises(UsageError):
-        ckpt8.optim.AdamW(make_params(), betas=(0.9, 1.0))
-    with pytest.raises(UsageError):
-        ckpt8.optim.SGD(make_params(), nesterov=True)
+        getattr(ckpt8.optim, which)(make_params(), **arguments)
 
 
 # --- the weights --------------------------------------------------------------------------------------------------
@@ -388,11 +335,8 @@ def test_betas_out_of_range():
 
 @pytest.mark.by_default("SGD", "Lion", "Ema")
 def test_a_step_of_zero_changes_no_weight(name):
-    params = make_params(BF16)
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 2)
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    kept = copies(params)
+    params, optimizer = trained(name, 2, BF16)
+    before, kept = copy.deepcopy(optimizer.state_dict()["state"]), clones(params)
     optimizer.param_groups[0]["lr"] = 0.0
     advance(optimizer, params, 2, 12)
     assert_same_params(params, kept)
@@ -408,21 +352,17 @@ def test_weight_decay_below_half_a_code_is_not_lost():
     for _ in range(2000):
         params[0].grad = torch.zeros_like(params[0])
         optimizer.step()
-    from ckpt8.optim.state_conversion import join_weight
-
     codec = optimizer.codec(optimizer.param_groups[0], "master", params[0])
     mean = float(join_weight(params[0], optimizer.state[params[0]]["residual"], codec).double().mean())
     assert mean / 0.75 == pytest.approx(1 - 2e-3, abs=2e-4)
 
 
 def test_what_is_not_finite_stays_visible(name):
-    params = make_params(BF16, shapes=((80, 80),))
+    params = make_params(BF16, shapes=MATRIX)
     optimizer = build(name, params)
     set_grads(params, 0)
     params[0].grad[0, 0] = float("nan")
     optimizer.step()
-    from ckpt8.optim.state_conversion import moments_of
-
     # The sign of NaN is 0 to torch, so that Lion's weights show nothing, here as in lion-pytorch.
     moments = moments_of(optimizer.state[params[0]], optimizer.param_groups[0]).values()
     assert bool(params[0].isnan().any()) is (name != "Lion")
@@ -430,11 +370,9 @@ def test_what_is_not_finite_stays_visible(name):
 
 
 def test_a_parameter_set_to_zero_from_outside(name):
-    params = make_params(BF16, shapes=((80, 80),))
-    optimizer = build(name, params)
-    advance(optimizer, params, 0, 2)
+    [param], optimizer = trained(name, 2, BF16, MATRIX)
     with torch.no_grad():
-        params[0].zero_()
-    advance(optimizer, params, 2, 3)
-    assert bool(params[0].isfinite().all())
-    assert float(params[0].detach().abs().max()) < 1
+        param.zero_()
+    advance(optimizer, [param], 2, 3)
+    assert bool(param.isfinite().all())
+    assert float(param.detach().abs().max()) < 1

@@ -16,14 +16,15 @@ from ckpt8.optim.state_conversion import moments_of
 TORCHS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
 """The optimizers that torch has too."""
 
+
+def one_cycle(optimizer, peak):
+    cycled = bool({"betas", "momentum"} & optimizer.defaults.keys())
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=2 * peak, total_steps=12, cycle_momentum=cycled)
+
+
 SCHEDULES = {
     "lambda": lambda optimizer, peak: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "one-cycle": lambda optimizer, peak: lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=2 * peak,
-        total_steps=12,
-        cycle_momentum=bool({"betas", "momentum"} & optimizer.defaults.keys()),
-    ),
+    "one-cycle": one_cycle,
     "cosine": lambda optimizer, peak: lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.1 * peak),
 }
 
@@ -74,13 +75,11 @@ def test_accumulated_gradients_equal_one_backward_of_the_mean(name, parts):
     size = 32 // parts
     for part in range(parts):
         (loss_of(split, 0, slice(part * size, (part + 1) * size)) / parts).backward()
-    before = make_model()
     two.step()
-    for p, q, start in zip(whole.parameters(), split.parameters(), before.parameters(), strict=True):
+    for p, q, start in zip(whole.parameters(), split.parameters(), make_model().parameters(), strict=True):
         moved = (p - start).detach().norm()
         assert float(moved) > 0
         assert float((p - q).detach().norm() / moved) < 0.05
-    for p, q in zip(whole.parameters(), split.parameters(), strict=True):
         first, second = (moments_of(o.state[x], o.param_groups[0]) for o, x in ((one, p), (two, q)))
         for key, value in first.items():
             torch.testing.assert_close(second[key], value, rtol=1e-3, atol=1e-6)
@@ -118,10 +117,8 @@ def test_clipping_changes_the_step_where_it_should():
         nn.utils.clip_grad_norm_(model.parameters(), bound)
         optimizer.step()
     start = list(make_model().parameters())
-    far, near = (
-        torch.stack([(p - s).detach().norm() for p, s in zip(model.parameters(), start, strict=True)]).norm()
-        for model in (free, clipped)
-    )
+    pairs = [zip(model.parameters(), start, strict=True) for model in (free, clipped)]
+    far, near = (torch.stack([(p - s).detach().norm() for p, s in each]).norm() for each in pairs)
     assert float(near) == pytest.approx(ARGUMENTS["SGD"]["lr"] * 1e-3, rel=1e-2)
     assert float(far) > 10 * float(near)
 
@@ -261,20 +258,16 @@ def test_a_scheduled_run_continues_from_its_state(name, schedule, tmp_path):
 def test_weight_decay_of_each_group(name):
     """Without a gradient's pull, only the group that decays shrinks, and by lr times its decay where decoupled."""
     params = [nn.Parameter(torch.full((80, 80), 0.5)) for _ in range(3)]
-    decays = (0.0, 0.1, 0.3)
-    groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(params, decays, strict=True)]
+    groups = [{"params": [p], "weight_decay": decay} for p, decay in zip(params, (0.0, 0.1, 0.3), strict=True)]
     optimizer = build(name, groups, lr=1e-2)
     for p in params:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     still, little, much = (float((0.5 - p.detach()).mean()) for p in params)
     assert still == 0
-    if name == "Adam":  # decay is a gradient there, and the first step has length lr
-        assert little == pytest.approx(1e-2, rel=1e-3)
-        assert much == pytest.approx(1e-2, rel=1e-3)
-    else:
-        assert little == pytest.approx(0.5 * 1e-2 * 0.1, rel=1e-3)
-        assert much == pytest.approx(0.5 * 1e-2 * 0.3, rel=1e-3)
+    # For Adam decay is a gradient, and the first step has length lr.
+    expected = (1e-2, 1e-2) if name == "Adam" else (0.5 * 1e-2 * 0.1, 0.5 * 1e-2 * 0.3)
+    assert (little, much) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("which", TORCHS)
