@@ -166,6 +166,7 @@ def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
     values: dict[str, Any] = {}
     with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
         files, index = ShardedFiles(joined, workers), joined.index
+        members = files.members()  # before anything is loaded: it refuses a tensor of which only some parts are plain
 
         def load(name: str, place: Place) -> Any:
             return load_allowed(io.BytesIO(files.value(name, place)), f"{source}: {shown(name)}", map_location)
@@ -181,7 +182,7 @@ def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
                     f"{source}: {shown(name)}: is in {len(tensor.layout)} parts, which only its class can join; load "
                     "it with Ckpt8StorageReader, into a state dict that has the tensor"
                 )
-        for member in files.members():
+        for member in members:
             streamer = Streamer(member.checkpoint)
             for piece, ref in member.parts:
                 target = values[piece.name]

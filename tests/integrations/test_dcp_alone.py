@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_kit import make, state_of, train, whole
+from packed_kit import change_index, load, names_in
 from ranks import run_ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan
@@ -99,14 +100,12 @@ def saved(request, tmp_path_factory):
 
 def test_every_rank_publishes_its_part(saved):
     folder, world = saved
-    names = {path.name for path in (folder / "saved").iterdir()}
-    assert names == {each for k in range(world) for each in (f"__{k}_0.ckpt8", f"ckpt8-dcp.{k}.json")}
-
-
-def test_one_process_loads_all_parts(saved):
-    before = torch.load(saved[0] / "before.pt")
-    found = {name: torch.full_like(tensor, -1) for name, tensor in before.items()}
-    dcp.load(found, storage_reader=Ckpt8StorageReader(saved[0] / "saved"), no_dist=True)
+    assert {*names_in(folder / "saved")} == {
+        each for k in range(world) for each in (f"__{k}_0.ckpt8", f"ckpt8-dcp.{k}.json")
+    }
+    # One process loads all of them.
+    before = torch.load(folder / "before.pt")
+    found = load({name: torch.full_like(tensor, -1) for name, tensor in before.items()}, folder / "saved")
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
@@ -115,7 +114,7 @@ def test_the_parts_make_the_index_of_a_save_of_all_ranks(saved):
     parts, whole = read_index(folder / "saved"), read_index(folder / "replaced")
     assert parts.joined == world
     assert whole.joined == 0
-    assert {path.name for path in (folder / "replaced").iterdir()} == {*whole.files, "ckpt8-dcp.json"}
+    assert {*names_in(folder / "replaced")} == {*whole.files, "ckpt8-dcp.json"}
     assert parts.tensors.keys() == whole.tensors.keys()
     for name, tensor in whole.tensors.items():
         joined = parts.tensors[name]
@@ -125,10 +124,14 @@ def test_the_parts_make_the_index_of_a_save_of_all_ranks(saved):
     assert parts.paths == whole.paths
 
 
+def said_in(folder, world):
+    """What the ranks were told, by rank."""
+    return [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(world)]
+
+
 def test_what_ranks_cannot_do_on_their_own_is_refused(saved):
     folder, world = saved
-    for rank in range(world):
-        said = json.loads((folder / f"said-{rank}.json").read_text())
+    for rank, said in enumerate(said_in(folder, world)):
         assert said["again"] == (
             f"{folder / 'saved'}: holds a checkpoint, which ranks cannot replace without collectives; give another "
             "directory"
@@ -141,7 +144,7 @@ def test_what_ranks_cannot_do_on_their_own_is_refused(saved):
 
 def test_a_save_does_not_mix_its_parts_with_those_of_another(saved):
     folder, world = saved
-    said = [json.loads((folder / f"said-{rank}.json").read_text()) for rank in range(world)]
+    said = said_in(folder, world)
     assert [each["full"] for each in said] == [None, "the disk is full", *[None] * (world - 2)]
     assert all("which ranks cannot replace without collectives" in each["second"] for each in said)
     assert len(list((folder / "mixed").glob("ckpt8-dcp.*.json"))) == world - 1
@@ -165,31 +168,24 @@ def test_an_incomplete_set_is_refused(copied):
         "before it was complete"
     )
     with pytest.raises(CheckpointException, match="parts of its index, not those of ranks 1"):
-        dcp.load({"progress": {"seen": 0}}, storage_reader=Ckpt8StorageReader(folder), no_dist=True)
-
-
-def change(folder, rank, **fields):
-    path = folder / f"ckpt8-dcp.{rank}.json"
-    tree = json.loads(path.read_text())
-    for key, value in fields.items():
-        tree[key] = value(tree[key]) if callable(value) else value
-    path.write_text(json.dumps(tree))
+        load({"progress": {"seen": 0}}, folder)
 
 
 @pytest.mark.parametrize(("fields", "said"), [
     ({"part": lambda part: part | {"save": "x"}}, "ranks 0, 1 have written parts of different saves"),
     ({"part": lambda part: part | {"world": 9}}, "have written parts of different saves"),
     ({"part": lambda part: part | {"rank": 0}}, "ckpt8-dcp.1.json: is not the part of the index that its name says"),
-    ({"part": None}, "ckpt8-dcp.1.json: is not the part of the index that its name says"),
+    ({"part": lambda _: None}, "ckpt8-dcp.1.json: is not the part of the index that its name says"),
     ({"part": lambda part: part | {"rank": part["world"]}}, "malformed at 'rank'"),
     ({"part": lambda part: part | {"rank": True}}, "malformed at 'rank'"),
     ({"files": lambda files: [*files, ["more", "0" * 64]]}, "the part of a rank names 2 files"),
-    ({"objects": lambda objects: objects | {"model.0.weight": [0, 0, 1]}, "tensors": {}}, "is a tensor to some ranks"),
+    ({"objects": lambda objects: objects | {"model.0.weight": [0, 0, 1]}, "tensors": lambda _: {}},
+     "is a tensor to some ranks"),
     ({"tensors": lambda each: {name: tensor | {"dtype": "int8"} for name, tensor in each.items()}}, "are not alike"),
 ])  # fmt: skip
 def test_parts_that_do_not_belong_together_are_refused(fields, said, copied):
     folder, _ = copied
-    change(folder, 1, **fields)
+    change_index(folder, lambda tree: tree | {key: fields[key](tree.get(key)) for key in fields}, "ckpt8-dcp.1.json")
     with pytest.raises(InputError) as caught:
         read_index(folder)
     assert said in str(caught.value)

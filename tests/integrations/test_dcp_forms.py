@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from modes_kit import BEFORE, state_of
+from modes_kit import BEFORE, call_all, state_of
 from modes_nets import Run
+from packed_kit import load, raw
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,16 +31,11 @@ def save(state, path, **options):
     dcp.save(state, storage_writer=Ckpt8StorageWriter(path, preset="lossless"), planner=Ckpt8SavePlanner(), **options)
 
 
-def load(state, path, **options):
-    dcp.load(state, storage_reader=Ckpt8StorageReader(path), **options)
-
-
 def value(shape, dtype):
     """Different numbers that every type but bool holds."""
     numel = torch.Size(shape).numel()
-    return (
-        (torch.ones(numel).exp2() if dtype is torch.float8_e8m0fnu else torch.arange(numel) % 8).to(dtype).view(shape)
-    )
+    numbers = torch.ones(numel).exp2() if dtype is torch.float8_e8m0fnu else torch.arange(numel) % 8
+    return numbers.to(dtype).view(shape)
 
 
 def sharded(whole, dim, mesh):
@@ -62,15 +58,6 @@ def every_type(dim, mesh, make=value):
     return state | {"step": torch.tensor(7, dtype=torch.int32), "flag": torch.tensor(True)}
 
 
-def bytes_of(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
-
-
-def _work(_, calls):
-    for call, *arguments in calls:
-        call(*arguments)
-
-
 def save_types(folder):
     save({"values": every_type(0, init_device_mesh("cpu", (dist.get_world_size(),)))}, folder / "types")
 
@@ -81,11 +68,11 @@ def load_types(folder):
         wanted = every_type(dim, mesh)
         state = {"values": every_type(dim, mesh, lambda shape, dtype: torch.zeros(shape, dtype=dtype))}
         state["values"] |= {"step": torch.tensor(0, dtype=torch.int32), "flag": torch.tensor(False)}
-        load(state, folder / "types")
+        dcp.load(state, storage_reader=Ckpt8StorageReader(folder / "types"))
         for name, each in state["values"].items():
             mine, theirs = (getattr(one, "_local_tensor", one) for one in (each, wanted[name]))
             assert mine.shape == theirs.shape, name
-            assert bytes_of(mine) == bytes_of(theirs), name
+            assert torch.equal(raw(mine), raw(theirs)), name
 
 
 def save_groups(folder):
@@ -93,11 +80,8 @@ def save_groups(folder):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half = dist.get_rank() // 2
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(groups[half], "cpu")
-    save(
-        {"w": sharded(value((7, 6), torch.float32) + half, 0, mesh)},
-        folder / f"half-{half}",
-        process_group=groups[half],
-    )
+    state = {"w": sharded(value((7, 6), torch.float32) + half, 0, mesh)}
+    save(state, folder / f"half-{half}", process_group=groups[half])
 
 
 def save_run(folder):
@@ -109,20 +93,19 @@ def save_run(folder):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("forms")
-    run_ranks(_work, WORLD, [(call, folder) for call in (save_types, save_groups, save_run)])
+    run_ranks(call_all, WORLD, [(call, folder) for call in (save_types, save_groups, save_run)])
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_type_at_another_world_size(saved, world):
-    run_ranks(_work, world, [(load_types, saved)])
+    run_ranks(call_all, world, [(load_types, saved)])
 
 
 def test_groups_of_ranks_save_without_each_other(saved):
     for half in (0, 1):
-        state = {"w": torch.zeros(7, 6)}
-        load(state, saved / f"half-{half}", no_dist=True)
+        state = load({"w": torch.zeros(7, 6)}, saved / f"half-{half}")
         assert torch.equal(state["w"], value((7, 6), torch.float32) + half)
         assert sorted(path.name for path in (saved / f"half-{half}").glob("*.ckpt8")) == ["__0_0.ckpt8", "__1_0.ckpt8"]
 

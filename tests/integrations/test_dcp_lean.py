@@ -12,9 +12,10 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_kit import run_measured
+from packed_kit import load, raw, save
 
 import ckpt8
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageWriter, rank_file
 from ckpt8.integrations.dcp.rank_file import Sources
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,29 +72,17 @@ def views():
     big = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
     numbers = torch.randn(6, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     return [
-        big,
-        big[1:3],
-        big.permute(2, 0, 1),
-        big[:, ::2],
-        big[2].t(),
-        big[:, 3, 2],
-        big[:, 1:2].expand(4, 3, 5),
-        torch.tensor(3.0).expand(3, 2),
-        torch.tensor(7).reshape(()),
-        numbers.conj(),
-        numbers.t().conj()[1:],
-        numbers.conj().imag,
-        big[:2, :4].to(torch.float8_e4m3fn).permute(1, 0, 2),
-        (big > 9).permute(2, 1, 0),
-        numbers.to(torch.complex128).t(),
-        big.bfloat16()[:, :, 1],
+        *(big, big[1:3], big.permute(2, 0, 1), big[:, ::2], big[2].t(), big[:, 3, 2], big[:, 1:2].expand(4, 3, 5)),
+        *(torch.tensor(3.0).expand(3, 2), torch.tensor(7).reshape(())),
+        *(numbers.conj(), numbers.t().conj()[1:], numbers.conj().imag, numbers.to(torch.complex128).t()),
+        *(big[:2, :4].to(torch.float8_e4m3fn).permute(1, 0, 2), (big > 9).permute(2, 1, 0), big.bfloat16()[:, :, 1]),
     ]
 
 
 @given(st.integers(0, len(views()) - 1), st.booleans(), st.data())
 def test_a_stand_in_is_read_as_the_contiguous_value(which, copies, data):
     value = views()[which]
-    expected = value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    expected = raw(value).numpy().tobytes()
     sources = Sources(Planner(value, copies=copies))
     found = sources.resolve(object())
     assert (found.shape, found.dtype, found.is_contiguous()) == (value.shape, value.dtype, True)
@@ -101,7 +90,7 @@ def test_a_stand_in_is_read_as_the_contiguous_value(which, copies, data):
     read = sources.made.get(found.untyped_storage().data_ptr())
     if read is None:
         assert not copies
-        assert found.view(-1).view(torch.uint8).numpy().tobytes() == expected
+        assert raw(found).numpy().tobytes() == expected
         return
     first = data.draw(st.integers(0, len(expected)))
     buffer = bytearray(data.draw(st.integers(0, len(expected) - first)))
@@ -132,7 +121,7 @@ def test_padding_is_not_stored_and_changes_nothing(tmp_path):
     for name, make in (("padded", padded), ("cloned", torch.clone)):
         state = {"w": {"step": torch.tensor(5.0), "exp_avg": make(first), "exp_avg_sq": make(second)}}
         saved = {"model": {"w": make(weight)}, "optimizer": {"state": state, "param_groups": [group]}}
-        dcp.save(saved, storage_writer=Ckpt8StorageWriter(tmp_path / name, preset="archive"))
+        save(saved, tmp_path / name, preset="archive")
     one, other = ((tmp_path / name / "__0_0.ckpt8").read_bytes() for name in ("padded", "cloned"))
     assert one == other
     with ckpt8.open(tmp_path / "padded" / "__0_0.ckpt8") as file:
@@ -163,8 +152,8 @@ def test_few_values_that_a_planner_makes_are_kept():
 
 
 def test_a_rank_does_not_list_the_directory(tmp_path, monkeypatch):
+    save({"w": torch.ones(8)}, tmp_path / "x", preset="lossless")
     writer = Ckpt8StorageWriter(tmp_path / "x", preset="lossless")
-    dcp.save({"w": torch.ones(8)}, storage_writer=writer)
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner({"w": torch.ones(8)}, is_coordinator=True)
     writer.set_up_storage_writer(True, rank=0, use_collectives=True)
@@ -181,11 +170,8 @@ def test_a_rank_does_not_list_the_directory(tmp_path, monkeypatch):
 def test_numba_is_chosen_by_the_state_of_all_ranks(tmp_path, monkeypatch):
     """A DTensor has the shape of the whole; the slice of this rank is a part of it."""
     asked = []
-    monkeypatch.setattr(
-        "ckpt8.integrations.dcp.rank_file.part_of", lambda nbytes: asked.append(nbytes) or nullcontext()
-    )
-    state = {"model": {"a": torch.ones(30, 40), "b": torch.ones(7, dtype=torch.float64)}, "note": "text"}
-    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path), no_dist=True)
+    monkeypatch.setattr(rank_file, "part_of", lambda nbytes: asked.append(nbytes) or nullcontext())
+    save({"model": {"a": torch.ones(30, 40), "b": torch.ones(7, dtype=torch.float64)}, "note": "text"}, tmp_path)
     assert asked == [30 * 40 * 4 + 7 * 8]
 
 
@@ -198,13 +184,7 @@ def test_values_of_every_layout_come_back(tmp_path):
             return value.clone() if isinstance(value, torch.Tensor) else value
 
     for name, planner in (("as they are", None), ("copies", Copying())):
-        dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / name, preset="lossless"), planner=planner)
-        found = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
-        dcp.load(found, storage_reader=Ckpt8StorageReader(tmp_path / name))
-        for key, value in state.items():
-            assert (
-                found[key]
-                .view(-1)
-                .view(torch.uint8)
-                .equal(value.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8))
-            )
+        save(state, tmp_path / name, planner, preset="lossless")
+        empty = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in state.items()}
+        found = load(empty, tmp_path / name)
+        assert all(torch.equal(raw(found[key]), raw(value)) for key, value in state.items())

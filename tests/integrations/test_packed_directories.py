@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from dcp_kit import load_all, read_metadata
-from fsdp_kit import run, save_both, save_replicas, share
+from fsdp_kit import save_both, save_replicas, share
+from modes_kit import call_all
+from packed_kit import INDEX, change_index, load, names_in, save, save_plain
+from ranks import run_ranks
 from safetensors.torch import load_file
 from test_dcp_storage import assert_same
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,12 +25,10 @@ import ckpt8
 from ckpt8 import CheckFailedError, InputError, OutputError, ResumeError, UsageError
 from ckpt8.cli.app import app
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.sharded import load_model, save_packed, state_to_pack
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-INDEX = "ckpt8-dcp.json"
 PRESETS = ("lossless", "flash", "archive")
 
 
@@ -36,10 +37,15 @@ def saved(tmp_path_factory):
     """One state as ``plain`` and packed with each preset; ``run.pt`` is torch's own conversion of the plain one."""
     folder = tmp_path_factory.mktemp("packed")
     (folder / "replicas").mkdir()
-    both = (save_both, {"folder": folder, "presets": PRESETS})
-    run(2, both, (share, {"folder": folder}), (save_replicas, {"folder": folder / "replicas"}))
+    run_ranks(call_all, 2, [(save_both, folder, PRESETS), (share, folder), (save_replicas, folder / "replicas")])
     dcp_to_torch_save(folder / "plain", folder / "run.pt")
     return folder
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """Copies what ranks packed with a preset to ``x`` in the folder of the test."""
+    return lambda preset="flash": shutil.copytree(saved / preset, tmp_path / "x")
 
 
 def call(*arguments):
@@ -115,7 +121,7 @@ def test_verify_against_another_checkpoint(saved, tmp_path):
     state["optimizer"]["state"]["2.weight"]["exp_avg"][90, 5] += 1
     state["model"]["0.bias"][200] += 1
     state["progress"]["seen"] = 8
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "changed"), no_dist=True)
+    save_plain(state, tmp_path / "changed")
     failures = " ".join(ckpt8.verify(saved / "lossless", tmp_path / "changed").failures)
     assert "__1_0.ckpt8: optimizer.state.2.weight.exp_avg: differs from the original" in failures
     assert "__1_0.ckpt8: model.0.bias: differs from the original" in failures
@@ -124,7 +130,7 @@ def test_verify_against_another_checkpoint(saved, tmp_path):
     shown = call("verify", saved / "lossless", "--against", tmp_path / "changed")
     assert shown.exit_code == 1
     del state["model"]["0.bias"]
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "fewer"), no_dist=True)
+    save_plain(state, tmp_path / "fewer")
     with pytest.raises(CheckFailedError, match=r"was not made from .*only one of them has 'model\.0\.bias'"):
         ckpt8.verify(saved / "lossless", tmp_path / "fewer")
     with pytest.raises(CheckFailedError, match="holds 0 checkpoints"):
@@ -138,14 +144,12 @@ def test_convert_gives_what_the_plain_directory_gives(saved, tmp_path, preset, t
     plain = saved / "plain" if preset == "lossless" else ckpt8.restore(saved / preset, tmp_path / "restored")
     ckpt8.convert(saved / preset, tmp_path / "mine", to=to)
     ckpt8.convert(plain, tmp_path / "theirs", to=to)
+    torchs = partial(torch.load, weights_only=True)
     read = {
-        "torch": lambda path: torch.load(path, weights_only=True),
+        "torch": torchs,
         "dcp": load_all,
-        "trainer": lambda path: [
-            load_file(path / "model.safetensors"),
-            torch.load(path / "optimizer.pt", weights_only=True),
-        ],
         "safetensors": load_file,
+        "trainer": lambda path: [load_file(path / "model.safetensors"), torchs(path / "optimizer.pt")],
     }[to]
     assert_same(read(tmp_path / "mine"), read(tmp_path / "theirs"))
 
@@ -165,8 +169,7 @@ def test_restore_gives_a_plain_directory_that_torch_loads(saved, tmp_path, prese
     one, other = read_metadata(tmp_path / "back"), read_metadata(saved / "plain")
     assert one.planner_data == other.planner_data
     assert one.state_dict_metadata.keys() == other.state_dict_metadata.keys()
-    names = sorted(path.name for path in (tmp_path / "back").iterdir())
-    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    assert names_in(tmp_path / "back") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     with pytest.raises(OutputError, match="exists"):
         ckpt8.restore(saved / preset, tmp_path / "back")
     ckpt8.restore(saved / preset, tmp_path / "back", force=True)
@@ -209,79 +212,57 @@ def test_load_gives_the_state_dict_that_was_saved(saved):
         ckpt8.load(saved / "flash", member="__0_0.ckpt8")
 
 
-def _cut(folder):
+def cut(folder):
     file = folder / "__1_0.ckpt8"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def _replace(folder):
-    state = {"model": {"0.weight": torch.ones(3)}}
-    dcp.save(state, storage_writer=Ckpt8StorageWriter(folder / "other"), no_dist=True)
+def replace(folder):
+    save({"model": {"0.weight": torch.ones(3)}}, folder / "other")
     (folder / "other" / "__0_0.ckpt8").replace(folder / "__1_0.ckpt8")
     shutil.rmtree(folder / "other")
 
 
-def _change(change):
-    def apply(folder):
-        tree = json.loads((folder / INDEX).read_text())
-        change(tree["tensors"])
-        (folder / INDEX).write_text(json.dumps(tree))
-
-    return apply
+def forget(tree):
+    del tree["tensors"]["model.2.bias"]
 
 
-def _reshape(tensors):
-    tensors["model.2.bias"].update(shape=[97], cuts=[[[49, 1], [48, 1]]])
+def index_with(**fields):
+    """Damage to the index: a bias has these fields, in place of all others where they are boxes."""
+
+    def change(tree):
+        kept = {"dtype": "float32", "shape": [96]} if "boxes" in fields else tree["tensors"]["model.2.bias"]
+        tree["tensors"]["model.2.bias"] = kept | fields
+
+    return partial(change_index, change=change)
 
 
-def _overlap(tensors):
-    tensors["model.2.bias"] = {
-        "dtype": "float32",
-        "shape": [96],
-        "boxes": [[0, [0], [48]], [1, [47], [49]]],
-    }
-
-
-def _gap(tensors):
-    tensors["model.2.bias"] = {"dtype": "float32", "shape": [96], "boxes": [[0, [0], [48]]]}
-
-
-def _swap(tensors):
-    tensors["model.2.bias"]["owners"] = [1, 0]
-
-
-def _forget(tensors):
-    del tensors["model.2.bias"]
-
-
+gap = index_with(boxes=[[0, [0], [48]]])
+overlap = index_with(boxes=[[0, [0], [48]], [1, [47], [49]]])
 DAMAGE = {
-    "truncated": (_cut, r"__1_0\.ckpt8.*"),
+    "truncated": (cut, r"__1_0\.ckpt8.*"),
     "missing": (lambda folder: (folder / "__1_0.ckpt8").unlink(), r"__1_0\.ckpt8: is missing"),
-    "another save": (_replace, r"__1_0\.ckpt8: belongs to another save"),
-    "another shape": (_change(_reshape), r"model\.2\.bias"),
-    "overlap": (_change(_overlap), r"model\.2\.bias.*(overlap|not in this file)"),
-    "gap": (_change(_gap), r"model\.2\.bias.*slices are missing"),
-    "other owners": (_change(_swap), r"model\.2\.bias.*is not in this file"),
-    "forgotten": (_change(_forget), r"has a slice of 'model\.2\.bias' that ckpt8-dcp\.json does not name"),
+    "another save": (replace, r"__1_0\.ckpt8: belongs to another save"),
+    "another shape": (index_with(shape=[97], cuts=[[[49, 1], [48, 1]]]), r"model\.2\.bias"),
+    "overlap": (overlap, r"model\.2\.bias.*(overlap|not in this file)"),
+    "gap": (gap, r"model\.2\.bias.*slices are missing"),
+    "other owners": (index_with(owners=[1, 0]), r"model\.2\.bias.*is not in this file"),
+    "forgotten": (
+        partial(change_index, change=forget),
+        r"has a slice of 'model\.2\.bias' that ckpt8-dcp\.json does not name",
+    ),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_one_line(saved, tmp_path, damage):
+def test_damage_is_one_line(saved, copied, tmp_path, damage):
     make, message = DAMAGE[damage]
-    folder = tmp_path / "x"
-    shutil.copytree(saved / "flash", folder)
+    folder = copied()
     make(folder)
-    before = sorted(path.name for path in folder.iterdir())
-    commands = [
-        ("inspect", folder),
-        ("verify", folder),
-        ("diff", folder, saved / "flash"),
-        ("convert", folder, tmp_path / "out.pt"),
-        ("restore", folder, "-o", tmp_path / "back"),
-    ]
-    for command in commands:
-        result = call(*command)
+    before = names_in(folder)
+    commands = {"inspect": (), "verify": (), "diff": [saved / "flash"], "convert": [tmp_path / "out.pt"]}
+    for command, more in {**commands, "restore": ("-o", tmp_path / "back")}.items():
+        result = call(command, folder, *more)
         assert isinstance(result.exception, InputError), command
         assert "\n" not in str(result.exception)
         with pytest.raises(InputError, match=message):
@@ -289,13 +270,12 @@ def test_damage_is_one_line(saved, tmp_path, damage):
     for read in (ckpt8.load, ckpt8.open):
         with pytest.raises(InputError, match=message):
             read(folder)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x"]
-    assert sorted(path.name for path in folder.iterdir()) == before
+    assert names_in(tmp_path) == ["x"]
+    assert names_in(folder) == before
 
 
-def test_a_stray_file_is_told_and_does_not_count(saved, tmp_path):
-    folder = tmp_path / "x"
-    shutil.copytree(saved / "flash", folder)
+def test_a_stray_file_is_told_and_does_not_count(saved, copied, tmp_path):
+    folder = copied()
     (folder / "__5_0.ckpt8").write_bytes(b"left by a killed save")
     assert inspect_container(folder)["ranks"] == {"files": 2, "strays": ["__5_0.ckpt8"]}
     assert "no part of it: __5_0.ckpt8" in call("inspect", folder).output
@@ -305,12 +285,9 @@ def test_a_stray_file_is_told_and_does_not_count(saved, tmp_path):
     assert ckpt8.diff(folder, saved / "flash").identical
 
 
-def test_a_hostile_nesting_is_refused(saved, tmp_path):
-    folder = tmp_path / "x"
-    shutil.copytree(saved / "flash", folder)
-    tree = json.loads((folder / INDEX).read_text())
-    tree["paths"]["model.0.bias"] = ["model", "0.weight", "inside"]
-    (folder / INDEX).write_text(json.dumps(tree))
+def test_a_hostile_nesting_is_refused(copied, tmp_path):
+    folder, inside = copied(), {"model.0.bias": ["model", "0.weight", "inside"]}
+    change_index(folder, lambda tree: tree["paths"].update(inside))
     for read in (ckpt8.load, lambda path: ckpt8.convert(path, tmp_path / "y.pt")):
         with pytest.raises(InputError, match="lies inside another value"):
             read(folder)
@@ -331,13 +308,12 @@ def test_parts_of_ranks_that_saved_alone_are_one_checkpoint(saved, tmp_path):
 
 def test_the_failure_of_one_rank_leaves_no_checkpoint(saved):
     assert not (saved / "nothing").exists()
-    assert sorted(path.name for path in (saved / "older").iterdir()) == ["__0_0.ckpt8", "__1_0.ckpt8", INDEX]
+    assert names_in(saved / "older") == ["__0_0.ckpt8", "__1_0.ckpt8", INDEX]
     assert ckpt8.diff(saved / "older", saved / "plain").identical
     for target in ("nothing", "older"):
         errors = [(saved / f"{target}-{rank}.txt").read_text() for rank in range(2)]
-        assert all(
-            error.startswith("InputError: ") and "is damaged: its CRC does not match" in error for error in errors
-        )
+        assert all(error.startswith("InputError: ") for error in errors)
+        assert all("is damaged: its CRC does not match" in error for error in errors)
         assert sum("__1_0.distcp: slice" in error and "failed: " not in error for error in errors) == 1
         assert sum(": rank " in error and "failed: " in error for error in errors) == 1
 
@@ -432,8 +408,7 @@ def test_what_a_trainer_packed_of_tied_weights_becomes_a_plain_checkpoint_with_a
 
 def test_verify_against_a_plain_directory_that_is_cut_otherwise(saved, tmp_path):
     ckpt8.convert(saved / "plain", tmp_path / "whole", to="dcp")
-    state = torch.load(saved / "run.pt", weights_only=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "one"), no_dist=True)
+    save_plain(torch.load(saved / "run.pt", weights_only=True), tmp_path / "one")
     assert ckpt8.verify(saved / "flash", tmp_path / "one").failures == ()
 
 
@@ -454,21 +429,19 @@ def test_runs_counts_a_directory_once(saved, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "another save", "truncated", "gap"])
-def test_runs_tells_of_damage(saved, tmp_path, damage):
-    shutil.copytree(saved / "flash", tmp_path / "x")
-    DAMAGE[damage][0](tmp_path / "x")
+def test_runs_tells_of_damage(copied, tmp_path, damage):
+    DAMAGE[damage][0](copied())
     shown = call("runs", tmp_path, "--json")
     assert isinstance(shown.exception, InputError) == (damage != "gap")
     (row,) = json.loads(shown.output.splitlines()[0])["checkpoints"]
     assert (row["damage"] is None) == (damage == "gap")  # boxes are what verify checks
 
 
-def test_a_tensor_that_is_not_complete_is_not_loaded(saved, tmp_path):
-    shutil.copytree(saved / "lossless", tmp_path / "x")
-    _change(_gap)(tmp_path / "x")
-    state = {"model": {"2.bias": torch.zeros(96)}}
+def test_a_tensor_that_is_not_complete_is_not_loaded(copied):
+    folder = copied("lossless")
+    gap(folder)
     with pytest.raises(CheckpointException, match=r"model\.2\.bias.*: slices are missing: 48 of 96 elements"):
-        dcp.load(state, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+        load({"model": {"2.bias": torch.zeros(96)}}, folder)
 
 
 def test_every_rank_measures_its_own_slices(saved):

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from packed_kit import save, save_plain
 from plans_kit import tensor_item
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
@@ -18,7 +19,6 @@ from ckpt8.core.errors import CheckFailedError, UnsupportedError
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.verify import same_object
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -44,12 +44,8 @@ class InParts(DefaultSavePlanner):
         return part.to_sparse() if row in self.sparse else part
 
 
-def save(planner, folder):
-    dcp.save({}, storage_writer=Ckpt8StorageWriter(folder), planner=planner, no_dist=True)
-
-
 def test_every_part_is_given_back_and_none_is_taken_for_the_whole(tmp_path):
-    save(InParts(), tmp_path / "x")
+    save({}, tmp_path / "x", InParts())
     with pytest.raises(UnsupportedError, match="'q': is in 2 parts, which only its class can join"):
         ckpt8.load(tmp_path / "x")
 
@@ -71,7 +67,7 @@ def test_every_part_is_given_back_and_none_is_taken_for_the_whole(tmp_path):
 def test_a_tensor_of_which_some_parts_are_plain_is_refused(tmp_path, row):
     planner = InParts()
     planner.sparse = (row,)
-    save(planner, tmp_path / "x")
+    save({}, tmp_path / "x", planner)
     for call in (ckpt8.load, lambda path: ckpt8.restore(path, tmp_path / "plain")):
         with pytest.raises(UnsupportedError, match="'q': only some of its parts are plain tensors"):
             call(tmp_path / "x")
@@ -91,39 +87,36 @@ MADE = {"own class": lambda values: values.as_subclass(Own), "quantized": quanti
 
 @pytest.mark.parametrize("kind", MADE)
 def test_verify_compares_what_torch_save_keeps(tmp_path, kind):
-    def save_both(value, name):
-        state = {"q": value, "w": torch.ones(3)}
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / name), no_dist=True)
-        return state
+    def state_of(value):
+        return {"q": value, "w": torch.ones(3)}
 
-    state = save_both(MADE[kind](WHOLE), "plain")
-    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    save_plain(state_of(MADE[kind](WHOLE)), tmp_path / "plain")
+    save(state_of(MADE[kind](WHOLE)), tmp_path / "x")
     assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
     changed = WHOLE.clone()
     changed[3, 1] += 1
-    save_both(MADE[kind](changed), "changed")
+    save_plain(state_of(MADE[kind](changed)), tmp_path / "changed")
     assert ckpt8.verify(tmp_path / "x", tmp_path / "changed").failures == ("q: differs from the original",)
     facts = inspect_container(tmp_path / "x", original=tmp_path / "changed")
     assert facts["measured_from"]["differing"] == ["q"]
     if kind == "quantized":
-        save_both(torch.quantize_per_tensor(2 * WHOLE, 1.0, 3, torch.qint8), "scaled")
+        save_plain(state_of(torch.quantize_per_tensor(2 * WHOLE, 1.0, 3, torch.qint8)), tmp_path / "scaled")
         assert ckpt8.verify(tmp_path / "x", tmp_path / "scaled").failures == ("q: differs from the original",)
 
 
 @pytest.mark.parametrize("values", [(3, torch.tensor(3)), (torch.tensor(3), 3)])
 def test_verify_refuses_a_number_in_place_of_a_tensor(tmp_path, values):
-    for name, value, kind in zip(("x", "plain"), values, (Ckpt8StorageWriter, dcp.FileSystemWriter), strict=True):
-        dcp.save({"n": value, "w": torch.ones(3)}, storage_writer=kind(tmp_path / name), no_dist=True)
+    for name, value, write in zip(("x", "plain"), values, (save, save_plain), strict=True):
+        write({"n": value, "w": torch.ones(3)}, tmp_path / name)
     with pytest.raises(CheckFailedError, match="'n' is of another type or shape"):
         ckpt8.verify(tmp_path / "x", tmp_path / "plain")
 
 
 def test_verify_names_parts_that_it_cannot_compare(tmp_path):
-    save(InParts(), tmp_path / "x")
+    save({}, tmp_path / "x", InParts())
     ckpt8.restore(tmp_path / "x", tmp_path / "plain")
     assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
-    state = {"q": WHOLE.as_subclass(Own), "w": torch.ones(3)}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "whole"), no_dist=True)
+    save_plain({"q": WHOLE.as_subclass(Own), "w": torch.ones(3)}, tmp_path / "whole")
     assert ckpt8.verify(tmp_path / "x", tmp_path / "whole").failures == tuple(
         f"q[{rows},:]: differs from the original in how it is cut or kept, so that it cannot be compared"
         for rows in ("0:2", "2:4")
@@ -166,8 +159,8 @@ def test_objects_are_compared_with_all_that_is_in_them(tmp_path, case):
 
 def test_a_checkpoint_of_empty_tensors_alone(tmp_path):
     state = {"m": {"e": torch.zeros(0, 3), "f": torch.zeros(2, 0, dtype=torch.int8)}}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "plain"), no_dist=True)
-    dcp.save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    save_plain(state, tmp_path / "plain")
+    save(state, tmp_path / "x")
     ckpt8.restore(tmp_path / "x", tmp_path / "back")
     ckpt8.convert(tmp_path / "x", tmp_path / "x.pt")
     loaded = {"m.e": torch.ones(0, 3), "m.f": torch.ones(2, 0, dtype=torch.int8)}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
+import packed_kit
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from packed_kit import INDEX, change_index, load
 from plans_kit import tensor_item
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -16,7 +16,7 @@ import ckpt8
 from ckpt8.container.joined import read_index
 from ckpt8.container.sharded import Part
 from ckpt8.core.errors import InputError
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -74,12 +74,9 @@ CUTS = {
 @pytest.mark.parametrize("case", CUTS)
 def test_copies_that_ranks_have_cut_otherwise_are_one_tensor(tmp_path, case):
     save(tmp_path / "x", *CUTS[case])
-    found = {"w": torch.full((8,), -1.0)}
-    dcp.load(found, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
-    assert torch.equal(found["w"], WHOLE)
+    assert torch.equal(load({"w": torch.full((8,), -1.0)}, tmp_path / "x")["w"], WHOLE)
     for rank in (None, 0, 1):
-        layout = read_index(tmp_path / "x", rank).tensors["w"].layout
-        assert layout.is_whole, rank
+        assert read_index(tmp_path / "x", rank).tensors["w"].layout.is_whole, rank
     assert torch.equal(ckpt8.load(tmp_path / "x")["w"], WHOLE)
     ckpt8.restore(tmp_path / "x", tmp_path / "plain")
     assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
@@ -87,9 +84,8 @@ def test_copies_that_ranks_have_cut_otherwise_are_one_tensor(tmp_path, case):
 
 def test_what_no_cut_makes_whole_is_refused_by_name(tmp_path):
     save(tmp_path / "x", [(0, 2)], [(6, 2)])
-    found = {"w": torch.full((8,), -1.0)}
     with pytest.raises(CheckpointException, match="'w': slices are missing: 4 of 8 elements"):
-        dcp.load(found, storage_reader=Ckpt8StorageReader(tmp_path / "x"), no_dist=True)
+        load({"w": torch.full((8,), -1.0)}, tmp_path / "x")
     with pytest.raises(InputError, match="'w': slices are missing: 4 of 8 elements"):
         ckpt8.load(tmp_path / "x")
 
@@ -102,11 +98,9 @@ def test_a_copy_that_torch_save_keeps_is_not_looked_for_in_another_file(tmp_path
 
 @pytest.mark.parametrize("boxes", [[[0, [0], [2]], [0, [0], [8]]], [[0, [0], [8]], [0, [0], [2]]]])
 def test_boxes_with_the_same_offsets_in_an_index_are_refused_by_name(tmp_path, boxes):
-    dcp.save({"w": WHOLE}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
-    path = tmp_path / "x" / "ckpt8-dcp.json"
-    tree = json.loads(path.read_text())
-    tree["tensors"]["w"] = {"dtype": "float32", "shape": [8], "boxes": boxes}
-    path.write_text(json.dumps(tree))
+    packed_kit.save({"w": WHOLE}, tmp_path / "x")
+    changed = {"w": {"dtype": "float32", "shape": [8], "boxes": boxes}}
+    change_index(tmp_path / "x", lambda tree: tree["tensors"].update(changed))
     with pytest.raises(InputError) as caught:
         ckpt8.load(tmp_path / "x")
-    assert str(caught.value) == f"{path}: 'w' is malformed at 'boxes'"
+    assert str(caught.value) == f"{tmp_path / 'x' / INDEX}: 'w' is malformed at 'boxes'"

@@ -7,12 +7,12 @@ import json
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from packed_kit import load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt8
 from ckpt8.core.errors import InputError
-from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageReader
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -95,8 +95,7 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile") / "x"
-    writer = Ckpt8StorageWriter(folder, preset="lossless")
-    dcp.save({"w": torch.ones(8), "note": "x"}, storage_writer=writer, no_dist=True)
+    save({"w": torch.ones(8), "note": "x"}, folder, preset="lossless")
     return folder, (folder / "ckpt8-dcp.json").read_text()
 
 
@@ -120,17 +119,14 @@ def test_every_command_refuses_a_name_that_no_system_takes(kind, name, saved, tm
         tree[kind][name] = tree[kind].popitem()[1]
     (folder / "ckpt8-dcp.json").write_text(json.dumps(tree))
     for command in (
-        lambda: ckpt8.verify(folder),
-        lambda: ckpt8.diff(folder, folder),
-        lambda: ckpt8.convert(folder, tmp_path / "out.pt"),
-        lambda: ckpt8.load(folder),
-        lambda: ckpt8.open(folder),
-        lambda: ckpt8.restore(folder, tmp_path / "out"),
-        lambda: ckpt8.restore(folder, tmp_path / "out", salvage=True),
-        lambda: Ckpt8StorageReader(folder).read_metadata(),
+        *(ckpt8.verify, ckpt8.load, ckpt8.open, lambda folder: ckpt8.diff(folder, folder)),
+        lambda folder: ckpt8.convert(folder, tmp_path / "out.pt"),
+        lambda folder: ckpt8.restore(folder, tmp_path / "out"),
+        lambda folder: ckpt8.restore(folder, tmp_path / "out", salvage=True),
+        lambda folder: Ckpt8StorageReader(folder).read_metadata(),
     ):
         with pytest.raises(InputError) as caught:
-            command()
+            command(folder)
         assert str(caught.value).startswith(f"{folder / 'ckpt8-dcp.json'}: names the ")
         assert repr(name)[:40].rstrip("'") in str(caught.value)
     assert not any(tmp_path.iterdir())
@@ -142,7 +138,7 @@ def test_a_hostile_index_is_refused_in_one_line(case, saved):
     tree = HOSTILE[case](json.loads(text))
     (folder / "ckpt8-dcp.json").write_text(tree if isinstance(tree, str) else json.dumps(tree))
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"w": torch.zeros(8), "note": ""}, storage_reader=Ckpt8StorageReader(folder), no_dist=True)
+        load({"w": torch.zeros(8), "note": ""}, folder)
     said = str(caught.value)
     assert str(folder) in said or "Size mismatch between saved" in said
     # Either an error of ours as it is, or the line of it that torch repeats.
@@ -153,7 +149,6 @@ def test_a_hostile_index_is_refused_in_one_line(case, saved):
 def test_the_index_as_it_was_is_read(saved):
     folder, text = saved
     (folder / "ckpt8-dcp.json").write_text(text)
-    found = {"w": torch.zeros(8), "note": ""}
-    dcp.load(found, storage_reader=Ckpt8StorageReader(folder), no_dist=True)
+    found = load({"w": torch.zeros(8), "note": ""}, folder)
     assert found["w"].eq(1).all()
     assert found["note"] == "x"

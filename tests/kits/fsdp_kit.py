@@ -9,7 +9,6 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_ranks
 from sharded_kit import WIDTH, batch, loss_of, network
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -107,13 +106,3 @@ def save_replicas(folder):
         if dist.get_rank() == 0:
             ours = [str(each.message) for each in said if str(folder) in str(each.message)]
             (folder / f"{name}.json").write_text(json.dumps(ours))
-
-
-def _call(rank, calls):
-    for call, options in calls:
-        call(**options)
-
-
-def run(world, *calls):
-    """Run calls, one after the other, in ``world`` processes."""
-    run_ranks(_call, world, calls)

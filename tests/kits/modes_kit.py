@@ -9,6 +9,7 @@ import io
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -166,10 +167,6 @@ def _alone(path, save, state):
         _sync(path, save, state, no_dist=True)
 
 
-def _apart(path, save, state):
-    _sync(path, save, state, use_collectives=False)
-
-
 def _cached(path, save, state):
     """Three saves, which plan as the one before did; the last has more to save."""
     shorter = {key: value for key, value in state.items() if key != "progress"}
@@ -194,23 +191,15 @@ def _staged(path, save, state):
     return pending
 
 
-def _process(path, save, state):
-    return _thread(path, save, state, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
-
-
-def _apart_thread(path, save, state):
-    return _thread(path, save, state, use_collectives=False)
-
-
 WAYS = {
     "sync": _sync,
     "alone": _alone,
-    "apart": _apart,
+    "apart": partial(_sync, use_collectives=False),
     "cached": _cached,
     "thread": _thread,
-    "apart_thread": _apart_thread,
+    "apart_thread": partial(_thread, use_collectives=False),
     "staged": _staged,
-    "process": _process,
+    "process": partial(_thread, async_checkpointer_type=AsyncCheckpointerType.PROCESS),
 }
 """How ``dcp`` is called: ``alone`` by rank 0 without the others, ``apart`` by each rank without collectives."""
 
@@ -234,7 +223,8 @@ def load_case(folder, case, setup):
     _write(folder, f"{setup}-{dist.get_world_size()}", losses, tensors)
 
 
-def _work(_, calls):
+def call_all(_, calls):
+    """What a rank does: one call after the other."""
     for call, *arguments in calls:
         call(*arguments)
 
@@ -248,7 +238,7 @@ def run_table(folder, cases):
             loads[world].append((load_case, folder / str(case), case, setup))
     for calls in (saves, loads):
         for world in sorted(calls):
-            run_ranks(_work, world, calls[world])
+            run_ranks(call_all, world, calls[world])
 
 
 def figures(folder, name):

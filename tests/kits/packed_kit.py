@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from dcp_kit import change_metadata, save_in_pieces
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ckpt8.integrations.dcp import Ckpt8StorageWriter
+from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import SharingPlanner
+
+INDEX = "ckpt8-dcp.json"
+
+
+def save(state, folder, planner=None, **options):
+    """``dcp.save`` by our writer, in this process alone."""
+    return dcp.save(state, storage_writer=Ckpt8StorageWriter(folder, **options), planner=planner, no_dist=True)
+
+
+def save_plain(state, folder):
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def load(state, folder, planner=None):
+    """``state``, filled by our reader in this process alone."""
+    dcp.load(state, storage_reader=Ckpt8StorageReader(folder), planner=planner, no_dist=True)
+    return state
+
+
+def change_index(folder, change, name=INDEX):
+    """Let ``change`` alter the index of a packed directory, or return another one."""
+    tree = json.loads((folder / name).read_text())
+    changed = change(tree)
+    (folder / name).write_text(json.dumps(tree if changed is None else changed))
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def raw(tensor):
+    """The bytes of the values of a tensor, as uint8."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def halves(number, value):
