@@ -39,19 +39,6 @@ class ApartError(InputError):
     """The files do not say how the tensors of the ranks belong together."""
 
 
-def joined(data: Composite, pattern: str, files: Files, notes: list[str]) -> Any:
-    """The one tree of all files, with keys of ``data``. ``pattern`` names the files; ``notes`` are for the report.
-
-    Raises ApartError, InputError.
-    """
-    trees = {rank: _opened(data, member) for rank, member in files.items()}
-    joining = _Joining(data, pattern, trees)
-    tree = joining.join((), trees)
-    if joining.missing is not None:
-        notes.append(f"{pattern}: {joining.missing}; other ranks have copies of its parts")
-    return tree
-
-
 def _opened(data: Composite, member: DirectoryMember) -> Any:
     where, tree = f"{data.label}: {member.path}", member.checkpoint.tree
     inert = Inside()
@@ -67,9 +54,13 @@ def _opened(data: Composite, member: DirectoryMember) -> Any:
 
 
 class _Joining:
-    """Joins trees; containers that stand at several places are joined once. ``missing`` says which rank has no file."""
+    """Joins the trees of ``files``, whose names have a ``pattern``, into one with keys of ``data``.
 
-    def __init__(self, data: Composite, pattern: str, trees: Mapping[int, Any]) -> None:
+    Containers that stand at several places are joined once. ``missing`` says which rank has no file.
+    """
+
+    def __init__(self, data: Composite, pattern: str, files: Files) -> None:
+        self.trees = trees = {rank: _opened(data, member) for rank, member in files.items()}
         self._data = data
         self._where = f"{data.label}: {pattern}"
         self._streamer = Streamer(data)
@@ -179,12 +170,15 @@ def assemble(members: Bundle) -> Content:
     for pattern, files in by_pattern.items():
         kind, folder = kinds[pattern], _folder(pattern)
         try:
-            tree = joined(data, pattern, files, content.notes)
+            joining = _Joining(data, pattern, files)
+            tree = joining.join((), joining.trees)
         except ApartError as exc:
             if kind != _OPTIMIZER:
                 raise
             content.notes.append(f"left out: {str(exc).removeprefix(f'{data.label}: ')}")
             continue
+        if joining.missing is not None:
+            content.notes.append(f"{pattern}: {joining.missing}; other ranks have copies of its parts")
         if kind is not None or not isinstance(tree, dict):
             is_alone = kind is not None and alike[folder, kind] == 1
             tree = {kind if is_alone else _NUMBERED.sub("", pattern.rpartition("/")[2]): tree}

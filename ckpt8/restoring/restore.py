@@ -225,10 +225,6 @@ def _join_loaded(
     return join_weights(saved, parameters, join, is_copy)
 
 
-_Found = tuple[Any, Any, Any]
-"""A value of the loaded object, and where it is: ``(value, parent, key)``. ``parent`` is None for the object itself."""
-
-
 def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     """Unpack all state of ``ckpt8.optim`` in ``obj``, loaded from ``tree``; return ``obj``, changed in place.
 
@@ -263,11 +259,14 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
     return obj
 
 
-def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[_Found]]:
-    """The places in ``obj`` of the nodes of ``tree`` with a ``wanted`` ``id``. Walks both trees in step."""
-    places: dict[int, list[_Found]] = {}
+def _places(tree: object, obj: Any, wanted: Collection[int]) -> dict[int, list[tuple[Any, Any, Any]]]:
+    """The places in ``obj`` of the nodes of ``tree`` with a ``wanted`` ``id``. Walks both trees in step.
+
+    A place is ``(value, parent, key)``; ``parent`` is None for ``obj`` itself.
+    """
+    places: dict[int, list[tuple[Any, Any, Any]]] = {}
     seen = set()
-    stack: list[tuple[Any, _Found]] = [(tree, (obj, None, None))]
+    stack: list[tuple[Any, tuple[Any, Any, Any]]] = [(tree, (obj, None, None))]
     while stack:
         node, place = stack.pop()
         if id(node) in wanted:

@@ -118,8 +118,6 @@ class MemberWriter:
                     os.pwrite(descriptor, field_, place)
 
 
-_LISTED = 10
-
 R = TypeVar("R", bound="Restored")
 
 
@@ -150,7 +148,7 @@ class Restored:
     def lines(self) -> list[str]:
         """What to tell the user about these names, as lines of text."""
         lines = [] if self.other_name is None else [f"the original was called {self.other_name[:80]!r}"]
-        return [*lines, f"not written, as it is plain: {listed(self.left, _LISTED)}"] if self.left else lines
+        return [*lines, f"not written, as it is plain: {listed(self.left, 10)}"] if self.left else lines
 
 
 def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
@@ -170,7 +168,6 @@ def file_check(given: str | os.PathLike[str] | None) -> Check:
 
 
 _OF_FORMAT = {"torch-zip": ".pt", "torch-legacy": ".pt", "safetensors": SAFETENSORS}
-_OF_BYTES = ".bin"
 
 
 def restored_path(source: Path, manifest: Manifest) -> Path:
@@ -187,7 +184,7 @@ def restored_path(source: Path, manifest: Manifest) -> Path:
     name = source.stem if source.suffix.lower() in (CONTAINER, *SUFFIXES) else source.name
     suffix = Path(original_name(manifest)).suffix
     if suffix.lower() not in SUFFIXES:
-        suffix = _OF_FORMAT.get(manifest.members[0].format, _OF_BYTES)
+        suffix = _OF_FORMAT.get(manifest.members[0].format, ".bin")
     alike = TORCH if suffix.lower() in TORCH else (SAFETENSORS,)
     if manifest.directory is None and Path(name).suffix.lower() not in alike:
         name += suffix

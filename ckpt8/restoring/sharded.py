@@ -117,30 +117,24 @@ def write_plain(
     places: dict[MetadataIndex, _StorageInfo] = {}
     check = checkpoint_directory([*names.values(), METADATA])
     with AtomicDirectory(path, force=force, keep=source / INDEX, check=check) as output:
-        for number, (file, name) in enumerate(names.items()):
-            with output.new_file(name) as descriptor:
-                out = _SliceFile(name, descriptor, output.guard, places)
+        for number, (file, written) in enumerate(names.items()):
+            with output.new_file(written) as descriptor:
+                out = _SliceFile(written, descriptor, output.guard, places)
                 for at, box in tensors[file]:
                     value = tensor_of(at.fqn, box)
                     out.add_tensor(at, value)
                     progress(value.nbytes)
                 for at, place in values[file]:
                     out.add(at, value_of(at.fqn, place))
-                if number == 0:
-                    _write_empty(index, out)
+                for name, tensor in index.tensors.items() if number == 0 else ():
+                    if not tensor.boxes():  # a tensor without elements is in no container
+                        at = MetadataIndex(name, torch.Size((0,) * len(tensor.shape)))
+                        out.add_tensor(at, torch.empty(tensor.shape, dtype=tensor.dtype.torch))
         metadata = pickle.dumps(_metadata_of(index, places))
         with output.new_file(METADATA) as descriptor, output.guard():
             write_at(descriptor, memoryview(metadata), 0)
         output.publish()
     return output.replaced
-
-
-def _write_empty(index: ShardedIndex, out: _SliceFile) -> None:
-    """Append the tensors without elements, which are in no container."""
-    for name, tensor in index.tensors.items():
-        if not tensor.boxes():
-            at = MetadataIndex(name, torch.Size((0,) * len(tensor.shape)))
-            out.add_tensor(at, torch.empty(tensor.shape, dtype=tensor.dtype.torch))
 
 
 def _metadata_of(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:

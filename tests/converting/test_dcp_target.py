@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from converting_kit import Net, assert_trees_equal, checkpoint, listing, trained
+from converting_kit import Net, assert_trees_equal, checkpoint, converted, listing, trained, written
 from dcp_kit import gaps, load_all, read_metadata, run_processes, save_small
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -34,7 +34,7 @@ def alone():
         saved["param_names"] = [names[id(parameter)] for parameter in group["params"]]
     others = {"iteration": make_dcp.BEFORE, "history": {"losses": [1.5, torch.ones(3)]}}
     saved = {"model": net.state_dict(), "optimizer": state, **others}
-    return copy.deepcopy(saved), [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
+    return copy.deepcopy(saved), losses_after(net, optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +44,19 @@ def made(alone, tmp_path_factory):
     torch.save(alone[0], folder / "run.pt")
     for preset in ("lossless", "flash"):
         ckpt8.compress(folder / "run.pt", folder / f"{preset}.ckpt8", preset=preset)
-    found = {}
     for name in ("run.pt", "lossless.ckpt8", "flash.ckpt8"):
-        found[name.partition(".")[0]] = folder / name.partition(".")[0]
         ckpt8.convert(folder / name, folder / name.partition(".")[0], to="dcp")
-    return found
+    return {name: folder / name for name in ("run", "lossless", "flash")}
 
 
-# Training goes on
+def losses_after(net, optimizer):
+    return [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
 
 
 def test_without_processes(alone, made):
     net, optimizer = make_dcp.make()
     make_dcp.load(made["lossless"], net, optimizer)
-    assert [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)] == alone[1]
-
-
-# The files
+    assert losses_after(net, optimizer) == alone[1]
 
 
 def records(content, place):
@@ -77,16 +73,14 @@ def test_the_same_as_torch_writes(alone, made, tmp_path):
         group["param_names"] = list(group["params"])
         assert group["params"] == alone[0]["optimizer"]["param_groups"][number]["param_names"]
     theirs, ours = read_metadata(save_small(saved, tmp_path / "theirs")), read_metadata(made["run"])
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.planner_data == theirs.planner_data
-    assert ours.version == theirs.version
+    for field in ("state_dict_metadata", "planner_data", "version"):
+        assert getattr(ours, field) == getattr(theirs, field)
     places, expected = ours.storage_data, theirs.storage_data
     assert set(places) == set(expected)
     mine, other = ((root / "__0_0.distcp").read_bytes() for root in (made["run"], tmp_path / "theirs"))
     for index, place in places.items():
-        there = expected[index]
-        assert place.length == there.length
-        assert records(mine, place) == records(other, there)
+        assert place.length == expected[index].length
+        assert records(mine, place) == records(other, expected[index])
     assert sorted(listing(made["run"])) == [".metadata", "__0_0.distcp"]
     assert_trees_equal(load_all(made["run"]), load_all(tmp_path / "theirs"))
 
@@ -101,10 +95,7 @@ def test_torch_makes_the_same_file_of_it(alone, made, tmp_path):
         assert theirs == group | {"params": group["param_names"]}
         for number, name in zip(group["params"], group["param_names"], strict=True):
             assert_trees_equal(back["optimizer"]["state"][name], saved["optimizer"]["state"][number])
-    ckpt8.convert(made["run"], tmp_path / "again.pt")
-    assert_trees_equal(
-        torch.load(tmp_path / "again.pt", weights_only=True)["optimizer"]["state"], saved["optimizer"]["state"]
-    )
+    assert_trees_equal(converted(made["run"], tmp_path)["optimizer"]["state"], saved["optimizer"]["state"])
 
 
 # Names
@@ -119,8 +110,7 @@ def live(model, optimizer):
 
 def test_names_from_the_order_of_the_model(run, tmp_path):
     """One group without names, a tied weight, buffers: what torch's own state dict asks for is there."""
-    torch.save(checkpoint(*run), tmp_path / "run.pt")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
+    written(checkpoint(*run), tmp_path, "run", to="dcp")
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     found = load_all(tmp_path / "run")
@@ -137,11 +127,10 @@ def test_names_that_cannot_be_told(alone, tmp_path):
     """Biases of one shape in two groups."""
     groups = [{**group, "param_names": None} for group in alone[0]["optimizer"]["param_groups"]]
     unnamed = alone[0] | {"optimizer": alone[0]["optimizer"] | {"param_groups": groups}}
-    torch.save(unnamed, tmp_path / "run.pt")
     with pytest.raises(UsageError, match=r"parameter \d cannot be named.*--key model writes the model alone$"):
-        ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
+        written(unnamed, tmp_path, "run", to="dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp", key="model")
+    written(unnamed, tmp_path, "run", to="dcp", key="model")
     assert_trees_equal(load_all(tmp_path / "run"), {f"model.{name}": x for name, x in alone[0]["model"].items()})
 
 
@@ -154,8 +143,7 @@ def test_wrappers_and_other_homes(alone, tmp_path):
     }
     for group in saved["optimizer_states"][0]["param_groups"]:
         assert all(not name.startswith("_orig_mod") for name in group["param_names"])
-    torch.save(saved, tmp_path / "run.ckpt")
-    report = ckpt8.convert(tmp_path / "run.ckpt", tmp_path / "run", to="dcp", dtype="bfloat16")
+    _, report = written(saved, tmp_path, "run", to="dcp", dtype="bfloat16")
     assert report.casts == {"float32 -> bfloat16": 6}
     assert any("wrappers" in note for note in report.notes)
     found = load_all(tmp_path / "run")
@@ -169,11 +157,8 @@ def test_wrappers_and_other_homes(alone, tmp_path):
 
 
 def test_packed_optimizers_are_unpacked(tmp_path):
-    model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
-    torch.save(checkpoint(model, optimizer), tmp_path / "run.pt")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "plain.pt", dtype="float32")
-    plain = torch.load(tmp_path / "plain.pt", weights_only=True)
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
+    written(checkpoint(*trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)), tmp_path, "run", to="dcp")
+    plain = converted(tmp_path / "run.pt", tmp_path, dtype="float32")
     found = load_all(tmp_path / "run")
     assert torch.equal(found["optimizer.state.up.weight.exp_avg"], plain["optimizer"]["state"][1]["exp_avg"])
     assert torch.equal(found["model.up.weight"], plain["model"]["up.weight"])
@@ -196,15 +181,9 @@ def test_odd_tensors_and_values(tmp_path):
         "half": torch.randn(6).bfloat16(),
         "flags": torch.tensor([True, False]),
     }
-    saved = {
-        "model": model,
-        "pair": (torch.arange(3), [base[0]]),
-        "none": None,
-        "list": [1, {"t": torch.ones(2)}],
-        "n": [2],
-    }
-    torch.save(saved, tmp_path / "run.pt")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
+    saved = {"model": model, "pair": (torch.arange(3), [base[0]]), "none": None, "n": [2]}
+    saved["list"] = [1, {"t": torch.ones(2)}]
+    written(saved, tmp_path, "run", to="dcp")
     assert (tmp_path / "run" / "__0_0.distcp").stat().st_size < 40_000
     dcp_to_torch_save(tmp_path / "run", tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
@@ -220,9 +199,8 @@ def test_odd_tensors_and_values(tmp_path):
     ],
 )
 def test_trees_that_cannot_be_one(tree, match, tmp_path):
-    torch.save(tree, tmp_path / "run.pt")
     with pytest.raises(UsageError, match=match) as caught:
-        ckpt8.convert(tmp_path / "run.pt", tmp_path / "run", to="dcp")
+        written(tree, tmp_path, "run", to="dcp")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
@@ -250,8 +228,7 @@ def test_at_one_rank(alone, made, group_of_one):
         net, optimizer = make_dcp.make(sharded=sharded)
         loaded = make_dcp.load(made["run"], net, optimizer)
         assert loaded["iteration"] == make_dcp.BEFORE
-        losses = [make_dcp.step(net, optimizer, make_dcp.BEFORE + k) for k in range(make_dcp.AFTER)]
-        assert losses == pytest.approx(alone[1], rel=tolerance)
+        assert losses_after(net, optimizer) == pytest.approx(alone[1], rel=tolerance)
 
 
 def test_every_slice_is_a_sound_zip(made):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
-from gpt_kit import training_arguments
+from frameworks_kit import quiet
 from safetensors.torch import load_file
 
 import ckpt8
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+import trainer_kit  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -21,62 +21,20 @@ TOKENS = torch.arange(48).view(2, 24) * 7 % 256
 
 
 def losses(folder, resume_from=None):
-    """Train a tiny Llama with tied embeddings; the loss by step, the last ones first saved after."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(0, 64, (24,), generator=generator).cumsum(0) % 256 for _ in range(32)]
-    arguments = training_arguments(
-        folder,
-        max_steps=LAST,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        save_steps=SAVED,
-        logging_steps=1,
-    )
-    trainer = transformers.Trainer(
-        model=transformers.LlamaForCausalLM(config),
-        args=arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-    )
+    """Train a tiny Llama with tied embeddings; the losses of the steps after the first checkpoint."""
+    trainer = trainer_kit.trainer(folder, max_steps=LAST, weight_decay=0.1, save_steps=SAVED)
     trainer.train(resume_from_checkpoint=resume_from and str(resume_from))
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-(LAST - SAVED) :]
+    return list(trainer_kit.losses(trainer).values())[-(LAST - SAVED) :]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainer")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         found = losses(folder)
     checkpoint = folder / f"checkpoint-{SAVED}"
     ckpt8.compress(checkpoint)
     return found, checkpoint
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def loaded(folder, source, dtype):
-    """A model that transformers loads from a folder of its config and one file of weights, all of one type."""
-    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
-    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
-    model, report = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    return model
 
 
 @pytest.mark.parametrize("form", ["directory", "container"])
@@ -84,11 +42,17 @@ def test_logits_are_those_of_the_bf16_cast(form, trained, tmp_path):
     _, checkpoint = trained
     source = checkpoint if form == "directory" else checkpoint.with_suffix(".ckpt8")
     ckpt8.convert(source, tmp_path / "model.safetensors")
-    found = loaded(tmp_path, checkpoint, torch.bfloat16)
-    expected = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    kind = transformers.LlamaForCausalLM
+    found, report = kind.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    expected = kind.from_pretrained(checkpoint, dtype=torch.float32)
     for parameter in expected.parameters():
         parameter.data = parameter.data.bfloat16()
-    assert torch.equal(logits(found), logits(expected))
+    with torch.no_grad():
+        assert torch.equal(found(TOKENS).logits, expected(TOKENS).logits)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +60,15 @@ def test_logits_are_those_of_the_bf16_cast(form, trained, tmp_path):
     [
         ("GPT2LMHeadModel", {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99}),
         ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}),
-        ("BertForMaskedLM", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}),
-        ("LlamaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}),
+        *(
+            (name, {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99})
+            for name in ("BertForMaskedLM", "LlamaForCausalLM")
+        ),
     ],
 )
 def test_names_are_those_that_save_pretrained_keeps(name, settings, tmp_path):
     kind = getattr(transformers, name)
-    config = kind.config_class(**settings, tie_word_embeddings=True)
-    model = kind(config)
+    model = kind(kind.config_class(**settings, tie_word_embeddings=True))
     model.save_pretrained(tmp_path / "theirs")
     torch.save({"model": model.state_dict()}, tmp_path / "run.pt")
     ckpt8.convert(tmp_path / "run.pt", tmp_path / "ours.safetensors", dtype="float32")

@@ -13,43 +13,31 @@ import zipfile
 
 import pytest
 import torch
-from converting_kit import checkpoint, trained, trainer_directory
+from converting_kit import checkpoint, refused_or_done, trained, trainer_directory
 from safetensors.torch import load_file, save_file
 
 import ckpt8
 from ckpt8.checkpoint.sources.composite import add_prefix
 from ckpt8.checkpoint.tree import TensorRef, iter_leaves
-from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 
-TARGETS = [
-    ("out.pt", "torch"),
-    ("out.safetensors", "safetensors"),
-    ("out", "trainer"),
-    ("flash.pt", "flashoptim"),
-    ("dist", "dcp"),
-]
+TARGETS = {
+    "out.pt": "torch",
+    "out.safetensors": "safetensors",
+    "out": "trainer",
+    "flash.pt": "flashoptim",
+    "dist": "dcp",
+}
 
 
 def plain_checkpoint(run):
     """A copy whose dictionaries may be changed."""
     tree = checkpoint(*run)
     state = {key: dict(value) for key, value in tree["optimizer"]["state"].items()}
-    groups = [dict(group) for group in tree["optimizer"]["param_groups"]]
+    groups = copy.deepcopy(tree["optimizer"]["param_groups"])
     return {"model": dict(tree["model"]), "optimizer": {"state": state, "param_groups": groups}}
-
-
-def refusal(source, target, **options):
-    """The error of a conversion, which must be one line; None where it goes through."""
-    try:
-        ckpt8.convert(source, target, force=True, **options)
-    except Ckpt8Error as exc:
-        found = exc
-    else:
-        return None
-    assert "\n" not in str(found)
-    return found
 
 
 def nested(depth):
@@ -103,17 +91,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_one_line_or_a_file(change, run, tmp_path):
     tree = plain_checkpoint(run)
-    tree = {
-        **tree,
-        "optimizer": {**tree["optimizer"], "param_groups": copy.deepcopy(tree["optimizer"]["param_groups"])},
-    }
     CHANGES[change](tree)
     save(tree, tmp_path / "run.pt")
-    for name, to in TARGETS:
+    for name, to in TARGETS.items():
         for dtype in (None, "float32"):
             started = time.process_time()
-            refused = refusal(tmp_path / "run.pt", tmp_path / name, to=to, dtype=dtype)
-            assert refused is None or refused.exit_code in (2, 3)
+            refused_or_done(tmp_path / "run.pt", tmp_path / name, to=to, dtype=dtype)
             assert not list(tmp_path.glob(".*"))
             assert time.process_time() - started < 20
 
@@ -145,9 +128,8 @@ def test_names_of_storages_that_are_taken(tmp_path):
     """A file that names its storages as conversion names computed ones, or as those of another file."""
     torch.save({"model": {"w": torch.ones(64)}}, tmp_path / "plain.pt")
     for name in ("computed/1", "computed/0"):
-        path = tmp_path / "run.pt"
-        renamed(tmp_path / "plain.pt", path, name)
-        ckpt8.convert(path, tmp_path / "out.safetensors", force=True)
+        renamed(tmp_path / "plain.pt", tmp_path / "run.pt", name)
+        ckpt8.convert(tmp_path / "run.pt", tmp_path / "out.safetensors", force=True)
         assert torch.equal(load_file(tmp_path / "out.safetensors")["w"], torch.ones(64).bfloat16())
     folder = trainer_directory(tmp_path / "checkpoint-3", *trained())
     torch.save({"state": {0: {"exp_avg": torch.ones(64)}}, "param_groups": [{"params": [0]}]}, tmp_path / "plain.pt")
@@ -174,9 +156,7 @@ def flip_a_bit(path, record):
     with zipfile.ZipFile(path) as file:
         info = next(each for each in file.infolist() if each.filename.endswith(record))
     data = bytearray(path.read_bytes())
-    name, extra = (
-        int.from_bytes(data[info.header_offset + k : info.header_offset + k + 2], "little") for k in (26, 28)
-    )
+    name, extra = struct.unpack_from("<2H", data, info.header_offset + 26)
     data[info.header_offset + 30 + name + extra + info.file_size // 2] ^= 1
     path.write_bytes(data)
 
@@ -200,17 +180,13 @@ def test_a_flipped_bit_in_a_directory_names_the_file(damaged, tmp_path):
     folder = tmp_path / "checkpoint-5"
     folder.mkdir()
     save_file({"a.weight": torch.ones(4, 4)}, folder / "model.safetensors")
-    damaged.rename(folder / "optimizer.pt")
-    with pytest.raises(InputError, match=r"checkpoint-5: optimizer\.pt: storage '1' is damaged"):
-        ckpt8.convert(folder, tmp_path / "out.pt")
-    with pytest.raises(InputError, match=r"checkpoint-5: optimizer\.pt: storage '1' is damaged"):
-        inspect_checkpoint(folder, full=True)
-
-
-def test_inspect_in_full_tells_of_a_flipped_bit(damaged):
     inspect_checkpoint(damaged)
     with pytest.raises(InputError, match=r"run\.pt: storage '1' is damaged"):
         inspect_checkpoint(damaged, full=True)
+    damaged.rename(folder / "optimizer.pt")
+    for look in (lambda: ckpt8.convert(folder, tmp_path / "out.pt"), lambda: inspect_checkpoint(folder, full=True)):
+        with pytest.raises(InputError, match=r"checkpoint-5: optimizer\.pt: storage '1' is damaged"):
+            look()
 
 
 @pytest.fixture
@@ -224,18 +200,16 @@ def exported(tmp_path):
 
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
 def test_codes_are_not_converted_without_what_they_mean(exported, tmp_path, to):
-    with pytest.raises(
-        UnsupportedError, match=r"export.*layers\.0\.mlp\.weight and 1 more are quantised for inference"
-    ):
+    said = r"export.*layers\.0\.mlp\.weight and 1 more are quantised for inference"
+    with pytest.raises(UnsupportedError, match=said):
         ckpt8.convert(exported, tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()
 
 
-def test_codes_count_as_parameters_and_their_scales_do_not(exported):
+def test_inspect_counts_codes_as_parameters_without_their_scales_and_diff_says_that_it_compares_them(
+    exported, tmp_path
+):
     assert sum(group["parameters"] for group in inspect_checkpoint(exported)["layers"]) == 2 * 24 * 16 + 16
-
-
-def test_diff_says_that_it_compares_codes(exported, tmp_path):
     found = ckpt8.diff(tmp_path / "run.pt", exported / "model.safetensors").to_json()
     assert any("quantised for inference" in note for note in found["notes"])
 
@@ -246,11 +220,9 @@ def test_directories_too(change, tmp_path):
     model, optimizer = trained()
     folder = trainer_directory(tmp_path / "checkpoint-3", model, optimizer)
     tree = plain_checkpoint((model, optimizer))
-    tree["optimizer"]["param_groups"] = copy.deepcopy(tree["optimizer"]["param_groups"])
     CHANGES[change](tree)
     if "loop" in tree:
         tree["optimizer"]["loop"] = tree["optimizer"]
     save(tree["optimizer"], folder / "optimizer.pt")
-    for name, to in TARGETS:
-        refused = refusal(folder, tmp_path / name, to=to, dtype="float32")
-        assert refused is None or refused.exit_code in (2, 3)
+    for name, to in TARGETS.items():
+        refused_or_done(folder, tmp_path / name, to=to, dtype="float32")

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from converting_kit import assert_trees_equal, checkpoint, trained, trainer_directory
+from converting_kit import assert_trees_equal, checkpoint, trained, trainer_directory, two_layers, written
 from safetensors.torch import load_file
 
 import ckpt8
@@ -70,14 +70,12 @@ def test_weights_of_a_directory_are_told_by_their_checks(tmp_path):
 
 
 def test_weights_that_changed_since_are_refused(tmp_path):
-    model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
-    tree = checkpoint(model, optimizer)
+    tree = checkpoint(*trained(ckpt8.optim.AdamW, dtype=torch.bfloat16))
     tree["model"]["up.weight"][3, 5] += 1
-    torch.save(tree, tmp_path / "run.pt")
     for target in ("x.pt", "x.safetensors"):
         with pytest.raises(UsageError, match="completes no weight"):
-            ckpt8.convert(tmp_path / "run.pt", tmp_path / target, dtype="float32")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors")
+            written(tree, tmp_path, target, dtype="float32")
+    written(tree, tmp_path, "x.safetensors")
 
 
 def test_a_malformed_packed_state_is_refused(tmp_path):
@@ -97,9 +95,8 @@ def test_a_malformed_packed_state_is_refused(tmp_path):
             "param_groups": [dict(group) for group in tree["optimizer"]["param_groups"]],
         }
         change(tree["optimizer"]["state"][0], tree["optimizer"]["param_groups"][0])
-        torch.save(tree, tmp_path / "run.pt")
         with pytest.raises((InputError, UsageError)) as caught:
-            ckpt8.convert(tmp_path / "run.pt", tmp_path / "out", to="trainer")
+            written(tree, tmp_path, "out", to="trainer")
         assert "\n" not in str(caught.value)
         assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
@@ -114,33 +111,30 @@ def values(seed=0):
     return torch.randn(70, 97, generator=generator) * torch.exp(torch.randn(70, 97, generator=generator)) * 1e-2
 
 
-@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
-def test_codes_and_scales_are_the_oracles(moment):
-    x = values().square() if moment == "exp_avg_sq" else values()
-    theirs = oracle.quantize_state(x, *oracle._state_spec(moment))
-    codes, scales = quantize(moment, x)
-    assert torch.equal(scales, theirs[1])
-    # Where torch's own root is a step off, a code at a tie may be too.
-    assert int((codes.int() - theirs[0].int()).abs().max()) <= 1
-    assert float((codes == theirs[0]).double().mean()) > 0.999
+def assert_codes_agree(ours, theirs):
+    """Where torch's own root is a step off, a code at a tie may be too."""
+    difference = (ours.int() - theirs.int()).abs()
+    assert int(difference.max()) <= 1
+    assert float((difference == 0).double().mean()) > 0.999
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_residuals_are_the_oracles(dtype):
-    master = values(1)
-    param = master.to(dtype)
-    assert torch.equal(error_bits(master, param), oracle.compute_ecc_bits(master, param, 3))
+def test_codes_scales_and_residuals_are_the_oracles():
+    for moment, x in (("exp_avg", values()), ("exp_avg_sq", values().square())):
+        theirs = oracle.quantize_state(x, *oracle._state_spec(moment))
+        codes, scales = quantize(moment, x)
+        assert torch.equal(scales, theirs[1])
+        assert_codes_agree(codes, theirs[0])
+    for param in (values(1).bfloat16(), values(1).half()):
+        assert torch.equal(error_bits(values(1), param), oracle.compute_ecc_bits(values(1), param, 3))
 
 
 def converted(tree, tmp_path, **options):
-    torch.save(tree, tmp_path / "run.pt")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "flash.pt", to="flashoptim", force=True, **options)
-    return torch.load(tmp_path / "flash.pt", weights_only=True)
+    return torch.load(written(tree, tmp_path, "flash.pt", to="flashoptim", **options)[0], weights_only=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam])
-def test_codes_scales_and_residuals_are_the_oracles(make, dtype, tmp_path):
+def test_what_is_written_is_the_oracles(make, dtype, tmp_path):
     model, optimizer = trained(make)
     found = converted(checkpoint(model, optimizer), tmp_path, dtype=dtype)
     kind = getattr(torch, dtype)
@@ -150,17 +144,14 @@ def test_codes_scales_and_residuals_are_the_oracles(make, dtype, tmp_path):
     assert (group["quantize"], group["initial_lr"], group["lr"]) == (True, 1e-3, 1e-3)
     for i, (name, param) in enumerate(model.named_parameters()):
         state, saved = found["optimizer"]["state"][i], optimizer.state[param]
-        assert state["step"].dtype is torch.int64
-        assert int(state["step"]) == 3
+        assert (state["step"].dtype, int(state["step"])) == (torch.int64, 3)
         for moment in ("exp_avg", "exp_avg_sq"):
             codes, scales = oracle.quantize_state(saved[moment], *oracle._state_spec(moment))
             theirs = state[f"{moment}::scales"].view(torch.float16)
             assert state[f"{moment}::scales"].dtype is (torch.bfloat16 if dtype == "bfloat16" else torch.float16)
             # Where torch's own root is a step off, a scale at a tie may be too.
             torch.testing.assert_close(theirs, scales, rtol=0 if moment == "exp_avg" else 1e-3, atol=0)
-            difference = (state[f"{moment}::quantized"].int() - codes.int()).abs()
-            assert int(difference.max()) <= 1
-            assert float((difference == 0).double().mean()) > 0.999
+            assert_codes_agree(state[f"{moment}::quantized"], codes)
         weight = found["model"][name]
         assert weight.dtype is kind
         assert torch.equal(weight, param.detach().to(kind))
@@ -198,10 +189,7 @@ def test_a_packed_run_is_exported_as_its_optimizer_would_export_it(tmp_path):
 
 
 def test_weights_of_a_directory_are_told_by_their_shapes(tmp_path):
-    model = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 9))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 12)).sum().backward()
-    optimizer.step()
+    model, optimizer = two_layers()
     folder = trainer_directory(tmp_path / "checkpoint-1", model, optimizer)
     ckpt8.convert(folder, tmp_path / "flash.pt", to="flashoptim")
     found = torch.load(tmp_path / "flash.pt", weights_only=True)
@@ -211,17 +199,15 @@ def test_weights_of_a_directory_are_told_by_their_shapes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "keys"),
+    ("make", "options", "key"),
     [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum_buffer"}),
-        (ckpt8.optim.Lion, {"lr": 1e-4}, {"exp_avg"}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, "momentum_buffer"),
+        (ckpt8.optim.Lion, {"lr": 1e-4}, "exp_avg"),
     ],
 )
-def test_other_rules_that_it_has(make, options, keys, tmp_path):
-    model, optimizer = trained(make, **options)
-    found = converted(checkpoint(model, optimizer), tmp_path)
-    expected = {f"{key}::{part}" for key in keys for part in ("quantized", "scales")} | {"step", "error_bits"}
-    assert set(found["optimizer"]["state"][0]) == expected
+def test_other_rules_that_it_has(make, options, key, tmp_path):
+    found = converted(checkpoint(*trained(make, **options)), tmp_path)
+    assert set(found["optimizer"]["state"][0]) == {f"{key}::quantized", f"{key}::scales", "step", "error_bits"}
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, ckpt8.optim.SGD])
@@ -254,10 +240,9 @@ def test_rules_that_it_does_not_have(make, options, tmp_path):
 
 def test_what_it_cannot_do_without(tmp_path):
     model, optimizer = trained()
-    with pytest.raises(UsageError, match="no optimizer"):
-        converted({"model": model.state_dict()}, tmp_path)
-    with pytest.raises(UsageError, match="no state dict of a model"):
-        converted({"optimizer": optimizer.state_dict()}, tmp_path)
+    for part, said in ((model, "no optimizer"), (optimizer, "no state dict of a model")):
+        with pytest.raises(UsageError, match=said):
+            converted({"model" if part is model else "optimizer": part.state_dict()}, tmp_path)
     folder = trainer_directory(tmp_path / "checkpoint-3", model, optimizer)
     with pytest.raises(UsageError, match="--dtype float32"):
         ckpt8.convert(folder, tmp_path / "x.pt", to="flashoptim")

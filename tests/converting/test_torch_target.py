@@ -11,7 +11,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from converting_kit import Net, assert_trees_equal, checkpoint, trained
+from converting_kit import Net, assert_trees_equal, checkpoint, trained, trainer_directory, two_layers, weights_of
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -40,10 +40,8 @@ def test_the_tree_is_the_same(form, run, forms, tmp_path):
     assert not report.casts
     # What our own reader, strict about every byte outside the storages, and torch make of it.
     ckpt8.compress(tmp_path / "converted.pt", preset="lossless")
-    assert (
-        ckpt8.restore(tmp_path / "converted.ckpt8", tmp_path / "again.pt").read_bytes()
-        == (tmp_path / "converted.pt").read_bytes()
-    )
+    again = ckpt8.restore(tmp_path / "converted.ckpt8", tmp_path / "again.pt")
+    assert again.read_bytes() == (tmp_path / "converted.pt").read_bytes()
 
 
 def test_an_optimizer_of_torch_goes_on(run, forms, tmp_path):
@@ -64,12 +62,7 @@ def test_an_optimizer_of_torch_goes_on(run, forms, tmp_path):
 
 def test_names_of_a_directory(tmp_path):
     """Every parameter has a shape of its own: the order of the file does not matter."""
-    model = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 9))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 12)).sum().backward()
-    optimizer.step()
-    from converting_kit import trainer_directory
-
+    model, optimizer = two_layers()
     folder = trainer_directory(tmp_path / "checkpoint-1", model, optimizer)
     found, _ = converted(folder, tmp_path)
     group = found["optimizer"]["param_groups"][0]
@@ -102,15 +95,8 @@ def test_objects_that_weights_only_refuses_are_left_out_and_named(tmp_path):
     }
     torch.save(tree, tmp_path / "source.pt")
     found, report = converted(tmp_path / "source.pt", tmp_path)
-    kept = {
-        "best": 1.5,
-        "count": 7,
-        "shape": (2, 3),
-        "dtype": torch.bfloat16,
-        "many": OrderedDict(a=1),
-        "text": b"bytes",
-    }
-    for key, value in kept.items():
+    kept = {key: tree[key] for key in ("dtype", "many", "text")}
+    for key, value in (kept | {"best": 1.5, "count": 7, "shape": (2, 3)}).items():
         assert type(found[key]) is type(value)
         assert found[key] == value
     assert found["list"] == [1, None, None, "x"]
@@ -118,11 +104,10 @@ def test_objects_that_weights_only_refuses_are_left_out_and_named(tmp_path):
     assert torch.equal(found["rng"]["torch"], tree["rng"]["torch"])
     assert {"args", "complex", "kind"}.isdisjoint(found)
     lines = dict(line.split(": ", 1) for line in report.dropped)
+    assert lines.pop("list.2").endswith("Custom")
+    assert set(lines) == {"args", "kind", "rng.numpy", "list.1", "complex"}
     assert lines["args"] == lines["kind"] == "argparse.Namespace"
-    assert lines["rng.numpy"] == "numpy.ndarray"
-    assert lines["list.1"] == "builtins.frozenset"
-    assert lines["list.2"].endswith("Custom")
-    assert set(lines) == {"args", "kind", "rng.numpy", "list.1", "list.2", "complex"}
+    assert (lines["rng.numpy"], lines["list.1"]) == ("numpy.ndarray", "builtins.frozenset")
 
 
 def test_a_pickled_object_is_not_the_model_but_its_dictionaries_are(inputs, tmp_path):
@@ -192,10 +177,9 @@ def test_views_that_are_not_contiguous(tmp_path):
 
 def test_a_tensor_expanded_out_of_proportion_is_refused(tmp_path):
     torch.save({"model": {"w": torch.randn(1).expand(1 << 40)}}, tmp_path / "source.pt")
-    with pytest.raises(InputError, match="expanded"):
-        ckpt8.convert(tmp_path / "source.pt", tmp_path / "x.safetensors")
-    with pytest.raises(InputError, match="expanded"):
-        ckpt8.convert(tmp_path / "source.pt", tmp_path / "x.pt", dtype="bfloat16")
+    for name, dtype in (("x.safetensors", None), ("x.pt", "bfloat16")):
+        with pytest.raises(InputError, match="expanded"):
+            ckpt8.convert(tmp_path / "source.pt", tmp_path / name, dtype=dtype)
     found, _ = converted(tmp_path / "source.pt", tmp_path)
     assert found["model"]["w"].shape == (1 << 40,)
 
@@ -245,12 +229,8 @@ def test_the_cast_is_exact_for_all_magnitudes(preset, tmp_path):
 
 
 def test_without_a_type_16_bit_weights_stay(tmp_path):
-    weights = {
-        "a": torch.randn(8).bfloat16(),
-        "b": torch.randn(8).half(),
-        "c": torch.randn(8),
-        "d": torch.randn(8).double(),
-    }
+    types = {"a": torch.bfloat16, "b": torch.half, "c": torch.float, "d": torch.double}
+    weights = {name: torch.randn(8).to(dtype) for name, dtype in types.items()}
     save_file(weights, tmp_path / "in.safetensors")
     ckpt8.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors")
     assert_same(load_file(tmp_path / "out.safetensors"), {**weights, "c": weights["c"].bfloat16()})
@@ -259,17 +239,9 @@ def test_without_a_type_16_bit_weights_stay(tmp_path):
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
 def test_names_of_wrappers_are_taken_away(prefix, run, tmp_path):
     state = {prefix + name: tensor for name, tensor in run[0].state_dict().items()}
-    torch.save({"state_dict": state}, tmp_path / "run.pt")
-    report = ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors")
-    assert_same(load_file(tmp_path / "x.safetensors"), expected_weights(run[0]))
+    found, report = weights_of({"state_dict": state}, tmp_path)
+    assert_same(found, expected_weights(run[0]))
     assert any("without wrappers" in note for note in report.notes)
-
-
-def test_names_stay_where_they_would_collide(tmp_path):
-    state = {"a._orig_mod.w": torch.zeros(2), "a.w": torch.ones(2)}
-    torch.save({"model": state}, tmp_path / "run.pt")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors", dtype="float32")
-    assert_same(load_file(tmp_path / "x.safetensors"), state)
 
 
 @pytest.mark.parametrize(
@@ -282,44 +254,43 @@ def test_names_stay_where_they_would_collide(tmp_path):
     ],
 )
 def test_which_name_of_a_tied_weight_stays(names, kept, tmp_path):
-    weight = torch.randn(6, 5)
-    torch.save({"model": dict.fromkeys(names, weight)}, tmp_path / "run.pt")
-    report = ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors")
-    assert list(load_file(tmp_path / "x.safetensors")) == [kept]
+    found, report = weights_of({"model": dict.fromkeys(names, torch.randn(6, 5))}, tmp_path)
+    assert list(found) == [kept]
     assert sorted([*report.aliases, kept]) == sorted(names)
 
 
-def test_views_of_one_storage_are_no_aliases(tmp_path):
-    flat = torch.randn(40)
-    state = {
-        "a": flat[:20].view(4, 5),
-        "b": flat[20:].view(4, 5),
-        "c": flat[:20].view(5, 4),
-        "d": flat[:20].view(4, 5).t(),
-    }
-    torch.save({"model": state}, tmp_path / "run.pt")
-    ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors", dtype="float32")
-    assert_same(load_file(tmp_path / "x.safetensors"), {name: tensor.contiguous() for name, tensor in state.items()})
+FLAT = torch.randn(40)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        # Names stay where they would collide without those of wrappers; views of one storage are no aliases.
+        {"a._orig_mod.w": torch.zeros(2), "a.w": torch.ones(2)},
+        {
+            "a": FLAT[:20].view(4, 5),
+            "b": FLAT[20:].view(4, 5),
+            "c": FLAT[:20].view(5, 4),
+            "d": FLAT[:20].view(4, 5).t(),
+        },
+    ],
+)
+def test_what_stays_apart(state, tmp_path):
+    found, _ = weights_of({"model": state}, tmp_path, dtype="float32")
+    assert_same(found, {name: tensor.contiguous() for name, tensor in state.items()})
 
 
 def test_what_a_state_dict_holds_beside_tensors(tmp_path):
-    torch.save({"model": {"w": torch.ones(3), "_extra_state": {"scale": 1}}}, tmp_path / "run.pt")
-    report = ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors")
+    _, report = weights_of({"model": {"w": torch.ones(3), "_extra_state": {"scale": 1}}}, tmp_path)
     assert report.dropped == ["_extra_state: not a tensor"]
 
 
 def test_what_cannot_be_held(tmp_path):
-    for state in (
-        {"w": torch.ones(3, dtype=torch.complex128)},
-        {"\ud800": torch.ones(3)},
-        {"__metadata__": torch.ones(2)},
-    ):
-        torch.save({"model": state}, tmp_path / "run.pt")
+    for name, dtype in (("w", torch.complex128), ("\ud800", None), ("__metadata__", None)):
         with pytest.raises((UsageError, InputError)):
-            ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors")
-    torch.save({"optimizer": Net().state_dict(), "step": torch.ones(3)}, tmp_path / "run.pt")
+            weights_of({"model": {name: torch.ones(3, dtype=dtype)}}, tmp_path)
     with pytest.raises(UsageError, match="no state dict of a model"):
-        ckpt8.convert(tmp_path / "run.pt", tmp_path / "x.safetensors")
+        weights_of({"optimizer": Net().state_dict(), "step": torch.ones(3)}, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
@@ -337,14 +308,7 @@ def test_shards_become_one_file(run, tmp_path):
     for source in (folder, tmp_path / "sharded.ckpt8"):
         ckpt8.convert(source, tmp_path / "x.safetensors", force=True)
         assert_same(load_file(tmp_path / "x.safetensors"), expected_weights(run[0]))
-    for text in (
-        "{",
-        '{"weight_map": 3}',
-        '{"weight_map": {"a": "../x"}}',
-        '{"weight_map": {"a": 1}}',
-        "[" * 100000,
-        "{}",
-    ):
+    for text in ("{", "{}", "[" * 100000, *('{"weight_map": ' + x + "}" for x in ("3", '{"a": "../x"}', '{"a": 1}'))):
         index.write_text(text)
         with pytest.raises(InputError, match=r"index\.json"):
             ckpt8.convert(folder, tmp_path / "y.safetensors")
@@ -364,7 +328,7 @@ def test_every_type_to_every_type(source, dtype, tmp_path):
 def test_masters_of_a_packed_run(tmp_path):
     """bf16 parameters and their residuals: by default the parameters, with float32 the master weights."""
     model, optimizer = trained(ckpt8.optim.AdamW, dtype=torch.bfloat16)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    torch.save(checkpoint(model, optimizer), tmp_path / "run.pt")
     ckpt8.compress(tmp_path / "run.pt")
     full = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)["model"]
     for source in ("run.pt", "run.ckpt8"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converting_kit import assert_trees_equal
+from converting_kit import assert_trees_equal, converted
 from safetensors.torch import load_file
 
 import ckpt8
@@ -66,8 +66,7 @@ def test_names_values_and_groups(stage, form, tmp_path):
     source = {"folder": root, "above": root.parent}.get(form, tmp_path / "run.ckpt8")
     if form in ("flash", "lossless"):
         ckpt8.compress(root, source, preset=form)
-    report = ckpt8.convert(source, tmp_path / "named.pt")
-    assert report.layout == "deepspeed-universal"
+    assert ckpt8.convert(source, tmp_path / "named.pt").layout == "deepspeed-universal"
     found = torch.load(tmp_path / "named.pt", weights_only=True)
     assert list(found["model"]) == [*SHAPES, "position_ids", "frozen.weight", "lm_head.weight"]
     for name, saved in state.items():
@@ -89,8 +88,7 @@ def test_names_values_and_groups(stage, form, tmp_path):
 def test_torch_takes_model_and_optimizer(tmp_path):
     root = tmp_path / "universal"
     state = imitation(root)
-    ckpt8.convert(root, tmp_path / "named.pt")
-    found = torch.load(tmp_path / "named.pt", weights_only=True)
+    found = converted(root, tmp_path)
     params = {name: torch.nn.Parameter(found["model"][name].clone()) for name in SHAPES}
     groups = [{"params": [params[name] for name in group]} for group in GROUPS]
     optimizer = torch.optim.AdamW(groups)
@@ -107,33 +105,27 @@ def test_weights_for_transformers(tmp_path):
     found = load_file(tmp_path / "model.safetensors")
     expected = {name: saved["fp32"].bfloat16() for name, saved in state.items()}
     expected |= {"position_ids": torch.arange(5), "frozen.weight": torch.ones(3, dtype=torch.bfloat16)}
-    assert_trees_equal(
-        {name: found[name] for name in sorted(found)}, {name: expected[name] for name in sorted(expected)}
-    )
+    assert_trees_equal(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 def test_without_files_of_the_model_and_the_groups(tmp_path):
     root = tmp_path / "universal"
     state = imitation(root)
     (root / "mp_rank_00_model_states.pt").unlink()
-    ckpt8.convert(root, tmp_path / "a.pt")
-    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    found = converted(root, tmp_path)
     assert set(found["model"]) == set(state)
-    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
-    assert [{**each, "params": set(each["params"])} for each in found["optimizer"]["param_groups"]] == [
-        {**group, "params": set(state)}
-    ]
+    (group,) = found["optimizer"]["param_groups"]
+    assert set(group.pop("params")) == set(state)
+    assert group == {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
     (root / "zero" / "optimizer_state.pt").unlink()
-    ckpt8.convert(root, tmp_path / "b.pt")
-    assert set(torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["param_groups"][0]) == {"params"}
+    assert set(converted(root, tmp_path)["optimizer"]["param_groups"][0]) == {"params"}
 
 
 def test_flat_tensors_that_do_not_fit(tmp_path):
     root = tmp_path / "universal"
     imitation(root, 3, param_shapes=[{"embed.weight": (40, 17)}])
-    with pytest.raises(
-        InputError, match=r"embed\.weight/\w+\.pt has the shape \(640,\), which does not become \(40, 17\)"
-    ):
+    said = r"embed\.weight/\w+\.pt has the shape \(640,\), which does not become \(40, 17\)"
+    with pytest.raises(InputError, match=said):
         ckpt8.convert(root, tmp_path / "x.pt")
 
 
@@ -146,10 +138,8 @@ def test_flat_tensors_that_do_not_fit(tmp_path):
     ],
 )
 def test_a_strange_file_of_the_model(model, tmp_path):
-    root = tmp_path / "universal"
-    imitation(root, **model)
-    ckpt8.convert(root, tmp_path / "x.pt")
-    assert set(SHAPES) <= set(torch.load(tmp_path / "x.pt", weights_only=True)["model"])
+    imitation(tmp_path / "universal", **model)
+    assert set(SHAPES) <= set(converted(tmp_path / "universal", tmp_path)["model"])
 
 
 def test_two_checkpoints_in_one_folder_and_missing_weights(tmp_path):
@@ -185,14 +175,12 @@ def test_what_deepspeed_wrote(stage, tmp_path):
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
     ckpt8.compress(tmp_path / "run" / "step_universal", tmp_path / "run.ckpt8", preset="lossless")
     for source in (tmp_path / "run", tmp_path / "run.ckpt8"):
-        ckpt8.convert(source, tmp_path / "named.pt", force=True)
-        found = torch.load(tmp_path / "named.pt", weights_only=True)
+        found = converted(source, tmp_path)
         assert found["model"].keys() == expected.keys()
         for name, tensor in expected.items():
             assert_trees_equal(found["model"][name], tensor)
             state = found["optimizer"]["state"][name]
-            assert state["step"] == 3
-            assert state["exp_avg"].shape == tensor.shape
+            assert (state["step"], state["exp_avg"].shape) == (3, tensor.shape)
             assert float(state["exp_avg_sq"].min()) >= 0
         assert [name for group in found["optimizer"]["param_groups"] for name in group["params"]] == list(expected)
         assert found["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)

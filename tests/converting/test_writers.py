@@ -22,11 +22,6 @@ DIRECTORIES = {"trainer", "dcp", "compressed-tensors"}
 FORMS = ["zip", "legacy", "directory", "zip flash", "zip lossless", "directory flash", "directory lossless"]
 
 
-def readable(form, to):
-    """What is a container already is not made one again; what cannot be paired has no residuals."""
-    return not (to == "ckpt8" and " " in form)
-
-
 def options(form, to):
     # A directory does not say which of its optimizer's parameters are which.
     if not form.startswith("directory"):
@@ -38,7 +33,7 @@ def options(form, to):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_source_becomes_every_format(form, to, forms, tmp_path):
     source, target = forms[form], tmp_path / "out"
-    if not readable(form, to):
+    if to == "ckpt8" and " " in form:  # a container is not made one again
         with pytest.raises(InputError, match="already a"):
             ckpt8.convert(source, target, to=to)
         assert not any(tmp_path.iterdir())
@@ -57,8 +52,10 @@ def test_every_source_becomes_every_format(form, to, forms, tmp_path):
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_an_output_is_replaced_by_force_alone(to, forms, tmp_path):
+def test_an_output_has_a_folder_and_is_replaced_by_force_alone(to, forms, tmp_path):
     target = tmp_path / "out"
+    with pytest.raises(OutputError):
+        ckpt8.convert(forms["zip"], tmp_path / "nowhere" / "out", to=to)
     ckpt8.convert(forms["zip"], target, to=to)
     first = listing(tmp_path)
     with pytest.raises(OutputError, match="--force"):
@@ -108,10 +105,10 @@ def test_the_format_follows_from_the_name(tmp_path):
         choose_format(tmp_path / "x.pt", "onnx", is_directory=False)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "float64", "bf17"])
-def test_element_types_that_are_not_offered(dtype, forms, tmp_path):
-    with pytest.raises(UsageError, match="expected one of float32"):
-        ckpt8.convert(forms["zip"], tmp_path / "x.pt", dtype=dtype)
+def test_element_types_that_are_not_offered(forms, tmp_path):
+    for dtype in ("int4", "float64", "bf17"):
+        with pytest.raises(UsageError, match="expected one of float32"):
+            ckpt8.convert(forms["zip"], tmp_path / "x.pt", dtype=dtype)
 
 
 def test_a_container_takes_no_settings(forms, tmp_path):
@@ -135,15 +132,12 @@ def test_what_holds_no_checkpoint(to, tmp_path):
 
 
 def test_json(run_command, forms, tmp_path):
-    code, out, err = run_command(
-        "convert", forms["zip"], f"{tmp_path}/out/", "--to", "trainer", "--dtype", "bf16", "--json"
-    )
+    options = ("--to", "trainer", "--dtype", "bf16", "--json")
+    code, out, err = run_command("convert", forms["zip"], f"{tmp_path}/out/", *options)
     assert (code, err) == (0, "")
     facts = json.loads(out)
-    assert facts["casts"] == {"float32 -> bfloat16": 7}
-    assert facts["aliases"] == ["lm_head.weight"]
-    assert facts["format"] == "trainer"
-    assert facts["tensors"] > 10
+    assert (facts["casts"], facts["aliases"]) == ({"float32 -> bfloat16": 7}, ["lm_head.weight"])
+    assert (facts["format"], facts["tensors"] > 10) == ("trainer", True)
     assert facts["bytes"] > 10_000
     assert facts["seconds"] > 0
 
@@ -190,9 +184,3 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path):
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
-
-
-def test_a_target_that_cannot_be_written(forms, tmp_path):
-    for to in FORMATS:
-        with pytest.raises(OutputError):
-            ckpt8.convert(forms["zip"], tmp_path / "nowhere" / "out", to=to)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpt8
 from ckpt8.core.errors import InputError, UsageError
@@ -44,6 +44,28 @@ def trained(make=torch.optim.AdamW, steps=3, dtype=torch.float32, **options):
 
 def checkpoint(model, optimizer):
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iter_num": 3}
+
+
+def two_layers():
+    """A model whose parameters all have a shape of their own, and its optimizer after a step."""
+    model = torch.nn.Sequential(torch.nn.Linear(12, 7), torch.nn.Linear(7, 9))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 12)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def written(tree, folder, name="x.pt", **options):
+    """The path of what a file of torch with this tree is converted to, and the report."""
+    torch.save(tree, folder / "run.pt")
+    report = ckpt8.convert(folder / "run.pt", folder / name, force=True, **options)
+    return folder / name, report
+
+
+def weights_of(tree, folder, **options):
+    """The safetensors file of a tree, and the report."""
+    path, report = written(tree, folder, "x.safetensors", **options)
+    return load_file(path), report
 
 
 def trainer_directory(root, model, optimizer):
@@ -99,10 +121,10 @@ def refused(root, tmp_path, match, error=InputError, **options):
 
 
 def refused_or_done(source, target, **options):
-    """One line and nothing written, or a conversion that went through."""
+    """One line, or a conversion that went through."""
+    refusal = None
     try:
         ckpt8.convert(source, target, force=True, **options)
-        refusal = None
     except (InputError, UsageError) as exc:
         refusal = str(exc)
     assert refusal is None or ("\n" not in refusal and len(refusal) < 500)

@@ -30,13 +30,8 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("salvaged")
     torch.manual_seed(0)
     weights = {f"layers.{k}.{name}": torch.randn(96, 97 if name == "w" else 96) for k in range(4) for name in "wv"}
-    state = {
-        "model": weights,
-        "optimizer": adam_state(weights),
-        "progress": {"seen": 7, "note": "half way"},
-        "empty": torch.zeros(0, 3),
-    }
-    save_sliced({key: value for key, value in state.items() if key != "empty"}, folder / "plain")
+    progress = {"seen": 7, "note": "half way"}
+    save_sliced({"model": weights, "optimizer": adam_state(weights), "progress": progress}, folder / "plain")
     pack(folder / "plain", folder / "packed", preset="flash")
     pack(folder / "plain", folder / "other", preset="lossless")
     ckpt8.restore(folder / "packed", folder / "whole")
@@ -59,33 +54,26 @@ def boxes_in(plain, stem, name):
     }
 
 
-def _remove(saved, file):
-    file.unlink()
-
-
-def _cut(saved, file):
-    file.write_bytes(file.read_bytes()[:-200])
-
-
-def _replace(saved, file):
-    """By the file that the same rank has written in another save, with slices of the same shapes."""
-    shutil.copyfile(saved / "other" / file.name, file)
-
-
 LOST_FILES = {
-    "missing": (_remove, "is missing"),
-    "cut": (_cut, "has no readable manifest"),
-    "of another save": (_replace, "belongs to another save"),
+    "missing": (lambda saved, file: file.unlink(), "is missing"),
+    "cut": (lambda saved, file: file.write_bytes(file.read_bytes()[:-200]), "has no readable manifest"),
+    # The file that the same rank has written in another save, with slices of the same shapes.
+    "of another save": (lambda saved, file: shutil.copyfile(saved / "other" / file.name, file), "belongs to another"),
 }
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy of what was packed, that a test may damage."""
+    return shutil.copytree(saved / "packed", tmp_path / "x")
 
 
 @pytest.mark.by_default("cut", "of another save")
 @pytest.mark.parametrize("damage", LOST_FILES)
-def test_what_the_other_ranks_have_whole_is_written(saved, tmp_path, run_command, damage):
+def test_what_the_other_ranks_have_whole_is_written(saved, folder, tmp_path, run_command, damage):
     hurt, reason = LOST_FILES[damage]
-    shutil.copytree(saved / "packed", tmp_path / "x")
-    hurt(saved, tmp_path / "x" / f"{HURT}.ckpt8")
-    code, out, err = run_command("restore", tmp_path / "x", "-o", tmp_path / "back", "--salvage")
+    hurt(saved, folder / f"{HURT}.ckpt8")
+    code, out, err = run_command("restore", folder, "-o", tmp_path / "back", "--salvage")
     assert code == 1
     assert "not everything in it was recovered for certain" in err
     expected, found = load_all(saved / "whole"), load_all(tmp_path / "back")
@@ -105,7 +93,7 @@ def test_what_the_other_ranks_have_whole_is_written(saved, tmp_path, run_command
         dcp.load(wanted, checkpoint_id=tmp_path / "back", no_dist=True)
     dcp.load(wanted, checkpoint_id=tmp_path / "back", planner=DefaultLoadPlanner(allow_partial_load=True), no_dist=True)
 
-    code, out, _ = run_command("restore", tmp_path / "x", "-o", tmp_path / "again", "--salvage", "--json")
+    code, out, _ = run_command("restore", folder, "-o", tmp_path / "again", "--salvage", "--json")
     facts = json.loads(out)
     assert not facts["complete"]
     assert {each["name"] for each in facts["lost"]} == lost
@@ -117,9 +105,8 @@ def test_what_the_other_ranks_have_whole_is_written(saved, tmp_path, run_command
 
 
 @pytest.mark.slow
-def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
-    shutil.copytree(saved / "packed", tmp_path / "x")
-    file, name = tmp_path / "x" / f"{HURT}.ckpt8", "model.layers.1.w"
+def test_a_damaged_slice_costs_its_tensor_alone(saved, folder, tmp_path):
+    file, name = folder / f"{HURT}.ckpt8", "model.layers.1.w"
     with ContainerReader(file) as reader:
         part = next(each for each in reader.manifest.slices if each.name == name)
         storage = reader.manifest.tensors[part.tensor].storage
@@ -140,13 +127,11 @@ def test_a_damaged_slice_costs_its_tensor_alone(saved, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_header_is_told_and_costs_nothing(saved, tmp_path):
-    shutil.copytree(saved / "packed", tmp_path / "x")
-    flip_bit(tmp_path / "x" / f"{HURT}.ckpt8", 40)
+def test_a_damaged_header_is_told_and_costs_nothing(saved, folder, tmp_path):
+    flip_bit(folder / f"{HURT}.ckpt8", 40)
     found = ckpt8.restore(tmp_path / "x", tmp_path / "back", salvage=True)
     assert found.damage.keys() == {f"{HURT}.ckpt8"}
-    assert not found.complete
-    assert not found.lost
+    assert (found.complete, found.lost) == (False, [])
     assert ckpt8.diff(tmp_path / "back", saved / "whole").identical
 
 
@@ -175,9 +160,8 @@ def test_values_and_parts_of_large_tensors(tmp_path):
     assert load_all(tmp_path / "two").keys() == {"big", "small", "empty"}
 
 
-def test_an_index_that_places_values_elsewhere_costs_these_values(saved, tmp_path):
-    shutil.copytree(saved / "packed", tmp_path / "x")
-    index = tmp_path / "x" / "ckpt8-dcp.json"
+def test_an_index_that_places_values_elsewhere_costs_these_values(folder, tmp_path):
+    index = folder / "ckpt8-dcp.json"
     tree = json.loads(index.read_text())
     tree["objects"]["progress.seen"][0] ^= 1
     tree["objects"]["progress.note"][1] = 1 << 30
@@ -190,32 +174,28 @@ def test_an_index_that_places_values_elsewhere_costs_these_values(saved, tmp_pat
     }
 
 
-def test_where_nothing_can_be_written_is_one_line(saved, tmp_path):
-    folder = tmp_path / "x"
-    shutil.copytree(saved / "packed", folder)
+def test_where_nothing_can_be_written_is_one_line(saved, folder, tmp_path):
     assert ckpt8.restore(folder, tmp_path / "whole", salvage=True).complete
     assert ckpt8.diff(tmp_path / "whole", saved / "whole").identical
-    with pytest.raises(OutputError, match="exists"):
-        ckpt8.restore(folder, tmp_path / "whole", salvage=True)
-    with pytest.raises(OutputError):
-        ckpt8.restore(folder, folder, salvage=True, force=True)
-    with pytest.raises(UsageError, match="-o DIR"):
-        ckpt8.restore(folder, salvage=True)
-    index = (folder / "ckpt8-dcp.json").read_text()
-    (folder / "ckpt8-dcp.json").write_text(index[:-9])
-    with pytest.raises(
-        InputError, match=r"nothing can be recovered of the whole, salvage its files one by one: restore"
-    ):
-        ckpt8.restore(folder, tmp_path / "back", salvage=True)
+
+    def refused(error, said, target=tmp_path / "back", **options):
+        with pytest.raises(error, match=said):
+            ckpt8.restore(folder, target, salvage=True, **options)
+
+    refused(OutputError, "exists", tmp_path / "whole")
+    refused(OutputError, None, folder, force=True)
+    refused(UsageError, "-o DIR", None)
+    file = folder / "ckpt8-dcp.json"
+    index = file.read_text()
+    file.write_text(index[:-9])
+    refused(InputError, r"nothing can be recovered of the whole, salvage its files one by one: restore")
     tree = json.loads(index)
     name, tensor = next((name, each) for name, each in tree["tensors"].items() if len(each["shape"]) == 2)
     tree["tensors"][name] = {**tensor, "cuts": None, "owners": None, "boxes": [[0, [0, 0], [1, 1]]]}
-    (folder / "ckpt8-dcp.json").write_text(json.dumps(tree))
-    with pytest.raises(InputError, match="slices are missing"):
-        ckpt8.restore(folder, tmp_path / "back", salvage=True)
-    (folder / "ckpt8-dcp.json").write_text(index)
+    file.write_text(json.dumps(tree))
+    refused(InputError, "slices are missing")
+    file.write_text(index)
     for path in folder.glob("*.ckpt8"):
         path.unlink()
-    with pytest.raises(InputError, match=r"no tensor is whole \(__0_0\.ckpt8: is missing\); nothing can be recovered"):
-        ckpt8.restore(folder, tmp_path / "back", salvage=True)
+    refused(InputError, r"no tensor is whole \(__0_0\.ckpt8: is missing\); nothing can be recovered")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["whole", "x"]

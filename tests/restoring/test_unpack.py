@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from resume_kit import OPTIMIZERS, Net, groups, same, train
-from test_resume_packed import BF16, FP16, FP32, PACKED, fresh, masters, save
+from resumed_kit import PACKED, fresh, masters, narrow_rest, refused, save, tree_of
 
 import ckpt8
 import ckpt8.optim
-from ckpt8.core.errors import ResumeError, UsageError
+from ckpt8.core.errors import UsageError
 from ckpt8.optim import state_conversion as convert
 
 PUBLISHED = {
@@ -23,6 +23,7 @@ PUBLISHED = {
     "Lion": "lion-pytorch",
     "Adafactor": "torch-adafactor",
 }
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NAMES = [name for name, _ in ckpt8.optim.OPTIMIZERS]
 
 
@@ -30,8 +31,7 @@ NAMES = [name for name, _ in ckpt8.optim.OPTIMIZERS]
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("name", NAMES)
 def test_reloading_is_byte_identical_and_unpacking_gives_the_published_state(tmp_path, name, dtype):
-    model, optimizer = fresh(name, dtype)
-    train(model, optimizer, 0, 3)
+    model, optimizer = run_of(name, dtype, 3)
     path = save(tmp_path / "run.ckpt8", model, optimizer, rules=["model.*=lossless"])
     loaded = ckpt8.load(path)
     assert same(loaded["optimizer"], optimizer.state_dict())
@@ -58,6 +58,18 @@ def test_reloading_is_byte_identical_and_unpacking_gives_the_published_state(tmp
         assert (live.body.weight.detach() - model.body.weight.detach()).norm() <= 0.1 * moved.norm()
 
 
+def run_of(name="AdamW", dtype=FP32, steps=1):
+    model, optimizer = fresh(name, dtype)
+    train(model, optimizer, 0, steps)
+    return model, optimizer
+
+
+def unpacked(folder, tree):
+    """``tree`` in a container, as it is unpacked from there."""
+    ckpt8.save(tree, folder / "tree.ckpt8")
+    return ckpt8.load(folder / "tree.ckpt8", unpack=True)
+
+
 def test_what_is_not_packed_stays_as_it_is(tmp_path):
     model = Net()
     optimizer = torch.optim.AdamW(groups(model))
@@ -67,42 +79,41 @@ def test_what_is_not_packed_stays_as_it_is(tmp_path):
 
 
 def test_the_state_dict_alone(tmp_path):
-    """Also as a file of its own, and inside a list; in fp32 no weight is needed."""
-    model, optimizer = fresh("AdamW")
-    train(model, optimizer, 0, 2)
+    """Also as a file of its own, inside a list, and at two places; in fp32 no weight is needed."""
+    _, optimizer = run_of(steps=2)
+    state = optimizer.state_dict()
     expected = convert.unpack(optimizer.state_dict())
-    ckpt8.save(optimizer.state_dict(), tmp_path / "alone.ckpt8")
-    assert same(ckpt8.load(tmp_path / "alone.ckpt8", unpack=True), expected)
-    ckpt8.save({"optimizer_states": [optimizer.state_dict()]}, tmp_path / "list.ckpt8")
-    assert same(ckpt8.load(tmp_path / "list.ckpt8", unpack=True), {"optimizer_states": [expected]})
+    assert same(unpacked(tmp_path, state), expected)
+    assert same(unpacked(tmp_path, {"optimizer_states": [state]}), {"optimizer_states": [expected]})
+    plain = unpacked(tmp_path, {"optimizer": state, "best": {"optimizer": state}})
+    assert same(plain["optimizer"], expected)
+    assert plain["best"]["optimizer"] is plain["optimizer"]
 
 
 def test_weights_that_cannot_be_told_are_never_guessed(tmp_path):
-    model, optimizer = fresh("AdamW", BF16)
-    train(model, optimizer, 0, 2)
-    ckpt8.save(optimizer.state_dict(), tmp_path / "alone.ckpt8")
+    model, optimizer = run_of(dtype=BF16, steps=2)
     with pytest.raises(UsageError, match="no state dict of a model"):
-        ckpt8.load(tmp_path / "alone.ckpt8", unpack=True)
-    several = {
-        "one": {"model": model.state_dict()},
-        "other": {"model": copy.deepcopy(model.state_dict())},
-        "optimizer": optimizer.state_dict(),
-    }
-    ckpt8.save(several, tmp_path / "several.ckpt8")
+        unpacked(tmp_path, optimizer.state_dict())
+    several = {"one": {"model": model.state_dict()}, "other": {"model": copy.deepcopy(model.state_dict())}}
     with pytest.raises(UsageError, match="several models"):
-        ckpt8.load(tmp_path / "several.ckpt8", unpack=True)
+        unpacked(tmp_path, {**several, "optimizer": optimizer.state_dict()})
+
+
+@pytest.mark.parametrize(("dtype", "options", "said"), [(FP32, {}, "tuple"), (BF16, {"map_location": "meta"}, "meta")])
+def test_what_has_no_place_for_it(tmp_path, dtype, options, said):
+    """A tuple cannot be changed, and the meta device holds nothing to unpack."""
+    states = tree_of(*run_of(dtype=dtype))
+    ckpt8.save({"both": tuple(states.values())} if said == "tuple" else states, tmp_path / "run.ckpt8")
+    with pytest.raises(UsageError, match=said):
+        ckpt8.load(tmp_path / "run.ckpt8", unpack=True, **options)
 
 
 @pytest.mark.slow
 def test_an_average_stays_as_it_is(tmp_path):
-    model, optimizer = fresh("AdamW", BF16)
-    train(model, optimizer, 0, 2)
-    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    ckpt8.save(tree, tmp_path / "run.ckpt8")
-    average = {name: tensor * 0.5 for name, tensor in model.state_dict().items()}
-    ckpt8.save({"ema": average, **tree}, tmp_path / "average.ckpt8")
-    expected = {"ema": average, **ckpt8.load(tmp_path / "run.ckpt8", unpack=True)}
-    assert same(ckpt8.load(tmp_path / "average.ckpt8", unpack=True), expected)
+    tree = tree_of(*run_of(dtype=BF16, steps=2))
+    expected = unpacked(tmp_path, tree)
+    average = {name: tensor * 0.5 for name, tensor in tree["model"].items()}
+    assert same(unpacked(tmp_path, {"ema": average, **tree}), {"ema": average, **expected})
 
 
 @pytest.mark.slow
@@ -110,51 +121,32 @@ def test_two_models_of_two_packed_optimizers(tmp_path):
     """Both have the same shapes; their keys tell which belongs to which, and the checks agree."""
     tree, plain = {}, {}
     for key in "GD":
-        model, optimizer = fresh("AdamW", BF16)
-        train(model, optimizer, 0, 2 + ord(key) % 3)
-        own = {f"net{key}": model.state_dict(), f"opt{key}": optimizer.state_dict()}
-        tree |= own
-        ckpt8.save({"model": own[f"net{key}"], "optimizer": own[f"opt{key}"]}, tmp_path / "one.ckpt8")
-        one = ckpt8.load(tmp_path / "one.ckpt8", unpack=True)
+        own = tree_of(*run_of(dtype=BF16, steps=2 + ord(key) % 3))
+        tree |= {f"net{key}": own["model"], f"opt{key}": own["optimizer"]}
+        one = unpacked(tmp_path, own)
         plain |= {f"net{key}": one["model"], f"opt{key}": one["optimizer"]}
-        (tmp_path / "one.ckpt8").unlink()
-    ckpt8.save(tree, tmp_path / "both.ckpt8")
-    assert same(ckpt8.load(tmp_path / "both.ckpt8", unpack=True), plain)
+    assert same(unpacked(tmp_path, tree), plain)
 
 
-def test_names_decide_where_the_file_has_them(tmp_path):
-    """Two weights of one shape in another order than the model's."""
-    model = torch.nn.Sequential(torch.nn.Linear(80, 80, bias=False), torch.nn.Linear(80, 80, bias=False)).to(BF16)
-    named = list(model.named_parameters())[::-1]
-    optimizer = ckpt8.optim.AdamW(named, lr=0.01)
-    for step in range(3):
-        model(torch.randn(4, 80, generator=torch.Generator().manual_seed(step)).to(BF16)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    ckpt8.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.ckpt8")
-    plain = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
-    for key, value in masters(model, optimizer).items():
-        assert same(plain["model"][key], value)
-
-
-def test_a_tuple_cannot_be_changed(tmp_path):
-    model, optimizer = fresh("AdamW")
-    train(model, optimizer, 0, 1)
-    ckpt8.save({"both": (model.state_dict(), optimizer.state_dict())}, tmp_path / "run.ckpt8")
-    with pytest.raises(UsageError, match="tuple"):
-        ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
-
-
-def two_layers(dtype, order):
-    """Two weights of one shape that have gone different ways, their optimizer without names."""
+def two_layers(dtype, order, *, named=False):
+    """Two weights of one shape that have gone different ways, and their optimizer, with names or without."""
     model = torch.nn.Sequential(torch.nn.Linear(80, 80, bias=False), torch.nn.Linear(80, 80, bias=False)).to(dtype)
-    optimizer = ckpt8.optim.AdamW(list(model.parameters())[::order], lr=0.01)
+    parameters = model.named_parameters() if named else model.parameters()
+    optimizer = ckpt8.optim.AdamW(list(parameters)[::order], lr=0.01)
     for step in range(3):
         inputs = torch.randn(4, 80, generator=torch.Generator().manual_seed(step)).to(dtype)
         model(inputs).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return model, optimizer
+
+
+def test_names_decide_where_the_file_has_them(tmp_path):
+    """Two weights of one shape in another order than the model's."""
+    model, optimizer = two_layers(BF16, -1, named=True)
+    plain = unpacked(tmp_path, tree_of(model, optimizer))
+    for key, value in masters(model, optimizer).items():
+        assert same(plain["model"][key], value)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -164,10 +156,7 @@ def test_a_state_is_never_joined_to_another_weight(tmp_path, dtype):
     with pytest.raises(UsageError, match="belongs to another weight"):
         ckpt8.load(path, unpack=True)
     live, usual = two_layers(dtype, 1)
-    before = copy.deepcopy((live.state_dict(), usual.state_dict()))
-    with pytest.raises(ResumeError, match="belongs to another weight"):
-        ckpt8.resume(path, live, usual)
-    assert same((live.state_dict(), usual.state_dict()), before)
+    refused(path, live, usual, "belongs to another weight")
     live, reversed_too = two_layers(dtype, -1)
     ckpt8.resume(path, live, reversed_too)
     assert same(reversed_too.state_dict(), optimizer.state_dict())
@@ -177,42 +166,21 @@ def test_a_tied_weight_that_was_saved_twice_is_joined_twice(tmp_path):
     model, _ = fresh("AdamW", BF16)
     optimizer = ckpt8.optim.AdamW(model.named_parameters(), lr=0.01)
     train(model, optimizer, 0, 3)
-    clones = {key: value.clone() for key, value in model.state_dict().items()}
-    ckpt8.save({"model": clones, "optimizer": optimizer.state_dict()}, tmp_path / "run.ckpt8")
-    plain = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
+    tree = tree_of(model, optimizer)
+    plain = unpacked(tmp_path, tree | {"model": {key: value.clone() for key, value in tree["model"].items()}})
     assert same(plain["model"]["head.weight"], masters(model, optimizer)["embed.weight"])
     assert plain["model"]["frozen"].dtype == BF16
 
 
-def test_a_state_dict_that_hangs_in_two_places_is_unpacked_in_both(tmp_path):
-    model, optimizer = fresh("AdamW")
-    train(model, optimizer, 0, 1)
-    state = optimizer.state_dict()
-    ckpt8.save({"optimizer": state, "best": {"optimizer": state}}, tmp_path / "run.ckpt8")
-    plain = ckpt8.load(tmp_path / "run.ckpt8", unpack=True)
-    assert same(plain["optimizer"], convert.unpack(state))
-    assert plain["best"]["optimizer"] is plain["optimizer"]
-
-
 @pytest.mark.parametrize("name", ["StableAdamW", "SGD"])
 def test_a_parameter_that_never_took_a_step_has_no_state(tmp_path, name):
-    published = OPTIMIZERS[PUBLISHED[name]]
     model = Net()
-    optimizer = published(groups(model), 0.01)
+    optimizer = OPTIMIZERS[PUBLISHED[name]](groups(model), 0.01)
     train(model, optimizer, 0, 2)
-    model.norm.to(BF16)
-    model.frozen.data = model.frozen.data.to(BF16)
+    narrow_rest(model, BF16)
     narrow, packed = fresh(name, BF16)
     ckpt8.resume(save(tmp_path / "run.pt", model, optimizer), narrow, packed)
     assert int(packed.state[narrow.unused]["step"]) == 0
     plain = ckpt8.load(save(tmp_path / "again.ckpt8", narrow, packed), unpack=True)
     assert len(plain["optimizer"]["state"]) == len(optimizer.state_dict()["state"])
     assert torch.equal(plain["model"]["unused"], model.unused.detach())
-
-
-def test_the_meta_device_holds_nothing_to_unpack(tmp_path):
-    model, optimizer = fresh("AdamW", BF16)
-    train(model, optimizer, 0, 1)
-    path = save(tmp_path / "run.ckpt8", model, optimizer)
-    with pytest.raises(UsageError, match="meta"):
-        ckpt8.load(path, map_location="meta", unpack=True)

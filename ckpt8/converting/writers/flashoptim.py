@@ -46,9 +46,6 @@ _REFUSED = ("amsgrad", "maximize", "decouple_lr")
 _MASTER_BYTES = 3
 """Bytes of a master weight: two of the parameter and one of ``error_bits``."""
 
-_SMALLEST_SCALE = 1e-12
-_ERROR_LEVELS = 127
-
 
 def write(request: Request, report: Report) -> None:
     """Write the file. Raises Ckpt8Error; UsageError for an optimizer that flashoptim does not have."""
@@ -145,7 +142,7 @@ def quantize(name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     squared = TENSORS[name].slot == "moment2"
     flat = x.float().reshape(-1)
     groups = as_groups(square_root(flat) if squared else flat)
-    scales = groups.abs().amax(1).clamp_min(_SMALLEST_SCALE)
+    scales = groups.abs().amax(1).clamp_min(1e-12)
     n = groups / scales.unsqueeze(1)
     t = n * 255 if squared else (2 * n / (1 + n.abs())) * 127
     codes = t.round_().clamp_(0 if squared else -127, 255 if squared else 127).to(torch.int32)
@@ -157,7 +154,7 @@ def error_bits(master: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     size = param.abs()
     gap = torch.nextafter(size, torch.full_like(size, float("inf"))).sub(size).float()
     half_ulp = gap.mul_(0.5).clamp_min_(torch.finfo(torch.float32).tiny)
-    return ((master - param.float()) / half_ulp).clamp_(-1, 1).mul_(_ERROR_LEVELS).round_().to(torch.int8)
+    return ((master - param.float()) / half_ulp).clamp_(-1, 1).mul_(127).round_().to(torch.int8)
 
 
 def _error_bits(data: Composite, weight: TensorRef, dtype: DType) -> TensorRef:

@@ -47,18 +47,6 @@ _SHOWN = 80
 NOTHING = "holds no tensors that torch.load reads with weights_only; there is nothing to convert"
 
 
-class Hollow(NamedTuple):
-    """The objects of a tree. ``made`` fill a buffer with bytes of a storage, by the address of the hollow storage.
-
-    The addresses are valid as long as ``built`` lives. ``nbytes`` are those of all storages.
-    """
-
-    data: Composite
-    built: Any
-    made: dict[int, Read]
-    nbytes: int
-
-
 def build_hollow(
     data: Composite, tree: Any, report: Report, retype: Callable[[TensorRef], TensorRef] = lambda ref: ref
 ) -> Hollow:
@@ -67,19 +55,23 @@ def build_hollow(
     Counts tensors in ``report``, and lists there what is left out. Raises InputError for a tree without tensors,
     UnsupportedError for a tensor that this torch cannot make.
     """
-    builder = _HollowBuilder(data, retype)
+    hollow = Hollow(data, retype)
     try:
-        built = builder.build(tree)
+        hollow.built = hollow.build(tree)
     except (AttributeError, RuntimeError) as exc:
         raise UnsupportedError(f"{data.label}: a tensor cannot be made by this torch: {exc}") from exc
-    report.dropped += builder.dropped
-    report.tensors += builder.tensors
-    require(built is not CONSUMED and builder.made, f"{data.label}: {NOTHING}")
-    return Hollow(data, built, builder.made, builder.nbytes)
+    report.dropped += hollow.dropped
+    report.tensors += hollow.tensors
+    require(hollow.built is not CONSUMED and hollow.made, f"{data.label}: {NOTHING}")
+    return hollow
 
 
-class _HollowBuilder(RestBuilder):
-    """Builds the objects. ``dropped`` has a line for each object that it left out; ``made`` is that of ``Hollow``."""
+class Hollow(RestBuilder):
+    """Builds the objects of a tree. ``dropped`` has a line for each object that it left out.
+
+    ``built`` are the objects. ``made`` fill a buffer with bytes of a storage, by the address of the hollow storage; the
+    addresses are valid as long as ``built`` lives. ``nbytes`` are those of all storages.
+    """
 
     def __init__(self, data: Composite, retype: Callable[[TensorRef], TensorRef]) -> None:
         super().__init__(data)
@@ -87,7 +79,8 @@ class _HollowBuilder(RestBuilder):
         self.dropped: dict[str, None] = {}
         self.made: dict[int, Read] = {}
         self.tensors = self.nbytes = 0
-        self._data = data
+        self.data = data
+        self.built: Any = None
         self._retype = retype
         self._path: list[str] = []
 
@@ -118,9 +111,9 @@ class _HollowBuilder(RestBuilder):
 
     def _load(self, key: str) -> torch.Tensor:
         if key not in self._loaded:
-            storage = self._data.storage(key)
+            storage = self.data.storage(key)
             flat = self._loaded[key] = _reserved(storage.nbytes)
-            self.made[flat.data_ptr()] = partial(_read, self._data, storage.offset)
+            self.made[flat.data_ptr()] = partial(_read, self.data, storage.offset)
             self.nbytes += storage.nbytes
         return self._loaded[key]
 

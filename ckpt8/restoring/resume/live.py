@@ -27,8 +27,6 @@ from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.optim.known_optimizers import setting_names
 
-EXTRA_STATE = "_extra_state"
-
 
 def copy_of(ref: TensorRef, target: torch.Tensor) -> Fill:
     """Copies a saved tensor into a live one of its shape; values are rounded where that has fewer bits."""
@@ -81,7 +79,7 @@ def plan_model(
         if name not in saved_name:
             continue
         value = candidate.node[saved_name[name]]
-        if name.endswith(EXTRA_STATE):
+        if name.endswith("_extra_state"):
             if problem := builder.problem("its extra state", value):
                 plan.problems.append(f"{name}: {problem}")
             else:

@@ -33,6 +33,7 @@ from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.objects import ValueBuilder, is_plain
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
 from ckpt8.core.errors import ResumeError
+from ckpt8.core.tensors import contiguous_stride
 from ckpt8.core.text import listed
 from ckpt8.optim.cards import Card, Published, Shape
 from ckpt8.optim.known_optimizers import EMPTY_KEYS, TENSORS, find_published, is_projected
@@ -410,10 +411,8 @@ def _new_state(values: dict[str, Any], device: torch.device) -> NewState:
     for key, ref in values.items():
         if isinstance(ref, TensorRef):
             place, kind = device if key != "step" else None, ref.dtype.torch
-            if is_dense(ref):
-                values[key] = torch.empty_strided(ref.shape, ref.stride, dtype=kind, device=place)
-            else:
-                values[key] = torch.empty(ref.shape, dtype=kind, device=place)
+            stride = ref.stride if is_dense(ref) else contiguous_stride(ref.shape)
+            values[key] = torch.empty_strided(ref.shape, stride, dtype=kind, device=place)
             fills.append(copy_of(ref, values[key]))
     return values, fills
 

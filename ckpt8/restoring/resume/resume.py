@@ -231,15 +231,11 @@ def _places_of(refs: Iterable[object]) -> set[tuple[str, int]]:
     return {(ref.key, ref.offset) for ref in refs if isinstance(ref, TensorRef)}
 
 
-Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
-
-
 @checked
 def resume(
     path: str | os.PathLike[str],
-    model: Models | None = None,
-    optimizer: Optimizers | None = None,
+    model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None = None,
     strict: bool = True,
     *,
     model_at: Paths = None,
@@ -442,9 +438,8 @@ class _Plan:
         models = [model for model in self._models.objects if not owned.isdisjoint(map(id, model.parameters()))]
         # Models can have the same names: those of several do not tell their parameters apart.
         model = models[0] if len(models) == 1 else None
-        planner = None
-        if packed is not None:
-            planner = PackedPlanner(packed, self._values, self._streamer, filled, self._source.stored)
+        with_stored = (self._values, self._streamer, filled, self._source.stored)
+        planner = None if packed is None else PackedPlanner(packed, *with_stored)
         try:
             return optimizers.plan_optimizer(candidate, optimizer, model, self._values, planner)
         except ResumeError as exc:

@@ -147,12 +147,10 @@ def test_rows_of_zeros_and_of_the_smallest_numbers(scheme):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**127])
 def test_what_has_no_scale(value):
     x = torch.ones(5, 7)
-    x[3, 2] = value
-    for scheme in SCHEMES:
-        assert find_scales(*composite(x), scheme, lambda _: None) is None
-    x[3, 2] = 2.0**126
-    for scheme in SCHEMES:
-        assert find_scales(*composite(x), scheme, lambda _: None) is not None
+    for entry, has_none in ((value, True), (2.0**126, False)):
+        x[3, 2] = entry
+        for scheme in SCHEMES:
+            assert (find_scales(*composite(x), scheme, lambda _: None) is None) is has_none
 
 
 def test_parts_of_rows():
@@ -175,50 +173,41 @@ def chosen(shapes, config=None, keep=(), tied=()):
     return choose_layers(weights, [weights[name] for name in tied], config, keep)
 
 
-def kind_of(name, shape=(8, 4), **options):
-    layers = chosen({name: shape}, **options)
-    return next(iter(layers.kept.values()), None) if name not in layers.quantized else "quantized"
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", "quantized"),
-        ("model.layers.11.mlp.gate_proj.weight", "quantized"),
-        ("encoder.layer.0.attention.output.dense.weight", "quantized"),
-        ("layers.3.attention.output.weight", "quantized"),
-        ("transformer_blocks.0.proj_out.weight", "quantized"),
-        ("model.layers.0.mlp.experts.7.down_proj.weight", "quantized"),
-        ("model.layers.0.mlp.gate.weight", ROUTER),
-        ("model.layers.0.mlp.shared_expert.up_proj.weight", "quantized"),
-        ("model.embed_tokens.weight", EMBEDDING),
-        ("transformer.wpe.weight", EMBEDDING),
-        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", EMBEDDING),
-        ("shared.weight", EMBEDDING),
-        ("lm_head.weight", HEAD),
-        ("cls.predictions.decoder.weight", HEAD),
-        ("classifier.6.weight", HEAD),
-        ("classifier.dense.weight", HEAD),
-        ("proj_out.weight", HEAD),
-        ("score.weight", HEAD),
-        ("decoder.block.0.layer.0.SelfAttention.q.weight", "quantized"),
-        ("model.decoder.layers.0.fc1.weight", "quantized"),
-        ("weight", None),
-        ("layers.0.in_proj_weight", None),
+NAMES = {
+    "quantized": [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.11.mlp.gate_proj.weight",
+        "encoder.layer.0.attention.output.dense.weight",
+        "layers.3.attention.output.weight",
+        "transformer_blocks.0.proj_out.weight",
+        "model.layers.0.mlp.experts.7.down_proj.weight",
+        "model.layers.0.mlp.shared_expert.up_proj.weight",
+        "decoder.block.0.layer.0.SelfAttention.q.weight",
+        "model.decoder.layers.0.fc1.weight",
     ],
-)
-def test_names(name, expected):
-    assert kind_of(name) == expected
+    ROUTER: ["model.layers.0.mlp.gate.weight"],
+    EMBEDDING: [
+        *("model.embed_tokens.weight", "transformer.wpe.weight", "shared.weight"),
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    ],
+    HEAD: [
+        *("lm_head.weight", "cls.predictions.decoder.weight", "classifier.6.weight", "classifier.dense.weight"),
+        *("proj_out.weight", "score.weight"),
+    ],
+    None: ["weight", "layers.0.in_proj_weight"],
+}
 
 
-def test_what_is_no_matrix_of_floats():
+@pytest.mark.parametrize(("expected", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_names(expected, name):
+    layers = chosen({name: (8, 4)})
+    assert (next(iter(layers.kept.values()), None) if name not in layers.quantized else "quantized") == expected
+
+
+def test_what_is_no_matrix_of_floats_and_what_is_kept():
     shapes = {"conv.weight": (8, 4, 3, 3), "norm.weight": (8,), "empty.weight": (0, 4), "up.weight": (8, 4)}
     layers = choose_layers({**refs(shapes), **refs({"ids.weight": (4, 4)}, DType.INT64)}, [], None)
-    assert layers.quantized == ["up.weight"]
-    assert list(layers.kept) == ["ids"]
-
-
-def test_keep():
+    assert (layers.quantized, list(layers.kept)) == (["up.weight"], ["ids"])
     layers = chosen({"a.0.up.weight": (8, 4), "a.1.up.weight": (8, 4), "a.1.down.weight": (8, 4)}, keep=["a.1.*"])
     assert layers.quantized == ["a.0.up.weight"]
     assert layers.kept == {"a.1.up": ASKED, "a.1.down": ASKED}
@@ -228,8 +217,7 @@ def test_vocabulary():
     """A matrix of that size in no layer is an embedding or a head; in a layer it is not."""
     shapes = {"tokens.weight": (96, 8), "layers.0.up.weight": (96, 8), "top.weight": (12, 8)}
     for config in ({"vocab_size": 96}, {"text_config": {"vocab_size": 96}}):
-        layers = chosen(shapes, config)
-        assert layers.kept == {"tokens": EMBEDDING}
+        assert chosen(shapes, config).kept == {"tokens": EMBEDDING}
     assert "tokens.weight" in chosen(shapes).quantized
 
 

@@ -97,6 +97,19 @@ def test_compressed_tensors_decodes_our_weights(name, exports, original):
             assert torch.allclose(scales, expected, rtol=2**-8)
 
 
+def loaded(kind, folder, **options):
+    model, report = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True, **options)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return model
+
+
+def assert_near(model, expected):
+    with torch.no_grad():
+        found, wanted = model(TOKENS).logits, expected(TOKENS).logits
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.1
+
+
 @pytest.mark.parametrize("form", ["as it is", "fp32", "dequantised", "dequantised fp32"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_transformers_loads_our_weights(name, form, exports):
@@ -107,9 +120,7 @@ def test_transformers_loads_our_weights(name, form, exports):
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     if "fp32" in form:
         options["dtype"] = torch.float32
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    model = loaded("AutoModelForCausalLM", folder, **options)
     stored = load_file(folder / "model.safetensors")
     layer = model.model.layers[0].mlp.down_proj
     if "dequantised" not in form:
@@ -162,14 +173,8 @@ def test_other_models(kind, settings, dtype, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     expected = saved(kind, tmp_path / "model", **{**sizes, "vocab_size": 96, **settings})
     ckpt8.convert(tmp_path / "model", tmp_path / "out", dtype=dtype)
-    model, report = getattr(transformers, kind).from_pretrained(
-        tmp_path / "out", output_loading_info=True, dtype=torch.float32
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    with torch.no_grad():
-        found, wanted = model(TOKENS).logits, expected(TOKENS).logits
-    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.1
+    model = loaded(kind, tmp_path / "out", dtype=torch.float32)
+    assert_near(model, expected)
     ours = decoded(tmp_path / "out")
     for name, module in model.named_modules():
         if hasattr(module, "quantization_scheme"):
@@ -186,20 +191,14 @@ def test_experts(tmp_path):
     report = ckpt8.convert(tmp_path / "model", tmp_path / "out", dtype="float8_e4m3fn")
     assert report.quantized["all"]["tensors"] == 2 * (4 + 4 * 3)
     assert not any("experts" in note for note in report.notes)
-    model, found = transformers.MixtralForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True, dtype=torch.float32
-    )
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
+    model = loaded("MixtralForCausalLM", tmp_path / "out", dtype=torch.float32)
     ours = decoded(tmp_path / "out")
     for name, wanted in expected.state_dict().items():
         if name.endswith("experts.down_proj"):
             stem = name.replace(".mlp.", ".block_sparse_moe.").removesuffix("down_proj")
             stacked = torch.stack([ours[f"{stem}{expert}.w2.weight"] for expert in range(len(wanted))])
             assert torch.equal(model.state_dict()[name], stacked)
-    with torch.no_grad():
-        wanted = expected(TOKENS).logits
-        assert 0 < float((model(TOKENS).logits - wanted).norm() / wanted.norm()) < 0.1
+    assert_near(model, expected)
     report = ckpt8.convert(tmp_path / "model", tmp_path / "int8", dtype="int8")
     assert any("experts" in note for note in report.notes)
     with pytest.raises(RuntimeError, match="conversion"):

@@ -10,7 +10,9 @@ import pytest
 import torch
 from every_optimizer_kit import build, foreign, network, quiet, step
 from own_optimizer_kit import PlainEma
-from resume_kit import same, snapshot
+from resume_kit import same
+from resumed_kit import refused as refused_unchanged
+from resumed_kit import tree_of, write
 from torch import nn
 
 import ckpt8
@@ -20,10 +22,8 @@ from ckpt8.core.errors import InputError, ResumeError, ResumeWarning
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def save(folder, model, optimizer, **more):
-    path = folder / "run.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
-    return path
+def save(folder, model, optimizer):
+    return write(folder, tree_of(model, optimizer))
 
 
 def trained(kind, seed=0):
@@ -34,13 +34,15 @@ def trained(kind, seed=0):
 
 
 def refused(path, model, optimizer, match):
-    before = snapshot(model, optimizer)
-    with pytest.raises(ResumeError, match=match) as caught:
-        ckpt8.resume(path, model, optimizer)
-    assert "nothing was changed" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert same(snapshot(model, optimizer), before)
+    assert "nothing was changed" in str(refused_unchanged(path, model, optimizer, match))
     step(model, optimizer, 5)
+
+
+def goes_on(*runs):
+    """The steps of two runs lead to the same weights."""
+    for model, optimizer in runs:
+        step(model, optimizer, 1)
+    assert same(runs[0][0].state_dict(), runs[1][0].state_dict())
 
 
 def test_an_object_in_a_group(tmp_path):
@@ -54,12 +56,9 @@ def test_an_object_in_a_group(tmp_path):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_an_object_in_a_state(tmp_path, kind):
-    model, optimizer = trained(kind)
-    saved = optimizer.state_dict()
-    saved["state"][0]["step"] = argparse.Namespace(count=3)
-    path = tmp_path / "run.pt"
-    torch.save({"model": model.state_dict(), "optimizer": saved}, path)
-    refused(path, *trained(kind, 1), "holds a argparse.Namespace|is not a whole number")
+    tree = tree_of(*trained(kind))
+    tree["optimizer"]["state"][0]["step"] = argparse.Namespace(count=3)
+    refused(write(tmp_path, tree), *trained(kind, 1), "holds a argparse.Namespace|is not a whole number")
 
 
 class WithExtra(nn.Linear):
@@ -75,11 +74,11 @@ class WithExtra(nn.Linear):
 def test_an_object_in_an_extra_state(tmp_path):
     model = WithExtra(8, 8)
     model.extra = {"amax": [argparse.Namespace(x=1)]}
-    torch.save({"model": model.state_dict()}, tmp_path / "run.pt")
+    path = write(tmp_path, {"model": model.state_dict()})
     other = WithExtra(8, 8)
     before = other.weight.detach().clone()
     with pytest.raises(ResumeError, match="model _extra_state: its extra state holds a argparse"):
-        ckpt8.resume(tmp_path / "run.pt", other)
+        ckpt8.resume(path, other)
     assert other.extra == 0
     assert torch.equal(other.weight, before)
 
@@ -119,14 +118,12 @@ def test_objects_of_plain_attributes_once_torch_calls_their_class_safe(tmp_path)
 def test_quantised_moments_are_no_plain_ones(tmp_path):
     torchao = pytest.importorskip("torchao.optim")
     with quiet():
-        path = save(tmp_path, *trained(torchao.AdamW8bit))
-    saved = torch.load(path, weights_only=False)
-    defaults = torch.optim.AdamW(network().parameters()).defaults
-    saved["optimizer"]["param_groups"][0].update({key: value for key, value in defaults.items() if key != "lr"})
-    torch.save(saved, path)
-    refused(
-        path, *trained(torch.optim.AdamW, 1), "0.weight: its optimizer state has exp_avg, exp_avg_sq in another form"
-    )
+        tree = tree_of(*trained(torchao.AdamW8bit))
+        group, defaults = tree["optimizer"]["param_groups"][0], torch.optim.AdamW(network().parameters()).defaults
+        group.update({**defaults, "lr": group["lr"]})
+        path = write(tmp_path, tree)
+    said = "0.weight: its optimizer state has exp_avg, exp_avg_sq in another form"
+    refused(path, *trained(torch.optim.AdamW, 1), said)
 
 
 @pytest.mark.parametrize("change", [
@@ -141,14 +138,10 @@ def test_tensors_that_do_not_have_their_parts(tmp_path, change):
     with quiet():
         model, optimizer = trained(torchao.AdamW8bit)
         change(optimizer.state[model[0].weight]["exp_avg"])
-        path = save(tmp_path, model, optimizer)
         other = network(1)
-        refused(
-            path,
-            other,
-            torchao.AdamW8bit(other.parameters()),
-            "OptimState8bit (cannot be made|does not have the parts)",
-        )
+        fresh = torchao.AdamW8bit(other.parameters())
+        said = "OptimState8bit (cannot be made|does not have the parts)"
+        refused(save(tmp_path, model, optimizer), other, fresh, said)
 
 
 def test_offloaded_state_is_refused(tmp_path):
@@ -184,20 +177,17 @@ def test_states_follow_the_names(tmp_path):
             assert same(dict(fresh.state[mine]), dict(optimizer.state[theirs]))
         assert fresh.param_groups[0]["lr"] == 1e-3
         assert fresh.param_groups[0]["param_names"] == [name for name, _ in list(model.named_parameters())[::-1]]
-        for each, its in ((model, optimizer), (other, fresh)):
-            step(each, its, 1)
-    assert same(model.state_dict(), other.state_dict())
+        goes_on((model, optimizer), (other, fresh))
 
 
 def test_another_shape_is_refused(tmp_path):
     bnb = pytest.importorskip("bitsandbytes.optim")
     with quiet():
-        model, optimizer = trained(bnb.AdamW8bit)
-        saved = optimizer.state_dict()
-        saved["state"][0], saved["state"][2] = saved["state"][2], saved["state"][0]
-        path = tmp_path / "run.pt"
-        torch.save({"model": model.state_dict(), "optimizer": saved}, path)
-        refused(path, *trained(bnb.AdamW8bit, 1), r"0.weight: its optimizer state was saved with shape \[4, 64\]")
+        tree = tree_of(*trained(bnb.AdamW8bit))
+        states = tree["optimizer"]["state"]
+        states[0], states[2] = states[2], states[0]
+        said = r"0.weight: its optimizer state was saved with shape \[4, 64\]"
+        refused(write(tmp_path, tree), *trained(bnb.AdamW8bit, 1), said)
 
 
 def test_a_wrapper_of_accelerate_loads_through_it(tmp_path):
@@ -210,9 +200,7 @@ def test_a_wrapper_of_accelerate_loads_through_it(tmp_path):
         fresh = accelerate.Accelerator(cpu=True).prepare(bnb.AdamW8bit(other.parameters()))
         ckpt8.resume(path, other, fresh)
         assert same(fresh.optimizer.state_dict(), optimizer.state_dict())
-        for each, its in ((model, optimizer), (other, fresh)):
-            step(each, its, 1)
-    assert same(model.state_dict(), other.state_dict())
+        goes_on((model, optimizer), (other, fresh))
 
 
 class Refuses(torch.optim.SGD):
@@ -242,13 +230,11 @@ class Forgets(Refuses):
 @pytest.mark.parametrize("kind", [Refuses, Forgets])
 def test_what_fails_in_the_optimizer_is_undone(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("ckpt8.optim.known_optimizers.CARDS", {})
-    model = network()
-    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    model, other = network(), network(1)
+    optimizer, fresh = kind(model.parameters(), lr=0.1, momentum=0.9), kind(other.parameters(), lr=0.2, momentum=0.8)
     step(model, optimizer, 0)
-    path = save(tmp_path, model, optimizer)
-    other = network(1)
-    fresh = kind(other.parameters(), lr=0.2, momentum=0.8)
     step(other, fresh, 0)
+    path = save(tmp_path, model, optimizer)
     state = fresh.state[other[0].weight]
     refused(path, other, fresh, rf"{kind.__name__} does not take the saved state: KeyError: 'no table")
     assert fresh.table is None
@@ -271,19 +257,15 @@ def test_a_model_that_cannot_be_filled_leaves_the_optimizer(tmp_path, monkeypatc
 
 def test_state_of_an_older_torch_takes_the_form_of_today(tmp_path):
     model, optimizer = trained(torch.optim.RMSprop)
-    saved = copy.deepcopy(optimizer.state_dict())
-    for state in saved["state"].values():
+    tree = copy.deepcopy(tree_of(model, optimizer))
+    for state in tree["optimizer"]["state"].values():
         state["step"] = 1
-    del saved["param_groups"][0]["differentiable"]
-    path = tmp_path / "run.pt"
-    torch.save({"model": model.state_dict(), "optimizer": saved}, path)
+    del tree["optimizer"]["param_groups"][0]["differentiable"]
     other = network(1)
     fresh = torch.optim.RMSprop(other.parameters())
-    ckpt8.resume(path, other, fresh)
+    ckpt8.resume(write(tmp_path, tree), other, fresh)
     assert all(type(state["step"]) is torch.Tensor for state in fresh.state.values())
-    for each, its in ((model, optimizer), (other, fresh)):
-        step(each, its, 1)
-    assert same(model.state_dict(), other.state_dict())
+    goes_on((model, optimizer), (other, fresh))
 
 
 def test_the_public_stand_ins(tmp_path):

@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, train, trained
+from resumed_kit import tree_of, write
 
 import ckpt8
 
-STEPS = 3
 HALF = ("torch-adamw", "optimi-stable-adamw", "came-pytorch", "pytorch-optimizer-stable-adamw")
 
 
-def save(tmp_path: Path, model, optimizer, form: str) -> Path:
-    """A checkpoint as ``raw`` or under a preset."""
-    path = tmp_path / "run.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": STEPS}, path)
-    if form == "raw":
-        return path
-    ckpt8.compress(path, preset=form, threads=1)
-    path.unlink()
-    return path.with_suffix(".ckpt8")
-
-
-def check_continues(tmp_path: Path, make, form: str, **settings) -> None:
-    model, optimizer = trained(make, STEPS, **settings)
-    path = save(tmp_path, model, optimizer, form)
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        *((name, form, torch.float32) for form in ("raw", "lossless") for name in OPTIMIZERS),
+        *((name, "lossless", torch.bfloat16) for name in HALF),
+    ],
+)
+def test_training_continues_bit_for_bit(tmp_path, name, form, dtype):
+    make = OPTIMIZERS[name]
+    model, optimizer = trained(make, dtype=dtype)
+    path = write(tmp_path, tree_of(model, optimizer, step=3), form)
     saved = snapshot(model, optimizer)
-    train(model, optimizer, STEPS, 3)
-    other = Net(seed=1, **settings)
+    train(model, optimizer, 3, 3)
+    other = Net(seed=1, dtype=dtype)
     fresh = make(groups(other), 0.001)
     before = {name: p.data_ptr() for name, p in other.named_parameters()}
-    assert ckpt8.resume(path, other, fresh) == {"step": STEPS}
+    assert ckpt8.resume(path, other, fresh) == {"step": 3}
     assert same(snapshot(other, fresh), saved)
     assert {name: p.data_ptr() for name, p in other.named_parameters()} == before
-    train(other, fresh, STEPS, 3)
+    train(other, fresh, 3, 3)
     assert same(snapshot(other, fresh), snapshot(model, optimizer))
     assert not same(snapshot(other, fresh), saved)
-
-
-@pytest.mark.parametrize("form", ["raw", "lossless"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_continues_bit_for_bit(tmp_path, name, form):
-    check_continues(tmp_path, OPTIMIZERS[name], form)
-
-
-@pytest.mark.parametrize("name", HALF)
-def test_training_in_bfloat16_continues_bit_for_bit(tmp_path, name):
-    check_continues(tmp_path, OPTIMIZERS[name], "lossless", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("preset", ["flash", "compact", "archive"])
@@ -57,7 +41,7 @@ def test_training_in_bfloat16_continues_bit_for_bit(tmp_path, name):
 def test_resume_gives_what_load_and_restore_give(tmp_path, name, preset):
     make = OPTIMIZERS[name]
     model, optimizer = trained(make)
-    path = save(tmp_path, model, optimizer, preset)
+    path = write(tmp_path, tree_of(model, optimizer), preset)
     loaded = ckpt8.load(path)
     other = Net(seed=1)
     fresh = make(groups(other), 0.001)
@@ -70,7 +54,7 @@ def test_resume_gives_what_load_and_restore_give(tmp_path, name, preset):
 
 def test_state_does_not_alias_and_replaces_what_was_there(tmp_path):
     make = OPTIMIZERS["torch-adamw"]
-    path = save(tmp_path, *trained(make), "raw")
+    path = write(tmp_path, tree_of(*trained(make)))
     model, optimizer = trained(make, 5, seed=2)
     old = {p: state["exp_avg"] for p, state in optimizer.state.items()}
     kept = {p: t.clone() for p, t in old.items()}
@@ -86,12 +70,10 @@ def test_the_step_takes_the_form_that_the_optimizer_expects(tmp_path, step):
     for name, kind in (("torch-adamw", torch.Tensor), ("came-pytorch", int)):
         make = OPTIMIZERS[name]
         model, optimizer = trained(make)
-        state = optimizer.state_dict()
-        for entry in state["state"].values():
+        tree = tree_of(model, optimizer)
+        for entry in tree["optimizer"]["state"].values():
             entry["step"] = step
-        path = tmp_path / "run.pt"
-        torch.save({"model": model.state_dict(), "optimizer": state}, path)
-        ckpt8.resume(path, model, optimizer)
+        ckpt8.resume(write(tmp_path, tree), model, optimizer)
         found = [entry["step"] for entry in optimizer.state.values()]
         assert all(type(each) is kind and each == 3 for each in found)
         assert kind is int or {each.dtype for each in found} == {torch.float32}
@@ -113,7 +95,7 @@ def test_a_wide_state_keeps_its_type_under_a_stranger(tmp_path):
             "exp_avg": torch.randn(p.shape),
             "step": torch.tensor(10_001, dtype=torch.int64),
         }
-    path = save(tmp_path, model, optimizer, "lossless")
+    path = write(tmp_path, tree_of(model, optimizer), "lossless")
     saved = snapshot(model, optimizer)
     other = Net(seed=1, dtype=torch.bfloat16)
     fresh = Stranger(other.parameters(), 0.2)

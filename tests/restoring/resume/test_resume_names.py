@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, trained
+from resumed_kit import fresh, tree_of, write
 from torch import nn
 
 import ckpt8
@@ -16,20 +17,10 @@ from ckpt8.core.errors import ResumeError, UsageError
 ADAMW = OPTIMIZERS["torch-adamw"]
 
 
-def write(tmp_path, tree):
-    path = tmp_path / "run.pt"
-    torch.save(tree, path)
-    return path
-
-
-def renamed(tree, prefix):
-    return {prefix + name: value for name, value in tree.items()}
-
-
-def fqn_keyed(model, optimizer):
+def fqn_keyed(model, optimizer, prefix=""):
     """The optimizer state with names in place of numbers, as FSDP and accelerate write it."""
     state = optimizer.state_dict()
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): prefix + name for name, p in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     return {
         "state": {order[k]: value for k, value in reversed(state["state"].items())},
@@ -40,23 +31,18 @@ def fqn_keyed(model, optimizer):
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "_orig_mod.module."])
 def test_prefixes_of_wrappers_do_not_matter(tmp_path, prefix):
     model, optimizer = trained(ADAMW)
-    keyed = fqn_keyed(model, optimizer)
-    keyed = {
-        "state": renamed(keyed["state"], prefix),
-        "param_groups": [g | {"params": [prefix + name for name in g["params"]]} for g in keyed["param_groups"]],
-    }
-    path = write(tmp_path, {"model": renamed(model.state_dict(), prefix), "optimizer": keyed})
-    other = Net(seed=1)
-    fresh = ADAMW(groups(other), 0.1)
-    assert ckpt8.resume(path, other, fresh) == {}
+    weights = {prefix + name: value for name, value in model.state_dict().items()}
+    path = write(tmp_path, {"model": weights, "optimizer": fqn_keyed(model, optimizer, prefix)})
+    other, mine = fresh(ADAMW)
+    assert ckpt8.resume(path, other, mine) == {}
     assert same(snapshot(other, None), snapshot(model, None))
-    for (name, mine), theirs in zip(other.named_parameters(), model.parameters(), strict=True):
-        assert same(fresh.state.get(mine), optimizer.state.get(theirs)), name
+    for (name, here), there in zip(other.named_parameters(), model.parameters(), strict=True):
+        assert same(mine.state.get(here), optimizer.state.get(there)), name
 
 
 def test_a_compiled_model_takes_plain_names(tmp_path):
     model, optimizer = trained(ADAMW)
-    path = write(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = write(tmp_path, tree_of(model, optimizer))
     other = Net(seed=1)
     ckpt8.resume(path, torch.compile(other, backend="eager"))
     assert same(snapshot(other, None), snapshot(model, None))
@@ -66,8 +52,8 @@ def test_a_compiled_model_takes_plain_names(tmp_path):
 
 
 def test_names_that_would_become_one_stay_as_they_are():
-    assert match(["a._orig_mod.w", "a.w"], ["a._orig_mod.w", "a.w"]) == {"a._orig_mod.w": "a._orig_mod.w", "a.w": "a.w"}
-    assert match(["module.w", "v"], ["module.w", "v"]) == {"module.w": "module.w", "v": "v"}
+    for names in (["a._orig_mod.w", "a.w"], ["module.w", "v"]):
+        assert match(names, names) == dict(zip(names, names, strict=True))
     assert match(["module.w", "module.v"], ["v"]) == {"v": "module.v"}
     assert match(["w"], ["v"]) == {}
 
@@ -81,42 +67,32 @@ def test_names_go_before_places(tmp_path):
     path = write(tmp_path, {"optimizer": optimizer.state_dict()})
     other = Net(seed=1)
     live = reversed([(name, p) for name, p in other.named_parameters() if p.requires_grad])
-    fresh = ADAMW([{"params": [pair]} for pair in live], 0.5)
-    ckpt8.resume(path, optimizer=fresh)
-    assert {group["param_names"][0]: group["weight_decay"] for group in fresh.param_groups} == {
+    mine = ADAMW([{"params": [pair]} for pair in live], 0.5)
+    ckpt8.resume(path, optimizer=mine)
+    assert {group["param_names"][0]: group["weight_decay"] for group in mine.param_groups} == {
         name: 0.1 if p.dim() >= 2 else 0.0 for name, p in other.named_parameters() if p.requires_grad
     }
     for name, p in other.named_parameters():
-        assert same(fresh.state.get(p), optimizer.state.get(model.get_parameter(name))), name
-
-
-def test_groups_that_became_one_are_refused(tmp_path):
-    model = Net()
-    optimizer = ADAMW(groups(model, named=True), 0.1)
-    path = write(tmp_path, {"optimizer": optimizer.state_dict()})
-    fresh = ADAMW([(name, p) for name, p in model.named_parameters() if p.requires_grad], 0.5)
+        assert same(mine.state.get(p), optimizer.state.get(model.get_parameter(name))), name
+    # Groups that became one are refused.
+    whole = ADAMW([(name, p) for name, p in model.named_parameters() if p.requires_grad], 0.5)
     with pytest.raises(ResumeError, match="belong to groups 0, 1 with other hyperparameters"):
-        ckpt8.resume(path, optimizer=fresh)
+        ckpt8.resume(path, optimizer=whole)
 
 
 def test_parameters_by_name_that_are_missing_or_too_many(tmp_path):
     model, optimizer = trained(ADAMW)
-    body = {"params": [model.body.weight]}
-    with pytest.raises(ResumeError, match="is in the optimizer of the checkpoint but not in this one"):
-        with_model(tmp_path, model, optimizer, [body])
-    frozen = {"params": [*groups(model)[1]["params"], model.frozen]}
-    with pytest.raises(ResumeError, match="frozen: is not in the optimizer of the checkpoint"):
-        with_model(tmp_path, model, optimizer, [groups(model)[0], frozen])
-
-
-def with_model(tmp_path, model, optimizer, live):
+    matrices, vectors = groups(model)
     path = write(tmp_path, {"model": model.state_dict(), "optimizer": fqn_keyed(model, optimizer)})
-    ckpt8.resume(path, model, ADAMW(live, 0.1))
-
-
-def test_names_without_a_model(tmp_path):
-    model, optimizer = trained(ADAMW)
-    path = write(tmp_path, fqn_keyed(model, optimizer))
+    for live, said in (
+        ([{"params": [model.body.weight]}], "is in the optimizer of the checkpoint but not in this one"),
+        (
+            [matrices, {"params": [*vectors["params"], model.frozen]}],
+            "frozen: is not in the optimizer of the checkpoint",
+        ),
+    ):
+        with pytest.raises(ResumeError, match=said):
+            ckpt8.resume(path, model, ADAMW(live, 0.1))
     with pytest.raises(ResumeError, match="give model= as well"):
         ckpt8.resume(path, optimizer=ADAMW(groups(model), 0.1))
 
@@ -141,10 +117,9 @@ def test_a_tie_that_only_one_side_has(tmp_path):
 def test_where_models_are(tmp_path, key):
     model, optimizer = trained(ADAMW)
     path = write(tmp_path, {"epoch": 2, key: model.state_dict(), "nested": {"opt": optimizer.state_dict()}})
-    other = Net(seed=1)
-    fresh = ADAMW(groups(other), 0.1)
-    assert ckpt8.resume(path, other, fresh) == {"epoch": 2}
-    assert same(snapshot(other, fresh), snapshot(model, optimizer))
+    other, mine = fresh(ADAMW)
+    assert ckpt8.resume(path, other, mine) == {"epoch": 2}
+    assert same(snapshot(other, mine), snapshot(model, optimizer))
 
 
 def test_several_models(tmp_path):
@@ -170,9 +145,9 @@ def test_several_optimizers(tmp_path):
     first, second = nn.Linear(3, 4), nn.Linear(4, 3)
     both = [trained_on(first), trained_on(second)]
     path = write(tmp_path, {"optimizer_states": [o.state_dict() for o in both], "epoch": 1})
-    fresh = ADAMW(nn.Linear(4, 3).parameters(), 0.5)
-    rest = ckpt8.resume(path, optimizer=fresh)
-    assert same(fresh.state_dict(), both[1].state_dict())
+    mine = ADAMW(nn.Linear(4, 3).parameters(), 0.5)
+    rest = ckpt8.resume(path, optimizer=mine)
+    assert same(mine.state_dict(), both[1].state_dict())
     assert rest["optimizer_states"][1] is None
     assert rest["optimizer_states"][0]["param_groups"] == both[0].state_dict()["param_groups"]
     path = write(tmp_path, {"optimizer_states": [trained_on(first).state_dict(), both[0].state_dict()]})
@@ -195,11 +170,10 @@ def test_schedulers_and_users_may_add_to_groups(tmp_path):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.param_groups[0]["lr_scale"] = 0.5
     path = write(tmp_path, {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
-    other = Net(seed=1)
-    fresh = ADAMW(groups(other), 0.1)
-    rest = ckpt8.resume(path, optimizer=fresh)
-    assert fresh.param_groups[0]["lr_scale"] == 0.5
-    assert [group["initial_lr"] for group in fresh.param_groups] == [0.004, 0.004]
+    _, mine = fresh(ADAMW)
+    rest = ckpt8.resume(path, optimizer=mine)
+    assert mine.param_groups[0]["lr_scale"] == 0.5
+    assert [group["initial_lr"] for group in mine.param_groups] == [0.004, 0.004]
     assert rest["scheduler"] == scheduler.state_dict()
 
 
@@ -209,11 +183,10 @@ def test_older_files_lack_settings(tmp_path):
     for group in state["param_groups"]:
         for key in ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
             del group[key]
-    other = Net(seed=1)
-    fresh = ADAMW(groups(other), 0.1)
-    ckpt8.resume(write(tmp_path, {"optimizer": state}), optimizer=fresh)
-    assert same(snapshot(None, fresh)[1]["state"], optimizer.state_dict()["state"])
-    assert fresh.param_groups[0]["decoupled_weight_decay"] is True
+    _, mine = fresh(ADAMW)
+    ckpt8.resume(write(tmp_path, {"optimizer": state}), optimizer=mine)
+    assert same(snapshot(None, mine)[1]["state"], optimizer.state_dict()["state"])
+    assert mine.param_groups[0]["decoupled_weight_decay"] is True
 
 
 def test_how_a_step_is_computed_stays(tmp_path):
@@ -221,9 +194,7 @@ def test_how_a_step_is_computed_stays(tmp_path):
     for group in optimizer.param_groups:
         group["foreach"] = True
     path = write(tmp_path, {"optimizer": optimizer.state_dict()})
-    fresh = torch.optim.AdamW(groups(Net()), foreach=False)
-    ckpt8.resume(path, optimizer=fresh)
-    assert [group["foreach"] for group in fresh.param_groups] == [False, False]
-    unset = torch.optim.AdamW(groups(Net()))
-    ckpt8.resume(path, optimizer=unset)
-    assert [group["foreach"] for group in unset.param_groups] == [True, True]
+    for live, kept in ((False, False), (None, True)):
+        mine = torch.optim.AdamW(groups(Net()), foreach=live)
+        ckpt8.resume(path, optimizer=mine)
+        assert [group["foreach"] for group in mine.param_groups] == [kept, kept]

@@ -51,6 +51,10 @@ class Gan:
         return same(self.states(), other.states())
 
 
+def all_same(here, there):
+    return all(same(mine.state_dict(), its.state_dict()) for mine, its in zip(here, there, strict=True))
+
+
 LAYOUTS = {
     "keys": lambda g, d, og, od: {"netG": g, "netD": d, "optimizerG": og, "optimizerD": od},
     "other keys": lambda g, d, og, od: {"G_state_dict": g, "D_state_dict": d, "opt_G": og, "opt_D": od, "epoch": 3},
@@ -62,18 +66,27 @@ LAYOUTS = {
 
 
 def saved(folder, tree, name="x.ckpt8"):
-    path = folder / name
     if name.endswith(".pt"):
-        torch.save(tree, path)
+        torch.save(tree, folder / name)
     else:
-        ckpt8.save(tree, path, preset="lossless", threads=1)
-    return path
+        ckpt8.save(tree, folder / name, preset="lossless", threads=1)
+    return folder / name
+
+
+def alike():
+    """A trained pair of models of equal shapes, and a new one."""
+    return [Gan(seed, trained=seed == 1, widths=(24, 24), makes=(adamw, adamw)) for seed in (1, 7)]
+
+
+def unlike():
+    """A trained pair of models of other shapes, and a new one."""
+    return [Gan(seed, trained=seed == 1) for seed in (1, 7)]
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_lists_of_models_of_other_shapes_find_their_own(layout, order, tmp_path):
-    there, here = Gan(1, trained=True), Gan(7, trained=False)
+    there, here = unlike()
     path = saved(tmp_path, LAYOUTS[layout](*there.states()))
     model, optimizer = [here.nets[k] for k in order], tuple(here.optimizers[k] for k in order)
     rest = ckpt8.resume(path, model=model, optimizer=optimizer)
@@ -84,19 +97,11 @@ def test_lists_of_models_of_other_shapes_find_their_own(layout, order, tmp_path)
 @pytest.mark.parametrize("name", ["x.ckpt8", "x.pt"])
 @pytest.mark.parametrize("layout", ["keys", "other keys", "nested"])
 def test_dicts_find_their_keys_though_all_have_one_shape(layout, name, tmp_path):
-    there = Gan(1, trained=True, widths=(24, 24), makes=(adamw, adamw))
-    here = Gan(7, trained=False, widths=(24, 24), makes=(adamw, adamw))
+    there, here = alike()
     path = saved(tmp_path, LAYOUTS[layout](*there.states()), name)
     models = dict(zip(reversed(PATHS[layout]), reversed(here.nets), strict=True))
     ckpt8.resume(path, model=models, optimizer={"discriminator": here.optimizers[1], "generator": here.optimizers[0]})
     assert here.equals(there)
-
-
-def alike():
-    """A trained pair of models of equal shapes, and a new one."""
-    return [
-        Gan(seed, trained=trained, widths=(24, 24), makes=(adamw, adamw)) for seed, trained in ((1, True), (7, False))
-    ]
 
 
 PATHS = {
@@ -150,23 +155,22 @@ def test_keys_that_name_the_optimizer_of_another_model(tmp_path):
     assert here.equals(there)
 
 
-def test_one_optimizer_of_one_of_several_models(tmp_path):
+def test_one_of_several_is_enough(tmp_path):
+    there, here = unlike()
+    path = saved(tmp_path, LAYOUTS["keys"](*there.states()))
+    ckpt8.resume(path, model=[here.nets[1]], optimizer={"D": here.optimizers[1]})
+    assert same(here.states()[1::2], there.states()[1::2])
     there, here = alike()
     tree = LAYOUTS["keys"](*there.states())
     ckpt8.resume(saved(tmp_path, tree), here.nets[1], here.optimizers[1], model_at="netD")
     assert same(here.states()[1::2], there.states()[1::2])
+    average = {"model": tree["netG"], "ema": tree["netD"], "optimizer": tree["optimizerG"]}
+    ckpt8.resume(saved(tmp_path, average, "average.ckpt8"), here.nets[0], here.optimizers[0], model_at="ema")
+    assert same(here.nets[0].state_dict(), there.nets[1].state_dict())
+    assert same(here.optimizers[0].state_dict(), there.optimizers[0].state_dict())
     del tree["optimizerD"]
     with pytest.raises(ResumeError, match="belongs to netG, whose weights"):
         ckpt8.resume(saved(tmp_path, tree, "one.pt"), here.nets[1], here.optimizers[1], model_at="netD")
-
-
-def test_an_average_goes_on_with_the_optimizer_of_its_model(tmp_path):
-    there, here = alike()
-    tree = {"model": there.nets[0].state_dict(), "ema": there.nets[1].state_dict()}
-    path = saved(tmp_path, {**tree, "optimizer": there.optimizers[0].state_dict()})
-    ckpt8.resume(path, here.nets[0], here.optimizers[0], model_at="ema")
-    assert same(here.nets[0].state_dict(), there.nets[1].state_dict())
-    assert same(here.optimizers[0].state_dict(), there.optimizers[0].state_dict())
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -183,25 +187,17 @@ def test_two_optimizers_of_parts_alike(named, tmp_path):
     keys = ("a", "b") if named else ("opt_enc", "opt_dec")
     states = dict(zip(keys, (each.state_dict() for each in trained), strict=True))
     ckpt8.resume(saved(tmp_path, {"model": there.state_dict(), **states}), here, fresh[::-1])
-    assert [same(mine.state_dict(), its.state_dict()) for mine, its in zip(fresh, trained, strict=True)] == [True, True]
+    assert all_same(fresh, trained)
 
 
 def test_paths_choose(tmp_path):
-    there = Gan(1, trained=True, widths=(24, 24), makes=(adamw, adamw))
-    here = Gan(7, trained=False, widths=(24, 24), makes=(adamw, adamw))
+    there, here = alike()
     path = saved(tmp_path, {**LAYOUTS["keys"](*there.states()), "ema_G": there.nets[0].state_dict()})
     with pytest.raises(UsageError, match=r"may be one of netG, netD, ema_G; give a dict with these keys, or model_at="):
         ckpt8.resume(path, model=here.nets)
     options = {"model_at": ["netG", "netD"], "optimizer_at": {"a": "optimizerG", "b": "optimizerD"}}
     ckpt8.resume(path, here.nets, dict(zip("ab", here.optimizers, strict=True)), **options)
     assert here.equals(there)
-
-
-def test_one_of_several_is_enough(tmp_path):
-    there, here = Gan(1, trained=True), Gan(7, trained=False)
-    path = saved(tmp_path, LAYOUTS["keys"](*there.states()))
-    ckpt8.resume(path, model=[here.nets[1]], optimizer={"D": here.optimizers[1]})
-    assert same(here.states()[1::2], there.states()[1::2])
 
 
 @pytest.mark.parametrize("entries", [lambda a, b: {"optimizers": [a, b]}, lambda a, b: {"adamw": b, "muon": a}])
@@ -217,25 +213,18 @@ def test_one_model_with_muon_and_adamw(entries, tmp_path):
         each.step()
     path = saved(tmp_path, {"model": there.state_dict(), **entries(*(each.state_dict() for each in trained))})
     assert ckpt8.resume(path, model=here, optimizer=fresh) == {}
-    assert same(here.state_dict(), there.state_dict())
-    assert [same(a.state_dict(), b.state_dict()) for a, b in zip(trained, fresh, strict=True)] == [True, True]
+    assert all_same((here, *fresh), (there, *trained))
 
 
 def test_packed_optimizers(tmp_path):
-    def packed(params):
-        return ckpt8.optim.AdamW(params, lr=1e-3)
-
-    nets = [net(1).bfloat16(), net(2, 40).bfloat16()]
-    trained = [packed(each.parameters()) for each in nets]
+    nets, here = [net(1).bfloat16(), net(2, 40).bfloat16()], [net(8, 40).bfloat16(), net(9).bfloat16()]
+    trained, fresh = ([ckpt8.optim.AdamW(each.parameters(), lr=1e-3) for each in side] for side in (nets, here))
     for model, optimizer in zip(nets, trained, strict=True):
         model(torch.ones(2, 16, dtype=torch.bfloat16)).float().sum().backward()
         optimizer.step()
     path = saved(tmp_path, {"m": [n.state_dict() for n in nets], "o": [o.state_dict() for o in trained]})
-    here = [net(8, 40).bfloat16(), net(9).bfloat16()]
-    fresh = [packed(each.parameters()) for each in here]
     ckpt8.resume(path, model=here, optimizer=fresh)
-    for mine, theirs in zip((*here, *fresh), (*nets[::-1], *trained[::-1]), strict=True):
-        assert same(mine.state_dict(), theirs.state_dict())
+    assert all_same((*here, *fresh), (*nets[::-1], *trained[::-1]))
 
 
 class Failing(torch.optim.Rprop):
@@ -244,32 +233,24 @@ class Failing(torch.optim.Rprop):
         raise ValueError("no")
 
 
-@pytest.mark.parametrize("broken", range(4))
-def test_nothing_changes_when_one_does_not_fit(broken, tmp_path):
-    there, here = Gan(1, trained=True), Gan(7, trained=True)
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        *((number, r"\[3, 3\].*nothing was changed") for number in range(4)),
+        (None, r"optimizer\[1\]: Failing does not take the saved state.*nothing was changed"),
+    ],
+)
+def test_nothing_changes_when_one_does_not_fit_or_fails_to_load(broken, said, tmp_path):
+    saving, loading = (sgd, sgd) if broken is not None else (torch.optim.Rprop, Failing)
+    there, here = Gan(1, trained=True, makes=(adamw, saving)), Gan(7, trained=True, makes=(adamw, loading))
     states = there.states()
-    if broken < 2:
+    if broken in (0, 1):
         states[broken]["0.weight"] = torch.ones(3, 3)
-    else:
+    elif broken is not None:
         states[broken]["state"][0]["momentum_buffer" if broken == 3 else "exp_avg"] = torch.ones(3, 3)
     before = copy.deepcopy(here.states())
-    with pytest.raises(ResumeError, match=r"\[3, 3\].*nothing was changed"):
+    with pytest.raises(ResumeError, match=said):
         ckpt8.resume(saved(tmp_path, LAYOUTS["keys"](*states)), model=here.nets, optimizer=here.optimizers)
-    assert same(here.states(), before)
-
-
-def test_nothing_changes_when_the_last_optimizer_fails_to_load(tmp_path):
-    there = Gan(1, trained=True, makes=(adamw, torch.optim.Rprop))
-    here = Gan(7, trained=True, makes=(adamw, Failing))
-    before = copy.deepcopy(here.states())
-    with pytest.raises(
-        ResumeError, match=r"optimizer\[1\]: Failing does not take the saved state.*nothing was changed"
-    ):
-        ckpt8.resume(
-            saved(tmp_path, LAYOUTS["keys"](*there.states())),
-            model=here.nets,
-            optimizer=here.optimizers,
-        )
     assert same(here.states(), before)
 
 
@@ -285,6 +266,13 @@ def wrapped(model):
     shell = nn.Module()
     shell.module = model
     return shell
+
+
+def test_wrapped_models_in_a_list(tmp_path):
+    there, here = unlike()
+    models = [wrapped(here.nets[0]), nn.DataParallel(here.nets[1])]
+    ckpt8.resume(saved(tmp_path, LAYOUTS["keys"](*there.states())), model=models, optimizer=here.optimizers)
+    assert here.equals(there)
 
 
 WRONG = {
@@ -329,20 +317,12 @@ def test_wrong_arguments_are_one_line_and_change_nothing(case, tmp_path):
     there, model = net(1), net(5)
     trained, optimizer = stepped(there, adamw), stepped(model, adamw)
     path = saved(tmp_path, {"model": there.state_dict(), "optimizer": trained.state_dict()})
-    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     arguments, said = WRONG[case](model, optimizer)
-    before = before if case != "a scheduler" else copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     with pytest.raises(UsageError, match=said) as found:
         ckpt8.resume(path, **arguments)
     assert "\n" not in str(found.value)
     assert same([model.state_dict(), optimizer.state_dict()], before)
-
-
-def test_a_wrapped_model_in_a_list(tmp_path):
-    there, here = Gan(1, trained=True), Gan(7, trained=False)
-    path = saved(tmp_path, LAYOUTS["keys"](*there.states()))
-    ckpt8.resume(path, model=[wrapped(here.nets[0]), nn.DataParallel(here.nets[1])], optimizer=here.optimizers)
-    assert here.equals(there)
 
 
 def test_one_optimizer_over_two_models(tmp_path):
@@ -352,5 +332,4 @@ def test_one_optimizer_over_two_models(tmp_path):
     trained.step()
     path = saved(tmp_path, {"a": there[0].state_dict(), "b": there[1].state_dict(), "optimizer": trained.state_dict()})
     ckpt8.resume(path, model=here, optimizer=fresh)
-    for mine, theirs in zip((*here, fresh), (*there, trained), strict=True):
-        assert same(mine.state_dict(), theirs.state_dict())
+    assert all_same((*here, fresh), (*there, trained))
