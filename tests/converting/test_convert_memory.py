@@ -1,7 +1,5 @@
 """A conversion holds at most 300 MB above what importing takes, whatever the checkpoint's size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from dcp_kit import save_in_pieces

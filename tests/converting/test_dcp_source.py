@@ -3,8 +3,6 @@
 Those that are damaged or made to harm get one line; nothing is written or executed.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import shutil

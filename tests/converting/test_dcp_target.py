@@ -1,7 +1,5 @@
 """Distributed checkpoints as a target: torch loads them, at any world size, and training goes on."""
 
-from __future__ import annotations
-
 import copy
 import io
 import zipfile

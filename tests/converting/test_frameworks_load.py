@@ -1,7 +1,5 @@
 """transformers loads what was converted of a Trainer checkpoint, and Trainer goes on from a converted directory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from frameworks_kit import quiet

@@ -3,8 +3,6 @@
 Damage, and codes without what they mean, are not passed on.
 """
 
-from __future__ import annotations
-
 import copy
 import struct
 import sys

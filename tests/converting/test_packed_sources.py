@@ -3,8 +3,6 @@
 Its oracle is pytorch_optimizer's FlashAdamW, which has the same encoding.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that a container keeps only well enough to resume, on their way to inference or to a public model."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Files of torch and safetensors: structure, values, sharing, rounding, and what cannot be there."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import struct

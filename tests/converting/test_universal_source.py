@@ -1,8 +1,6 @@
 """DeepSpeed universal checkpoints as named fp32 dicts: imitations by hand of what ds_to_universal 0.19.8 writes, and
 one that it really wrote, compared with what DeepSpeed's own zero_to_fp32 makes of the partitions."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """What holds for every format in the table of writers, from every form that a source can have; and the command."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -4,8 +4,6 @@
 ``FOLDER/expected.pt``, which is what DeepSpeed's zero_to_fp32 makes of the former.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import Namespace

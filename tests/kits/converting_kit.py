@@ -1,7 +1,5 @@
 """Small runs with everything that conversion meets: tied weights, buffers, wrappers' names, an optimizer."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

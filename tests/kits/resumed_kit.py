@@ -1,7 +1,5 @@
 """What is saved of a run of ``resume_kit``, what it is resumed into, and that a refusal changes nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from resume_kit import Net, groups, same, snapshot

@@ -1,7 +1,5 @@
 """Containers that are hostile or damaged, and restores that fail: nothing lands outside the target, nothing stays."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

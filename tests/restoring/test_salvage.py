@@ -1,7 +1,5 @@
 """``restore --salvage``: every tensor whose chunks are whole comes back, all else is listed, nothing is invented."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Salvage of what needs other tensors: deltas, and first moments that are decoded with second ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from budget_kit import run_of

@@ -1,7 +1,5 @@
 """``restore --salvage`` of what ranks packed, with files that are damaged or missing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Salvage of containers that someone made, not damaged: a result or one error, soon, of bounded size, nowhere else."""
 
-from __future__ import annotations
-
 import copy
 import json
 import time

@@ -1,7 +1,5 @@
 """``load(..., unpack=True)``: from runs of ckpt8.optim to what the published optimizers load."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """``convert`` to a directory with quantised weights: what is written, kept, copied, reported and refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 These are compared with the modules of models that transformers builds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

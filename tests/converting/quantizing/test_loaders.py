@@ -1,7 +1,5 @@
 """compressed-tensors and transformers read what was exported, and decode the weights that ckpt8 says it wrote."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

@@ -1,7 +1,5 @@
 """Resume into every optimizer of every installed package: as its own load_state_dict would, or not at all."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """What may get into live objects: nothing that stands for an object, and nothing half way."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import pickle
@@ -62,7 +60,7 @@ def test_an_object_in_a_state(tmp_path, kind):
 
 
 class WithExtra(nn.Linear):
-    extra: object = 0
+    extra = 0
 
     def get_extra_state(self):
         return self.extra
@@ -206,7 +204,7 @@ def test_a_wrapper_of_accelerate_loads_through_it(tmp_path):
 class Refuses(torch.optim.SGD):
     """Changes everything that it can before it raises."""
 
-    table: object = None
+    table = None
 
     def load_state_dict(self, state_dict):
         self.table = "changed"

@@ -1,7 +1,5 @@
 """The run goes on as if it had not been interrupted: bit for bit, for every optimizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from resume_kit import OPTIMIZERS, Net, groups, same, snapshot, train, trained

@@ -1,7 +1,5 @@
 """resume holds the optimizer state that it allocates and at most 200 MB more."""
 
-from __future__ import annotations
-
 import pytest
 from memory_kit import run_measured, save_trained
 

@@ -1,7 +1,5 @@
 """Which parameter is which: wrappers, ties, names and places, several candidates."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

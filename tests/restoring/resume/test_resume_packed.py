@@ -1,7 +1,5 @@
 """Into ckpt8.optim: from files of the published optimizers, raw and compressed, and from its own."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """``ckpt8.resume`` from a directory that several ranks packed, into a model and an optimizer of one process."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 

@@ -1,7 +1,5 @@
 """What does not fit is refused with one clear line, and nothing has changed."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The rest of the tree, and copies into tensors of any stride."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections import OrderedDict
@@ -21,7 +19,7 @@ from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.tree import Inert, TensorRef, iter_leaves
 
 
-def round_trip(tmp_path: Path, tree, model=None):
+def round_trip(tmp_path, tree, model=None):
     path = tmp_path / "run.pt"
     torch.save(tree, path)
     ckpt8.compress(path, preset="lossless", force=True)
@@ -101,7 +99,7 @@ def test_the_rest_is_what_torch_loads(inputs, tmp_path, name):
     assert same_values(ckpt8.resume(tmp_path / "run.ckpt8"), original)
 
 
-def same_values(one, other) -> bool:
+def same_values(one, other):
     if isinstance(other, dict):
         return list(one) == list(other) and all(same_values(one[key], other[key]) for key in other)
     if isinstance(other, (list, tuple)):
@@ -130,7 +128,7 @@ def test_copies_of_any_stride_into_any_stride(inputs, monkeypatch, name, piece):
             assert streamer.equal(ref, ref)
 
 
-def targets(like: torch.Tensor) -> list[torch.Tensor]:
+def targets(like):
     """Tensors of one shape: contiguous, transposed, and with gaps."""
     shape = tuple(like.shape)
     backwards = torch.empty(shape[::-1], dtype=like.dtype).permute(tuple(reversed(range(len(shape)))))

@@ -1,7 +1,5 @@
 """Several models and optimizers in one call of resume: each gets its own, or nothing changes."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 
