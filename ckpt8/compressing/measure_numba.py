@@ -179,14 +179,20 @@ def _add_weighted_errors(x, there, weights, error, lanes):
 
 
 @kernel
+def _add_difference(x, there, error, sums):
+    """Fill ``error`` with what ``there`` has more than ``x``; add its squares and those of ``x`` to two rows of lanes."""
+    subtract(there, x, error)
+    add_squares(error, sums[0])
+    add_squares(x, sums[1])
+
+
+@kernel
 def _add_errors(x, there, error, error_bits, sums):
     """Add the squares of errors and values to two rows of lanes; the bits of the largest error."""
     largest = i4(0)
     for first in range(0, x.size, BLOCK):
         last = first + BLOCK
-        subtract(there[first:last], x[first:last], error)
-        add_squares(error, sums[0])
-        add_squares(x[first:last], sums[1])
+        _add_difference(x[first:last], there[first:last], error, sums)
         largest = max(largest, top_bits(error_bits))
     return largest
 
@@ -201,9 +207,7 @@ def _add_moments(x, there, scales, of_roots, room, room_bits, sums):
     error, error_bits, cell, cell_bits = room[0], room_bits[0], room[3], room_bits[3]
     for first in range(0, x.size, BLOCK):
         last, group = first + BLOCK, first // GROUP
-        subtract(there[first:last], x[first:last], error)
-        add_squares(error, sums[0])
-        add_squares(x[first:last], sums[1])
+        _add_difference(x[first:last], there[first:last], error, sums)
         if scales.size:
             if of_roots:
                 take_roots(x[first:last], room[1])
@@ -214,6 +218,17 @@ def _add_moments(x, there, scales, of_roots, room, room_bits, sums):
 
 
 @kernel
+def _add_update(m, m_there, root, root_there, eps, room, room_bits, sums, maxima):
+    """Add the squares of the errors and values of the updates of a block; raise the last two ``maxima``."""
+    error, error_bits, u, u_bits, u_there = room[0], room_bits[0], room[3], room_bits[3], room[4]
+    divide(m, root, eps, u)
+    divide(m_there, root_there, eps, u_there)
+    _add_difference(u, u_there, error, sums[2:4])
+    maxima[1] = max(maxima[1], top_bits(error_bits))
+    maxima[2] = max(maxima[2], top_bits(u_bits))
+
+
+@kernel
 def _add_updates(m, m_there, v, v_there, scales, eps, in_steps, room, room_bits, sums, maxima):
     """Measure second moments as ``_add_moments``, and the updates that both moments make, with the same square roots.
 
@@ -221,29 +236,20 @@ def _add_updates(m, m_there, v, v_there, scales, eps, in_steps, room, room_bits,
     the bits of the largest error of a root, of the largest error of an update and of the largest update.
     """
     eps = f4(eps)
-    error, error_bits, here, there, u, u_there = room[0], room_bits[0], room[1], room[2], room[3], room[4]
-    u_bits = room_bits[3]
+    error, error_bits, here, there, cell, cell_bits = room[0], room_bits[0], room[1], room[2], room[3], room_bits[3]
     for first in range(0, m.size, BLOCK):
         last, group = first + BLOCK, first // GROUP
         block = m[first:last]
-        subtract(v_there[first:last], v[first:last], error)
-        add_squares(error, sums[0])
-        add_squares(v[first:last], sums[1])
+        _add_difference(v[first:last], v_there[first:last], error, sums)
         take_roots(v[first:last], here)
         take_roots(v_there[first:last], there)
         if scales.size:
             subtract(there, here, error)
-            maxima[0] = max(maxima[0], _largest_scaled(error_bits, scales[group : group + GROUPS], u, u_bits))
+            maxima[0] = max(maxima[0], _largest_scaled(error_bits, scales[group : group + GROUPS], cell, cell_bits))
         if in_steps:
             _relative(there, here, block, error)
             add_squares(error, sums[4])
-        divide(block, here, eps, u)
-        divide(m_there[first:last], there, eps, u_there)
-        subtract(u_there, u, error)
-        add_squares(error, sums[2])
-        add_squares(u, sums[3])
-        maxima[1] = max(maxima[1], top_bits(error_bits))
-        maxima[2] = max(maxima[2], top_bits(u_bits))
+        _add_update(block, m_there[first:last], here, there, eps, room, room_bits, sums, maxima)
 
 
 @kernel
@@ -274,38 +280,28 @@ def _add_packed_moments(
 ):
     """Decode both moments; measure first ones as ``_add_moments``, second ones and updates as ``_add_updates``."""
     eps = f4(eps)
-    error, error_bits, here, there, u, u_bits = room[0], room_bits[0], room[1], room[2], room[3], room_bits[3]
-    u_there, m_there, v_there, wide, wide_bits = room[4], room[5], room[6], room[7], room_bits[7]
+    error, error_bits, here, there, cell, cell_bits = room[0], room_bits[0], room[1], room[2], room[3], room_bits[3]
+    m_there, v_there, wide, wide_bits = room[5], room[6], room[7], room_bits[7]
     for first in range(0, m.size, BLOCK):
         last, group = first + BLOCK, first // GROUP
         block, scales = m[first:last], m_scales[group : group + GROUPS]
-        decode_signed_blocks(m_codes[first:last], scales, u, u_bits, error, m_there, m_levels)
-        subtract(m_there, block, error)
-        add_squares(error, first_sums[0])
-        add_squares(block, first_sums[1])
+        decode_signed_blocks(m_codes[first:last], scales, cell, cell_bits, error, m_there, m_levels)
+        _add_difference(block, m_there, error, first_sums)
         _widen(scales, wide_bits)
-        first_maxima[0] = max(first_maxima[0], _largest_scaled(error_bits, wide, u, u_bits))
-        block, scales = v[first:last], v_scales[group : group + GROUPS]
-        decode_roots(v_codes[first:last], scales, u, u_bits, error, there, v_levels, fourth_root)
+        first_maxima[0] = max(first_maxima[0], _largest_scaled(error_bits, wide, cell, cell_bits))
+        scales = v_scales[group : group + GROUPS]
+        decode_roots(v_codes[first:last], scales, cell, cell_bits, error, there, v_levels, fourth_root)
         square(there, v_there)
-        subtract(v_there, block, error)
-        add_squares(error, sums[0])
-        add_squares(block, sums[1])
-        take_roots(block, here)
+        _add_difference(v[first:last], v_there, error, sums)
+        take_roots(v[first:last], here)
         if fourth_root:
             # Without the fourth root, ``there`` is already the rounded root of its rounded square: no code and scale
             # are small enough for a square to lose bits.
             take_roots(v_there, there)
         subtract(there, here, error)
         _widen(scales, wide_bits)
-        maxima[0] = max(maxima[0], _largest_scaled(error_bits, wide, u, u_bits))
-        divide(m[first:last], here, eps, u)
-        divide(m_there, there, eps, u_there)
-        subtract(u_there, u, error)
-        add_squares(error, sums[2])
-        add_squares(u, sums[3])
-        maxima[1] = max(maxima[1], top_bits(error_bits))
-        maxima[2] = max(maxima[2], top_bits(u_bits))
+        maxima[0] = max(maxima[0], _largest_scaled(error_bits, wide, cell, cell_bits))
+        _add_update(block, m_there, here, there, eps, room, room_bits, sums, maxima)
 
 
 class BlockSums:

@@ -118,6 +118,16 @@ def expand_unsigned(codes, scale16, levels: tl.constexpr, fourth_root: tl.conste
     return root * root
 
 
+@triton.jit
+def groups(at, first, count, masked: tl.constexpr, block: tl.constexpr):
+    """The first element of a program, the mask of its offsets ``at``, its groups and their mask.
+
+    Masks are None for a whole block.
+    """
+    start, group = (tl.program_id(0) + first).to(tl.int64) * block, tl.arange(0, block // 32)
+    return start, at < count if masked else None, start // 32 + group, group * 32 < count if masked else None
+
+
 # The kernels of all codecs end in the parameters of ``launch``: Triton takes neither structures nor keyword lists.
 @triton.jit(do_not_specialize=["first", "count"])
 def encode_kernel(
@@ -134,10 +144,8 @@ def encode_kernel(
     block: tl.constexpr,
 ):
     """Compand moments, fp32 or the bits of bf16; ``flags[0]`` becomes 1 on overflow, ``flags[1]`` on a root of NaN."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
     at = group_offsets(block)
-    group = tl.arange(0, block // 32)
-    mask = at < count if masked else None
+    start, mask, group, group_mask = groups(at, first, count, masked, block)
     x = widen(tl.load(moments + start + at, mask, 0 if masked else None))
     if signed:
         code, scale16 = compand_signed(x, levels)
@@ -146,7 +154,7 @@ def encode_kernel(
         code, scale16 = compand_unsigned(x, levels, fourth_root)
         refuse(flags + (scale16 > _INFINITE_SCALE).to(tl.int32), scale16 >= _INFINITE_SQUARE)
     tl.store(codes + start + at, code.to(codes.dtype.element_ty), mask)
-    tl.store(scales + start // 32 + group, scale16.to(tl.uint16), group * 32 < count if masked else None)
+    tl.store(scales + group, scale16.to(tl.uint16), group_mask)
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -163,13 +171,10 @@ def decode_kernel(
     block: tl.constexpr,
 ):
     """Expand moments, to fp32 or the bits of bf16."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
     at = store_offsets(moments, block)
-    group = tl.arange(0, block // 32)
-    mask = at < count if masked else None
+    start, mask, group, group_mask = groups(at, first, count, masked, block)
     code = tl.load(codes + start + at, mask, 0 if masked else None).to(tl.int32)
-    group_mask = group * 32 < count if masked else None
-    scale16 = tl.load(scales + start // 32 + group, group_mask, 0 if masked else None).to(tl.int32)
+    scale16 = tl.load(scales + group, group_mask, 0 if masked else None).to(tl.int32)
     x = expand_signed(code, scale16, levels) if signed else expand_unsigned(code, scale16, levels, fourth_root)
     tl.store(moments + start + at, narrow(x, moments.dtype.element_ty), mask)
 

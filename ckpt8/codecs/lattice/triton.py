@@ -29,6 +29,14 @@ _FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in reference.
 
 
 @triton.jit
+def elements(first, count, masked: tl.constexpr, block: tl.constexpr):
+    """The first element of a program, the offsets of all its elements, and their mask; None for a whole block."""
+    start = (tl.program_id(0) + first).to(tl.int64) * block
+    at = tl.arange(0, block)
+    return start, at, at < count if masked else None
+
+
+@triton.jit
 def zigzag(q):
     """Symbols of int32 integers."""
     return (q << 1) ^ (q >> 31)
@@ -75,9 +83,7 @@ def encode_kernel(
     block: tl.constexpr,
 ):
     """Encode weights, fp32 or the bits of bf16; ``flags[0]`` becomes 1 where a code is out of range."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
-    at = tl.arange(0, block)
-    mask = at < count if masked else None
+    start, at, mask = elements(first, count, masked, block)
     w = widen(tl.load(weights + start + at, mask, 0 if masked else None))
     q = floor(tl.div_rn(w, step) + dither(origin, start, at, salt))
     # So that NaN is refused, too.
@@ -98,9 +104,7 @@ def decode_kernel(
     block: tl.constexpr,
 ):
     """Decode weights, to fp32 or the bits of bf16."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
-    at = tl.arange(0, block)
-    mask = at < count if masked else None
+    start, at, mask = elements(first, count, masked, block)
     symbol = tl.load(codes + start + at, mask, 0 if masked else None)
     w = (from_zigzag(symbol).to(tl.float32) + (0.5 - dither(origin, start, at, salt))) * step
     tl.store(weights + start + at, narrow(tl.where(symbol == RESERVED, 0.0, w), weights.dtype.element_ty), mask)

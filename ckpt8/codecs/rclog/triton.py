@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.lattice.triton import RESERVED, SYMBOL_BLOCK, floor, from_zigzag, zigzag
+from ckpt8.codecs.lattice.triton import RESERVED, SYMBOL_BLOCK, elements, floor, from_zigzag, zigzag
 from ckpt8.codecs.rclog import MOST_COLUMNS, reference
 from ckpt8.codecs.triton_blocks import OPTIONS, bits_of, launch, narrow, on_device, raw, refuse_any, widen
 from ckpt8.core.errors import RefusedError
@@ -69,11 +69,10 @@ def sums_kernel(
 @triton.jit(do_not_specialize=["numbers", "first", "count"])
 def means_kernel(sums, numbers, factors, first, count, masked: tl.constexpr, block: tl.constexpr):
     """Divide sums by numbers: the factors as int16, rounded to nearest, halves up; 0 where nothing was counted."""
-    at = (tl.program_id(0) + first).to(tl.int64) * block + tl.arange(0, block)
-    mask = tl.arange(0, block) < count if masked else None
-    unit = tl.maximum(tl.load(sums + numbers + at, mask, 0 if masked else None), 1) << _UNIT
-    doubled = 2 * tl.load(sums + at, mask, 0 if masked else None) + unit + 2 * _ABOVE * unit
-    tl.store(factors + at, (doubled // (2 * unit) - _ABOVE).to(tl.int16), mask)
+    start, at, mask = elements(first, count, masked, block)
+    unit = tl.maximum(tl.load(sums + numbers + start + at, mask, 0 if masked else None), 1) << _UNIT
+    doubled = 2 * tl.load(sums + start + at, mask, 0 if masked else None) + unit + 2 * _ABOVE * unit
+    tl.store(factors + start + at, (doubled // (2 * unit) - _ABOVE).to(tl.int16), mask)
 
 
 @triton.jit
@@ -107,9 +106,7 @@ def encode_kernel(
     block: tl.constexpr,
 ):
     """Encode second moments, fp32 or the bits of bf16."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
-    at = tl.arange(0, block)
-    mask = at < count if masked else None
+    start, at, mask = elements(first, count, masked, block)
     bits = moment_bits(tl.load(moments + start + at, mask, 0 if masked else None))
     factor = factors_of(rows, columns, start, at, skipped, length, mask, block)
     middle = bits + S // 2
@@ -137,9 +134,7 @@ def decode_kernel(
     block: tl.constexpr,
 ):
     """Decode second moments, to fp32 or the bits of bf16."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
-    at = tl.arange(0, block)
-    mask = at < count if masked else None
+    start, at, mask = elements(first, count, masked, block)
     symbol = tl.load(codes + start + at, mask, 0 if masked else None)
     factor = factors_of(rows, columns, start, at, skipped, length, mask, block)
     bits = from_zigzag(symbol).to(tl.int64) * S + (factor.to(tl.int64) << _UNIT)

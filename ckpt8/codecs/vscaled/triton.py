@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ckpt8.codecs.lattice.reference import modulo
-from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK, dither, floor, from_zigzag, zigzag
+from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK, dither, elements, floor, from_zigzag, zigzag
 from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
 from ckpt8.codecs.vscaled import reference
 from ckpt8.codecs.vscaled.reference import LARGEST_UPDATE, REACH, STEP_SHARE
@@ -61,9 +61,7 @@ def encode_kernel(
     block: tl.constexpr,
 ):
     """Encode first moments, fp32 or the bits of bf16; ``flags[0]`` becomes 1 where one cannot be kept."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
-    at = tl.arange(0, block)
-    mask = at < count if masked else None
+    start, at, mask = elements(first, count, masked, block)
     m = widen(tl.load(moments + start + at, mask, 0 if masked else None))
     v = tl.load(second + start + at, mask, 1.0 if masked else None)
     divisor = divisor_of(v, bias1, root_bias2, eps)
@@ -100,9 +98,7 @@ def decode_kernel(
     block: tl.constexpr,
 ):
     """Decode first moments, to fp32 or the bits of bf16."""
-    start = (tl.program_id(0) + first).to(tl.int64) * block
-    at = tl.arange(0, block)
-    mask = at < count if masked else None
+    start, at, mask = elements(first, count, masked, block)
     symbol = tl.load(codes + start + at, mask, 0 if masked else None)
     v = tl.load(second + start + at, mask, 1.0 if masked else None)
     step = steps_of(v, divisor_of(v, bias1, root_bias2, eps), k, share)
