@@ -145,9 +145,8 @@ class UpdateError(NoiseError):
 
 def read_error(stored: Mapping[str, Any] | None) -> WeightError | LatticeError | MomentError | UpdateError | None:
     """The accumulator of a stored record, or None where nothing was measured or the record is of another kind."""
-    kinds: tuple[type[WeightError | LatticeError | MomentError | UpdateError], ...]
-    kinds = (WeightError, LatticeError, MomentError, UpdateError)
-    for kind in kinds:
+    kind: type[WeightError | LatticeError | MomentError | UpdateError]
+    for kind in (WeightError, LatticeError, MomentError, UpdateError):
         if stored is not None and set(stored) == {field.name for field in fields(kind)}:
             return kind(**stored) if _plain(stored.values()) else None
     return None

@@ -97,12 +97,15 @@ class Reference(Codec, Copied):
         inherited: Parts | None = None,  # noqa: ARG002
         out: Companions = NO_COMPANIONS,  # noqa: ARG002
     ) -> Parts:
-        """No parts. Raises RefusedError unless ``x`` is, bit for bit, the companion ``rounded`` of its own type.
+        """What ``x`` has more than the companion ``rounded``. Raises RefusedError where the parts cannot hold that.
 
-        Without this companion nothing is checked: the size is the same.
+        Without this companion nothing is checked: the size is about the same.
         """
         backends.resolve(backend)
-        rounded = companions.get(ROUNDED)
+        return self._differences(x, companions.get(ROUNDED))
+
+    def _differences(self, x: torch.Tensor, rounded: torch.Tensor | None) -> Parts:
+        """No parts: ``x`` is, bit for bit, ``rounded`` of its own type."""
         if rounded is not None and not bool((_bits(x) == _bits(rounded)).all()):
             raise RefusedError(f"differs from its fp32 master rounded to {_dtype_name(x)}")
         return {}
@@ -141,22 +144,8 @@ class HalfReference(Reference):
         """One difference for every element."""
         return {DELTA: PartSpec(DType.INT8, spec.numel)}
 
-    def encode(
-        self,
-        x: torch.Tensor,
-        *,
-        backend: backends.Backend | None = None,
-        first: int = 0,  # noqa: ARG002
-        companions: Companions = NO_COMPANIONS,
-        inherited: Parts | None = None,  # noqa: ARG002
-        out: Companions = NO_COMPANIONS,  # noqa: ARG002
-    ) -> Parts:
-        """The differences between ``x`` and the companion ``rounded``, bf16. Raises RefusedError for a large one.
-
-        Without this companion, ``x`` itself is rounded: the size is about the same.
-        """
-        backends.resolve(backend)
-        rounded = companions.get(ROUNDED)
+    def _differences(self, x: torch.Tensor, rounded: torch.Tensor | None) -> Parts:
+        """The differences between ``x`` and ``rounded``, bf16; without it, ``x`` itself is rounded."""
         base = _half_bits(x.to(DType.BFLOAT16.torch) if rounded is None else rounded)
         delta = _bits(x).to(DType.INT32.torch) - base.to(DType.INT32.torch)
         if bool((delta.abs() > _MOST).any()):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,10 +22,19 @@ from typing import Any
 from ckpt8 import __version__
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.codecs import Codec, config_of
-from ckpt8.codecs.error_stats import StepError, UpdateError
+from ckpt8.codecs.error_stats import ErrorStats, StepError
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, EncodedChunk, PackedChunk, Work, check_source, store
 from ckpt8.compressing.deltas import check_base
-from ckpt8.compressing.groups import PACK_NAME, EncodedGroup, GroupEncoder, PackedGroup, pack_record, share, store_group
+from ckpt8.compressing.groups import (
+    PACK_NAME,
+    EncodedGroup,
+    EncodedUnit,
+    GroupEncoder,
+    PackedGroup,
+    pack_record,
+    share,
+    store_group,
+)
 from ckpt8.compressing.measure import UnitErrors, exceeded_share, excess
 from ckpt8.compressing.plan import Measured, OptimizerStep, Plan, Refusal, Share, Stream, Unit
 from ckpt8.compressing.policy import Policy
@@ -52,44 +61,29 @@ from ckpt8.core.workers import Progress, Workers
 
 
 @dataclass(slots=True)
-class UnitResult:
-    """The outcome of writing a unit: ``tables`` by stream, then part; ``crcs`` of the source bytes by stream.
+class UnitResult(EncodedUnit):
+    """A unit that was written, with ``tables`` by stream, then part.
 
     ``refused`` says why a codec refused the unit; nothing else of the result counts then.
     """
 
-    unit: Unit
     tables: list[dict[str, FrameTable]]
-    errors: UnitErrors
-    crcs: list[int]
     refused: Refusal | None = None
 
 
 @dataclass(slots=True)
 class Results:
-    """What was written: the records of storages, update errors and errors in steps by index of a stream, and the packs.
-
-    Errors of updates and in steps are those of the unit whose first stream it is; ``measured`` are the same errors in
-    steps by unit. ``lossy`` are the storages that come back otherwise.
-    """
+    """What was written: the records of storages by index, the packs, and all units that are lossy or measured."""
 
     records: dict[int, StorageRecord] = field(default_factory=dict)
-    updates: dict[int, UpdateError] = field(default_factory=dict)
-    steps: dict[int, StepError] = field(default_factory=dict)
-    measured: list[tuple[Unit, StepError | None]] = field(default_factory=list)
-    lossy: set[int] = field(default_factory=set)
+    units: list[tuple[Unit, UnitErrors]] = field(default_factory=list)
     packs: list[Pack] = field(default_factory=list)
     _configs: dict[int, tuple[Codec, dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     def add_unit(self, unit: Unit, errors: UnitErrors) -> None:
         """Add what is known of a unit as a whole."""
-        self.lossy.update(stream.index for stream in unit.streams if stream.lossy)
-        if errors.steps is not None:
-            self.measured.append((unit, errors.steps))
-        if errors.update is not None and errors.update.finite:
-            self.updates[unit.streams[0].index] = errors.update
-        if errors.steps is not None and errors.steps.finite:
-            self.steps[unit.streams[0].index] = errors.steps
+        if not unit.is_plain:
+            self.units.append((unit, errors))
 
     def add(self, result: UnitResult) -> None:
         """Add a unit whose storages have entries of their own."""
@@ -120,7 +114,9 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
     manifest.directory = source.directory
     manifest.packs += results.packs
     manifest.storages += [results.records[index] for index in range(len(results.records))]
-    manifest.members += [_member_record(member, results) for member in source.members]
+    lossy = {stream.index for unit, _ in results.units for stream in unit.streams if stream.lossy}
+    manifest.members += [_member_record(member, lossy) for member in source.members]
+    errors_of = {unit.streams[0].index: errors for unit, errors in results.units}
     for tensor, index in plan.tensors:
         ref = tensor.ref
         flags = [name for name in ("conj", "neg") if getattr(ref, name)]
@@ -129,15 +125,15 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
         )
     for unit in plan.units:
         if (parameter := unit.parameter) is not None:
-            error, steps = results.updates.get(unit.streams[0].index), results.steps.get(unit.streams[0].index)
+            errors = errors_of.get(unit.streams[0].index, UnitErrors())
             manifest.parameters.append(
                 ParameterRecord(
                     parameter.name,
                     dict(parameter.moments),
                     parameter.rule.to_json() if parameter.rule else None,
                     parameter.reason,
-                    error.to_json() if error else None,
-                    steps_record(parameter.step, steps),
+                    _figures(errors.update),
+                    steps_record(parameter.step, errors.steps if _figures(errors.steps) else None),
                 )
             )
 
@@ -152,8 +148,13 @@ def steps_record(step: OptimizerStep | None, error: StepError | None) -> dict[st
     return {**place, "rate": step.lr, **stated, **decay, **error.to_json()}
 
 
-def _member_record(member: Member, results: Results) -> MemberRecord:
-    """The record of one member.
+def _figures(error: ErrorStats | None) -> dict[str, Any] | None:
+    """The stored form of an error; None where it was not measured, or is not finite."""
+    return error.to_json() if error is not None and error.finite else None
+
+
+def _member_record(member: Member, lossy: Set[int]) -> MemberRecord:
+    """The record of one member; ``lossy`` are the storages that come back otherwise.
 
     It lists the checksum fields that ``restore`` must fill in: those of storages whose bytes change, or whose checksum
     the source does not state.
@@ -162,15 +163,13 @@ def _member_record(member: Member, results: Results) -> MemberRecord:
     segments, fields = [], []
     for index, storage in sorted(enumerate(checkpoint.source_storages, first), key=lambda pair: pair[1].offset):
         segments.append([storage.offset, index])
-        if storage.crc32 is None or index in results.lossy:
+        if storage.crc32 is None or index in lossy:
             fields += [[place, index] for place in storage.crc_fields]
     return MemberRecord(member.path, checkpoint.format, checkpoint.size, member.skeleton, segments, fields)
 
 
 def _storage_record(stream: Stream, codec: dict[str, Any], errors: UnitErrors) -> StorageRecord:
-    error = errors.streams.get(stream.index)
-    spec = stream.spec
-    figures = error.to_json() if error and error.finite else None
+    spec, figures = stream.spec, _figures(errors.streams.get(stream.index))
     return StorageRecord(
         spec.name, spec.dtype, spec.numel, spec.role, codec, stream.reason, error=figures, base=stream.base
     )
@@ -292,7 +291,7 @@ class Compressor:
                 results = self.write_units(writer, workers, units, chunks)
                 self.write_groups(writer, workers.map(self._groups.stored, self._shared), results)
                 self._source.check_unchanged()
-                self._check_budget(policy, results.measured)
+                self._check_budget(policy, [(unit, errors.steps) for unit, errors in results.units])
                 return self.publish(writer, results, policy)
 
     def pack(self, target: Path, policy: Policy, *, force: bool) -> Unwritten:
@@ -431,9 +430,9 @@ class Compressor:
         """Write a unit slab by slab. Consumes all its chunks, also after one was refused."""
         result = UnitResult(
             unit,
-            [{part: FrameTable() for part in stream.codec.layout(stream.spec)} for stream in unit.streams],
             self._no_errors(unit),
             [0] * len(unit.streams),
+            [{part: FrameTable() for part in stream.codec.layout(stream.spec)} for stream in unit.streams],
         )
         slabs = header.slab_chunks(unit.numel, self._slab)
         for k, slab in enumerate(slabs):

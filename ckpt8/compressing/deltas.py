@@ -39,7 +39,7 @@ from ckpt8.compressing.plan import Plan, Stream, read_elements
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import balance, left_over
 from ckpt8.container import frames, header, symbols
-from ckpt8.container.bases import find_base
+from ckpt8.container.bases import Stated, find_base
 from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, links_in
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
@@ -206,11 +206,8 @@ Wanted = Path | Auto | None
 """Which base somebody asks for."""
 
 
-class _Sibling(NamedTuple):
-    path: Path
-    key: str
-    place: int
-    links: int
+_Sibling = tuple[Path, Stated]
+"""A container of an earlier state, and what it says of its place in a chain."""
 
 
 def wanted(base: str | os.PathLike[str] | Auto | None) -> Wanted:
@@ -268,14 +265,14 @@ def open_bases(
         return
     siblings = _siblings(_files_beside(target), plan, policy)
     newest = next(siblings, None)
-    place = LENGTH if newest is None else newest.place + 1
-    if newest is None or place == LENGTH:
+    if newest is None or newest[1].place == LENGTH - 1:
         return
-    for sibling in _best(chain([newest], siblings), newest.key, place):
+    key, place = newest[1].key, newest[1].place + 1
+    for path in _best(chain([newest], siblings), key, place):
         # What is below it may be missing, or need the target.
-        with contextlib.suppress(InputError, UsageError), OpenBase(sibling.path, place) as base:
+        with contextlib.suppress(InputError, UsageError), OpenBase(path, place) as base:
             base.check_target(target)
-            if kept is None or _links(kept, sibling.path, target, is_needed=asked.only_linked):
+            if kept is None or _links(kept, path, target, is_needed=asked.only_linked):
                 yield base
 
 
@@ -334,18 +331,17 @@ def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Si
     for path in paths:
         with contextlib.suppress(InputError), ContainerReader(path) as reader:
             if fits(plan, policy, reader.manifest) and is_unicode(path.name):
-                stated = reader.stated
-                yield _Sibling(path, stated.key, stated.place, stated.links)
+                yield path, reader.stated
 
 
-def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[_Sibling]:
+def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[Path]:
     """The base of number ``place`` in the chain of ``key``, then the newest with few enough links."""
     newest = regular = None
-    for sibling in siblings:
-        if sibling.key == key and sibling.links < _MOST_LINKS and sibling.place < place:
-            newest = newest or sibling
-            if sibling.place == place & (place - 1):
-                regular = sibling
+    for path, stated in siblings:
+        if stated.key == key and stated.links < _MOST_LINKS and stated.place < place:
+            newest = newest or path
+            if stated.place == place & (place - 1):
+                regular = path
                 break
     return (chosen for chosen in dict.fromkeys((regular, newest)) if chosen is not None)
 
@@ -387,22 +383,17 @@ class _Trial:
     count: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """How a plan continues a base: ``plan`` has differences where they pay.
+_WORTH_IT = 0.95
+"""A chain goes on where a difference takes less than this part of the whole."""
 
-    ``resumed`` says that the run was resumed from the lattice of the base. ``nbytes`` is the expected size of the
-    parts, and ``whole`` that with no differences.
+
+def continue_base(
+    plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None
+) -> tuple[Plan, str | None]:
+    """The plan with differences to ``base`` where they pay, and why a new chain had better begin, or None.
+
+    Raises InputError.
     """
-
-    plan: Plan
-    resumed: bool
-    nbytes: float
-    whole: float
-
-
-def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None) -> Continuation:
-    """Make differences to ``base`` of storages of ``plan``. Raises InputError."""
     continued = replace(plan, by_index=dict(plan.by_index))
     streams = continued.by_index
     partners = find_partners(plan, base.manifest)
@@ -429,7 +420,8 @@ def continue_base(plan: Plan, source: Checkpoint, base: OpenBase, threads: int |
             streams[stream.index] = replace(stream, codec=codec, base=partner)
             sizes[stream.index] = trial.nbytes
     balance(continued)
-    return Continuation(continued, resumed, sum(sizes.values()), whole)
+    why_new = None if sum(sizes.values()) < _WORTH_IT * whole else "differences would hardly be smaller"
+    return continued, "the run was resumed from a lossy container on the same lattice" if resumed else why_new
 
 
 def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -> list[_Candidate]:
@@ -458,16 +450,12 @@ def _try(candidate: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | 
         parts = symbols.difference(codec.encode(x, first=first, inherited=below), below)
     except RefusedError:
         return None
-    nbytes = _stored_bytes(parts) * stream.spec.numel / count
+    encoded = frames.encode_parts(*symbols.pack_parts(parts))
+    nbytes = sum(len(stored) for planes in encoded.values() for stored, _ in planes) * stream.spec.numel / count
     if not (candidate.shares_lattice and isinstance(codec, Lattice)):
         return _Trial(candidate, nbytes)
     places = phases(x, k=codec.k, salt=codec.salt, first=first)
     return _Trial(candidate, nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
-
-
-def _stored_bytes(parts: Parts) -> int:
-    encoded = frames.encode_parts(*symbols.pack_parts(parts))
-    return sum(len(stored) for planes in encoded.values() for stored, _ in planes)
 
 
 def _resumed(trials: Sequence[_Trial]) -> bool:
@@ -496,23 +484,6 @@ def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
     return size
 
 
-_WORTH_IT = 0.95
-"""A chain goes on where a difference takes less than this part of the whole."""
-
-NO_BASE = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
-RESUMED = "the run was resumed from a lossy container on the same lattice"
-NO_LINKS = "files cannot be linked in its folder, which would keep its base"
-NOT_SMALLER = "differences would hardly be smaller"
-
-
-class Chosen(NamedTuple):
-    """A plan with its differences to ``base``; one without a base, and the ``reason`` where one was looked for."""
-
-    plan: Plan
-    base: OpenBase | None = None
-    reason: str | None = None
-
-
 @contextlib.contextmanager
 def choose_base(
     asked: Wanted,
@@ -522,31 +493,25 @@ def choose_base(
     policy: Policy,
     kept: KeptBases | None,
     threads: int | None,
-) -> Iterator[Chosen]:
-    """The base of ``target`` and ``plan`` with its differences to it; the base is open inside the block.
+) -> Iterator[tuple[Plan, OpenBase | None, str | None]]:
+    """``plan`` with its differences to a base of ``target``, and the base, which is open inside the block.
+
+    Without a base: the plan as it is, and the reason why none was found where one was looked for.
 
     A base that was asked for by its path must be sound. One that is chosen makes the file smaller, and is linked among
     those that are ``kept``. Raises InputError and UsageError, and BrokenBaseError for what is below a chosen base.
     """
     if asked is None:
-        yield Chosen(plan)
+        yield plan, None, None
         return
-    reason = NO_BASE
+    reason = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
     with closing(open_bases(asked, target, plan, policy, kept)) as bases:
         for base in bases:
-            continued = continue_base(plan, source, base, threads)
-            why_new = _why_new(continued) if isinstance(asked, Auto) else None
-            if why_new is None:
-                yield Chosen(continued.plan, base)
+            continued, why_new = continue_base(plan, source, base, threads)
+            if why_new is None or isinstance(asked, Path):
+                yield continued, base, None
                 return
             reason = why_new
     if isinstance(asked, Auto) and asked.only_linked and is_unlinked(target):
-        reason = NO_LINKS
-    yield Chosen(plan, None, reason)
-
-
-def _why_new(continued: Continuation) -> str | None:
-    """Why a new chain begins with this container; None if it is one more of the chain."""
-    if continued.resumed:
-        return RESUMED
-    return None if continued.nbytes < _WORTH_IT * continued.whole else NOT_SMALLER
+        reason = "files cannot be linked in its folder, which would keep its base"
+    yield plan, None, reason

@@ -15,7 +15,7 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
-from ckpt8.compressing.chunk_encoder import ChunkEncoder
+from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_bytes
 from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS
@@ -23,7 +23,6 @@ from ckpt8.container import frames, header
 from ckpt8.container.header import PACK, entry_names, pack_entry
 from ckpt8.container.manifest import FrameTable, Pack, Packing
 from ckpt8.core.closing import without_collection
-from ckpt8.core.files.source_file import crc32
 from ckpt8.core.tensors import Parts
 
 _ROOM, _ROOM_SHARE, _BUDGET_ROOM_SHARE = 12 << 10, 256, 4096
@@ -216,10 +215,7 @@ class GroupEncoder:
         view = frames.bytes_of(content)
         at, crcs = 0, []
         for stream in streams:
-            stop = at + stream.spec.numel * stream.spec.dtype.itemsize
-            own = view[at:stop]
-            if len(own):
-                self._checkpoint.read_into(stream.storage.offset, own)
-            crcs.append(crc32(own) if stream.storage.crc32 is not None else 0)
-            at = stop
+            own = view[at : at + stream.spec.numel * stream.spec.dtype.itemsize]
+            crcs.append(read_bytes(self._checkpoint, stream, 0, own) if len(own) else 0)
+            at += len(own)
         return LOSSLESS.encode(content[:at].view(streams[0].spec.dtype.torch)), crcs

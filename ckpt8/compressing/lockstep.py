@@ -55,24 +55,14 @@ class Lockstep:
         if not measures and len(chunk.alone) == len(parts):
             return parts, UnitErrors()
         errors = self._begin(unit, chunk) if measures else None
-        done = errors.add_packed(originals, parts) if errors else 0
-        for run in chunk.tiles(done):
-            tile, decoded = chunk.parts_of(run, parts), dict[int, torch.Tensor]()
-            for k in (*chunk.alone, *chunk.dependent):
-                if k in chunk.dependent:
-                    chunk.encode(k, run, decoded, tile[k])
-                decoded[k] = chunk.decode(k, run, decoded, tile[k], reuse=True)
-            if errors:
-                there = [decoded[k] for k in range(len(parts))]
-                errors.add(first + run.start, [x[run] for x in originals], there, tile)
-        return parts, errors.result() if errors else UnitErrors()
+        return parts, chunk.measure(parts, errors, encodes=True)
 
     def decode(
         self, unit: Unit, first: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]
     ) -> list[torch.Tensor]:
         """The decoded elements of every stream; the original itself for a lossless one."""
         chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
-        return chunk.decode_all(slice(0, chunk.numel), parts, reuse=False)
+        return chunk.decode_all(slice(0, chunk.numel), parts, encodes=False, reuse=False)
 
     def measure(self, unit: Unit, first: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> UnitErrors:
         """Measure the chunk that begins at element ``first``: one original and one set of parts for each stream.
@@ -80,11 +70,7 @@ class Lockstep:
         All must be on one device, which computes the errors.
         """
         chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
-        errors = self._begin(unit, chunk)
-        for run in chunk.tiles(errors.add_packed(originals, parts)):
-            tile = chunk.parts_of(run, parts)
-            errors.add(first + run.start, [x[run] for x in originals], chunk.decode_all(run, tile, reuse=True), tile)
-        return errors.result()
+        return chunk.measure(parts, self._begin(unit, chunk), encodes=False)
 
     def _begin(self, unit: Unit, chunk: _Chunk) -> ChunkErrors:
         blocks = None
@@ -119,17 +105,23 @@ class _Chunk:
                 )
                 self._expanded[k][name] = expand(factors, rows, columns, first, self.numel).to(self._device)
 
-    def tiles(self, done: int) -> list[slice]:
-        """The elements of the tiles that go through codecs and meter in turn, behind the first ``done``."""
-        step = TILE if self._device.type == "cpu" else self.numel
-        return [slice(start, min(start + step, self.numel)) for start in range(done, self.numel, step)]
+    def measure(self, parts: Sequence[Parts], errors: ChunkErrors | None, *, encodes: bool) -> UnitErrors:
+        """The errors of the chunk, if any are wanted. With ``encodes`` the parts of dependent streams are filled first.
 
-    def parts_of(self, run: slice, parts: Sequence[Parts]) -> list[Parts]:
-        """The parts of a tile, from those of the chunk."""
-        return [
-            stream.codec.tile(part, stream.spec.dtype, self._first, run)
-            for stream, part in zip(self._streams, parts, strict=True)
-        ]
+        Tiles go through codecs and meter in turn, but for elements that are measured from their parts.
+        """
+        done = errors.add_packed(self._originals, parts) if errors else 0
+        step = TILE if self._device.type == "cpu" else self.numel
+        for start in range(done, self.numel, step):
+            run = slice(start, min(start + step, self.numel))
+            tile = [
+                stream.codec.tile(part, stream.spec.dtype, self._first, run)
+                for stream, part in zip(self._streams, parts, strict=True)
+            ]
+            decoded = self.decode_all(run, tile, encodes=encodes, reuse=True)
+            if errors:
+                errors.add(self._first + start, [x[run] for x in self._originals], decoded, tile)
+        return errors.result() if errors else UnitErrors()
 
     def room(self, k: int, *, reuse: bool) -> Parts:
         """Memory for the parts of a stream; with ``reuse`` the buffers of this thread for symbols.
@@ -174,10 +166,15 @@ class _Chunk:
         backend, companions = self.backend if codec.has_kernels else None, self._companions(k, run, decoded)
         return codec.decode(parts, spec, out=out, backend=backend, first=self._first + run.start, companions=companions)
 
-    def decode_all(self, run: slice, parts: Sequence[Parts], *, reuse: bool) -> list[torch.Tensor]:
-        """A tile of every stream as it comes back, from its own ``parts``."""
+    def decode_all(self, run: slice, parts: Sequence[Parts], *, encodes: bool, reuse: bool) -> list[torch.Tensor]:
+        """A tile of every stream as it comes back, from its own ``parts``.
+
+        With ``encodes`` those of dependent streams are filled first.
+        """
         decoded: dict[int, torch.Tensor] = {}
         for k in (*self.alone, *self.dependent):
+            if encodes and k in self.dependent:
+                self.encode(k, run, decoded, parts[k])
             decoded[k] = self.decode(k, run, decoded, parts[k], reuse=reuse)
         return [decoded[k] for k in range(len(parts))]
 

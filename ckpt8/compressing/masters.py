@@ -50,7 +50,8 @@ def copies_of_weights(plan: Plan, bundle: Bundle) -> dict[int, int]:
     weights: dict[int, set[int]] = defaultdict(set)
     for one, other in _twins(bundle, {stream.storage.key: stream.index for stream in streams}):
         weight = plan.masters.get(one, one)
-        if weight in stepped and other not in taken and _is_free(streams[other]):
+        is_copy = streams[other].spec.role is Role.WEIGHT and streams[other].codec.copied is None
+        if weight in stepped and other not in taken and is_copy:
             weights[other].add(weight)
     return {
         copy: weight
@@ -77,10 +78,6 @@ def _twins(bundle: Bundle, index_of: Mapping[str, int]) -> Iterator[tuple[int, i
         yield index_of[one_key], index_of[other_key]
 
 
-def _is_free(stream: Stream) -> bool:
-    return stream.spec.role is Role.WEIGHT and stream.codec.copied is None
-
-
 _REFERENCES = {DType.BFLOAT16: Reference, DType.FLOAT16: HalfReference}
 """The codec of a copy by its element type."""
 
@@ -89,9 +86,6 @@ _SAMPLE = 32
 
 _MOST_PADDING = 4096
 """A flat group has fewer elements of alignment than these after its parameters."""
-
-Members = Sequence[tuple[str, Any]]
-"""Path and tree of every member."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +105,11 @@ class _Tensor:
         return self.ref.numel
 
 
-def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: Policy) -> None:
-    """Turn the storages of ``plan`` that hold nothing but copies of masters into references."""
+def refer_to_masters(plan: Plan, source: Checkpoint, members: Sequence[tuple[str, Any]], policy: Policy) -> None:
+    """Turn the storages of ``plan`` that hold nothing but copies of masters into references.
+
+    ``members`` are path and tree of every member.
+    """
     if not any(tensor.ref.dtype in _REFERENCES for tensor, _ in plan.tensors):
         return
     streams = plan.by_index
@@ -133,8 +130,11 @@ def refer_to_masters(plan: Plan, source: Checkpoint, members: Members, policy: P
     copied = _copied_storages(views, source, streams, origins.runs)
     whole = {index: _one_master(codec, streams) for index, codec in copied.items()}
     plan.masters = {index: master for index, master in whole.items() if master is not None}
-    for index, codec in _references(views, copied, streams, policy).items():
-        streams[index] = replace(streams[index], codec=codec, reason=None)
+    check = ReferenceCheck(lambda index, _: streams[index].spec.numel)
+    for index, codec in copied.items():
+        # The others have rules, or are copies too many.
+        if not policy.has_rule([view.name for view in views[index]]) and check.problem(codec) is None:
+            streams[index] = replace(streams[index], codec=codec, reason=None)
 
 
 def _tensor(tensor: NamedTensor, stream: Stream) -> _Tensor | None:
@@ -260,32 +260,19 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
     return runs
 
 
-Views = Mapping[int, Sequence[NamedTensor]]
-"""The tensors of every storage, by its index."""
-
-
 def _copied_storages(
-    views: Views, source: Checkpoint, streams: Mapping[int, Stream], runs: Mapping[TensorRef, list[Run]]
+    views: Mapping[int, Sequence[NamedTensor]],
+    source: Checkpoint,
+    streams: Mapping[int, Stream],
+    runs: Mapping[TensorRef, list[Run]],
 ) -> dict[int, Reference]:
-    """The storages that hold nothing but copies, by their index, as references."""
+    """The storages that hold nothing but copies, by their index, as references; ``views`` are their tensors."""
     references = {}
     for index in sorted(views):
         refs = [view.ref for view in views[index]]
         if any(ref in runs for ref in refs) and (whole := _runs_of_storage(streams[index], refs, runs, source)):
             references[index] = _REFERENCES[streams[index].spec.dtype](tuple(whole))
     return references
-
-
-def _references(
-    views: Views, copied: Mapping[int, Reference], streams: Mapping[int, Stream], policy: Policy
-) -> dict[int, Reference]:
-    """Those of the storages that become references: the others have rules, or are copies too many."""
-    check = ReferenceCheck(lambda index, _: streams[index].spec.numel)
-    return {
-        index: codec
-        for index, codec in copied.items()
-        if not policy.has_rule([view.name for view in views[index]]) and check.problem(codec) is None
-    }
 
 
 def _one_master(codec: Reference, streams: Mapping[int, Stream]) -> int | None:

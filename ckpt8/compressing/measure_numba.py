@@ -180,7 +180,7 @@ def _add_weighted_errors(x, there, weights, error, lanes):
 
 @kernel
 def _add_difference(x, there, error, sums):
-    """Fill ``error`` with what ``there`` has more than ``x``; add its squares and those of ``x`` to two rows of lanes."""
+    """Fill ``error`` with ``there`` less ``x``; add its squares and those of ``x`` to two rows of lanes."""
     subtract(there, x, error)
     add_squares(error, sums[0])
     add_squares(x, sums[1])

@@ -132,8 +132,12 @@ class Sampler:
         counts, crc = torch.zeros(_BINS, dtype=torch.int64, device="cpu"), 0
         for stream in sample.streams:
             windows = _windows(stream.spec.numel)
-            buffer = bytearray(sum(map(len, windows)) * stream.spec.dtype.itemsize)
-            self._read(stream, windows, memoryview(buffer))
+            at, size = 0, stream.spec.dtype.itemsize
+            buffer = bytearray(sum(map(len, windows)) * size)
+            for window in windows:
+                own = memoryview(buffer)[at : at + len(window) * size]
+                self._source.read_into(stream.storage.offset + window.start * size, own)
+                at += len(own)
             crc = crc32(buffer, crc)
             if buffer:
                 x = torch.frombuffer(buffer, dtype=DType.UINT8.torch).view(stream.spec.dtype.torch).float()
@@ -141,14 +145,6 @@ class Sampler:
                     x = x * torch.cat([sample.factors(window) for window in windows])
                 counts += torch.bincount((x.view(DType.INT32.torch) >> _SHIFT) & (_BINS - 1), minlength=_BINS)
         return Spread(sum(stream.spec.numel for stream in sample.streams), counts), crc
-
-    def _read(self, stream: Stream, windows: Sequence[range], view: memoryview) -> None:
-        """Fill ``view`` with the elements of ``windows``, one behind the other."""
-        at, size = 0, stream.spec.dtype.itemsize
-        for window in windows:
-            stop = at + len(window) * size
-            self._source.read_into(stream.storage.offset + window.start * size, view[at:stop])
-            at = stop
 
 
 def _windows(numel: int) -> list[range]:
@@ -361,8 +357,7 @@ class _Spending:
             self._plan.energies[number] = optimizer.energy
             for one, first, second, weight in optimizer.large:
                 if optimizer.energy and optimizer.roots:
-                    self._allow(optimizer, one, first, second)
-                    self._spend(optimizer, one, second, weight)
+                    self._spend(optimizer, one, first, second, weight)
                 else:
                     self._keep(one, "its optimizer has not moved anything yet")
         self._follow_weights()
@@ -434,28 +429,22 @@ class _Spending:
                 self._keep(group[0], "its moments hold NaN or Inf")
         return optimizers
 
-    def _allow(self, optimizer: _Optimizer, one: _Stepped, first: Spread, second: Spread) -> None:
-        """Share the budget out to the streams of a parameter."""
-        betas = one.step.beta1, one.step.beta2
+    def _spend(self, optimizer: _Optimizer, one: _Stepped, first: Spread, second: Spread, weight: Spread) -> None:
+        """Share the budget out to the streams of a parameter, and choose their codecs."""
+        betas, shares = (one.step.beta1, one.step.beta2), self._plan.shares
         energy = self._budget.rest(*betas) ** 2 * optimizer.energy
         for stream in one.free:
             if stream.index == one.step.weight:
-                allowed = energy * one.numel / optimizer.numel
-            elif stream.spec.role is Role.MOMENT1:
-                allowed = energy * one.roots(second) / optimizer.roots
-            else:
-                allowed = self._budget.second(*betas) ** 2 * one.energy(first)
-            self._plan.shares[stream.index] = Share(one.step.optimizer, allowed)
-
-    def _spend(self, optimizer: _Optimizer, one: _Stepped, second: Spread, weight: Spread) -> None:
-        """Choose the codecs of a parameter."""
-        for stream in one.free:
-            if stream.index == one.step.weight:
+                shares[stream.index] = Share(one.step.optimizer, energy * one.numel / optimizer.numel)
                 self._take(stream, *self._weight(optimizer, one, second, stream, weight))
             elif stream.spec.role is Role.MOMENT1:
+                shares[stream.index] = Share(one.step.optimizer, energy * one.roots(second) / optimizer.roots)
                 self._take(stream, self._first(optimizer, one, stream))
-            elif stream.spec.role is Role.MOMENT2:
-                self._take_second(one, stream)
+            else:
+                allowed = self._budget.second(*betas) ** 2 * one.energy(first)
+                shares[stream.index] = Share(one.step.optimizer, allowed)
+                if stream.spec.role is Role.MOMENT2:
+                    self._take_second(one, stream)
 
     def _take(self, stream: Stream, codec: Codec | str, reason: str | None = None) -> None:
         """Give a stream a codec that takes its type, and note the ``reason``, or why where there is none."""

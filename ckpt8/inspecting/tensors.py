@@ -68,7 +68,7 @@ def describe(source: Bundle, plan: Plan) -> Manifest:
     manifest = Manifest(f"ckpt8 {__version__}", "", [], header.SLAB, frames.FRAME)
     results = Results()
     for unit in plan.units:
-        results.add(UnitResult(unit, [{} for _ in unit.streams], UnitErrors(), []))
+        results.add(UnitResult(unit, UnitErrors(), [], [{} for _ in unit.streams]))
     fill_manifest(manifest, source, plan, results)
     return manifest
 
