@@ -601,24 +601,11 @@ def test_types_and_roles():
             assert Companded8(signed=False, Q=255).accepts(place) is (wide and unsigned)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"Q": 0},
-        {"Q": -1},
-        {"Q": 128},
-        {"Q": 31.0},
-        {"Q": "31"},
-        {"p": 0.5},
-        {"p": 2},
-        {"signed": False, "Q": 0},
-        {"signed": False, "Q": 256},
-        {"signed": False, "Q": 63, "p": 0.25},
-        {"signed": False, "Q": 63, "p": 0},
-        {"signed": False, "Q": 63, "p": None},
-    ],
-    ids=str,
-)
+OF_SIGNED = [{"Q": 0}, {"Q": -1}, {"Q": 128}, {"Q": 31.0}, {"Q": "31"}, {"p": 0.5}, {"p": 2}]
+OF_UNSIGNED = [{"Q": 0}, {"Q": 256}, {"Q": 63, "p": 0.25}, {"Q": 63, "p": 0}, {"Q": 63, "p": None}]
+
+
+@pytest.mark.parametrize("fields", [*OF_SIGNED, *({"signed": False, **each} for each in OF_UNSIGNED)], ids=str)
 def test_parameters_that_do_not_exist(fields):
     with pytest.raises(UsageError):
         Companded8(**fields)

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from ckpt8.codecs.companded8 import Companded8
-from ckpt8.codecs.error_stats import (
-    ErrorStats,
-    MomentError,
-    NoiseError,
-    UpdateError,
-    WeightError,
-)
+from ckpt8.codecs.error_stats import ErrorStats, MomentError, NoiseError, UpdateError, WeightError
 from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.measure import moment_error, root, update_error, weight_error
 from ckpt8.core.tensors import DType, Role, TensorSpec

@@ -1,4 +1,4 @@
-"""split24 against exact integers: the layout is integer arithmetic, so the model here is too."""
+"""split24 and split32 against exact integers: the layouts are integer arithmetic, so the models here are too."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from fractions import Fraction
 import pytest
 import torch
 
+import ckpt8
 from ckpt8.codecs.base import TILE
-from ckpt8.codecs.split24 import Split24
+from ckpt8.codecs.split24 import Split24, Split32
 from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
@@ -260,19 +261,72 @@ def test_refusals(mag, position):
     for sign in (0, SIGN):
         bits = torch.full((TILE + 45,), 0x3F812345)
         bits[position] = mag | sign
-        with pytest.raises(RefusedError):
-            Split24().encode(weights(bits))
-        with pytest.raises(RefusedError):
-            Split24(R=7).encode(weights(bits))
+        for codec in (Split24(), Split24(R=7), Split32()):
+            with pytest.raises(RefusedError):
+                codec.encode(weights(bits))
 
 
 def test_takes_fp32_of_any_role_and_nothing_else():
     for dtype in DType:
         for role in Role:
-            assert Split24().accepts(TensorSpec("w", role, dtype, (64,))) is (dtype is DType.FLOAT32)
+            place = TensorSpec("w", role, dtype, (64,))
+            assert Split24().accepts(place) is Split32().accepts(place) is (dtype is DType.FLOAT32)
 
 
 @pytest.mark.parametrize("levels", [0, -1, 2, 126, 128, 129, 255, 7.0, "7", None])
 def test_levels_that_do_not_exist(levels):
     with pytest.raises(UsageError):
         Split24(R=levels)
+
+
+# --- split32 ---------------------------------------------------------------------------------------------------
+
+
+def check_exact(mag: torch.Tensor) -> None:
+    """Every magnitude and its negative come back, and only the sign tells their parts apart."""
+    parts, mirrored = Split32().encode(weights(mag)), Split32().encode(weights(mag | SIGN))
+    assert torch.equal(Split32().decode(parts, spec(len(mag))).view(torch.int32), weights(mag).view(torch.int32))
+    assert torch.equal(
+        Split32().decode(mirrored, spec(len(mag))).view(torch.int32), weights(mag | SIGN).view(torch.int32)
+    )
+    assert torch.equal(parts["residual"], mirrored["residual"])
+    assert torch.equal(parts["mantissa"] | 0x80, mirrored["mantissa"])
+    hi = (parts["exponent"].to(torch.int64) << 7) | (parts["mantissa"].to(torch.int64) & 0x7F)
+    assert torch.equal((hi << 16) + parts["residual"].to(torch.int64), mag)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exponent", [0, 1, 2, *range(9, 253, 27), 127, 253, 254])
+def test_every_mantissa_of_split32(exponent):
+    first, last = exponent << 23, min((exponent + 1) << 23, FIRST_OVERFLOW)
+    for start in range(first, last, 1 << 20):
+        check_exact(torch.arange(start, min(start + (1 << 20), last)))
+
+
+def test_bits_of_split32_equal_the_integer_model():
+    rng = random.Random(32)
+    patterns = [rng.getrandbits(32) for _ in range(4000)]
+    patterns += [(rng.randrange(1, 0x7F7F) << 16) + d for d in (-32769, -32768, -1, 0, 32767, 32768) for _ in range(50)]
+    patterns = [bits for bits in patterns if bits & 0x7FFFFFFF < FIRST_OVERFLOW]
+    parts = Split32().encode(weights(torch.tensor(patterns)))
+    for bits, exponent, mantissa, residual in zip(patterns, *(parts[n].tolist() for n in parts), strict=True):
+        mag = bits & 0x7FFFFFFF
+        hi = (mag + 0x8000) // 65536
+        assert (exponent, mantissa, residual) == (hi >> 7, (bits >> 31 << 7) | (hi & 0x7F), mag - 65536 * hi)
+
+
+def test_split32_of_every_bf16_has_no_remainder_and_the_last_value_before_overflow_comes_back():
+    hi = torch.cat([torch.arange(0x7F80), torch.arange(0x7F80) | 0x8000])
+    assert not Split32().encode(weights(hi << 16))["residual"].any()
+    check_exact(torch.tensor([FIRST_OVERFLOW - 1]))
+
+
+@pytest.mark.parametrize("value", [0.25, float("nan")])
+def test_split32_by_rule_in_a_file(tmp_path, value):
+    """Bit for bit through a container; a tensor that the codec refuses is stored lossless instead."""
+    w = torch.randn(70_000, generator=torch.Generator().manual_seed(0))
+    w[7] = value
+    manifest = ckpt8.save({"model": {"w": w}}, tmp_path / "w.ckpt8", rules=["*=split32"])
+    assert manifest.storages[0].codec["id"] == ("split32/1" if value == value else "lossless/1")
+    loaded = ckpt8.load(tmp_path / "w.ckpt8")["model"]["w"]
+    assert torch.equal(loaded.view(torch.int32), w.view(torch.int32))

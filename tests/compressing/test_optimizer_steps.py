@@ -135,8 +135,7 @@ def test_a_largest_second_moment_is_in_the_unit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})],
+    ("kind", "options"), [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})]
 )
 def test_rules_without_a_step(kind, options, tmp_path):
     net = make_net()

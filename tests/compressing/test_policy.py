@@ -96,27 +96,13 @@ def test_presets_only_touch_the_types_that_codecs_take(dtype):
 # --- small tensors and buffers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("shape", "small"),
-    [
-        ((), True),
-        ((0,), True),
-        ((0, 100_000), True),
-        ((1,), True),
-        ((4095,), True),
-        ((4096,), True),
-        ((65_535,), True),
-        ((65_536,), False),
-        ((1, 4095), True),
-        ((1, 4096), False),
-        ((63, 65), True),  # 4095
-        ((64, 64), False),
-        ((4096, 1), False),
-        ((16, 16, 16), False),
-        ((5, 9, 91), True),  # 4095
-        ((1, 1, 65_535), False),
-    ],
-)
+SMALL = [(), (0,), (0, 100_000), (1,), (4095,), (4096,), (65_535,), (1, 4095), (63, 65), (5, 9, 91)]
+"""65 x 63 and 5 x 9 x 91 are 4095."""
+
+LARGE = [(65_536,), (1, 4096), (64, 64), (4096, 1), (16, 16, 16), (1, 1, 65_535)]
+
+
+@pytest.mark.parametrize(("shape", "small"), [*((each, True) for each in SMALL), *((each, False) for each in LARGE)])
 def test_small_at_the_exact_thresholds(shape, small):
     assert is_small(shape) is small
     for role, codec in zip((Role.WEIGHT, Role.MOMENT1, Role.MOMENT2), TABLE["flash"], strict=False):
@@ -249,32 +235,14 @@ def test_lossless_as_a_rule_fits_everything(dtype):
         assert choose(Policy.of("flash", ["*=lossless"]), role, dtype=dtype) == (Lossless(), None)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "=",
-        "lossless",
-        "=lossless",
-        "*=",
-        "*=gzip",
-        "*=split24(",
-        "*=split24(R=8)",
-        "*=split24(R=129)",
-        "*=split24(Q=7)",
-        "*=split24(7)",
-        "*=companded8(Q=0)",
-        "*=companded8(Q=256, signed=False)",
-        "*=companded8(p=0.3)",
-        "*=companded8(bits=8)",
-        "*=lossless(level=3)",
-        "*=split24(id='x')",
-        "*=companded8(Q=1)(Q='x')",
-        "*=lossless(measured_as=None)",
-        "* lossless",
-        "*:lossless",
-    ],
-)
+MALFORMED = """
+    = lossless =lossless *= *=gzip *=split24( *=split24(R=8) *=split24(R=129) *=split24(Q=7) *=split24(7)
+    *=companded8(Q=0) *=companded8(p=0.3) *=companded8(bits=8) *=lossless(level=3) *=split24(id='x')
+    *=companded8(Q=1)(Q='x') *=lossless(measured_as=None) *:lossless
+"""
+
+
+@pytest.mark.parametrize("text", ["", *MALFORMED.split(), "*=companded8(Q=256, signed=False)", "* lossless"])
 def test_malformed_rules(text):
     with pytest.raises(UsageError) as caught:
         Policy.of("flash", [text])

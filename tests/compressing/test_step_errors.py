@@ -19,10 +19,7 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.vscaled import VScaled
 from ckpt8.compressing import lockstep as lockstep_module
 from ckpt8.compressing.lockstep import Lockstep
-from ckpt8.compressing.measure import (
-    ErrorMeter,
-    UnitErrors,
-)
+from ckpt8.compressing.measure import ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Stream, Unit
 from ckpt8.compressing.policy import carry
 from ckpt8.core import backend as backends
