@@ -122,10 +122,8 @@ class ChunkEncoder:
     """Reads chunks of units of one checkpoint and encodes them on the CPU; some as differences to those of ``base``."""
 
     def __init__(self, checkpoint: Checkpoint, *, measure: bool, base: OpenBase | None = None) -> None:
-        self._checkpoint = checkpoint
-        self._base = base
+        self._checkpoint, self._base, self._measures = checkpoint, base, measure
         self._lockstep = Lockstep(checkpoint)
-        self._measures = measure
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
         """Packed chunks in the order of ``work``, in memory of their own."""
@@ -173,7 +171,7 @@ class ChunkEncoder:
     def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int], *, reuse: bool) -> PackedChunk:
         """Encode one chunk; with ``reuse`` symbols are in buffers of this thread, until it encodes again."""
         unit, chunk = work
-        first = chunk * frames.FRAME
+        first, storage = chunk * frames.FRAME, None
         try:
             if unit.streams[0].codec.copied is not None:
                 parts = [self._encode_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]
@@ -184,9 +182,10 @@ class ChunkEncoder:
             parts, errors = self._lockstep.encode(unit, first, originals, bases, measure=self._measures, reuse=reuse)
             for k, below in enumerate(bases):
                 if below is not None:
-                    parts[k] = self._difference(unit.streams[k], parts[k], below)
+                    storage = unit.streams[k].index
+                    parts[k] = symbols.difference(parts[k], below, self._lockstep.backend)
         except RefusedError as exc:
-            return PackedChunk([], crcs, refused=Refusal(str(exc), exc.storage))
+            return PackedChunk([], crcs, refused=Refusal(str(exc), storage if exc.storage is None else exc.storage))
         return PackedChunk(parts, crcs, errors)
 
     def _base_parts(self, stream: Stream, chunk: int, device: torch.device) -> Parts | None:
@@ -195,14 +194,6 @@ class ChunkEncoder:
             return None
         parts = self._base.parts(stream.base, chunk, stream.codec)
         return {name: part.to(device) for name, part in parts.items()}
-
-    def _difference(self, stream: Stream, parts: Parts, base: Parts) -> Parts:
-        """The difference of ``parts`` to those of the base. Raises RefusedError."""
-        try:
-            return symbols.difference(parts, base, self._lockstep.backend)
-        except RefusedError as exc:
-            exc.storage = stream.index
-            raise
 
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Complete the errors of a unit whose chunks are all merged, while its source is as it was."""

@@ -74,7 +74,7 @@ class _Job:
         self.future: futures.Future[Manifest] = futures.Future()
         self.packed: Unwritten | None = None
         self.base: str | None = None
-        self._asked = False
+        self.is_asked = False
         self._dropped = False
 
     def run(self, packed: Unwritten) -> None:
@@ -104,17 +104,10 @@ class _Job:
         with _lock:
             _pending.pop(_key(self.target), None)
 
-    def ask(self, timeout: float | None) -> Manifest:
-        """Wait for the outcome. Raises TimeoutError, and what the save raised."""
-        if not futures.wait([self.future], timeout).done:
-            raise TimeoutError(f"{self.target}: is still being written")
-        self._asked = True
-        return self.future.result()
-
     def drop(self) -> None:
         """Note that nobody can ask any more: a failure, now or later, becomes a warning unless somebody has asked."""
         with _lock:
-            self._dropped = not self._asked
+            self._dropped = not self.is_asked
             error = self.future.exception() if self._dropped and self.future.done() else None
         if error is not None:
             self._warn(error)
@@ -143,7 +136,10 @@ class PendingSave:
         Raises what the save raised, mostly OutputError, and TimeoutError after ``timeout`` seconds, while the save
         goes on.
         """
-        return self._job.ask(timeout)
+        if not futures.wait([self._job.future], timeout).done:
+            raise TimeoutError(f"{self._job.target}: is still being written")
+        self._job.is_asked = True
+        return self._job.future.result()
 
     def __enter__(self) -> PendingSave:
         return self
@@ -170,26 +166,22 @@ def wait_for(target: Path) -> None:
 
 def start_saving(target: Path, pack: Callable[[], Unwritten]) -> PendingSave:
     """Wait for the last save to ``target``, call ``pack``, and write in a thread. Raises what ``pack`` raises."""
-    job = _reserve(target)
+    job, key = _Job(target), _key(target)
+    is_first = False
+    while not is_first:
+        wait_for(target)
+        with _lock:
+            is_first = _pending.setdefault(key, job) is job
     try:
         job.packed = packed = pack()
         if (record := packed.compressor.base) is not None and not packed.keeps_base:
-            job.base = _key(Path(_key(target)).parent / record.path)
+            job.base = _key(Path(key).parent / record.path)
         # Stated because a thread inherits it: the caller may be a daemon.
         threading.Thread(target=job.run, args=(packed,), name="ckpt8-save", daemon=False).start()
     except BaseException as exc:
         job.fail(exc)
         raise
     return PendingSave(job)
-
-
-def _reserve(target: Path) -> _Job:
-    job = _Job(target)
-    while True:
-        wait_for(target)
-        with _lock:
-            if _pending.setdefault(_key(target), job) is job:
-                return job
 
 
 def _key(target: Path) -> str:

@@ -265,13 +265,9 @@ class Compressor:
         key_reason: str | None = None,
         slices: Mapping[str, SliceKey] | None = None,
     ) -> None:
-        self._source = source
-        self._slices = slices or {}
+        self._source, self._plan, self._options = source, plan, options
+        self.base, self._key_reason, self._slices = base, key_reason, slices or {}
         self.seal: bytes | None = None
-        self.base = base
-        self._key_reason = key_reason
-        self._plan = plan
-        self._options = options
         self._slab = header.SLAB
         self._measures = options.stats and plan.is_lossy
         self._encoder = encoder or ChunkEncoder(source, measure=self._measures)

@@ -72,11 +72,6 @@ class OpenBase(Closing):
             self.close()
             raise UsageError(f"{path}: has {MOST_LINKS} containers below it; give a base with fewer")
 
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest of the base."""
-        return self.reader.manifest
-
     def close(self) -> None:
         """Close the base and the files below it."""
         self.reader.close()
@@ -396,7 +391,7 @@ def continue_base(
     """
     continued = replace(plan, by_index=dict(plan.by_index))
     streams = continued.by_index
-    partners = find_partners(plan, base.manifest)
+    partners = find_partners(plan, base.reader.manifest)
     with Workers(threads) as workers:
 
         def tried(candidates: Sequence[_Candidate]) -> list[_Trial]:
@@ -433,7 +428,7 @@ def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -
             continue
         below = base.reader.codec(partner)
         codec = stream.codec.continued(below) or stream.codec
-        if base.manifest.storages[partner].pack is None and codec.counts_from(below):
+        if base.reader.manifest.storages[partner].pack is None and codec.counts_from(below):
             candidates.append(_Candidate(stream, partner, codec))
     return candidates
 

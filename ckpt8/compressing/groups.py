@@ -158,9 +158,7 @@ class GroupEncoder:
     """Packs groups of units of one checkpoint on the CPU. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint, encoder: ChunkEncoder, refusal_of: FindRefusal) -> None:
-        self._checkpoint = checkpoint
-        self._encoder = encoder
-        self._refusal_of = refusal_of
+        self._checkpoint, self._encoder, self._refusal_of = checkpoint, encoder, refusal_of
 
     def pack(self, group: Group) -> PackedGroup:
         """Read and pack a group. Raises InputError."""

@@ -98,11 +98,7 @@ class _Tensor:
 
     @property
     def run(self) -> Run:
-        return Run(self.stream.index, self.ref.offset, self.count)
-
-    @property
-    def count(self) -> int:
-        return self.ref.numel
+        return Run(self.stream.index, self.ref.offset, self.ref.numel)
 
 
 def refer_to_masters(plan: Plan, source: Checkpoint, members: Sequence[tuple[str, Any]], policy: Policy) -> None:
@@ -155,8 +151,7 @@ class _Origins:
     """Finds the masters of copies. ``runs`` are those that it found, by the TensorRef of the copy."""
 
     def __init__(self, source: Checkpoint, masters: Sequence[_Tensor]) -> None:
-        self._source = source
-        self._masters = masters
+        self._source, self._masters = source, masters
         self.runs: dict[TensorRef, list[Run]] = {}
 
     def follow(self, copies: Iterable[_Tensor], partitions: Partitions) -> None:
@@ -168,7 +163,7 @@ class _Origins:
             runs = [
                 owner.run._replace(start=owner.ref.offset + start, length=count)
                 for owner, (_, start, count) in zip(owners, pieces, strict=True)
-                if owner is not None and start + count <= owner.count
+                if owner is not None and start + count <= owner.ref.numel
             ]
             if pieces and len(runs) == len(pieces):
                 self._accept({copy: runs})
@@ -176,15 +171,15 @@ class _Origins:
     def match_alike(self, copies: Iterable[_Tensor]) -> None:
         """Pair copies with masters of as many elements whose samples agree."""
         waiting = [copy for copy in copies if copy.ref not in self.runs]
-        sizes = {(copy.count, copy.ref.dtype) for copy in waiting}
+        sizes = {(copy.ref.numel, copy.ref.dtype) for copy in waiting}
         by_sample = grouped(
-            ((master.count, dtype, self._sample([master.run], dtype)), master.run)
+            ((master.ref.numel, dtype, self._sample([master.run], dtype)), master.run)
             for master in self._masters
             for dtype in _REFERENCES
-            if (master.count, dtype) in sizes
+            if (master.ref.numel, dtype) in sizes
         )
         for copy in waiting:
-            alike = by_sample.get((copy.count, copy.ref.dtype, self._sample_of_copy(copy)), []) if by_sample else []
+            alike = by_sample.get((copy.ref.numel, copy.ref.dtype, self._sample_of_copy(copy)), []) if by_sample else []
             if alike:
                 # Several masters with one sample are mostly constant norms and biases, in the order of their copies.
                 self.runs[copy.ref] = [alike.pop(0) if len(alike) > 1 else alike[0]]
@@ -194,8 +189,8 @@ class _Origins:
         waiting = {copy.run: copy for copy in copies if copy.ref not in self.runs}.values()
         lines = [master for master in self._masters if len(master.ref.shape) == 1]
         listed = [line for line in lines if not MASTER_LISTS.isdisjoint(re.split(r"[.:]", line.name))]
-        longest = max((copy.count for copy in waiting), default=0)
-        flat = listed or [line for line in lines if line.count > longest]
+        longest = max((copy.ref.numel for copy in waiting), default=0)
+        flat = listed or [line for line in lines if line.ref.numel > longest]
         if not waiting or not flat:
             return
         matrices = [copy for copy in waiting if len(copy.ref.shape) > 1]
@@ -249,14 +244,14 @@ def _lay_over(groups: Sequence[Sequence[_Tensor]], flat: Sequence[_Tensor]) -> d
     runs: dict[_Tensor, list[Run]] = {}
     for number, group in enumerate(groups):
         ranks = [shares[member][number] for member in sorted(shares, key=natural_order)]
-        padding = sum(rank.count for rank in ranks) - sum(copy.count for copy in group)
+        padding = sum(rank.ref.numel for rank in ranks) - sum(copy.ref.numel for copy in group)
         if not 0 <= padding < _MOST_PADDING:
             return {}
         line = Reference(tuple(rank.run for rank in ranks))
         at = 0
         for copy in group:
-            runs[copy] = list(line.cut(at, copy.count))
-            at += copy.count
+            runs[copy] = list(line.cut(at, copy.ref.numel))
+            at += copy.ref.numel
     return runs
 
 

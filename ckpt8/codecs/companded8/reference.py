@@ -133,17 +133,12 @@ def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth
         y.square_()
     # A second moment is squared in fp32 before it is rounded to bf16.
     x = out if signed or out.dtype is torch.float32 else torch.empty(out.numel(), device=out.device)
-    _scale_into(x, y, parts["scales"])
+    s = decode_scales(parts["scales"]).unsqueeze(1)
+    if x.numel() == y.numel() and x.dtype is torch.float32:
+        torch.mul(y, s, out=x.view(y.shape))
+    else:
+        x.copy_(y.mul_(s).view(-1)[: x.numel()])
     if not signed:
         x.square_()
     if x is not out:
         out.copy_(x)
-
-
-def _scale_into(out: torch.Tensor, n: torch.Tensor, scales: torch.Tensor) -> None:
-    """Multiply groups by their scales into the flat tile ``out``, rounding to its type last."""
-    s = decode_scales(scales).unsqueeze(1)
-    if out.numel() == n.numel() and out.dtype is torch.float32:
-        torch.mul(n, s, out=out.view(n.shape))
-    else:
-        out.copy_(n.mul_(s).view(-1)[: out.numel()])

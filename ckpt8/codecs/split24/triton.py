@@ -54,18 +54,6 @@ def join_weight(hi, rho, levels: tl.constexpr):
     return (hi << 16) + residual_steps(rho, levels)
 
 
-@triton.jit
-def to_planes(hi):
-    """The exponent, and the sign on top of 7 mantissa bits, of the bits of bf16; all int32."""
-    return (hi >> 7) & 0xFF, ((hi >> 8) & 0x80) | (hi & 0x7F)
-
-
-@triton.jit
-def from_planes(exponent, mantissa):
-    """The bits of bf16 from its two planes; all int32."""
-    return ((mantissa & 0x80) << 8) | (exponent << 7) | (mantissa & 0x7F)
-
-
 @triton.jit(do_not_specialize=["first", "count"])
 def encode_kernel(
     weights,
@@ -86,9 +74,8 @@ def encode_kernel(
     bits = bits_of(tl.load(weights + start + at, mask, 0.0 if masked else None))
     refuse(flags, tl.max(bits & MAGNITUDE, axis=1) >= _FIRST_OVERFLOW)
     hi, residual = split_weight(bits, levels)
-    high, low = to_planes(hi)
-    tl.store(exponent + start + at, high.to(tl.uint8), mask)
-    tl.store(mantissa + start + at, low.to(tl.uint8), mask)
+    tl.store(exponent + start + at, ((hi >> 7) & 0xFF).to(tl.uint8), mask)
+    tl.store(mantissa + start + at, (((hi >> 8) & 0x80) | (hi & 0x7F)).to(tl.uint8), mask)
     tl.store(rho + start + at, residual.to(tl.int8), mask)
 
 
@@ -103,7 +90,7 @@ def decode_kernel(
     high = tl.load(exponent + start + at, mask).to(tl.int32)
     low = tl.load(mantissa + start + at, mask).to(tl.int32)
     residual = tl.load(rho + start + at, mask).to(tl.int32)
-    bits = join_weight(from_planes(high, low), residual, levels)
+    bits = join_weight(((low & 0x80) << 8) | (high << 7) | (low & 0x7F), residual, levels)
     tl.store(weights + start + at, bits.to(tl.float32, bitcast=True), mask)
 
 
