@@ -50,47 +50,41 @@ def saved(tree, folder):
     return found(folder / "run.pt")
 
 
+def of_run(folder, net, key, copied, parameters=None):
+    """The copies in a run of a network that has ``copied`` under ``key``."""
+    return saved({"model": net.state_dict(), key: copied, "optimizer": trained(net, parameters)}, folder)
+
+
 def expected(net, of, model):
     return {of.format(name): model.format(name) for name, _ in net.named_parameters()}
 
 
-@pytest.mark.parametrize("key", ["ema", "state_dict_ema", "anything", "teacher"])
-def test_a_copy_under_any_key(key, tmp_path):
-    net = make_net()
-    optimizer = trained(net)
-    tree = {"model": net.state_dict(), key: averaged(net).state_dict(), "optimizer": optimizer}
-    assert saved(tree, tmp_path) == expected(net, f"{key}.{{}}", "model.{}")
-
-
-def test_a_copy_in_a_wrapper_and_without_buffers(tmp_path):
-    net = make_net()
-    ema = {"module." + name: p.data for name, p in averaged(net).named_parameters()}
-    tree = {"model": net.state_dict(), "ema": ema, "optimizer": trained(net)}
-    assert saved(tree, tmp_path) == expected(net, "ema.module.{}", "model.{}")
-
-
-COUNTERS = [
-    ("ema", "module.", {"n_averaged": torch.tensor(3)}),  # torch.optim.swa_utils.AveragedModel
-    ("anything", "module.", {"n_averaged": torch.tensor(3)}),
+COPIES = [
+    *((key, "", {}) for key in ("ema", "state_dict_ema", "anything", "teacher")),
+    *((key, "module.", {"n_averaged": torch.tensor(3)}) for key in ("ema", "anything")),  # swa_utils.AveragedModel
     ("ema", "ema_model.", {"initted": torch.tensor(True), "step": torch.tensor(3)}),  # ema_pytorch
     ("anything", "", {"decay": torch.tensor(0.9), "num_updates": torch.tensor(3)}),
 ]
 
 
-@pytest.mark.parametrize(("key", "prefix", "counters"), COUNTERS)
-def test_an_average_with_its_counters(key, prefix, counters, tmp_path):
+@pytest.mark.parametrize(("key", "prefix", "counters"), COPIES)
+def test_a_copy_under_any_key_with_its_counters(key, prefix, counters, tmp_path):
     net = make_net()
     ema = counters | {f"{prefix}{name}": values for name, values in averaged(net).state_dict().items()}
-    tree = {"model": net.state_dict(), key: ema, "optimizer": trained(net)}
-    assert saved(tree, tmp_path) == expected(net, f"{key}.{prefix}{{}}", "model.{}")
+    assert of_run(tmp_path, net, key, ema) == expected(net, f"{key}.{prefix}{{}}", "model.{}")
+
+
+def test_a_copy_in_a_wrapper_and_without_buffers(tmp_path):
+    net = make_net()
+    ema = {"module." + name: p.data for name, p in averaged(net).named_parameters()}
+    assert of_run(tmp_path, net, "ema", ema) == expected(net, "ema.module.{}", "model.{}")
 
 
 def test_a_list_in_the_order_of_the_model(tmp_path):
     net = make_net()
     shadow = [p.data for p in averaged(net).parameters()]
-    tree = {"model": net.state_dict(), "ema": {"decay": 0.9, "shadow_params": shadow}, "optimizer": trained(net)}
-    names = [f"model.{name}" for name, _ in net.named_parameters()]
-    assert saved(tree, tmp_path) == {f"ema.shadow_params.{k}": name for k, name in enumerate(names)}
+    found_in = of_run(tmp_path, net, "ema", {"decay": 0.9, "shadow_params": shadow})
+    assert found_in == {f"ema.shadow_params.{k}": f"model.{name}" for k, (name, _) in enumerate(net.named_parameters())}
 
 
 def test_a_module_that_holds_its_average(tmp_path):
@@ -128,8 +122,7 @@ def test_an_average_of_masters(tmp_path):
 @pytest.mark.slow
 def test_a_copy_of_many_large_layers(tmp_path):
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
-    tree = {"model": net.state_dict(), "ema": averaged(net).state_dict(), "optimizer": trained(net)}
-    assert saved(tree, tmp_path) == expected(net, "ema.{}", "model.{}")
+    assert of_run(tmp_path, net, "ema", averaged(net).state_dict()) == expected(net, "ema.{}", "model.{}")
 
 
 # What is no copy
@@ -141,17 +134,11 @@ def test_two_models_that_are_both_trained(tmp_path):
     assert saved(tree, tmp_path) == {}
 
 
-def test_frozen_layers_that_are_alike(tmp_path):
+def test_frozen_layers_that_are_alike_and_another_model(tmp_path):
     """Layers 3 and 4 have the same names and shapes; one of them is frozen."""
-    net = make_net()
-    tree = {"model": net.state_dict(), "optimizer": trained(net, [p for k in range(4) for p in net[k].parameters()])}
-    assert saved(tree, tmp_path) == {}
-
-
-def test_another_model(tmp_path):
     net, other = make_net(), nn.Sequential(nn.Linear(96, 65), nn.Linear(65, 96))
-    tree = {"model": net.state_dict(), "ema": other.state_dict(), "optimizer": trained(net)}
-    assert saved(tree, tmp_path) == {}
+    assert of_run(tmp_path, net, "rest", {}, [p for k in range(4) for p in net[k].parameters()]) == {}
+    assert of_run(tmp_path, net, "ema", other.state_dict()) == {}
 
 
 def test_a_copy_whose_elements_are_fewer_or_lie_elsewhere(tmp_path):
@@ -159,7 +146,7 @@ def test_a_copy_whose_elements_are_fewer_or_lie_elsewhere(tmp_path):
     ema = averaged(net).state_dict()
     buffer = torch.zeros(64 * 96 + 5)
     ema["0.weight"] = buffer[5:].view(64, 96)
-    copies = saved({"model": net.state_dict(), "ema": ema, "optimizer": trained(net)}, tmp_path)
+    copies = of_run(tmp_path, net, "ema", ema)
     assert copies == {k: v for k, v in expected(net, "ema.{}", "model.{}").items() if k != "ema.0.weight"}
 
 

@@ -406,12 +406,14 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path):
 
 # A GPU
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+def gpu(test):
+    """A test that needs a CUDA device."""
+    needed = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(needed(test))
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_gpu_tensors_give_the_parts_of_cpu_tensors(preset, background, tmp_path):
@@ -425,7 +427,6 @@ def test_gpu_tensors_give_the_parts_of_cpu_tensors(preset, background, tmp_path)
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_file_packed_on_a_gpu_has_the_parts_and_figures_of_the_cpu(preset, tmp_path):
     source = tmp_path / "a.pt"
@@ -437,7 +438,6 @@ def test_a_file_packed_on_a_gpu_has_the_parts_and_figures_of_the_cpu(preset, tmp
 
 
 @gpu
-@needs_gpu
 def test_what_is_queued_on_any_stream_of_the_caller_is_saved(tmp_path):
     x = torch.zeros(3 << 20, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -448,7 +448,6 @@ def test_what_is_queued_on_any_stream_of_the_caller_is_saved(tmp_path):
 
 
 @gpu
-@needs_gpu
 def test_a_budget_is_spent_on_what_is_queued(tmp_path):
     """Other threads take the samples that steps and salts follow from."""
     tree = checkpoint("cuda")
@@ -465,7 +464,6 @@ def test_a_budget_is_spent_on_what_is_queued(tmp_path):
 
 
 @gpu
-@needs_gpu
 @pytest.mark.parametrize("preset", PRESETS)
 def test_resume_onto_a_gpu_gives_the_values_of_the_cpu(preset, tmp_path):
     def make(device):

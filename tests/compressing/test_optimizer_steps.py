@@ -19,14 +19,29 @@ from ckpt8.core.tensors import DType
 INPUTS = Path(__file__).parents[2] / "fixtures" / "inputs"
 
 
-def planned(path, **options):
+def planned(path):
+    """A plan, every stream of which is in one unit; a unit with a weight has all streams of its parameter."""
     with open_source(path) as source:
-        return plan_bundle(source, Policy.of("archive", **options))
+        plan = plan_bundle(source, Policy.of("archive"))
+    indices = [stream.index for unit in plan.units for stream in unit.streams]
+    assert sorted(indices) == list(range(len(indices)))
+    offsets = [unit.streams[0].storage.offset for unit in plan.units]
+    assert offsets == sorted(offsets)
+    for unit in plan.units:
+        assert len({stream.spec.numel for stream in unit.streams}) == 1
+        if unit.parameter is not None:
+            assert {stream.index for stream in unit.streams} == unit.parameter.streams
+    return plan
 
 
-def saved(tree, folder, **options):
+def saved(tree, folder):
     torch.save(tree, folder / "run.pt")
-    return planned(folder / "run.pt", **options)
+    return planned(folder / "run.pt")
+
+
+def of_run(folder, net, *arguments, **options):
+    """The plan of a network and an optimizer that has trained it."""
+    return saved({"model": net.state_dict(), "optimizer": trained(net, *arguments, **options).state_dict()}, folder)
 
 
 def steps(plan):
@@ -43,18 +58,6 @@ def pairs(plan):
     names = {stream.index: stream.spec.name for stream in plan.streams}
     found = [p for p in parameters(plan) if p.step]
     return {p.name: p.step.unpaired if p.step.weight is None else names[p.step.weight] for p in found}
-
-
-def check_units(plan):
-    """Every stream is in one unit; a unit with a weight has all streams of its parameter, of one length."""
-    indices = [stream.index for unit in plan.units for stream in unit.streams]
-    assert sorted(indices) == list(range(len(indices)))
-    offsets = [unit.streams[0].storage.offset for unit in plan.units]
-    assert offsets == sorted(offsets)
-    for unit in plan.units:
-        assert len({stream.spec.numel for stream in unit.streams}) == 1
-        if unit.parameter is not None:
-            assert {stream.index for stream in unit.streams} == unit.parameter.streams
 
 
 def make_net():
@@ -74,9 +77,7 @@ def trained(net, kind=torch.optim.AdamW, groups=None, **options):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_file_of_model_and_optimizer(named, tmp_path):
     net = make_net()
-    optimizer = trained(net, groups=list(net.named_parameters()) if named else None, betas=(0.8, 0.95))
-    plan = saved({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
-    check_units(plan)
+    plan = of_run(tmp_path, net, groups=list(net.named_parameters()) if named else None, betas=(0.8, 0.95))
     assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
     for step in steps(plan):
         assert (step.optimizer, step.lr, step.beta1, step.beta2, step.unpaired) == (0, 1e-3, 0.8, 0.95, None)
@@ -120,7 +121,6 @@ def test_two_optimizers_of_one_file(tmp_path):
         "optD": trained(discriminator, lr=4e-3).state_dict(),
     }
     plan = saved(tree, tmp_path)
-    check_units(plan)
     assert pairs(plan) == {f"{net}.{name}": f"{net}.{name}" for net in ("netG", "netD") for name in tree[net]}
     found = {(step.optimizer, step.lr, step.beta1) for step in steps(plan)}
     assert found == {(0, 1e-3, 0.5), (1, 4e-3, 0.9)}
@@ -128,19 +128,14 @@ def test_two_optimizers_of_one_file(tmp_path):
 
 def test_a_largest_second_moment_is_in_the_unit(tmp_path):
     net = make_net()
-    plan = saved({"model": net.state_dict(), "optimizer": trained(net, amsgrad=True).state_dict()}, tmp_path)
-    check_units(plan)
+    plan = of_run(tmp_path, net, amsgrad=True)
     assert {len(unit.streams) for unit in plan.units if unit.parameter is not None} == {4}
     assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {"momentum": 0.9, "nesterov": True})]
-)
-def test_rules_without_a_step(kind, options, tmp_path):
-    net = make_net()
-    plan = saved({"model": net.state_dict(), "optimizer": trained(net, kind, **options).state_dict()}, tmp_path)
-    check_units(plan)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_rules_without_a_step(nesterov, tmp_path):
+    plan = of_run(tmp_path, make_net(), torch.optim.SGD, momentum=0.9, nesterov=nesterov)
     assert set(steps(plan)) == {"a budget cannot count the steps of its optimizer"}
 
 
@@ -171,13 +166,12 @@ def test_elements_in_another_order_or_place_are_not_paired(tmp_path):
 def test_both_in_another_order_are_paired(tmp_path):
     torch.manual_seed(0)
     net = nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
-    plan = saved({"model": net.state_dict(), "optimizer": trained(net).state_dict()}, tmp_path)
+    plan = of_run(tmp_path, net)
     assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
 
 
 def test_a_file_without_weights(tmp_path):
     plan = saved({"optimizer": trained(make_net()).state_dict()}, tmp_path)
-    check_units(plan)
     assert set(pairs(plan).values()) == {"the file has no state dict of a model"}
     assert {step.lr for step in steps(plan)} == {1e-3}
 
@@ -186,7 +180,6 @@ def test_weights_in_bf16_beside_moments_in_fp32(tmp_path):
     net = make_net()
     optimizer = trained(net).state_dict()
     plan = saved({"model": net.bfloat16().state_dict(), "optimizer": optimizer}, tmp_path)
-    check_units(plan)
     assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
 
 
@@ -196,7 +189,6 @@ def test_weights_in_bf16_beside_moments_in_fp32(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masters_are_the_weights(layout, tmp_path):
     plan = saved(LAYOUTS[layout](masters()), tmp_path)
-    check_units(plan)
     by_name = {stream.spec.name: stream for stream in plan.streams}
     weights = [by_name[weight] for weight in pairs(plan).values()]
     assert {weight.spec.dtype for weight in weights} == {DType.FLOAT32}
@@ -209,7 +201,6 @@ def test_a_copy_whose_masters_no_key_names_leads_to_them(tmp_path):
     weights = masters()
     tree = {"model": rounded(weights), "optimizer": adamw(list(weights.values())), "weights": list(weights.values())}
     plan = saved(tree, tmp_path)
-    check_units(plan)
     found = pairs(plan)
     assert {found[name] for name in SHAPES if "norm" not in name} == {
         f"weights.{k}" for k, name in enumerate(SHAPES) if "norm" not in name
@@ -254,7 +245,6 @@ def test_masters_that_end_before_the_padding_of_their_moments(tmp_path):
     tree, count = partition("zeros")
     torch.save(tree, tmp_path / "run.pt")
     plan = planned(tmp_path / "run.pt")
-    check_units(plan)
     assert set(pairs(plan).values()) == {"optimizer_state_dict.single_partition_of_fp32_groups.0"}
     manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
     assert [record.codec["id"] for record in manifest.storages if record.numel == count + 9] == [
@@ -277,7 +267,6 @@ def test_masters_that_end_before_the_padding_of_their_moments(tmp_path):
 def test_what_follows_a_master_is_no_padding_of_it(case, tmp_path):
     tree, count = partition(case)
     plan = saved(tree, tmp_path)
-    check_units(plan)
     reason = f"its weight has {count} elements and its moments have {count + 9}: one of them is padded"
     assert set(pairs(plan).values()) == {reason}
 
