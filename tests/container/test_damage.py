@@ -15,9 +15,10 @@ import time
 import zlib
 
 import pytest
-import torch
 import zstandard
-from hostile_kit import INFINITE, edited, pack, stored_manifest, unpack, with_header
+from flips_kit import make_sample
+from fuzz_mutations import edit_tree, json_value
+from hostile_kit import INFINITE, both, drop, edited, fields, pack, put, stored_manifest, unpack, with_header
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -28,21 +29,11 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError, UnsupportedError
 from ckpt8.inspecting.container import inspect_container
 
-RULES = ("model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
-
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A container of a few kB with every codec, and its source."""
-    folder = tmp_path_factory.mktemp("small")
-    generator = torch.Generator().manual_seed(1)
-    m, w = torch.randn(5, 8, generator=generator), torch.randn(5, 8, generator=generator)
-    state = {0: {"step": torch.tensor(7.0), "exp_avg": m, "exp_avg_sq": m * m}}
-    group = {"params": [0], "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
-    tree = {"model": {"w": w, "n": torch.arange(3)}, "optimizer": {"state": state, "param_groups": [group]}}
-    torch.save(tree, folder / "a.pt")
-    ckpt8.compress(folder / "a.pt", rules=RULES, threads=1)
-    return folder / "a.ckpt8"
+    return make_sample(tmp_path_factory.mktemp("small"), "file")
 
 
 @pytest.fixture(scope="module")
@@ -295,112 +286,69 @@ def exercise(path, original, folder, *, threads=1):
     return refused
 
 
-def _set(*keys_and_value):
-    *keys, last, value = keys_and_value
-
-    def change(manifest):
-        node = manifest
-        for key in keys:
-            node = node[key]
-        node[last] = value(node[last]) if callable(value) else value
-
-    return change
-
-
-def _index(manifest, name):
-    return next(k for k, storage in enumerate(manifest["storages"]) if storage["name"] == name)
-
-
-def _storage(name, /, **fields):
-    def change(manifest):
-        manifest["storages"][_index(manifest, name)] |= fields
-
-    return change
-
-
-def _table(name, part, /, **fields):
-    def change(manifest):
-        table = manifest["storages"][_index(manifest, name)]["parts"][part]
-        table |= {key: value(table[key]) if callable(value) else value for key, value in fields.items()}
-
-    return change
-
-
-def _twice(manifest):
-    manifest["storages"].append(copy.deepcopy(manifest["storages"][0]))
-
-
-def _rename_part(manifest):
-    parts = manifest["storages"][_index(manifest, "model.w")]["parts"]
-    parts["rho2"] = parts.pop("rho")
-
-
 W = "model.w"
+RHO = ("storages", W, "parts", "rho")
 MALFORMED = {
-    "no storages": _set("storages", {}),
-    "storages missing": lambda manifest: manifest.pop("storages"),
-    "a storage that is a list": _set("storages", 0, []),
-    "a storage twice": _twice,
-    "a name of another type": _storage(W, name=1),
-    "another name": _storage(W, name="model.v"),
-    "an unknown dtype": _storage(W, dtype="float3"),
-    "a dtype of the wrong type": _storage(W, dtype=[]),
-    "an unknown role": _storage(W, role="moment3"),
-    "a negative count": _storage(W, numel=-1),
-    "a huge count": _storage(W, numel=2**61),
-    "a count beyond 64 bits": _storage(W, numel=2**70),
-    "a boolean count": _storage(W, numel=True),
-    "a count one too large": _storage(W, numel=41),
-    "a count of zero": _storage(W, numel=0),
-    "a chunk more": _storage(W, numel=2**20 + 40),
-    "a length too large": _table(W, "rho", lengths=lambda old: [old[0] + 1]),
-    "a length too small": _table(W, "rho", lengths=lambda old: [old[0] - 1]),
-    "a negative length": _table(W, "rho", lengths=[-1]),
-    "a length beyond 64 bits": _table(W, "rho", lengths=[2**64]),
-    "lengths that only add up": _table(W, "rho", lengths=lambda old: [old[0], 0], crcs=lambda old: [old[0], 0]),
-    "no lengths": _table(W, "rho", lengths=[], crcs=[]),
-    "more checksums than lengths": _table(W, "rho", crcs=lambda old: [old[0], 0]),
-    "a wrong checksum": _table(W, "rho", crcs=lambda old: [old[0] ^ 1]),
-    "a checksum beyond 32 bits": _table(W, "rho", crcs=[2**32]),
-    "a part missing": lambda manifest: manifest["storages"][_index(manifest, W)]["parts"].pop("rho"),
-    "another part": _rename_part,
-    "the codec of another type": _storage(W, dtype="int32"),
-    "a slab of zero": _set("slab", 0),
-    "a slab of half a frame": _set("slab", 2**19),
-    "a negative slab": _set("slab", -(2**20)),
-    "a frame of another size": _set("frame", 2**19),
-    "a segment of no storage": _set("members", 0, "segments", 0, 1, 99),
-    "a negative segment": _set("members", 0, "segments", 0, 1, -1),
-    "a segment at a negative offset": _set("members", 0, "segments", 0, 0, -1),
-    "a segment of three": _set("members", 0, "segments", 0, [1, 0, 0]),
-    "segments missing": _set("members", 0, "segments", None),
-    "segments that overlap": _set("members", 0, "segments", lambda old: [old[0], [old[0][0] + 1, old[1][1]], *old[2:]]),
-    "segments out of order": _set("members", 0, "segments", lambda old: old[::-1]),
-    "a segment twice": _set("members", 0, "segments", lambda old: [old[0], *old]),
-    "a segment left out": _set("members", 0, "segments", lambda old: old[1:]),
-    "a segment behind the end": _set("members", 0, "segments", lambda old: [*old[:-1], [2**61, old[-1][1]]]),
-    "a larger member": _set("members", 0, "size", lambda old: old + 1),
-    "a smaller member": _set("members", 0, "size", lambda old: old - 1),
-    "a huge member": _set("members", 0, "size", 2**61),
-    "another skeleton": _set("members", 0, "skeleton", 0),
-    "no such skeleton": _set("members", 0, "skeleton", 99),
-    "a checksum field of no storage": _set("members", 0, "crc_fields", [[0, 99]]),
-    "a checksum field at a negative offset": _set("members", 0, "crc_fields", [[-1, 0]]),
-    "a checksum field behind the end": _set("members", 0, "crc_fields", [[2**40, 0]]),
-    "a checksum field that crosses the end": _set(
-        "members", lambda old: [old[0] | {"crc_fields": [[old[0]["size"] - 2, 0]]}]
-    ),
-    "a checksum field inside a storage": _set(
-        "members", lambda old: [old[0] | {"crc_fields": [[old[0]["segments"][0][0], 0]]}]
-    ),
-    "a tensor of no storage": _set("tensors", 0, "storage", 99),
-    "a tensor of a negative storage": _set("tensors", 0, "storage", -1),
-    "a negative shape": _set("tensors", 0, "shape", [-1]),
-    "a stride of another length": _set("tensors", 0, "stride", [1, 1, 1]),
-    "a parameter of no storage": _set("parameters", 0, "moments", {"moment1": 99}),
-    "a parameter of something else": _set("parameters", 0, "moments", {"moment1": "0"}),
-    "rules that are no list": _set("rules", "x"),
-    "a preset that is no text": _set("preset", 1),
+    "no storages": put("storages", {}),
+    "storages missing": drop("storages"),
+    "a storage that is a list": put("storages", 0, []),
+    "a storage twice": put("storages", lambda old: [*old, copy.deepcopy(old[0])]),
+    "a name of another type": fields("storages", W, name=1),
+    "another name": fields("storages", W, name="model.v"),
+    "an unknown dtype": fields("storages", W, dtype="float3"),
+    "a dtype of the wrong type": fields("storages", W, dtype=[]),
+    "an unknown role": fields("storages", W, role="moment3"),
+    "a negative count": fields("storages", W, numel=-1),
+    "a huge count": fields("storages", W, numel=2**61),
+    "a count beyond 64 bits": fields("storages", W, numel=2**70),
+    "a boolean count": fields("storages", W, numel=True),
+    "a count one too large": fields("storages", W, numel=41),
+    "a count of zero": fields("storages", W, numel=0),
+    "a chunk more": fields("storages", W, numel=2**20 + 40),
+    "a length too large": fields(*RHO, lengths=lambda old: [old[0] + 1]),
+    "a length too small": fields(*RHO, lengths=lambda old: [old[0] - 1]),
+    "a negative length": fields(*RHO, lengths=[-1]),
+    "a length beyond 64 bits": fields(*RHO, lengths=[2**64]),
+    "lengths that only add up": fields(*RHO, lengths=lambda old: [old[0], 0], crcs=lambda old: [old[0], 0]),
+    "no lengths": fields(*RHO, lengths=[], crcs=[]),
+    "more checksums than lengths": fields(*RHO, crcs=lambda old: [old[0], 0]),
+    "a wrong checksum": fields(*RHO, crcs=lambda old: [old[0] ^ 1]),
+    "a checksum beyond 32 bits": fields(*RHO, crcs=[2**32]),
+    "a part missing": drop(*RHO),
+    "another part": both(put(*RHO[:-1], lambda old: old | {"rho2": old["rho"]}), drop(*RHO)),
+    "the codec of another type": fields("storages", W, dtype="int32"),
+    "a slab of zero": put("slab", 0),
+    "a slab of half a frame": put("slab", 2**19),
+    "a negative slab": put("slab", -(2**20)),
+    "a frame of another size": put("frame", 2**19),
+    "a segment of no storage": put("members", 0, "segments", 0, 1, 99),
+    "a negative segment": put("members", 0, "segments", 0, 1, -1),
+    "a segment at a negative offset": put("members", 0, "segments", 0, 0, -1),
+    "a segment of three": put("members", 0, "segments", 0, [1, 0, 0]),
+    "segments missing": put("members", 0, "segments", None),
+    "segments that overlap": put("members", 0, "segments", lambda old: [old[0], [old[0][0] + 1, old[1][1]], *old[2:]]),
+    "segments out of order": put("members", 0, "segments", lambda old: old[::-1]),
+    "a segment twice": put("members", 0, "segments", lambda old: [old[0], *old]),
+    "a segment left out": put("members", 0, "segments", lambda old: old[1:]),
+    "a segment behind the end": put("members", 0, "segments", lambda old: [*old[:-1], [2**61, old[-1][1]]]),
+    "a larger member": put("members", 0, "size", lambda old: old + 1),
+    "a smaller member": put("members", 0, "size", lambda old: old - 1),
+    "a huge member": put("members", 0, "size", 2**61),
+    "another skeleton": put("members", 0, "skeleton", 0),
+    "no such skeleton": put("members", 0, "skeleton", 99),
+    "a checksum field of no storage": put("members", 0, "crc_fields", [[0, 99]]),
+    "a checksum field at a negative offset": put("members", 0, "crc_fields", [[-1, 0]]),
+    "a checksum field behind the end": put("members", 0, "crc_fields", [[2**40, 0]]),
+    "a checksum field that crosses the end": put("members", 0, lambda m: m | {"crc_fields": [[m["size"] - 2, 0]]}),
+    "a checksum field inside a storage": put("members", 0, lambda m: m | {"crc_fields": [[m["segments"][0][0], 0]]}),
+    "a tensor of no storage": put("tensors", 0, "storage", 99),
+    "a tensor of a negative storage": put("tensors", 0, "storage", -1),
+    "a negative shape": put("tensors", 0, "shape", [-1]),
+    "a stride of another length": put("tensors", 0, "stride", [1, 1, 1]),
+    "a parameter of no storage": put("parameters", 0, "moments", {"moment1": 99}),
+    "a parameter of something else": put("parameters", 0, "moments", {"moment1": "0"}),
+    "rules that are no list": put("rules", "x"),
+    "a preset that is no text": put("preset", 1),
 }
 
 
@@ -429,11 +377,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensors_that_do_not_fit_their_storage(name, written, small, tmp_path):
-    def change(manifest):
-        (record,) = (tensor for tensor in manifest["tensors"] if tensor["name"] == W)
-        record |= TENSORS[name]
-
-    path = written(change)
+    path = written(fields("tensors", W, **TENSORS[name]))
     if name != "many dimensions":
         with pytest.raises(InputError), ckpt8.open(path) as file:
             file.get_tensor(W)
@@ -443,43 +387,26 @@ def test_tensors_that_do_not_fit_their_storage(name, written, small, tmp_path):
 @pytest.mark.parametrize(
     "codec",
     [
-        {"id": "split24/2", "R": 127},
-        {"id": "split25/1"},
-        {"id": ""},
-        {"id": None},
-        {"id": ["split24/1"]},
-        {"R": 127},
-        {},
-        {"id": "split24/1", "R": 128},
-        {"id": "split24/1", "R": 0},
-        {"id": "split24/1", "R": 2},
-        {"id": "split24/1", "R": "127"},
-        {"id": "split24/1", "R": 127.0},
+        {"id": "split24/2", "R": 127}, {"id": "split25/1"}, {"id": ""}, {"id": None}, {"id": ["split24/1"]}, {"R": 127},
+        {}, {"id": "lossless/1", "R": 1}, *({"id": "split24/1", "R": levels} for levels in (128, 0, 2, "127", 127.0)),
         {"id": "split24/1", "Q": 127},
-        {"id": "lossless/1", "R": 1},
     ],
-)
+)  # fmt: skip
 def test_unknown_codecs_are_unsupported(codec, written):
     with pytest.raises(UnsupportedError, match=r"codec"):
-        ContainerReader(written(_storage(W, codec=codec)))
+        ContainerReader(written(fields("storages", W, codec=codec)))
 
 
 @pytest.mark.parametrize(
-    "codec",
+    ("signed", "levels", "power"),
     [
-        {"id": "companded8/1", "signed": [], "Q": 127, "p": 1},
-        {"id": "companded8/1", "signed": 0, "Q": 127, "p": 1},
-        {"id": "companded8/1", "signed": "x", "Q": 127, "p": 1},
-        {"id": "companded8/1", "signed": None, "Q": 127, "p": 1},
-        {"id": "companded8/1", "signed": True, "Q": None, "p": 1},
-        {"id": "companded8/1", "signed": True, "Q": 127, "p": "1"},
-        {"id": "companded8/1", "signed": True, "Q": 127, "p": [1]},
-        {"id": "companded8/1", "signed": True, "Q": 127, "p": 0.5},
-        {"id": "companded8/1", "signed": True, "Q": 255, "p": 1},
+        ([], 127, 1), (0, 127, 1), ("x", 127, 1), (None, 127, 1), (True, None, 1), (True, 127, "1"), (True, 127, [1]),
+        (True, 127, 0.5), (True, 255, 1),
     ],
-)
-def test_parameters_of_companded8_that_it_does_not_have(codec, written, small, tmp_path):
-    path = written(_storage("optimizer.state.0.exp_avg", codec=codec))
+)  # fmt: skip
+def test_parameters_of_companded8_that_it_does_not_have(signed, levels, power, written, small, tmp_path):
+    codec = {"id": "companded8/1", "signed": signed, "Q": levels, "p": power}
+    path = written(fields("storages", "optimizer.state.0.exp_avg", codec=codec))
     assert is_detected(path)
     exercise(path, small.with_suffix(".pt"), tmp_path)
 
@@ -487,7 +414,7 @@ def test_parameters_of_companded8_that_it_does_not_have(codec, written, small, t
 @pytest.mark.parametrize("name", [W, "optimizer.state.0.exp_avg"])
 @pytest.mark.parametrize("dtype", ["int32", "float64", "float16", "uint8", "complex64", "qint8", "float8_e4m3fn"])
 def test_a_codec_on_a_type_that_it_is_not_for(name, dtype, written, small, tmp_path):
-    path = written(_storage(name, dtype=dtype))
+    path = written(fields("storages", name, dtype=dtype))
     assert {"verify", "restore"} <= exercise(path, small.with_suffix(".pt"), tmp_path)
 
 
@@ -518,26 +445,9 @@ def test_hostile_figures(error, written, small, tmp_path):
         assert ckpt8.verify(path, small.with_suffix(".pt")).failures
 
 
-NAMES = ["../x", "/etc/x", "a/b", "", ".", "..", "a\0b", "x/", "./x", "\ud800"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_member_cannot_name_a_file_elsewhere(name, parts, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    path = edited(parts, _set("members", 0, "path", name), folder / "x.ckpt8")
-    if name == "\ud800":
-        with pytest.raises(InputError):
-            ckpt8.restore(path)
-    else:
-        assert ckpt8.restore(path) == folder / "x.pt"
-        (folder / "x.pt").unlink()
-    assert list(tmp_path.rglob("*")) == [folder, path]
-
-
 @pytest.mark.parametrize("count", [0, 2])
 def test_members_that_are_none_or_several(count, written, small, tmp_path):
-    path = written(_set("members", lambda members: members * count))
+    path = written(put("members", lambda members: members * count))
     exercise(path, small.with_suffix(".pt"), tmp_path)
     with pytest.raises(InputError):
         ckpt8.restore(path, tmp_path / "restored")
@@ -546,12 +456,11 @@ def test_members_that_are_none_or_several(count, written, small, tmp_path):
 # Hostile frames: a checksum that is right of bytes that are wrong
 
 
-def _with_frame(parts, name, part, frame):
+def _with_frame(parts, frame):
     metadata, entries, manifest = parts
     changed = copy.deepcopy(manifest)
-    record = changed["storages"][_index(changed, name)]
-    record["parts"][part] = {"lengths": [len(frame)], "crcs": [zlib.crc32(frame)]}
-    return pack(changed, {**entries, f"{name}/{part}": frame}, metadata)
+    put(*RHO, {"lengths": [len(frame)], "crcs": [zlib.crc32(frame)]})(changed)
+    return pack(changed, {**entries, f"{W}/rho": frame}, metadata)
 
 
 def _declared(content, size):
@@ -581,26 +490,20 @@ FRAMES = {
 @pytest.mark.parametrize("name", FRAMES)
 def test_hostile_frames(name, parts, small, tmp_path):
     path = tmp_path / "x.ckpt8"
-    path.write_bytes(_with_frame(parts, W, "rho", FRAMES[name]))
+    path.write_bytes(_with_frame(parts, FRAMES[name]))
     started = time.process_time()
     assert is_detected(path)
     assert "restore" in exercise(path, small.with_suffix(".pt"), tmp_path)
     assert time.process_time() - started < 2
 
 
-def test_a_frame_built_the_same_way_with_the_right_size_is_read(parts, tmp_path):
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(_with_frame(parts, W, "rho", _declared(bytes(40), 40)))
-    assert not is_detected(path)
-
-
-def test_a_window_larger_than_8_mib_is_refused(parts, tmp_path):
-    frame = _declared(bytes(40), 40)
-    frame = frame[:5] + bytes([21 << 3]) + frame[6:]
-    assert zstandard.get_frame_parameters(frame).window_size == 1 << 31
-    path = tmp_path / "x.ckpt8"
-    path.write_bytes(_with_frame(parts, W, "rho", frame))
-    assert is_detected(path)
+def test_a_frame_built_the_same_way_is_read_and_one_with_a_window_of_more_than_8_mib_refused(parts, tmp_path):
+    path, frame = tmp_path / "x.ckpt8", _declared(bytes(40), 40)
+    wide = frame[:5] + bytes([21 << 3]) + frame[6:]
+    assert zstandard.get_frame_parameters(wide).window_size == 1 << 31
+    for content in (frame, wide):
+        path.write_bytes(_with_frame(parts, content))
+        assert is_detected(path) == (content is wide)
 
 
 def test_hostile_manifests_as_frames(parts, tmp_path):
@@ -636,94 +539,19 @@ def test_hostile_manifests_as_frames(parts, tmp_path):
 
 # Mutations of the whole manifest
 
-VALUES = [
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    2,
-    40,
-    2**20,
-    2**31,
-    2**62 - 1,
-    2**62,
-    2**63,
-    2**64,
-    10**400,
-    0.5,
-    -0.0,
-    1e308,
-    INFINITE,
-    "",
-    "x",
-    "../x",
-    "[bold]",
-    "\ud800",
-    "\x1b[2J",
-    "float32",
-    "uint8",
-    "moment2",
-    "lossless/1",
-    [],
-    {},
-    [[]],
-    [0],
-    [[0, 0]],
-    [2**61, 2**61],
-    {"id": "lossless/1"},
-]
 
-
-def _nodes(tree, path=()):
-    yield path
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _nodes(value, (*path, key))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from _nodes(value, (*path, index))
-
-
-def _mutate(manifest, where, how, other):
-    *path, last = where
-    node = manifest
-    for key in path:
-        node = node[key]
-    if how == "delete":
-        del node[last]
-    elif how == "repeat" and isinstance(node, list):
-        node.insert(last, copy.deepcopy(node[last]))
-    elif how == "swap" and isinstance(node, list):
-        node[last], node[other % len(node)] = node[other % len(node)], node[last]
-    elif how == "add" and type(node[last]) is int:
-        node[last] += other % 9 - 4
-    else:
-        node[last] = copy.deepcopy(VALUES[other % len(VALUES)])
-
-
-def _mutations(parts, data, small, folder):
-    metadata, entries, manifest = parts
-    changed = copy.deepcopy(manifest)
-    for _ in range(data.draw(st.integers(1, 2))):
-        # By field first: otherwise nearly all mutations would hit one of the many numbers.
-        fields = {}
-        for path in _nodes(changed):
-            if path:
-                fields.setdefault(tuple(key for key in path if isinstance(key, str)), []).append(path)
-        nodes = fields[data.draw(st.sampled_from(sorted(fields)))]
-        where = nodes[data.draw(st.integers(0, len(nodes) - 1))]
-        how = data.draw(st.sampled_from(["delete", "repeat", "swap", "add", "replace", "replace"]))
-        _mutate(changed, where, how, data.draw(st.integers(0, 10_000)))
+def mutated(parts, seed, small, folder):
+    """Whatever the manifest says, there is a result or an InputError, soon, and nothing is left of a failure."""
+    rng, (metadata, entries, manifest) = random.Random(seed), copy.deepcopy(parts)
+    value = json_value(rng)
+    edit_tree(rng, manifest, lambda *place: INFINITE if rng.random() < 0.03 else value(*place), counts=(1, 2))
     path = folder / "x.ckpt8"
-    path.write_bytes(pack(changed, entries, metadata))
+    path.write_bytes(pack(manifest, entries, metadata))
     started = time.process_time()
     exercise(path, small.with_suffix(".pt"), folder)
     assert time.process_time() - started < 10
 
 
-@given(data=st.data())
-def test_a_mutated_manifest_is_read_or_refused(data, parts, small, tmp_path):
-    """Whatever the manifest says, there is a result or an InputError, soon, and nothing is left of a failure."""
-    _mutations(parts, data, small, tmp_path)
+@given(seed=st.integers(0, 1 << 32))
+def test_a_mutated_manifest_is_read_or_refused(seed, parts, small, tmp_path):
+    mutated(parts, seed, small, tmp_path)

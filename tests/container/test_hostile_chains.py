@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from chain_kit import chain, delta, moved
-from hostile_kit import edited, unpack
+from hostile_kit import both, drop, edited, fields, put, unpack
 from test_damage import exercise
 
 import ckpt8
@@ -27,34 +29,10 @@ def parts(files):
     return unpack(files[2].read_bytes())
 
 
-def storage(manifest, name):
-    return next(record for record in manifest["storages"] if record["name"] == name)
-
-
-def base(**fields):
-    return lambda manifest: manifest["base"].update(fields)
-
-
-def wrapped(name, **fields):
-    return lambda manifest: storage(manifest, name)["codec"].update(fields)
-
-
-def inner(name, **fields):
-    return lambda manifest: storage(manifest, name)["codec"]["codec"].update(fields)
-
-
-def difference(name, partner=0):
-    """A storage that is whole becomes a difference."""
-
-    def change(manifest):
-        record = storage(manifest, name)
-        record["codec"] = {"id": "delta/1", "base": partner, "codec": record["codec"]}
-
-    return change
-
-
-def both(*changes):
-    return lambda manifest: [change(manifest) for change in changes]
+base = partial(fields, "base")
+CODEC = ("storages", W, "codec")
+wrapped = partial(fields, *CODEC)
+second = partial(fields, "storages", V, "codec", "codec")
 
 
 MALFORMED = {
@@ -69,34 +47,34 @@ MALFORMED = {
         }.items()
         for value in values
     },
-    "base is a list": lambda manifest: manifest.update(base=[]),
-    "base is a text": lambda manifest: manifest.update(base="step-1.ckpt8"),
-    "base is empty": lambda manifest: manifest.update(base={}),
-    "a partner below zero": wrapped(W, base=-1),
-    "a partner that is text": wrapped(W, base="0"),
-    "a partner beyond 62 bits": wrapped(W, base=1 << 62),
-    "no partner": lambda manifest: storage(manifest, W)["codec"].pop("base"),
-    "no codec": lambda manifest: storage(manifest, W)["codec"].pop("codec"),
-    "a codec that is text": wrapped(W, codec="lattice/1"),
-    "a difference of a difference": wrapped(W, codec={"id": "delta/1", "base": 0, "codec": {"id": "lossless/1"}}),
-    "a difference of a pack": wrapped(W, codec={"id": "shared/1"}),
-    "a difference without a base": lambda manifest: manifest.pop("base"),
-    "a difference and null as base": lambda manifest: manifest.update(base=None),
-    "a first moment": difference(M, 4),
-    "a reference": wrapped(W, codec={"id": "reference/1", "runs": []}),
+    "base is a list": put("base", []),
+    "base is a text": put("base", "step-1.ckpt8"),
+    "base is empty": put("base", {}),
+    "a partner below zero": wrapped(base=-1),
+    "a partner that is text": wrapped(base="0"),
+    "a partner beyond 62 bits": wrapped(base=1 << 62),
+    "no partner": drop(*CODEC, "base"),
+    "no codec": drop(*CODEC, "codec"),
+    "a codec that is text": wrapped(codec="lattice/1"),
+    "a difference of a difference": wrapped(codec={"id": "delta/1", "base": 0, "codec": {"id": "lossless/1"}}),
+    "a difference of a pack": wrapped(codec={"id": "shared/1"}),
+    "a difference without a base": drop("base"),
+    "a difference and null as base": put("base", None),
+    "a first moment": put("storages", M, "codec", lambda own: {"id": "delta/1", "base": 4, "codec": own}),
+    "a reference": wrapped(codec={"id": "reference/1", "runs": []}),
 }
 """What is refused when the file is opened."""
 
 AT_THE_BASE = {
     "another key": (base(key="0" * 64), "its place in its chain does not fit"),
     "fewer links": (base(links=1), "its place in its chain does not fit"),
-    "a partner that is not there": (wrapped(W, base=99), f"{W}: has no partner in its base"),
+    "a partner that is not there": (wrapped(base=99), f"{W}: has no partner in its base"),
     "another partner": (
-        both(wrapped(W, base=5), wrapped(V, base=0)),
+        both(wrapped(base=5), put("storages", V, "codec", "base", 0)),
         "has a partner of another type or size|has a partner with another codec",
     ),
-    "factors of other columns": (inner(V, C=32), f"{V}: has a partner with another codec|frames of|cannot hold"),
-    "other steps of a second moment": (inner(V, S=1 << 20), f"{V}: has a partner with another codec"),
+    "factors of other columns": (second(C=32), f"{V}: has a partner with another codec|frames of|cannot hold"),
+    "other steps of a second moment": (second(S=1 << 20), f"{V}: has a partner with another codec"),
     "another seal": (base(seal="0" * 64), r"its base step-1.ckpt8 \(seal 000000000000\) is changed"),
     "another seal and path": (base(seal="0" * 64, path="no/y"), r"its base no/y \(seal 000000000000\) is missing"),
     "a path to a folder": (base(seal="0" * 64, path=".."), "is changed: another file is at"),

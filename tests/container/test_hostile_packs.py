@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from hostile_kit import bounded, edited, pack, unpack
+from hostile_kit import both, bounded, drop, edited, fields, pack, put, unpack
+from hypothesis import given
+from hypothesis import strategies as st
 from small_kit import ALL_LOSSY, adamw_state
-from test_damage import exercise
+from test_damage import exercise, mutated
 
 import ckpt8
 from ckpt8.core.errors import InputError
@@ -36,34 +39,17 @@ def of_moments(manifest):
     return next(record for record in packs(manifest) if record["role"] == "moment1")
 
 
+def of_pack(change):
+    """``change`` of the pack of first moments."""
+    return lambda manifest: change(of_moments(manifest))
+
+
 def shared(**columns):
-    """Other columns of the pack of first moments; a function changes the one that is there."""
-
-    def change(manifest):
-        table = of_moments(manifest)["shared"]
-        for key, value in columns.items():
-            table[key] = value(table[key]) if callable(value) else value
-
-    return change
+    return of_pack(fields("shared", **columns))
 
 
-def table(name, **columns):
-    def change(manifest):
-        for key, value in columns.items():
-            manifest[name][key] = value(manifest[name][key]) if callable(value) else value
-
-    return change
-
-
-def fields(**given):
-    return lambda manifest: of_moments(manifest).update(given)
-
-
-def without(name):
-    def change(manifest):
-        del manifest[name]
-
-    return change
+def pack_with(**given):
+    return of_pack(fields(**given))
 
 
 def flat(value):
@@ -71,10 +57,12 @@ def flat(value):
     return {"all": value}
 
 
+SEGMENTS = ("member_table", "segments", "all")
+members, tensors = partial(fields, "member_table"), partial(fields, "tensor_table")
 MALFORMED = {
-    "more elements than a pack may have": lambda m: (shared(numel=flat(2**16))(m), fields(numel=24 * 2**16)(m)),
-    "another sum": fields(numel=7),
-    "a huge storage": lambda m: (shared(numel=lambda n: [2**61, *n[1:]])(m), fields(numel=2**61)(m)),
+    "more elements than a pack may have": both(shared(numel=flat(2**16)), pack_with(numel=24 * 2**16)),
+    "another sum": pack_with(numel=7),
+    "a huge storage": both(shared(numel=lambda n: [2**61, *n[1:]]), pack_with(numel=2**61)),
     "a negative storage": shared(numel=lambda n: [-1, *n[1:]]),
     "a storage that is text": shared(numel=lambda n: ["1", *n[1:]]),
     "a storage that is true": shared(numel=flat(True)),
@@ -93,38 +81,32 @@ MALFORMED = {
     "a column of two kinds": shared(error={"all": None, "from": 0}),
     "a column that is text": shared(error="x"),
     "a column that is missing": shared(error=None),
-    "no table": fields(shared=None),
+    "no table": pack_with(shared=None),
     "a reference": shared(codec={"id": "reference/1", "runs": [[0, 0, 8]]}),
     "a codec that is a pack": shared(codec={"id": "shared/1"}),
     "an unknown codec": shared(codec={"id": "x/1"}),
-    "an element type that the codec does not hold": fields(dtype="int64"),
-    "fewer parts": lambda m: of_moments(m)["parts"].pop("scales"),
-    "more frames": lambda m: of_moments(m)["parts"]["codes"].update(lengths=[1, 1], crcs=[0, 0]),
-    "no frames": lambda m: of_moments(m)["parts"]["codes"].update(lengths=[], crcs=[]),
-    "the entries of another pack": lambda m: fields(name=packs(m)[0]["name"])(m),
-    "no members": table("member_table", path=[]),
-    "no table of members": without("member_table"),
-    "no table of tensors": without("tensor_table"),
-    "a member without a skeleton": table("member_table", skeleton=flat(10**6)),
-    "segments that overlap": table(
-        "member_table", segments=lambda s: {"all": {**s["all"], "before": [-(2**40), *s["all"]["before"][1:]]}}
-    ),
-    "segments far away": table(
-        "member_table", segments=lambda s: {"all": {**s["all"], "before": [2**61, *s["all"]["before"][1:]]}}
-    ),
-    "segments that repeat": table("member_table", segments=lambda s: {"all": {**s["all"], "storage": flat(3)}}),
-    "segments that count": table("member_table", segments={"from": 3}),
-    "checksums outside of the skeleton": table(
-        "member_table", crc_fields=lambda s: {"all": {**s["all"], "gap": flat(0)}} if "all" in s else {}
-    ),
-    "tensors of no storage": table("tensor_table", storage={"from": 60}),
-    "tensors that count on": table("tensor_table", storage={"from": 2**62 - 1}),
-    "an unknown type": table("tensor_table", dtype=flat("float3")),
-    "a type that is a number": table("tensor_table", dtype=flat(3)),
-    "a shape that is text": table("tensor_table", shape=flat("12")),
-    "a negative shape": table("tensor_table", shape=flat([-1])),
-    "strides of another length": table("tensor_table", stride=flat([1, 1, 1])),
-    "flags that are none": table("tensor_table", flags=flat(["x"])),
+    "an element type that the codec does not hold": pack_with(dtype="int64"),
+    "fewer parts": of_pack(drop("parts", "scales")),
+    "more frames": of_pack(fields("parts", "codes", lengths=[1, 1], crcs=[0, 0])),
+    "no frames": of_pack(fields("parts", "codes", lengths=[], crcs=[])),
+    "the entries of another pack": lambda manifest: pack_with(name=packs(manifest)[0]["name"])(manifest),
+    "no members": members(path=[]),
+    "no table of members": drop("member_table"),
+    "no table of tensors": drop("tensor_table"),
+    "a member without a skeleton": members(skeleton=flat(10**6)),
+    "segments that overlap": put(*SEGMENTS, "before", 0, -(2**40)),
+    "segments far away": put(*SEGMENTS, "before", 0, 2**61),
+    "segments that repeat": put(*SEGMENTS, "storage", flat(3)),
+    "segments that count": members(segments={"from": 3}),
+    "checksums outside of the skeleton": put("member_table", "crc_fields", "all", "gap", flat(0)),
+    "tensors of no storage": tensors(storage={"from": 60}),
+    "tensors that count on": tensors(storage={"from": 2**62 - 1}),
+    "an unknown type": tensors(dtype=flat("float3")),
+    "a type that is a number": tensors(dtype=flat(3)),
+    "a shape that is text": tensors(shape=flat("12")),
+    "a negative shape": tensors(shape=flat([-1])),
+    "strides of another length": tensors(stride=flat([1, 1, 1])),
+    "flags that are none": tensors(flags=flat(["x"])),
 }
 
 
@@ -144,11 +126,11 @@ def test_other_forms_of_the_same_columns_are_sound(parts, tmp_path):
     path = tmp_path / "x.ckpt8"
     count = len(manifest["tensor_table"]["name"])
     for change in (
-        table("tensor_table", offset=[0] * count),
-        table("tensor_table", flags=[[]] * count),
+        tensors(offset=[0] * count),
+        tensors(flags=[[]] * count),
         shared(reason=[None] * 24),
         shared(error=flat(None)),
-        fields(name="another name"),
+        pack_with(name="another name"),
     ):
         changed = copy.deepcopy(manifest)
         change(changed)
@@ -162,8 +144,14 @@ def test_other_forms_of_the_same_columns_are_sound(parts, tmp_path):
 
 def test_a_shape_for_all_tensors_takes_no_memory(parts, tmp_path):
     """Rows are counted by lists alone, so a short text cannot ask for many."""
-    path = edited(parts, table("tensor_table", shape=flat([2**40, 2**20])), tmp_path / "x.ckpt8")
+    path = edited(parts, tensors(shape=flat([2**40, 2**20])), tmp_path / "x.ckpt8")
     with bounded(), ckpt8.open(path) as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             with pytest.raises(InputError, match="does not fit its storage"):
                 file.get_tensor(name)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 1 << 32))
+def test_a_mutated_manifest_with_packs_is_read_or_refused(seed, parts, small, tmp_path):
+    mutated(parts, seed, small, tmp_path)

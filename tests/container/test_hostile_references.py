@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import time
+from functools import partial
 
 import pytest
 import torch
-from hostile_kit import edited, pack, unpack
+from hostile_kit import both, edited, fields, index_of, put, unpack
+from hypothesis import given
+from hypothesis import strategies as st
 from reference_kit import LAYOUTS, masters
-from test_damage import exercise, is_detected
+from test_damage import exercise, is_detected, mutated
 
 import ckpt8
 from ckpt8.core.errors import InputError
@@ -42,28 +44,18 @@ def parts(small):
     return unpack(small.read_bytes())
 
 
-def index(manifest, name):
-    return next(k for k, storage in enumerate(manifest["storages"]) if storage["name"] == name)
-
-
-def record(manifest, name=COPY):
-    return manifest["storages"][index(manifest, name)]
-
-
 def runs(*wanted):
     """Other runs of the copy; names stand for the indices of storages."""
 
     def change(manifest):
-        given = [[index(manifest, run[0]), *run[1:]] if isinstance(run[0], str) else list(run) for run in wanted]
-        record(manifest)["codec"]["runs"] = given
+        given = [[index_of(manifest, run[0]), *run[1:]] if isinstance(run[0], str) else list(run) for run in wanted]
+        codec(runs=given)(manifest)
 
     return change
 
 
-def fields(**given):
-    return lambda manifest: record(manifest).update(given)
-
-
+copy_with = partial(fields, "storages", COPY)
+codec = partial(fields, "storages", COPY, "codec")
 MALFORMED = {
     "no such storage": ("other", runs((99, 0, 6400))),
     "a negative storage": ("runs", runs((-1, 0, 6400))),
@@ -75,26 +67,23 @@ MALFORMED = {
     "far behind the end": ("other", runs((MASTER, 2**61, 6400))),
     "a start beyond 62 bits": ("runs", runs((MASTER, 2**62, 6400))),
     "a negative start": ("runs", runs((MASTER, -1, 6400))),
-    "the other type": ("other type", lambda manifest: record(manifest)["codec"].update(id="reference16/1")),
+    "the other type": ("other type", codec(id="reference16/1")),
     "too short": ("numel", runs((MASTER, 0, 6399))),
     "too long": ("numel", runs((MASTER, 0, 6400), (MASTER, 0, 1))),
     "no runs": ("numel", runs()),
     "a run of nothing": ("runs", runs((MASTER, 0, 6400), (MASTER, 0, 0))),
     "a run of two": ("runs", runs((MASTER, 6400))),
-    "a run that is a number": ("runs", lambda manifest: record(manifest)["codec"].update(runs=[1])),
-    "runs that are text": ("runs", lambda manifest: record(manifest)["codec"].update(runs="x")),
-    "a field more": ("runs", lambda manifest: record(manifest)["codec"].update(R=1)),
+    "a run that is a number": ("runs", codec(runs=[1])),
+    "runs that are text": ("runs", codec(runs="x")),
+    "a field more": ("runs", codec(R=1)),
     "a boolean": ("runs", runs((MASTER, False, 6400))),
     "padding of 17 bits": ("runs", runs((None, 2**16, 6400))),
     "all padding": ("padding", runs((None, 0, 6400))),
     "more padding than copy": ("padding", runs((None, 0, 3201), (MASTER, 0, 3199))),
-    "a huge copy of padding": ("padding", lambda m: (runs((None, 0, 2**61))(m), fields(numel=2**61)(m))),
-    "a huge copy of one master": (
-        "copies",
-        lambda m: (runs(*[(MASTER, 0, 6400)] * 500)(m), fields(numel=6400 * 500)(m)),
-    ),
-    "another element type": ("type", fields(dtype="float16")),
-    "parts": (None, fields(parts={"rho": {"lengths": [], "crcs": []}})),
+    "a huge copy of padding": ("padding", both(runs((None, 0, 2**61)), copy_with(numel=2**61))),
+    "a huge copy of one master": ("copies", both(runs(*[(MASTER, 0, 6400)] * 500), copy_with(numel=6400 * 500))),
+    "another element type": ("type", copy_with(dtype="float16")),
+    "parts": (None, copy_with(parts={"rho": {"lengths": [], "crcs": []}})),
 }
 
 
@@ -114,7 +103,7 @@ def test_references_that_are_not_sound(name, parts, small, tmp_path):
 def test_other_references_that_are_sound(parts, tmp_path):
     """The checks above refuse what they name, not whatever was changed."""
     for change in (
-        runs((MASTER, 0, 6400)),
+        runs((MASTER, 0, 3200), (MASTER, 3200, 3200)),
         runs((MASTER, 0, 3200), (None, 0x3F80, 3200)),
         runs(*[(MASTER, 10, 1600)] * 4),
         runs(("optimizer.state.2.master_param", 80, 6400)),
@@ -130,17 +119,14 @@ def test_scattered_runs_and_many_copies(tmp_path):
     chunk = 2**20
     torch.save(LAYOUTS["master_param"]({"w": torch.zeros(3 * chunk)}), tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
-    metadata, entries, manifest = unpack((tmp_path / "a.ckpt8").read_bytes())
-    path = tmp_path / "x.ckpt8"
+    parts = unpack((tmp_path / "a.ckpt8").read_bytes())
     for reason, wanted in (
         ("work", [(chunk * (k % 3), 1) for k in range(60)]),
         ("copies", [(0, 3 * chunk)] * 5),
     ):
-        changed = copy.deepcopy(manifest)
-        copied = record(changed, "model.w")
-        copied["codec"]["runs"] = [[index(changed, MASTER), *run] for run in wanted]
-        copied["numel"] = sum(length for _, length in wanted)
-        path.write_bytes(pack(changed, entries, metadata))
+        given = {"id": "reference/1", "runs": [[index_of(parts[2], MASTER), *run] for run in wanted]}
+        change = fields("storages", "model.w", codec=given, numel=sum(length for _, length in wanted))
+        path = edited(parts, change, tmp_path / "x.ckpt8")
         started = time.process_time()
         with pytest.raises(InputError, match=REFUSED[reason]):
             ckpt8.verify(path)
@@ -148,9 +134,13 @@ def test_scattered_runs_and_many_copies(tmp_path):
 
 
 def test_a_cycle(parts, tmp_path):
-    def change(manifest):
-        other = "model.head.weight"
-        record(manifest)["codec"]["runs"] = [[index(manifest, other), 0, 6400]]
-        record(manifest, other)["codec"]["runs"] = [[index(manifest, COPY), 0, 6400], [index(manifest, MASTER), 0, 80]]
-
+    copy, head, master = (index_of(parts[2], name) for name in (COPY, "model.head.weight", MASTER))
+    back = put("storages", head, "codec", "runs", [[copy, 0, 6400], [master, 0, 80]])
+    change = both(codec(runs=[[head, 0, 6400]]), back)
     assert is_detected(edited(parts, change, tmp_path / "x.ckpt8"))
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 1 << 32))
+def test_a_mutated_manifest_with_references_is_read_or_refused(seed, parts, small, tmp_path):
+    mutated(parts, seed, small, tmp_path)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import random
 import zlib
+from functools import partial
 
 import pytest
 import torch
 import zstandard
 from budget_kit import run_of
-from hostile_kit import INFINITE, bounded, edited, pack, unpack
-from test_damage import exercise, is_detected
+from hostile_kit import INFINITE, bounded, drop, edited, fields, found_at, index_of, pack, put, unpack
+from hypothesis import given
+from hypothesis import strategies as st
+from test_damage import exercise, is_detected, mutated
 
 import ckpt8
 from ckpt8.container.manifest import PLANES, Mode
@@ -37,16 +40,20 @@ def parts(small):
     return unpack(small.read_bytes())
 
 
+CODES = ("storages", W, "parts", "codes")
+codes = partial(fields, *CODES)
+
+
 def storage(manifest, name):
-    return next(record for record in manifest["storages"] if record["name"] == name)
+    return found_at(manifest, ("storages", name))
 
 
 def table(manifest, name=W):
     return storage(manifest, name)["parts"]["codes"]
 
 
-def modes(value, name=W):
-    return lambda manifest: table(manifest, name).update(modes=value)
+def modes(value):
+    return codes(modes=value)
 
 
 def mode(**changed):
@@ -58,10 +65,6 @@ def mode(**changed):
     return change
 
 
-def lengths(change):
-    return lambda manifest: table(manifest).update(lengths=change(table(manifest)["lengths"]))
-
-
 def many_chunks(manifest):
     """As many chunks as a manifest of some kB can state, all in frames of a byte."""
     count = 1 << 12
@@ -69,38 +72,19 @@ def many_chunks(manifest):
     storage(manifest, W)["numel"] = count << 20
 
 
-def codec(name, **fields):
-    return lambda manifest: storage(manifest, name)["codec"].update(fields)
-
-
-def index(manifest, name):
-    return manifest["storages"].index(storage(manifest, name))
+def codec(name, **given):
+    return fields("storages", name, "codec", **given)
 
 
 def second(name):
-    return lambda manifest: storage(manifest, M)["codec"].update(second=index(manifest, name))
+    return lambda manifest: codec(M, second=index_of(manifest, name))(manifest)
 
 
-def steps(**fields):
-    return lambda manifest: manifest["parameters"][0]["steps"].update(fields)
-
-
-def budget(value):
-    return lambda manifest: manifest.update(budget=value)
-
-
-def pop(*path):
-    def change(manifest):
-        *place, last = path
-        for key in place:
-            manifest = manifest[key]
-        del manifest[last]
-
-    return change
+steps = partial(fields, "parameters", 0, "steps")
 
 
 MALFORMED = {
-    "no modes": lambda m: table(m).pop("modes"),
+    "no modes": drop(*CODES, "modes"),
     "modes that are null": modes(None),
     "modes that are a number": modes(3),
     "modes of another form": modes([{"raw": 0}]),
@@ -108,8 +92,8 @@ MALFORMED = {
     "an empty list": modes([]),
     "two modes of one chunk": modes([[0, 256, 0, -1]] * 2),
     "a thousand modes": modes([[0, 256, 0, -1]] * 1000),
-    "modes of other parts": lambda m: storage(m, V)["parts"]["rows"].update(modes=[[0, 256, 0, -1]]),
-    "modes of a skeleton": lambda m: storage(m, "ckpt8.skeleton")["parts"]["bytes"].update(modes=[[0, 256, 0, -1]]),
+    "modes of other parts": fields("storages", V, "parts", "rows", modes=[[0, 256, 0, -1]]),
+    "modes of a skeleton": fields("storages", "ckpt8.skeleton", "parts", "bytes", modes=[[0, 256, 0, -1]]),
     "another base": mode(base=7),
     "a base that is none": mode(base=0),
     "more raw bytes": mode(raw=2),
@@ -126,11 +110,11 @@ MALFORMED = {
     "a top that is too large": mode(top=1 << 20),
     "a huge top": mode(top=HUGE),
     "a top below all": mode(top=-2),
-    "no lengths": lengths(lambda _: [0] * PLANES),
-    "a byte for an empty plane": lengths(lambda old: [old[0] - 1, *old[1:-1], 1]),
-    "fewer frames": lambda m: table(m).update(lengths=table(m)["lengths"][:-1], crcs=table(m)["crcs"][:-1]),
-    "more frames": lambda m: table(m).update(lengths=table(m)["lengths"] + [0], crcs=table(m)["crcs"] + [0]),
-    "a huge storage": lambda m: storage(m, W).update(numel=2**61),
+    "no lengths": codes(lengths=[0] * PLANES),
+    "a byte for an empty plane": codes(lengths=lambda old: [old[0] - 1, *old[1:-1], 1]),
+    "fewer frames": codes(lengths=lambda old: old[:-1], crcs=lambda old: old[:-1]),
+    "more frames": codes(lengths=lambda old: [*old, 0], crcs=lambda old: [*old, 0]),
+    "a huge storage": put("storages", W, "numel", 2**61),
     "a thousand chunks": many_chunks,
     "a companion that is itself": second(M),
     "a companion of another length": second("ckpt8.skeleton"),
@@ -141,9 +125,9 @@ MALFORMED = {
     "a companion that is text": codec(M, second="1"),
     "statistics that are no storages": codec(M, second=[10**6, 0, 64, 65]),
     "statistics that are negative": codec(M, second=[-1, 0, 64, 65]),
-    "statistics that are lossy": lambda m: codec(M, second=[index(m, W), index(m, W), 64, 65])(m),
-    "statistics of another shape": lambda m: codec(M, second=[index(m, STEP), index(m, STEP), 1, NUMEL])(m),
-    "statistics of huge matrices": lambda m: codec(M, second=[index(m, STEP), index(m, STEP), 2**40, 2**40])(m),
+    "statistics that are lossy": lambda m: codec(M, second=[index_of(m, W), index_of(m, W), 64, 65])(m),
+    "statistics of another shape": lambda m: codec(M, second=[index_of(m, STEP), index_of(m, STEP), 1, NUMEL])(m),
+    "statistics of huge matrices": lambda m: codec(M, second=[index_of(m, STEP), index_of(m, STEP), 2**40, 2**40])(m),
     "statistics of no rows": codec(M, second=[0, 0, 0, 65]),
     "statistics that are short": codec(M, second=[0, 0]),
     "statistics that are text": codec(M, second=["0", 0, 64, 65]),
@@ -152,21 +136,21 @@ MALFORMED = {
     "rows that are longer": codec(V, C=65 * 64),
     "no columns": codec(V, columns=False),
     "first moments as weights": lambda m: storage(m, W).update(codec=storage(m, M)["codec"]),
-    "integers on a lattice": lambda m: storage(m, W).update(dtype="int32"),
-    "fp16 on a lattice": lambda m: storage(m, W).update(dtype="float16"),
-    "moments on a lattice": lambda m: storage(m, W).update(role="moment1"),
-    "steps that are a list": lambda m: m["parameters"][0].update(steps=[]),
-    "no optimizer": pop("parameters", 0, "steps", "optimizer"),
+    "integers on a lattice": put("storages", W, "dtype", "int32"),
+    "fp16 on a lattice": put("storages", W, "dtype", "float16"),
+    "moments on a lattice": put("storages", W, "role", "moment1"),
+    "steps that are a list": put("parameters", 0, "steps", []),
+    "no optimizer": drop("parameters", 0, "steps", "optimizer"),
     "an optimizer below zero": steps(optimizer=-1),
     "an optimizer that is text": steps(optimizer="0"),
     "weights that are not there": steps(weight_storage=10**6),
     "weights that are text": steps(weight_storage="0"),
-    "a budget that is a list": budget([]),
-    "a budget of nothing": budget({}),
-    "a budget of text": budget({"steps": "1", "u_max": 1, "cap": 1}),
-    "a budget of zero": budget({"steps": 0, "u_max": 1, "cap": 1}),
-    "a budget beyond numbers": budget({"steps": HUGE, "u_max": 1, "cap": 1}),
-    "a budget without bound": budget({"steps": 1, "u_max": INFINITE, "cap": 1}),
+    "a budget that is a list": put("budget", []),
+    "a budget of nothing": put("budget", {}),
+    "a budget of text": put("budget", {"steps": "1", "u_max": 1, "cap": 1}),
+    "a budget of zero": put("budget", {"steps": 0, "u_max": 1, "cap": 1}),
+    "a budget beyond numbers": put("budget", {"steps": HUGE, "u_max": 1, "cap": 1}),
+    "a budget without bound": put("budget", {"steps": 1, "u_max": INFINITE, "cap": 1}),
 }
 
 
@@ -180,7 +164,7 @@ def test_manifests_that_are_not_sound(name, parts, small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("name", "given"),
     [
         (W, {"k": 401}), (W, {"k": -409}), (W, {"k": 1.0}), (W, {"k": HUGE}), (W, {"salt": -1}), (W, {"salt": 2**32}),
         (W, {"salt": None}), (W, {"x": 1}), (V, {"S": 0}), (V, {"S": 11744052}), (V, {"S": HUGE}), (V, {"C": 0}),
@@ -190,8 +174,8 @@ def test_manifests_that_are_not_sound(name, parts, small, tmp_path):
     ],
     ids=str,
 )  # fmt: skip
-def test_fields_that_no_codec_has(name, fields, parts, tmp_path):
-    path = edited(parts, codec(name, **fields), tmp_path / "x.ckpt8")
+def test_fields_that_no_codec_has(name, given, parts, tmp_path):
+    path = edited(parts, codec(name, **given), tmp_path / "x.ckpt8")
     with bounded(), pytest.raises(UnsupportedError) as caught:
         ckpt8.verify(path, threads=1)
     assert len(str(caught.value)) < 500
@@ -280,3 +264,9 @@ def test_frames_built_the_same_way_are_read(parts, tmp_path):
     path = tmp_path / "x.ckpt8"
     path.write_bytes(with_planes(parts, W, (0, 6, 0, -1), [bytes_of(THIRD, at9=215)]))
     assert not is_detected(path)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 1 << 32))
+def test_a_mutated_manifest_with_symbols_is_read_or_refused(seed, parts, small, tmp_path):
+    mutated(parts, seed, small, tmp_path)

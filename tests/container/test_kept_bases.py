@@ -64,10 +64,8 @@ def run(tmp_path):
     """A run in a folder that has the name of the links itself."""
     (tmp_path / KEPT).mkdir()
     made = Run(tmp_path / KEPT)
-    made.write("0.ckpt8")
-    made.write("1.ckpt8", "0.ckpt8")
-    made.write("2.ckpt8", "0.ckpt8")
-    made.write("3.ckpt8", "2.ckpt8")
+    for name, base in (("0", None), ("1", "0.ckpt8"), ("2", "0.ckpt8"), ("3", "2.ckpt8")):
+        made.write(f"{name}.ckpt8", base)
     return made
 
 
@@ -134,10 +132,11 @@ def test_a_base_that_is_named_by_a_symbolic_link_is_linked_itself(run):
         assert run.below("5.ckpt8") == [run.seals[f"{each}.ckpt8"] for each in (4, 1, 0)]
 
 
-def test_what_is_needed_stays_where_its_own_base_cannot_be_linked(run, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+def refuse(*_, **__):
+    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
+
+def test_what_is_needed_stays_where_its_own_base_cannot_be_linked(run, monkeypatch):
     run.write("4.ckpt8", "3.ckpt8", path="3.ckpt8")
     shutil.rmtree(run.folder / KEPT)
     with monkeypatch.context() as patch:
@@ -278,9 +277,6 @@ def test_nothing_goes_where_the_file_system_fails(failing, run, monkeypatch):
 
 
 def test_a_file_system_without_links_says_so(run, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
     monkeypatch.setattr(os, "link", refuse)
     with KeptBases(run.folder) as kept, pytest.raises(OSError, match="not permitted"):
         kept.link(run.folder / "1.ckpt8")

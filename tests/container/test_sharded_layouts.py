@@ -1,19 +1,27 @@
-"""Which file holds which part of a tensor: grids and lists beside the boxes that they were made of."""
+"""Which file holds which part of a tensor: grids and lists beside the boxes that they were made of; parts of an index.
+
+A rank that saves on its own writes no part beside those of another save.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from itertools import product
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt8.container.collecting import RankFile, collect
-from ckpt8.container.sharded import GlobalTensor, Grid, Listed, Place, ShardedIndex, parse_index
+from ckpt8.container.joined import JoinedReader
+from ckpt8.container.sharded import GlobalTensor, Grid, Listed, Part, Place, ShardedIndex, has_other_parts, parse_index
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 
 SEAL = "0" * 64
 
@@ -192,3 +200,57 @@ def test_an_index_that_names_too_many_cells_is_refused():
     tree = {"format": "ckpt8-dcp", "version": "2.0", "files": [["a", SEAL]], "tensors": {"t": tensor}, "objects": {}}
     with pytest.raises(InputError, match="malformed at 'tensors'"):
         parse_index(json.dumps(tree).encode(), "x")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_cells_that_no_file_holds_are_not_listed(tmp_path):
+    """An index says much in a few numbers: memory does not grow with what nobody wrote."""
+    cells = 2_000_000
+    dcp.save({"w": torch.ones(8)}, storage_writer=Ckpt8StorageWriter(tmp_path / "x"), no_dist=True)
+    index = tmp_path / "x" / "ckpt8-dcp.json"
+    tree = json.loads(index.read_text())
+    tree["tensors"]["w"] |= {"shape": [cells], "cuts": [[[1, cells]]], "owners": [[0, cells, 0]]}
+    index.write_text(json.dumps(tree | {"padding": "x" * (cells // 64)}))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="names 2000000 slices, and its files hold 1"):
+            JoinedReader(tmp_path / "x")
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+# Parts of an index
+
+
+def put(folder, *parts):
+    for part in parts:
+        ShardedIndex({}, {}, {}, part=part).write(folder)
+
+
+def allowed(folder, save, world):
+    return [rank for rank in range(world) if not has_other_parts(folder, Part(rank, world, save))]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_no_rank_writes_beside_a_whole_set_of_parts(tmp_path, world):
+    put(tmp_path, *(Part(rank, 3, "old") for rank in range(3)))
+    assert allowed(tmp_path, "new", world) == []
+
+
+def test_a_part_that_an_interrupted_save_of_more_ranks_has_left_is_seen(tmp_path):
+    put(tmp_path, Part(5, 8, "old"))
+    assert 0 not in allowed(tmp_path, "new", 2)
+
+
+def test_parts_of_faster_ranks_are_no_hindrance(tmp_path):
+    assert allowed(tmp_path, "new", 4) == [0, 1, 2, 3]
+    put(tmp_path, Part(0, 4, "new"), Part(2, 4, "new"))
+    assert allowed(tmp_path, "new", 4) == [1, 3]
+    (tmp_path / "ckpt8-dcp.0.json").unlink()
+    assert allowed(tmp_path, "new", 4) == [0, 1, 3]
+
+
+def test_an_index_is_in_the_way_of_all(tmp_path):
+    put(tmp_path, None)
+    assert allowed(tmp_path, "new", 3) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hostile_kit import edited, unpack
+from hostile_kit import drop, edited, put, unpack
 from plain_reader import Plain
 
 import ckpt8
@@ -57,37 +57,28 @@ def test_other_containers_state_none(tmp_path):
         assert slices_of(file.manifest) == {}
 
 
-def column(key, value):
-    def change(manifest):
-        manifest["slices"][key] = value(manifest["slices"][key]) if callable(value) else value
-
-    return change
-
-
 def more_dimensions(manifest):
-    table = manifest.get("tensor_table")
-    tensors = manifest["tensors"] if table is None else None
-    if tensors is None:
-        table["shape"] = [[1] * 70] + [None] * (len(table["name"]) - 1)
-        table["stride"] = [[1] * 70] + [None] * (len(table["name"]) - 1)
+    if "tensor_table" in manifest:
+        others = [None] * (len(manifest["tensor_table"]["name"]) - 1)
+        manifest["tensor_table"] |= {"shape": [[1] * 70, *others], "stride": [[1] * 70, *others]}
     else:
-        tensors[0] |= {"shape": [1] * 70, "stride": [1] * 70}
+        manifest["tensors"][0] |= {"shape": [1] * 70, "stride": [1] * 70}
     manifest["slices"] = {"name": ["w"], "tensor": [0], "offsets": [None]}
 
 
 HOSTILE = {
-    "no table": lambda manifest: manifest.update(slices=[]),
-    "no names": column("name", {"all": "w"}),
-    "a name that is a number": column("name", lambda names: [1, *names[1:]]),
-    "half of a surrogate pair": column("name", lambda names: ["\ud800", *names[1:]]),
-    "a tensor too many": column("tensor", lambda _: [0, 1, 2, 99]),
-    "a tensor below 0": column("tensor", lambda _: [0, 1, 2, -1]),
-    "tensors from far away": column("tensor", {"from": 90}),
-    "offsets of a dimension too many": column("offsets", {"all": [0, 0, 0]}),
-    "negative offsets": column("offsets", lambda _: [[-1, 0], None, None, None]),
-    "a column too short": column("offsets", [None]),
-    "a column missing": lambda manifest: manifest["slices"].pop("offsets"),
-    "a slice twice": column("name", lambda names: [names[0]] * len(names)),
+    "no table": put("slices", []),
+    "no names": put("slices", "name", {"all": "w"}),
+    "a name that is a number": put("slices", "name", lambda names: [1, *names[1:]]),
+    "half of a surrogate pair": put("slices", "name", lambda names: ["\ud800", *names[1:]]),
+    "a tensor too many": put("slices", "tensor", lambda _: [0, 1, 2, 99]),
+    "a tensor below 0": put("slices", "tensor", lambda _: [0, 1, 2, -1]),
+    "tensors from far away": put("slices", "tensor", {"from": 90}),
+    "offsets of a dimension too many": put("slices", "offsets", {"all": [0, 0, 0]}),
+    "negative offsets": put("slices", "offsets", lambda _: [[-1, 0], None, None, None]),
+    "a column too short": put("slices", "offsets", [None]),
+    "a column missing": drop("slices", "offsets"),
+    "a slice twice": put("slices", "name", lambda names: [names[0]] * len(names)),
     "too many dimensions": more_dimensions,
 }
 

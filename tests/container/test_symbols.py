@@ -1,4 +1,7 @@
-"""Symbols of less than a byte: every mode holds them, backends agree to the bit, the chosen mode is small."""
+"""Symbols of less than a byte: every mode holds them, backends agree to the bit, the chosen mode is small.
+
+Differences of parts follow the rule that FORMAT.md states, number by number, and come back.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from plain_codecs import plane_lengths, unpacked
 
 from ckpt8.container import frames, symbols
 from ckpt8.container.manifest import DIGITS, MOST_BITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, RefusedError
 
 BACKENDS = ("torch", "numba")
 MODES = [
@@ -204,3 +209,91 @@ def test_planes_that_no_writer_makes(name, backend):
 def test_modes_that_are_none(value):
     with pytest.raises((TypeError, ValueError)):
         Mode.of(value)
+
+
+# Differences
+
+EDGES = (-1, 0, 1, 2, 3, 254, 255, 256, (1 << 19) - 2, (1 << 19) - 1)
+BYTES = (torch.uint8, torch.int8, torch.int16, torch.uint16)
+
+
+def integer(symbol):
+    return -(symbol + 1) // 2 if symbol % 2 else symbol // 2
+
+
+def symbol_of(q):
+    return 2 * q if q >= 0 else -2 * q - 1
+
+
+def rule(own, base):
+    """The difference of a symbol to that of the base."""
+    if base == -1:
+        return 0 if own == -1 else own + 1
+    return -1 if own == -1 else symbol_of(integer(own) - integer(base))
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def pairs():
+    return zip(*((own, base) for own in EDGES for base in EDGES), strict=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_symbols_follow_the_rule_and_come_back(backend):
+    own, base = map(list, pairs())
+    found = symbols.difference({"codes": int32(own)}, {"codes": int32(base)}, backend)
+    assert found["codes"].tolist() == [rule(*each) for each in zip(own, base, strict=True)]
+    assert symbols.total(found, {"codes": int32(base)}, "x", backend)["codes"].tolist() == own
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_every_symbol_has_one_difference(backend, data):
+    base = data.draw(st.integers(-1, (1 << 19) - 1))
+    own = data.draw(st.lists(st.integers(-1, (1 << 19) - 1), min_size=1, max_size=40, unique=True))
+    below = {"codes": torch.full((len(own),), base, dtype=torch.int32)}
+    found = symbols.difference({"codes": int32(own)}, below, backend)
+    assert len(set(found["codes"].tolist())) == len(own)
+    assert symbols.total(found, below, "x", backend)["codes"].tolist() == own
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_cannot_be_packed_is_refused(backend):
+    far = {"codes": int32([2 * ((1 << 18) + 5)])}, {"codes": int32([2 * ((1 << 18) + 5) - 1])}
+    with pytest.raises(RefusedError, match="too far"):
+        symbols.difference(*far, backend)
+    with pytest.raises(RefusedError, match="too far"):
+        symbols.difference({"codes": int32([SYMBOL_LIMIT - 2])}, {"codes": int32([-1])}, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("found", "base"),
+    [(-1, -1), (SYMBOL_LIMIT - 2, SYMBOL_LIMIT - 2), (SYMBOL_LIMIT - 1, SYMBOL_LIMIT - 1), (2, SYMBOL_LIMIT - 2)],
+)
+def test_sums_that_are_no_symbols_are_damage(backend, found, base):
+    """Among symbols that are fine."""
+    differences, below = {"codes": int32([0, found, 1])}, {"codes": int32([0, base, -1])}
+    with pytest.raises(InputError, match=r"a\.ckpt8: w: its symbols are not differences"):
+        symbols.total(differences, below, "a.ckpt8: w", backend)
+
+
+@pytest.mark.parametrize("dtype", BYTES, ids=str)
+def test_other_parts_differ_by_their_bits(dtype):
+    own, base = (torch.randint(0, 256, (64,), dtype=torch.uint8).view(dtype) for _ in range(2))
+    before = own.clone()
+    found = symbols.difference({"rows": own}, {"rows": base})["rows"]
+    assert found.dtype is dtype
+    bits = [a ^ b for a, b in zip(own.view(torch.uint8).tolist(), base.view(torch.uint8).tolist(), strict=True)]
+    assert found.view(torch.uint8).tolist() == bits
+    assert own.view(torch.uint8).equal(before.view(torch.uint8))
+    assert symbols.total({"rows": found}, {"rows": base}, "x")["rows"].view(torch.uint8).equal(own.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_without_elements(backend):
+    empty = {"codes": int32([]), "rows": torch.empty(0, dtype=torch.int16)}
+    found = symbols.difference(empty, empty, backend)
+    assert [len(x) for x in symbols.total(found, empty, "x", backend).values()] == [0, 0]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from budget_kit import run_of
 from chain_kit import delta, moved
+from faults_kit import Outcome
 
 import ckpt8
 from ckpt8.container.decoding import check_frames
@@ -22,17 +21,6 @@ from ckpt8.core.workers import Workers
 
 RULES = ("*model.w=split24", "*.exp_avg=companded8", "*.exp_avg_sq=companded8(signed=False, Q=63, p=0.5)")
 SAMPLES = ("file", "directory", "budget")
-
-
-@dataclass
-class Flips:
-    """Flips by where they were; ``faults`` are those that were not noticed, or blamed on something else."""
-
-    counts: Counter = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict:
-        return {**dict(sorted(self.counts.items())), "faults": self.faults}
 
 
 def make_sample(folder: Path, kind: str) -> Path:
@@ -82,9 +70,12 @@ def complaint(path: Path, workers: Workers) -> str | None:
     return None
 
 
-def flip(path: Path, wanted: Iterable[tuple[int, int]], read: Path | None = None) -> Flips:
-    """Flip the bits at (byte, bit) of a container, each for itself, and verify that, or ``read``, whose base it is."""
-    found, data = Flips(), path.read_bytes()
+def flip(path: Path, wanted: Iterable[tuple[int, int]], read: Path | None = None) -> Outcome:
+    """Flip the bits at (byte, bit) of a container, each for itself, and verify that, or ``read``, whose base it is.
+
+    Faults are those that were not noticed, or blamed on something else.
+    """
+    found, data = Outcome(), path.read_bytes()
     where = [name for name, start, stop in places(data) for _ in range(start, stop)]
     assert len(where) == len(data)
     with Workers(1) as workers, path.open("r+b", buffering=0) as file:

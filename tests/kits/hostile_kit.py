@@ -61,7 +61,7 @@ def unpack(data):
 
 
 def stored_manifest(manifest):
-    text = json.dumps(manifest).replace(f'"{INFINITE}"', "1e999")
+    text = json.dumps(manifest, separators=(",", ":")).replace(f'"{INFINITE}"', "1e999")
     return zstandard.ZstdCompressor().compress(text.encode())
 
 
@@ -70,10 +70,48 @@ def pack(manifest, entries, metadata=None, *, stored=None):
     return sealed(entries, stored_manifest(manifest) if stored is None else stored, metadata or {"ckpt8": "1.0"})
 
 
+def found_at(tree, path):
+    """What is at a path of keys and indices, where a name stands for the record of a list that has it."""
+    for key in path:
+        by_name = isinstance(tree, list) and isinstance(key, str)
+        tree = next(record for record in tree if record["name"] == key) if by_name else tree[key]
+    return tree
+
+
+def put(*path_and_value):
+    """A change of a manifest: another value at a path; a function makes it of the one that is there."""
+    *path, last, value = path_and_value
+
+    def change(manifest):
+        node = found_at(manifest, path)
+        node[last] = value(node[last]) if callable(value) else value
+
+    return change
+
+
+def fields(*path, **given):
+    """A change of a manifest: other values of fields of what is at a path, as ``put``."""
+    return lambda manifest: [put(*path, key, value)(manifest) for key, value in given.items()]
+
+
+def drop(*path):
+    """A change of a manifest: a field less."""
+    return lambda manifest: found_at(manifest, path[:-1]).pop(path[-1])
+
+
+def both(*changes):
+    return lambda manifest: [change(manifest) for change in changes]
+
+
+def index_of(manifest, name):
+    return next(k for k, storage in enumerate(manifest["storages"]) if storage["name"] == name)
+
+
 def edited(parts, change, path):
     """The path of a container whose manifest ``change`` has changed, under a valid seal."""
     metadata, entries, manifest = copy.deepcopy(parts)
     change(manifest)
+    assert json.dumps(manifest) != json.dumps(parts[2])
     path.write_bytes(pack(manifest, entries, metadata))
     return path
 

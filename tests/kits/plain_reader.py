@@ -17,9 +17,7 @@ from plain_codecs import (
     FLOATS,
     SYMBOLS,
     added,
-    integers,
     itemsize,
-    low_bytes,
     next_symbols,
     plane_lengths,
     rounded_bits,
@@ -28,7 +26,16 @@ from plain_codecs import (
 
 CHUNK = 1 << 20
 SHARED = {"id": "shared/1"}
+EXACT = ("lossless/1", "split24/1", "split32/1")
 STEPPED = {"lattice/1", "rclog/1", "vscaled/1", "reference/2"}
+
+
+def half_bits(bits):
+    """The bits of fp16 for those of fp32."""
+    numbers = bits.view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        half = numbers.astype(np.float16).view(np.uint16)
+    return np.where(np.isnan(numbers), bits >> 16 & 0x8000 | 0x7E00, half)
 
 
 class Plain:
@@ -286,11 +293,14 @@ class Plain:
         """The bytes of a storage."""
         storage = self.storages[index]
         if storage["codec"]["id"] == "reference/1":
-            return self.copy(storage, "bfloat16")
+            assert (storage["dtype"], storage["parts"]) == ("bfloat16", {})
+            return self.copy(storage, rounded_bits)
         if storage["codec"]["id"] == "reference16/1":
             return self.half_copy(storage)
         if storage["codec"]["id"] == "reference/2":
-            return self.rounded_copy(storage)
+            assert not storage["parts"]
+            rounded = {"bfloat16": rounded_bits, "float16": half_bits}[storage["dtype"]]
+            return self.copy(storage, rounded, {*EXACT, "lattice/1"})
         frames, chunks = self.whole(index)
         decode = DECODE[storage["codec"]["id"]] if storage["numel"] else lambda *_: b""
         second = self.companion(storage)
@@ -328,57 +338,27 @@ class Plain:
         relative = (R / means[:, None]).astype(np.float32)
         return (relative[:, :, None] * C.reshape(-1, 1, width)).reshape(-1)
 
-    def rounded_copy(self, storage):
-        """The bytes of a copy of decoded masters: rounded once."""
-        assert set(storage["codec"]) == {"id", "runs"}
-        assert not storage["parts"]
-        out = b""
-        for master, start, length in storage["codec"]["runs"]:
-            if master is None:
-                out += struct.pack("<H", start) * length
-                continue
-            assert self.storages[master]["dtype"] == "float32"
-            assert self.storages[master]["codec"]["id"] in ("lossless/1", "split24/1", "split32/1", "lattice/1")
-            bits = np.frombuffer(self.storage(master), np.uint32)[start : start + length]
-            assert len(bits) == length
-            if storage["dtype"] == "bfloat16":
-                half = rounded_bits(bits)
-            else:
-                assert storage["dtype"] == "float16"
-                with np.errstate(over="ignore", invalid="ignore"):
-                    half = bits.view(np.float32).astype(np.float16).view(np.uint16)
-                half = np.where(np.isnan(bits.view(np.float32)), bits >> 16 & 0x8000 | 0x7E00, half)
-            out += half.astype(np.uint16).tobytes()
-        assert len(out) == 2 * storage["numel"]
-        return out
-
     def half_copy(self, storage):
         """The bytes of a reference of fp16: masters rounded to bf16, then to fp16, and what the copy has more."""
-        high = integers(self.copy(storage, "float16", {"delta"}), torch.int16) & 0xFFFF
-        wide = (high.numpy().astype(np.uint32) << 16).view(np.float32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            half = wide.astype(np.float16).view(np.uint16).astype(np.int64)
-        nan = np.isnan(wide)
-        half[nan] = (high.numpy()[nan] & 0x8000) | 0x7E00
+        assert (storage["dtype"], set(storage["parts"])) == ("float16", {"delta"})
+        high = np.frombuffer(self.copy(storage, rounded_bits), np.uint16).astype(np.uint32)
         frames, _ = self.frames(storage)
-        delta = integers(b"".join(planes[0] for planes in frames["delta"]), torch.int8)
-        return low_bytes((torch.from_numpy(half) + delta) % 2**16, 2)
+        delta = np.frombuffer(b"".join(planes[0] for planes in frames["delta"]), np.int8)
+        return ((half_bits(high << 16).astype(np.int64) + delta) % 2**16).astype(np.uint16).tobytes()
 
-    def copy(self, storage, dtype, parts=frozenset()):
-        """The bytes of a reference: masters rounded to bf16, and padding."""
+    def copy(self, storage, rounded, codecs=EXACT):
+        """The bytes of a copy: padding, and elements of masters that ``rounded`` makes numbers of 16 bits."""
         assert set(storage["codec"]) == {"id", "runs"}
-        assert storage["dtype"] == dtype
-        assert set(storage["parts"]) == parts
         out = b""
         for master, start, length in storage["codec"]["runs"]:
             if master is None:
                 out += struct.pack("<H", start) * length
                 continue
             assert self.storages[master]["dtype"] == "float32"
-            assert self.storages[master]["codec"]["id"] in ("lossless/1", "split24/1", "split32/1")
-            u = integers(self.storage(master)[4 * start : 4 * (start + length)], torch.int32) & 0xFFFFFFFF
-            assert len(u) == length
-            out += low_bytes((u + 0x7FFF + ((u >> 16) & 1)) % 2**32 >> 16, 2)
+            assert self.storages[master]["codec"]["id"] in codecs
+            bits = np.frombuffer(self.storage(master), np.uint32)[start : start + length]
+            assert len(bits) == length
+            out += rounded(bits).astype(np.uint16).tobytes()
         assert len(out) == 2 * storage["numel"]
         return out
 

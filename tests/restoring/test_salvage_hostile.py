@@ -2,11 +2,15 @@
 
 import copy
 import json
+import random
 import time
 
 import pytest
+from fuzz_mutations import edit_tree, json_value
 from hostile_kit import pack
-from test_damage import HEADERS, MALFORMED, VALUES, _header, _mutate, _nodes, parts, small  # noqa: F401 - fixtures
+from hypothesis import given
+from hypothesis import strategies as st
+from test_damage import HEADERS, MALFORMED, _header, parts, small  # noqa: F401 - fixtures
 
 import ckpt8
 from ckpt8.core.errors import Ckpt8Error
@@ -54,3 +58,12 @@ def test_hostile_headers_are_not_needed(name, parts, tmp_path):  # noqa: F811
     assert found is not None
     assert found.damage
     assert found.lost == []
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 1 << 32))
+def test_mutated_manifests(seed, parts, tmp_path):  # noqa: F811
+    metadata, entries, manifest = parts
+    rng = random.Random(seed)
+    changed = edit_tree(rng, copy.deepcopy(manifest), json_value(rng), counts=(1, 2, 3))
+    attempt(pack(changed, entries, metadata), tmp_path)

@@ -6,9 +6,11 @@ import errno
 import itertools
 import os
 import tempfile
+from functools import partial
 
 import pytest
 import torch
+from budget_kit import run_of
 from failing_calls import CODES, Calls
 from faults_kit import digest, remove
 from flips_kit import make_sample, places
@@ -17,13 +19,7 @@ from test_salvage import damage
 import ckpt8
 from ckpt8.core.errors import InputError, OutputError
 
-
-def tree():
-    generator = torch.Generator().manual_seed(3)
-    w, m = torch.randn(70, 80, generator=generator), torch.randn(70, 80, generator=generator) * 1e-3
-    state = {0: {"step": torch.tensor(7.0), "exp_avg": m, "exp_avg_sq": m * m}}
-    group = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
-    return {"model": {"w": w}, "optimizer": {"state": state, "param_groups": [group]}}
+tree = partial(run_of, [(70, 80)])
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,15 @@ def read_all(path, marker):
     return done
 
 
+def read_alone_and_packed(content, kind, marker):
+    """Read a file, and a container of which it is the member."""
+    done = 0
+    for name, data in (("a0.pt", content), ("a1.ckpt8", container_of(content, kind))):
+        (marker.parent / name).write_bytes(data)
+        done += read_all(marker.parent / name, marker)
+    return done
+
+
 def zipped(pickle_bytes, **more):
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
@@ -194,13 +203,8 @@ PLACES = ["value", "argument", "hooks", "state", "key of a dict", "persistent id
 def test_in_a_zip_file_and_in_a_container(place, marker):
     """Every gadget, in every place of the pickle; all of them as a file, and as a member of a container."""
     read = 0
-    for name, gadget in gadgets(marker).items():
-        content = zipped(tree(gadget, place))
-        for number, (suffix, data) in enumerate(((".pt", content), (".ckpt8", container_of(content, "torch-zip")))):
-            path = marker.parent / f"a{number}{suffix}"
-            path.write_bytes(data)
-            read += read_all(path, marker)
-        assert name
+    for gadget in gadgets(marker).values():
+        read += read_alone_and_packed(zipped(tree(gadget, place)), "torch-zip", marker)
     assert read > len(NAMES)  # inspection and restoration of most of them go through
 
 
@@ -221,11 +225,7 @@ def legacy(gadget, place):
 @pytest.mark.parametrize("place", range(5))
 def test_in_every_pickle_of_a_legacy_file_and_in_a_container(place, marker):
     for gadget in gadgets(marker).values():
-        content = legacy(gadget, place)
-        for number, (suffix, data) in enumerate(((".pt", content), (".ckpt8", container_of(content, "torch-legacy")))):
-            path = marker.parent / f"a{number}{suffix}"
-            path.write_bytes(data)
-            read_all(path, marker)
+        read_alone_and_packed(legacy(gadget, place), "torch-legacy", marker)
 
 
 @pytest.mark.parametrize("name", NAMES)

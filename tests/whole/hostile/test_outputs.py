@@ -10,17 +10,20 @@ import json
 import os
 import shutil
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from budget_kit import run_of
 from hostile_kit import container_of
 from safetensors.torch import save_file
+from test_salvage import damage
 
 import ckpt8
 from ckpt8.checkpoint import replacing
 from ckpt8.container.header import SEAL
-from ckpt8.core.errors import OutputError
+from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
 
 TREE = {"model": {"w": torch.arange(6400.0).reshape(80, 80)}}
@@ -88,13 +91,16 @@ def test_bytes_of_no_known_format(tmp_path):
     assert names(tmp_path) == ["x.bin", "x.ckpt8"]
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "", ".", "..", "a\0b", "x/", "./x"])
-def test_a_stored_name_that_is_a_path_is_not_used(name, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "x.ckpt8").write_bytes(container_of(b"abc", "file", name=name))
-    assert ckpt8.restore(folder / "x.ckpt8") == folder / "x.bin"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "x.bin", "x.ckpt8"]
+@pytest.mark.parametrize(("kind", "target"), [("file", "x.bin"), ("torch-zip", "x.pt")])
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "", ".", "..", "a\0b", "x/", "./x", "\ud800"])
+def test_a_stored_name_that_is_a_path_is_not_used(name, kind, target, tmp_path):
+    path = tmp_path / "folder" / "x.ckpt8"
+    path.parent.mkdir()
+    path.write_bytes(container_of(b"abc", kind, name=name))
+    with pytest.raises(InputError) if name == "\ud800" else nullcontext():
+        assert ckpt8.restore(path) == path.with_name(target)
+        path.with_name(target).unlink()
+    assert list(tmp_path.rglob("*")) == [path.parent, path]
 
 
 DIRECTORIES = [
@@ -125,18 +131,10 @@ def test_a_container_whose_name_is_no_name_for_a_directory(container, tmp_path, 
 
 
 def damaged(path, entry):
-    """The container with one byte of an entry changed."""
-    data = bytearray(path.read_bytes())
-    length = int.from_bytes(data[:8], "little")
-    start, _ = json.loads(data[8 : 8 + length])[entry]["data_offsets"]
-    data[8 + length + start] ^= 1
-    path.write_bytes(data)
-    return path
+    return damage(path, path, entry)
 
 
 def test_what_is_salvaged_has_the_same_name(tmp_path):
-    for folder in "abc":
-        (tmp_path / folder).mkdir()
     path = damaged(packed(tmp_path / "a", "torch.py", "best.ckpt8"), SEAL)
     found = ckpt8.restore(path, salvage=True)
     assert (found.path, found.original) == (tmp_path / "a" / "best.pt", "torch.py")
@@ -269,13 +267,8 @@ def sources(tmp_path_factory):
     """Containers of a directory: whole, and damaged."""
     folder = tmp_path_factory.mktemp("sources")
     whole = packed_directory(folder, "Documents", "whole.ckpt8")
-    broken = folder / "broken.ckpt8"
-    broken.write_bytes(whole.read_bytes())
-    state = {"step": torch.tensor(1.0), "exp_avg": torch.ones(80, 80), "exp_avg_sq": torch.ones(80, 80)}
-    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "params": [0]}]
-    run = {"model": {"up.weight": torch.randn(80, 80)}, "optimizer": {"state": {0: state}, "param_groups": groups}}
-    torch.save(run, folder / "run.pt")
-    return {"whole": whole, "broken": damaged(broken, SEAL), "run": folder / "run.pt"}
+    torch.save(run_of([(80, 80)]), folder / "run.pt")
+    return {"whole": whole, "broken": damage(whole, folder / "broken.ckpt8", SEAL), "run": folder / "run.pt"}
 
 
 WRITES = {
@@ -511,19 +504,12 @@ def test_the_commands_say_what_they_replaced(sources, run_command, tmp_path):
     make(target, TRAINER)
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     said = f"{target}: {len(names(target))} files, {nbytes:,} bytes"
-    restore, salvage = (
-        ("restore", sources["whole"], "-o", target),
-        ("restore", sources["broken"], "--salvage", "-o", target),
-    )
-    to = "convert", sources["run"], target, "--to"
+    restore, salvage = (("restore", sources[name], "-o", target) for name in ("whole", "broken"))
+    convert = "convert", sources["run"], target, "--to"
     for command in (
-        restore,
-        (*restore, "--json"),
-        (*salvage, "--json"),
-        salvage,
-        (*to, "trainer"),
-        (*to, "dcp", "--json"),
-    ):
+        restore, (*restore, "--json"), (*salvage, "--salvage", "--json"), (*salvage, "--salvage"),
+        (*convert, "trainer"), (*convert, "dcp", "--json"),
+    ):  # fmt: skip
         _, out, _ = run_command(*command, "--force")
         if "--json" in command:
             assert json.loads(out)["replaced"].startswith(said)

@@ -13,10 +13,10 @@ from hostile_kit import container_of, one_line, outcome, sealed
 from rich.console import Console
 from safetensors.torch import save_file
 from test_outputs import snapshot
+from test_salvage import damage
 
 import ckpt8
 from ckpt8.cli.show.inspect import show
-from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error, InputError
 from ckpt8.core.text import printable
 from ckpt8.inspecting.container import inspect_container
@@ -61,14 +61,7 @@ def test_a_restore_that_fails_late_leaves_nothing(tmp_path):
     (root / "a").symlink_to("d")
     save_file({"w": torch.randn(80, 80)}, root / "z.safetensors")
     ckpt8.compress(root, preset="lossless")
-    data = bytearray((tmp_path / "run.ckpt8").read_bytes())
-    with ContainerReader(tmp_path / "run.ckpt8") as reader:
-        index = next(
-            k for k, storage in enumerate(reader.manifest.storages) if storage.name.startswith("z.safetensors:w")
-        )
-        place = reader.places[index]["plane0"].offsets[0]
-    data[place + 10] ^= 1
-    (tmp_path / "bad.ckpt8").write_bytes(data)
+    damage(tmp_path / "run.ckpt8", tmp_path / "bad.ckpt8", "z.safetensors:w/plane0")
     before = sorted(path.name for path in tmp_path.iterdir())
     assert "checksum" in outcome(lambda: ckpt8.restore(tmp_path / "bad.ckpt8", tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
@@ -78,12 +71,8 @@ def test_damage_met_by_torch_is_named(tmp_path):
     """torch turns what a read raises into errors of its own; the first one is what is reported."""
     for options in ({}, {"_use_new_zipfile_serialization": False}):
         torch.save({"model": {"w": torch.randn(80, 80)}}, tmp_path / "a.pt", **options)
-        ckpt8.compress(tmp_path / "a.pt", force=True)
-        data = bytearray((tmp_path / "a.ckpt8").read_bytes())
-        with ContainerReader(tmp_path / "a.ckpt8") as reader:
-            place = next(iter(reader.places[0].values())).offsets[0]
-        data[place + 10] ^= 1
-        (tmp_path / "bad.ckpt8").write_bytes(data)
+        ckpt8.compress(tmp_path / "a.pt", preset="lossless", force=True)
+        damage(tmp_path / "a.ckpt8", tmp_path / "bad.ckpt8", "model.w/plane0")
         assert "model.w: checksum" in outcome(lambda: ckpt8.load(tmp_path / "bad.ckpt8"))
 
 
