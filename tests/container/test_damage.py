@@ -66,9 +66,6 @@ def test_the_sample_holds_every_codec_and_its_parts_make_a_valid_file_again(smal
     assert list(tmp_path.iterdir()) == [path]
 
 
-# Damage
-
-
 def test_a_file_cut_off_anywhere_or_with_bytes_added_is_detected(small, tmp_path):
     data, rng, path = small.read_bytes(), random.Random(2), tmp_path / "x.ckpt8"
     (length,) = struct.unpack_from("<Q", data)
@@ -92,9 +89,6 @@ def test_swapped_entries_of_equal_length_are_detected(parts, tmp_path):
     swapped = {**entries, names[0]: entries[names[1]], names[1]: entries[names[0]]}
     (tmp_path / "x.ckpt8").write_bytes(pack(manifest, swapped, metadata))
     assert is_detected(tmp_path / "x.ckpt8")
-
-
-# Hostile headers
 
 
 def _header(parts, change):
@@ -241,9 +235,6 @@ def test_versions(parts, tmp_path):
             ContainerReader(path)
     path.write_bytes(pack(manifest | {"version": "1.9", "later": 1}, entries, metadata | {"ckpt8": "1.9", "x": "y"}))
     assert not is_detected(path)
-
-
-# Hostile manifests
 
 
 def exercise(path, original, folder, *, threads=1):
@@ -535,9 +526,6 @@ def test_hostile_manifests_as_frames(parts, tmp_path):
         assert time.process_time() - started < 2, name
     path.write_bytes(pack(None, entries, metadata, stored=_declared(text, len(text))))
     assert not is_detected(path)
-
-
-# Mutations of the whole manifest
 
 
 def mutated(parts, seed, small, folder):

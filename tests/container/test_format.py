@@ -31,9 +31,6 @@ FORMAT = (Path(ckpt8.container.__file__).parent / "FORMAT.md").read_text()
 GOLDEN = sorted((Path(__file__).parents[2] / "fixtures" / "golden").glob("*.ckpt8"))
 
 
-# The example
-
-
 class Example:
     """The source of FORMAT.md's example."""
 
@@ -70,14 +67,7 @@ def _compress_example(data, target):
 
 def test_the_example_of_the_specification_is_what_is_written(tmp_path):
     lines, entries, text = _example()
-    assert set(lines) == {
-        "source",
-        "w/plane0",
-        "w/plane1",
-        "w/plane2",
-        "w/plane3",
-        "ckpt8.skeleton/bytes",
-    }
+    assert set(lines) == {"source", "w/plane0", "w/plane1", "w/plane2", "w/plane3", "ckpt8.skeleton/bytes"}
     assert [name for name, *_ in entries] == [*list(lines)[1:], "ckpt8.manifest", "ckpt8.seal"]
     source = lines.pop("source")
     assert struct.unpack_from("<2f", source, 4) == (1.0, -2.0)
@@ -120,9 +110,6 @@ def test_the_specification_names_every_field_that_is_written(tmp_path):
     records = [manifest, manifest["storages"][0], manifest["members"][0], manifest["tensors"][0]]
     for field in {key for record in records for key in record}:
         assert re.search(rf"\b{field}\b", section), field
-
-
-# The second reader
 
 
 def _raw(tensor):
@@ -333,10 +320,7 @@ def test_several_chunks_and_slabs_under_a_budget(dtype, tmp_path, monkeypatch):
     assert all(field in section for field in fields)
     assert {
         (each.codec["C"], each.codec["columns"]) for each in manifest.storages if each.codec["id"] == "rclog/1"
-    } == {
-        (1000, True),
-        (64, False),
-    }
+    } == {(1000, True), (64, False)}
     assert "model.layers.0.weight/codes@1" in plain.entries
 
 

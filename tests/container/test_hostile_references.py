@@ -120,10 +120,7 @@ def test_scattered_runs_and_many_copies(tmp_path):
     torch.save(LAYOUTS["master_param"]({"w": torch.zeros(3 * chunk)}), tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
     parts = unpack((tmp_path / "a.ckpt8").read_bytes())
-    for reason, wanted in (
-        ("work", [(chunk * (k % 3), 1) for k in range(60)]),
-        ("copies", [(0, 3 * chunk)] * 5),
-    ):
+    for reason, wanted in (("work", [(chunk * (k % 3), 1) for k in range(60)]), ("copies", [(0, 3 * chunk)] * 5)):
         given = {"id": "reference/1", "runs": [[index_of(parts[2], MASTER), *run] for run in wanted]}
         change = fields("storages", "model.w", codec=given, numel=sum(length for _, length in wanted))
         path = edited(parts, change, tmp_path / "x.ckpt8")

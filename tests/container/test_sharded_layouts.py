@@ -220,9 +220,6 @@ def test_cells_that_no_file_holds_are_not_listed(tmp_path):
         tracemalloc.stop()
 
 
-# Parts of an index
-
-
 def put(folder, *parts):
     for part in parts:
         ShardedIndex({}, {}, {}, part=part).write(folder)

@@ -32,9 +32,6 @@ RAW_JSON = (
 VAST = ([1] * 30_000, "a/" * 30_000, "a" * 60_000, [[]] * 20_000, [2**62] * 5000)
 
 
-# Bytes
-
-
 def mutate_bytes(rng, data, other=b""):
     """One to four small changes anywhere in ``data``; ``other`` is what splices are taken from."""
     changed = bytearray(data)
@@ -74,9 +71,6 @@ def _change(rng, data, other):
         code = rng.choice(["<H", "<I", "<Q", ">I", ">Q"])
         value = struct.pack(code, rng.choice(INTERESTING) % (1 << 8 * struct.calcsize(code)))
         data[at : at + len(value)] = value
-
-
-# Trees
 
 
 def slots(tree, kind=()):
@@ -300,8 +294,6 @@ def mutate_legacy(rng, data, other=b"", mutate=mutate_pickle):
     chosen = rng.choice((0, 1, 2, 3, 3, 3, 3, 4))
     return b"".join(mutate(rng, each) if k == chosen else each for k, each in enumerate(pickles)) + rest
 
-
-# Zip files
 
 _COMMON = {"needed": "H", "flags": "H", "method": "H", "time": "H", "date": "H", "crc": "I", "compressed": "I"}
 _COMMON |= {"size": "I", "name": "H", "extra": "H"}

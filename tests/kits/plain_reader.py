@@ -12,17 +12,7 @@ from math import prod
 import numpy as np
 import torch
 import zstandard
-from plain_codecs import (
-    DECODE,
-    FLOATS,
-    SYMBOLS,
-    added,
-    itemsize,
-    next_symbols,
-    plane_lengths,
-    rounded_bits,
-    unpacked,
-)
+from plain_codecs import DECODE, FLOATS, SYMBOLS, added, itemsize, next_symbols, plane_lengths, rounded_bits, unpacked
 
 CHUNK = 1 << 20
 SHARED = {"id": "shared/1"}

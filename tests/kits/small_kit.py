@@ -20,10 +20,7 @@ def adamw_state(count, seed=0, sizes=SIZES):
         for k in range(count)
     }
     group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
-    return {
-        "model": weights,
-        "optimizer": {"state": state, "param_groups": [{**group, "params": list(range(count))}]},
-    }
+    return {"model": weights, "optimizer": {"state": state, "param_groups": [{**group, "params": list(range(count))}]}}
 
 
 ALL_LOSSY = ("*.exp_avg=companded8", "*.exp_avg_sq=companded8", "model.*=split24")

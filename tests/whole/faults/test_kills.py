@@ -6,6 +6,7 @@ import signal
 
 import chain_faults_kit
 import pytest
+import rank_faults_kit
 from faults_kit import SIGNALS, Outcome, Server, kill_rounds, operations, signal_rounds, size_rounds
 
 ARCHIVES = ("compress archive", "restore archive", "background save archive")
@@ -80,3 +81,26 @@ def test_a_chain_is_killed_many_times(run, server):
     outcome = chain_faults_kit.kill_rounds(server, run, 16, seed=8)
     assert outcome.faults == []
     assert min(outcome.counts[state] for state in ("as original", "as both", "as container", "with leftovers")) > 0
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with rank_faults_kit.Ranks(tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    ("count", "job"),
+    [(5, {"worlds": (2, 3)}), (2, {"worlds": (2,), "parts": True}), (1, {"worlds": (2,), "number": signal.SIGSTOP})],
+    ids=["killed", "killed with parts of their own", "stopped"],
+)
+def test_ranks_end_at_random_moments(count, job, ranks):
+    """``fixtures/bench/faults.py`` does 100."""
+    outcome = rank_faults_kit.kill_rounds(ranks, count, seed=2, **job)
+    assert outcome.faults == []
+    assert outcome.counts["met"] == count or "parts" in job
+
+
+def test_full_disks_of_any_size(ranks):
+    assert rank_faults_kit.full_disk_rounds(ranks, [60, 500_000], worlds=(2,)).faults == []
+    assert rank_faults_kit.full_disk_rounds(ranks, [20_000], worlds=(3,), victims=(1,)).faults == []

@@ -174,9 +174,6 @@ def test_the_temporary_directory_of_a_save(tmp_path, monkeypatch):
     assert names(tmp_path / "tmp") == []
 
 
-# Two runs, one target
-
-
 @pytest.mark.parametrize("swap", [True, False], ids=["exchange", "two steps"])
 def test_without_force_nothing_that_came_in_between_is_replaced(swap, make, tmp_path, monkeypatch):
     if not swap:
@@ -290,9 +287,6 @@ def test_two_runs_write_one_directory(force, tmp_path):
     assert names(tmp_path) == sorted([*before, "out"])
 
 
-# The source
-
-
 def swap(path):
     content = path.read_bytes()
     path.unlink()
@@ -350,9 +344,6 @@ def test_a_source_that_changes(command, how, large, tmp_path):
         assert target.exists() == (command == "verify")
     assert done
     assert not [name for name in names(tmp_path) if "partial" in name]
-
-
-# What may not be written
 
 
 def test_read_only(tmp_path):

@@ -31,9 +31,6 @@ import ckpt8
 FIXTURES = Path(__file__).parents[3] / "fixtures"
 
 
-# Written by the real libraries
-
-
 def objects():
     """Small checkpoints of many shapes."""
     generator = torch.Generator().manual_seed(1)

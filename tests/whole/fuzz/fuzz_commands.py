@@ -108,8 +108,6 @@ def content_of(path):
     return found
 
 
-# What is written
-
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EVENTS = {
     "os.mkdir": 1, "os.rename": 2, "os.link": 2, "os.remove": 1, "os.rmdir": 1, "os.truncate": 1, "os.chmod": 1,
@@ -470,9 +468,6 @@ def _same(path, kind, name):
             kind.results[name] = COMMANDS[name](unedited, folder, kind)
         unedited.unlink()
     return found == kind.results[name]
-
-
-# Sources
 
 
 def read_source(path, rng, _):

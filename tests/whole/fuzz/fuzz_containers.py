@@ -109,9 +109,6 @@ def edit_by_grammar(rng, data):
     return pack(manifest, entries, metadata)
 
 
-# The manifest
-
-
 def _records(manifest, name):
     """The records of a list. The manifest may be edited already."""
     records = manifest.get(name)
@@ -218,9 +215,6 @@ def renumber(rng, manifest):
         member["skeleton"] = new[member["skeleton"]]
         for key in ("segments", "crc_fields"):
             member[key] = [[place, new[index]] for place, index in member[key]]
-
-
-# Entries and their frames
 
 
 def _edit_entries(rng, manifest, entries):

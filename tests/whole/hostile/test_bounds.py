@@ -160,9 +160,6 @@ def test_steps_that_are_none(step, tmp_path):
     assert message is None if step == -1 else "step" in message
 
 
-# Containers
-
-
 def refused_everywhere(path, match):
     with bounded(3):
         for action in (ckpt8.verify, ckpt8.restore, ckpt8.load, inspect_container):
@@ -256,9 +253,6 @@ def make(root, depth):
     (root / ("a/" * depth)).mkdir(parents=True)
     save_file({"w": torch.ones(2)}, root / ("a/" * depth) / "model.safetensors")
     return root
-
-
-# What torch would do with a member
 
 
 def test_a_member_that_is_not_what_its_pickle_says(tmp_path):

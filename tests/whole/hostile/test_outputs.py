@@ -170,9 +170,6 @@ def test_a_stored_name_is_shown_as_text(run_command, tmp_path):
         (tmp_path / "x.bin").unlink()
 
 
-# What is replaced
-
-
 def snapshot(folder):
     paths = [path for path in sorted(folder.rglob("*")) if not path.is_symlink()]
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
@@ -359,9 +356,6 @@ def test_a_directory_that_another_run_exchanges_is_looked_at_again(tmp_path, mon
     assert turns
 
 
-# Places
-
-
 def test_home_and_mount_points_are_never_replaced(sources, tmp_path, monkeypatch):
     home = tmp_path / "users" / "me"
     make(home, CHECKPOINT)
@@ -453,9 +447,6 @@ def test_compress_replaces_no_other_file(run_command, tmp_path):
     ckpt8.compress(tmp_path / "run.pt", force=True)
 
 
-# Links
-
-
 @pytest.mark.parametrize("force", [False, True])
 def test_a_link_to_nothing_is_not_followed_from_a_default_name(force, tmp_path):
     (tmp_path / "dir").mkdir()
@@ -494,9 +485,6 @@ def test_a_link_is_followed_to_a_checkpoint_alone(tmp_path):
     ckpt8.restore(path, force=True)
     assert link.is_symlink()
     assert "model" in torch.load(elsewhere / "real.pt", weights_only=True)
-
-
-# What is said
 
 
 def test_the_commands_say_what_they_replaced(sources, run_command, tmp_path):

@@ -76,9 +76,6 @@ def test_damage_met_by_torch_is_named(tmp_path):
         assert "model.w: checksum" in outcome(lambda: ckpt8.load(tmp_path / "bad.ckpt8"))
 
 
-# The terminal
-
-
 def test_messages_are_one_line_of_text():
     error = InputError(f"a {ESCAPE}b")
     assert "\\x1b]0;owned\\x07" in one_line(error)

@@ -105,9 +105,6 @@ def test_depth(pair):
         assert message is None if count * levels <= MAX_DEPTH else "nested deeper than 128" in message
 
 
-# Manifests
-
-
 def with_values(text):
     """A container whose manifest also holds ``text``, and the size of its manifest."""
     found = []
@@ -195,9 +192,6 @@ def test_tables_of_frames_of_a_large_model_are_far_below(tmp_path):
     assert whole < 0.01 * MANIFEST_COST * 405_000_000_000 * 5
 
 
-# Other JSON
-
-
 def test_the_shortest_entries_of_a_header_are_within_its_cost():
     """So that no header of theirs is refused, however long."""
     ours = ",".join(f'"{k:x}/b":{{"dtype":"U8","shape":[1],"data_offsets":[{k},{k + 1}]}}' for k in range(5000))
@@ -207,9 +201,6 @@ def test_the_shortest_entries_of_a_header_are_within_its_cost():
     lists = b"[" + b"[]," * 5000 + b"[]]"
     with pytest.raises(InputError, match="more values than"):
         check_json(lists, "x", HEADER_COST * len(lists))
-
-
-# Pickles in small containers
 
 
 def compressed_member(content, path):
