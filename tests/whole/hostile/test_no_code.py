@@ -15,7 +15,7 @@
    * NaN, Infinity, huge numbers, non-UTF-8 in JSON: ``test_bounds``; ``readers/test_safetensors``,
      ``container/test_damage``
 3. Nothing is written outside of the target: ``test_targets``; ``restoring/test_member_attacks``,
-   ``container/test_damage`` (names of members).
+   ``test_outputs`` (names of members).
 4. A file says nothing to the terminal: ``test_targets``.
 5. Damage is noticed, at every bit: ``container/test_damage``, ``restoring/test_member_attacks``,
    ``readers/test_torch_zip``.
