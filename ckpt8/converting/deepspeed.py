@@ -16,7 +16,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NoReturn
 
-from ckpt8.checkpoint.meaning.parameters import common_step, groups_of, param_of
+from ckpt8.checkpoint.meaning.nodes import dict_groups
+from ckpt8.checkpoint.meaning.parameters import common_step, param_of
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
@@ -132,7 +133,7 @@ def _param_groups(
     """The groups with the names of their parameters; where these are unknown one group of the settings all share."""
     plain = [
         {key: value for key, value in group.items() if key != "params" and is_setting(value)}
-        for group in groups_of(_entries(optimizer))
+        for group in dict_groups(_entries(optimizer))
     ]
     if len(plain) == len(by_group) and {name for group in by_group for name in group} == set(names):
         return [{**group, "params": list(shapes)} for group, shapes in zip(plain, by_group, strict=True)]

@@ -4,7 +4,7 @@ An optimizer without names lists its parameters group by group, each group in th
 the Trainer of transformers, which puts parameters that decay before the others. A state dict of torch has the order of
 the model. A safetensors file is sorted by name; for the models of the table below, ``config.json`` tells theirs.
 
-Where the order of all weights is known, it pairs the parameters with them: see ``pairing.places_in_order``; for the two
+Where the order of all weights is known, it pairs the parameters with them: see ``pairing.paired_in_order``; for the two
 groups of the Trainer, their names do. Otherwise the parameters of one shape get names if they are all in one group, as
 many as the weights of that shape, and the order of these weights is known. Numbers tell it for names that differ in
 nothing else, the layers of one stack. All other parameters get no name.
@@ -36,16 +36,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckpt8.checkpoint.meaning.nodes import dict_groups
+from ckpt8.checkpoint.meaning.nodes import LONGEST_NAME, Shape
 from ckpt8.checkpoint.meaning.pairing import (
     Beside,
-    Owner,
+    OwnedOptimizer,
     models_and_optimizers,
-    owners,
+    owned_optimizers,
+    paired_in_order,
     place,
-    places_in_order,
     places_of_shapes,
-    saved_names,
 )
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.meaning.state_dicts import (
@@ -60,7 +59,9 @@ from ckpt8.checkpoint.meaning.state_dicts import (
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, iter_leaves
 from ckpt8.container.manifest import FILE
 from ckpt8.core.errors import InputError
+from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import parse_any_json
+from ckpt8.core.text import natural_order
 
 _FIRST = (
     "DenseReluDense EncDecAttention SelfAttention Wi Wqkv Wo albert alpha_p alpha_n attn_norm backbone bert c_attn "
@@ -151,7 +152,6 @@ OLDEST, BEFORE, NEWEST = (4, 44), (4, 57), (5, 23)
 LONGEST_CONFIG = 1 << 20
 """Bytes of a configuration that are read."""
 
-_LONGEST_NAME = 512
 _MOST_DIGITS = 9
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})(?:\D|$)")
 
@@ -171,7 +171,7 @@ class ModelOrder:
 
     def places(self, names: Iterable[str]) -> dict[str, Place]:
         """The sort keys of a model's parameters whose place is known. Wrappers in names do not matter."""
-        short = plain_names(name for name in names if len(name) <= _LONGEST_NAME)
+        short = plain_names(name for name in names if len(name) <= LONGEST_NAME)
         plain = {name: tuple(without.split(".")) for name, without in short.items()}
         siblings: dict[tuple[str, ...], set[str]] = defaultdict(set)
         for components in plain.values():
@@ -250,16 +250,16 @@ def stated_world(path: str) -> int:
     return int(number[1]) if number is not None and len(number[1]) <= _MOST_DIGITS else 0
 
 
-Shape = tuple[int, ...]
-
-_CONFIG, _TRAINER = "config.json", "trainer_state.json"
 _MOST_ALIKE = 16
 """Of more models that fit alike, no name is agreed on."""
 
 _NUMBER = re.compile(r"[0-9]+")
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-_LAYER_NORMS = frozenset({"ln_1", "ln_2", "ln_f", "ln_q", "norm1", "norm2", "norm_1", "norm_2", "norm_f"})
-_LAYER_NORMS |= {"layer_norm1", "layer_norm2", "pre_layrnorm"}
+_LAYER_NORMS = frozenset({"ln_1", "ln_2", "ln_f", "ln_q", "norm1", "norm2", "norm_1", "norm_2", "norm_f"}) | {
+    "layer_norm1",
+    "layer_norm2",
+    "pre_layrnorm",
+}
 """Names of a LayerNorm that the rule of the Trainer does not match; some models give them to an RMSNorm."""
 
 
@@ -329,9 +329,9 @@ class NamesFromWeights:
         if home not in self._models:
             above = f"{home[0]}/" if home[0] else ""
             files = {file: self._members[file] for file, its_home in self._homes.items() if its_home == home}
-            models, order = models_of_files(files), _order(files.get(f"{above}{_CONFIG}"))
+            models, order = models_of_files(files), _order(files.get(f"{above}config.json"))
             for weights in models:
-                weights.order, weights.trainer = order, f"{above}{_TRAINER}" in files
+                weights.order, weights.trainer = order, f"{above}trainer_state.json" in files
             if not models:
                 # All files serve if one alone has optimizers; else those below the folder.
                 owners = (member for member in self._members.values() if find(member.tree)[1])
@@ -371,12 +371,10 @@ def models_of_files(files: Mapping[str, Checkpoint]) -> list[Weights]:
     return models + [_joined(parts) for parts in shards if len(parts) > 1]
 
 
-def _joined(parts: Iterable[Weights]) -> Weights:
+def _joined(parts: Sequence[Weights]) -> Weights:
     """All parts of a model in one; tied weights count once."""
-    whole = Weights()
+    whole = Weights(parts[0].path, ordered=all(part.ordered for part in parts))
     for part in parts:
-        whole.path = whole.path or part.path
-        whole.ordered &= part.ordered
         whole.add(part.node, part.files)
     return whole
 
@@ -389,63 +387,37 @@ def parameter_names(
     ``folder`` returns the models that serve where ``tree`` itself has none. With several optimizers the names begin
     with the keys of models, unless they are to be ``bare``.
     """
-    names_of = list(_names(tree, folder))
-    several = len(names_of) > 1 and not bare
-    known: dict[str, str] = {}
-    for optimizer, owner, names in names_of:
-        key = (owner.model.whole or owner.model.path) if several and owner.model else ""
-        for identifier, name in names.items():
-            known[place(optimizer, identifier)] = f"{key}.{name}" if key else name
-    return known
-
-
-def _names(
-    tree: object, folder: Callable[[], Sequence[Weights]]
-) -> Iterator[tuple[Candidate, Owner, Mapping[int | str, str]]]:
-    """Every optimizer of ``tree`` with its model, and the names of its parameters by identifier."""
     models, optimizers = models_and_optimizers(tree)
     others = () if models or not optimizers else folder()
     beside = {id(other.node): other for other in others}
-    owned = owners(optimizers, models or [Candidate(other.path, other.node) for other in others])
-    unnamed = [saved_names(dict_groups(optimizer.node)) == {} for optimizer in optimizers]
-    together: dict[int, list[Candidate]] = defaultdict(list)
-    for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
-        if owner.model is not None and is_unnamed:
-            together[id(owner.model)].append(optimizer)
-    for optimizer, owner, is_unnamed in zip(optimizers, owned, unnamed, strict=True):
-        proposals = []
-        if is_unnamed and len(owner.models) <= _MOST_ALIKE:
+    owned = owned_optimizers(optimizers, models or [Candidate(other.path, other.node) for other in others])
+    known: dict[str, str] = {}
+    for number, optimizer in enumerate(owned):
+        owner, proposals = optimizer.owner, list[Mapping[int | str, str]]()
+        if optimizer.names == {} and len(owner.models) <= _MOST_ALIKE:
+            mates = [owned[mate] for mate in optimizer.mates if mate != number]
             for model in (model for model in owner.models if not model.numbered):
                 weights = beside.get(id(model.node)) or Weights(model.path).add(model.node)
-                same = [other for other in together.get(id(owner.model), ()) if other is not optimizer]
-                proposals.append(_names_in([optimizer, *same], weights))
-        yield optimizer, owner, _agreed(proposals, owner)
+                proposals.append(_names_in([optimizer, *mates], weights))
+        is_several = len(owned) > 1 and not bare
+        key = (owner.model.whole or owner.model.path) if is_several and owner.model else ""
+        for identifier, names in grouped(named for given in proposals for named in given.items()).items():
+            if len(set(names)) == 1:  # all models that fit alike agree
+                known[place(optimizer.candidate, identifier)] = f"{key}.{names[0]}" if key else names[0]
+    return known
 
 
-def _agreed(proposals: Sequence[Mapping[int | str, str]], owner: Owner) -> Mapping[int | str, str]:
-    """The names from the model that is certain, or those that all models which fit alike give."""
-    if owner.certain or not proposals:
-        return proposals[0] if proposals else {}
-    given: dict[int | str, set[str]] = defaultdict(set)
-    for names in proposals:
-        for identifier, name in names.items():
-            given[identifier].add(name)
-    return {identifier: names.pop() for identifier, names in given.items() if len(names) == 1}
-
-
-def _names_in(optimizers: Sequence[Candidate], weights: Weights) -> Mapping[int | str, str]:
+def _names_in(optimizers: Sequence[OwnedOptimizer], weights: Weights) -> Mapping[int | str, str]:
     """The names of the parameters of the first optimizer; the others step the same model."""
     order = weights.in_order()
-    described = [(dict_groups(optimizer.node), shapes_of(optimizer.node)) for optimizer in optimizers]
+    described = [(optimizer.groups, shapes_of(optimizer.candidate.node["state"])) for optimizer in optimizers]
     groups, shapes = described[0]
     if len(order) < len(weights.shapes):
         return _by_shape(groups, shapes, weights, order)
     if names := _by_trainer(groups, shapes, weights, order):
         return names
-    if len(order) != sum(len(group["params"]) for own, _ in described for group in own):
-        order = [name for name in order if weights.node[name].dtype.is_floating]  # others are buffers
-    places = places_in_order(described, [weights.shapes[name] for name in order])[0]
-    return {identifier: order[at] for identifier, at in places.items() if isinstance(at, int)}
+    pairs = paired_in_order(described, {name: weights.node[name] for name in order})[0]
+    return {identifier: pair[0] for identifier, pair in pairs.items() if not isinstance(pair, str)}
 
 
 def _by_trainer(
@@ -487,22 +459,15 @@ def _by_shape(
     order: list[str],
 ) -> Mapping[int | str, str]:
     """Names of parameters whose shape only one group has, if the order of the weights of that shape is known."""
-    alike: dict[Shape, list[str]] = defaultdict(list)
-    for name, shape in weights.shapes.items():
-        alike[shape].append(name)
+    alike = grouped((shape, name) for name, shape in weights.shapes.items())
     rank = {name: place for place, name in enumerate(order)}
     names = [name for of_shape in alike.values() for name in _in_order(of_shape, rank)]
     places = places_of_shapes(groups, shapes, [weights.shapes[name] for name in names])
     return {identifier: names[at] for identifier, at in places.items() if isinstance(at, int)}
 
 
-def _numbers(name: str) -> list[tuple[int, str]]:
-    """The numbers in a name as a sort key; they stay text, since Python refuses to read thousands of digits."""
-    return [(len(digits), digits) for digits in (number.lstrip("0") for number in _NUMBER.findall(name))]
-
-
 def _in_order(names: list[str], rank: Mapping[str, int]) -> list[str]:
     """The names in the order of the model; none where it is unknown."""
     if all(name in rank for name in names):
         return sorted(names, key=lambda name: rank[name])
-    return sorted(names, key=_numbers) if len({_NUMBER.sub("#", name) for name in names}) == 1 else []
+    return sorted(names, key=natural_order) if len({_NUMBER.sub("#", name) for name in names}) == 1 else []

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
@@ -35,8 +35,6 @@ _SEPARATOR = re.compile(r"[./]")
 _MOST_COMPONENTS = 32
 """Of a longer path the rest counts as one component."""
 
-_STEP = "step"
-
 
 class FlatKey(NamedTuple):
     """What a tensor of the state is: the ``key`` of the parameter ``owner``."""
@@ -45,18 +43,17 @@ class FlatKey(NamedTuple):
     key: str
 
 
-def flat_states(tensors: Mapping[str, TensorRef]) -> dict[str, FlatKey]:
+def flat_states(tree: Mapping[str, Any]) -> dict[str, FlatKey]:
     """The tensors that are state of a parameter, by name; empty where none is."""
-    keys = {*STATE_ROLES, _STEP}
+    tensors = {name: ref for name, ref in tree.items() if isinstance(ref, TensorRef)}
+    keys = {*STATE_ROLES, "step"}
     states: dict[str, FlatKey] = {}
     shown: set[str] = set()
     shapes: dict[str, Counter[Shape]] = defaultdict(Counter)
     for name, ref in tensors.items():
         parts = _SEPARATOR.split(name, _MOST_COMPONENTS)
-        if len(parts) == 1 or keys.isdisjoint(parts):
-            continue
         places = [k for k, part in enumerate(parts) if part in keys]
-        if len(places) != 1:
+        if len(parts) == 1 or len(places) != 1:
             continue
         (k,) = places
         states[name] = key = FlatKey(".".join(parts[:k] + parts[k + 1 :]), parts[k])
@@ -73,10 +70,10 @@ def flat_states(tensors: Mapping[str, TensorRef]) -> dict[str, FlatKey]:
     return {name: key for name, key in states.items() if key.owner in shown}
 
 
-def flat_weights(tensors: Mapping[str, TensorRef], states: Mapping[str, FlatKey]) -> set[str]:
-    """The names of the tensors beside the state that have the name and the shape of an owner."""
-    owners = _Named((key.owner, tensors[name]) for name, key in states.items() if key.key in MOMENT_SLOTS)
-    return {name for name, ref in tensors.items() if name not in states and owners.has(name, ref.shape)}
+def flat_weights(beside: Mapping[str, TensorRef], tree: Mapping[str, Any], states: Mapping[str, FlatKey]) -> set[str]:
+    """The names of the tensors ``beside`` the ``states`` in a tree that have the name and the shape of an owner."""
+    owners = _Named((key.owner, tree[name]) for name, key in states.items() if key.key in MOMENT_SLOTS)
+    return {name for name, ref in beside.items() if owners.has(name, ref.shape)}
 
 
 class _Named:
@@ -103,9 +100,6 @@ def _ends(name: str) -> list[str]:
     return [".".join(parts[k:]) for k in range(len(parts))]
 
 
-_EXTRA_STATE = "_extra_state"
-
-
 @dataclass(slots=True)
 class Inside:
     """The container that a walk over a tree entered last: everything in it follows it at once."""
@@ -119,6 +113,18 @@ class Inside:
     def holds(self, path: Components) -> bool:
         """Whether ``path`` leads into the container."""
         return self.path is not None and len(path) > len(self.path) and path[: len(self.path)] == self.path
+
+
+def outermost(
+    nodes: Iterable[tuple[Components, Any]], is_entry: Callable[[Any], bool]
+) -> Iterator[tuple[Components, Any]]:
+    """The nodes of a walk without those inside an entry; the entries themselves come."""
+    entry = Inside()
+    for path, node in nodes:
+        if not entry.holds(path):
+            if is_entry(node):
+                entry.enter(path)
+            yield path, node
 
 
 def is_optimizer(node: object) -> bool:
@@ -138,22 +144,16 @@ def is_flat_optimizer(tree: object) -> bool:
 
 def holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
     """Whether the tree is a dict of names to tensors, extra states aside."""
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return False
-    holds_any = False
-    for key, value in tree.items():
-        if not isinstance(key, str):
-            return False
-        if not key.endswith(_EXTRA_STATE):
-            if not isinstance(value, TensorRef):
-                return False
-            holds_any = True
-    return holds_any
+    values = [value for key, value in tree.items() if not key.endswith("_extra_state")]
+    return bool(values) and all(isinstance(value, TensorRef) for value in values)
 
 
-def dict_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:
+def dict_groups(optimizer: object) -> list[dict[Any, Any]]:
     """The parameter groups of an optimizer, without what a damaged file may hold in their place."""
-    return [group for group in optimizer["param_groups"] if isinstance(group, dict)]
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
 def parameter_groups(optimizer: Mapping[str, Any]) -> list[dict[Any, Any]]:
@@ -191,7 +191,7 @@ def listed_parameters(group: Mapping[Any, Any]) -> list[tuple[Any, str | None]]:
     return [(identifier, identifier if isinstance(identifier, str) else None) for identifier in identifiers]
 
 
-_LONGEST_NAME = 512
+LONGEST_NAME = 512
 
 _MOST_USES = 8
 """A part that more objects share counts for the first of them: a hostile file may have any number."""
@@ -227,23 +227,18 @@ def find_live_objects(tree: object) -> LiveObjects:
     """The pickled modules and optimizers in ``tree``."""
     live = LiveObjects()
     names: dict[Any, str] = {}
-    optimizers: list[tuple[Inert, Mapping[str, Any]]] = []
-    module = Inside()
-    for path, node in iter_nodes(tree, leaves=frozenset()):
-        if not isinstance(node, Inert) or module.holds(path):
-            continue
-        attributes = _attributes(node)
-        if _is_module(attributes):
-            module.enter(path)
+    optimizers: list[Inert] = []
+    for _, node in outermost(iter_nodes(tree, leaves=frozenset()), _is_module):
+        if _is_module(node):
             live.instead[id(node)] = tensors = _module(node, live)
             for name, ref in tensors.items():
-                names.setdefault(_place(ref), name)
+                names.setdefault(place_of(ref), name)
             live.modules.add(id(tensors))
             live.origins[id(tensors)] = node
-        elif isinstance(attributes.get("state"), dict) and isinstance(attributes.get("param_groups"), list):
-            optimizers.append((node, attributes))
-    for optimizer, state in optimizers:
-        live.instead[id(optimizer)] = made = _optimizer(state, names, live)
+        elif isinstance(node, Inert) and is_optimizer(_attributes(node)):
+            optimizers.append(node)
+    for optimizer in optimizers:
+        live.instead[id(optimizer)] = made = _optimizer(_attributes(optimizer), names, live)
         live.origins[id(made)] = optimizer
     return live
 
@@ -254,11 +249,13 @@ def _attributes(node: Inert) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _is_module(attributes: Mapping[str, Any]) -> bool:
+def _is_module(node: object) -> bool:
+    attributes = _attributes(node) if isinstance(node, Inert) else {}
     return isinstance(attributes.get("_parameters"), dict) and isinstance(attributes.get("_modules"), dict)
 
 
-def _place(ref: TensorRef) -> tuple[object, ...]:
+def place_of(ref: TensorRef) -> tuple[object, ...]:
+    """What two references to one tensor have in common."""
     return ref.key, ref.offset, ref.shape, ref.stride
 
 
@@ -268,7 +265,7 @@ def _module(module: Inert, live: LiveObjects) -> dict[str, TensorRef]:
     while waiting:
         prefix, node = waiting.pop()
         attributes = _attributes(node)
-        odd = id(node) in seen or len(prefix) > _LONGEST_NAME or not _is_module(attributes)
+        odd = id(node) in seen or len(prefix) > LONGEST_NAME or not _is_module(node)
         if odd or not live.may_use(node):
             continue
         seen.add(id(node))
@@ -276,7 +273,7 @@ def _module(module: Inert, live: LiveObjects) -> dict[str, TensorRef]:
             own = attributes.get(key)
             for name, ref in own.items() if isinstance(own, dict) else ():
                 if isinstance(ref, TensorRef) and isinstance(name, str):
-                    tensors[prefix + name[:_LONGEST_NAME]] = ref
+                    tensors[prefix + name[:LONGEST_NAME]] = ref
                     ids.add(id(ref))
         children = [(f"{prefix}{name}.", child) for name, child in attributes["_modules"].items()]
         waiting += [(name, child) for name, child in reversed(children) if isinstance(child, Inert)]
@@ -290,18 +287,16 @@ def _optimizer(attributes: Mapping[str, Any], names: Mapping[Any, str], live: Li
     for group in attributes["param_groups"]:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             groups.append(group)
-            continue
-        if not live.may_use(group["params"]):
-            continue
-        refs = [ref for ref in group["params"] if isinstance(ref, TensorRef)]
-        live.weights.update(map(id, refs))
-        known = [names.get(_place(ref)) for ref in refs]
-        own = {**group, "params": [numbers.setdefault(_place(ref), len(numbers)) for ref in refs]}
-        if "param_names" not in group and known and None not in known:
-            own["param_names"] = known
-        groups.append(own)
+        elif live.may_use(group["params"]):
+            refs = [ref for ref in group["params"] if isinstance(ref, TensorRef)]
+            live.weights.update(map(id, refs))
+            known = [names.get(place_of(ref)) for ref in refs]
+            own = {**group, "params": [numbers.setdefault(place_of(ref), len(numbers)) for ref in refs]}
+            if "param_names" not in group and known and None not in known:
+                own["param_names"] = known
+            groups.append(own)
     states = {
-        numbers.get(_place(key), key) if isinstance(key, TensorRef) else key: state
+        numbers.get(place_of(key), key) if isinstance(key, TensorRef) else key: state
         for key, state in (attributes["state"].items() if live.may_use(attributes["state"]) else ())
     }
     return {"state": states, "param_groups": groups}

@@ -19,22 +19,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import Inert, TensorRef
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType, Role, TensorSpec
+from ckpt8.core.text import counted
 from ckpt8.optim.cards import Card, Form, Update
 from ckpt8.optim.known_optimizers import SIDE_STATE, identify, setting, why_unknown
 
 if TYPE_CHECKING:
     import torch
 
-_LARGEST, _LARGEST_STEP = 1e300, 2**53
+LARGEST_STEP = 2**53
 UNKNOWN = "the optimizer is not one whose update rule is known"
-_ADAM_OR_RADAM = "optimi's Adam, AdamW and RAdam write the same, and their steps still differ at this step"
 _INCOMPLETE = "betas or eps are missing from the parameter group"
 
 
@@ -129,7 +129,7 @@ def read_rule(stored: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def finite(value: Any) -> float | None:
     """A finite number as a float; None for anything else."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < _LARGEST else None
+    return float(value) if is_number and abs(value) < 1e300 else None
 
 
 def identify_state(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> tuple[Card, Form] | None:
@@ -167,24 +167,23 @@ def _adam(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step
     eps, given = finite(group.get("eps")), setting(group, "betas")
     numbers = [finite(beta) for beta in given] if isinstance(given, (tuple, list)) else []
     betas = [beta for beta in numbers if beta is not None and 0 <= beta < 1]
-    if eps is None:
+    if eps is None or (kind == "adam" and not len(betas) == len(numbers) == 2):
         return _INCOMPLETE
     if kind == "stable_adamw":
-        may_be_radam = "beta1" in group and "eps_sq" not in state and not _is_rectified(betas, step)
-        return _ADAM_OR_RADAM if may_be_radam else UpdateRule(kind, eps=eps)
-    if not len(betas) == len(numbers) == 2:
-        return _INCOMPLETE
+        if not ("beta1" in group and "eps_sq" not in state) or _is_rectified(betas, step):
+            return UpdateRule(kind, eps=eps)
+        return "optimi's Adam, AdamW and RAdam write the same, and their steps still differ at this step"
     if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
         return UpdateRule("stable_adamw", eps=eps)
     count = finite(step)
-    if count is None or not 1 <= count <= _LARGEST_STEP or count != int(count):
+    if count is None or not 1 <= count <= LARGEST_STEP or count != int(count):
         return "the step is missing"
     return UpdateRule("adam", int(count), betas[0], betas[1], eps)
 
 
 def _is_rectified(betas: list[float], step: float | None) -> bool:
     """Whether RAdam's step is that of Adam to a thousandth: see ``recognised_rules``."""
-    if len(betas) < 2 or step is None or not 1 <= step <= _LARGEST_STEP:
+    if len(betas) < 2 or step is None or not 1 <= step <= LARGEST_STEP:
         return False
     last = 2 / (1 - betas[1]) - 1
     length: float = last - 2 * step * betas[1] ** step / (1 - betas[1] ** step)
@@ -248,16 +247,15 @@ def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
     if isinstance(rows, TensorRef) and isinstance(columns, TensorRef) and len(rows.shape) == len(columns.shape):
         return tuple(map(max, rows.shape, columns.shape))
     nested = state.get(_NESTED)
-    for holder in (state, nested if isinstance(nested, dict) else {}):
-        for key in ("exp_avg", "exp_avg_sq", "exp_avg::quantized", "momentum_buffer::quantized", "state2", "state1"):
-            value = holder.get(key)
-            if isinstance(value, TensorRef):
-                return value.shape
-            if isinstance(value, Inert) and value.name == _SUBCLASS and len(value.args) == 4:
-                match value.args[2]:
-                    case (_, _, tuple(shape), *_) if all(type(size) is int for size in shape):
-                        return shape
-                return None
+    keys = ("exp_avg", "exp_avg_sq", "exp_avg::quantized", "momentum_buffer::quantized", "state2", "state1")
+    for value in (holder.get(key) for holder in (state, nested) if isinstance(holder, Mapping) for key in keys):
+        if isinstance(value, TensorRef):
+            return value.shape
+        if isinstance(value, Inert) and value.name == _SUBCLASS and len(value.args) == 4:
+            match value.args[2]:
+                case (_, _, tuple(shape), *_) if all(type(size) is int for size in shape):
+                    return shape
+            return None
     return None
 
 
@@ -269,26 +267,26 @@ _PROGRAMS = {
 }
 """The names of a moment's parts, by program."""
 
-_LARGEST_BLOCK = 4096
-
 
 def find_low_bit(parts: Iterable[TensorSpec]) -> list[dict[str, Any]]:
     """The optimizer state in low precision, sorted by program and bits: program, bits, block, parameters and bytes.
 
     ``block`` is the number of values that share a scale, None where unknown. ``reason`` says why 32 bits stay 32.
     """
-    owners: dict[tuple[str, str], dict[str, list[TensorSpec]]] = defaultdict(lambda: defaultdict(list))
-    for part in parts:
-        for program, pattern in _PROGRAMS.items() if part.role is Role.OTHER else ():
-            if (match := pattern.fullmatch(part.name)) is not None:
-                owners[program, match["owner"]][match["part"]].append(part)
-                break
+    matches = (
+        (program, match, part)
+        for part in parts
+        if part.role is Role.OTHER
+        for program, pattern in _PROGRAMS.items()
+        if (match := pattern.fullmatch(part.name)) is not None
+    )
+    owners = grouped(((program, match["owner"]), (match["part"], part)) for program, match, part in matches)
     rows: dict[tuple[str, str, int | None], dict[str, Any]] = {}
     for (program, _), owned in owners.items():
-        if (described := _describe(program, owned)) is not None:
+        if (described := _describe(program, grouped(owned))) is not None:
             row = rows.setdefault((program, *described), {"parameters": 0, "bytes": 0})
             row["parameters"] += 1
-            row["bytes"] += sum(part.numel * part.dtype.itemsize for parts in owned.values() for part in parts)
+            row["bytes"] += sum(part.numel * part.dtype.itemsize for _, part in owned)
     return [
         {
             "program": program,
@@ -324,13 +322,12 @@ def _describe_bitsandbytes(owned: Mapping[str, list[TensorSpec]]) -> tuple[str, 
     if state is None or state.dtype is not DType.UINT8 or "qmap1" not in owned:
         return None
     scales = owned["absmax1"][0].numel if "absmax1" in owned else 0
-    blocks = (1 << k for k in range(_LARGEST_BLOCK.bit_length()))
-    return "8-bit", next((block for block in blocks if -(-state.numel // block) == scales), None)
+    return "8-bit", next((1 << k for k in range(13) if -(-state.numel // (1 << k)) == scales), None)
 
 
 def line(row: Mapping[str, Any]) -> str:
     """One row of ``find_low_bit`` for people."""
     block = f" (block {row['block']})" if row["block"] else ""
     reason = f": {row['reason']}" if row["reason"] else ""
-    count = f"{row['parameters']:,} parameter" + ("s" if row["parameters"] > 1 else "")
+    count = counted(row["parameters"], "parameter")
     return f"{row['program']} {row['bits']} state of {count}{block}, kept as it is{reason}"

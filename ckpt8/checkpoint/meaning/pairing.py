@@ -41,10 +41,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
-from ckpt8.checkpoint.meaning.nodes import is_optimizer, listed_parameters, parameter_groups, parameters_of
+from ckpt8.checkpoint.meaning.nodes import Shape, is_optimizer, listed_parameters, parameter_groups, parameters_of
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, bitsandbytes_moments, with_moments
 from ckpt8.checkpoint.meaning.parameter_names import match
 from ckpt8.checkpoint.meaning.state_dicts import (
@@ -60,10 +59,9 @@ from ckpt8.checkpoint.meaning.state_dicts import (
 )
 from ckpt8.checkpoint.tree import TensorRef, iter_nodes
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, is_average, words
+from ckpt8.core.grouping import grouped
 from ckpt8.core.text import listed
 from ckpt8.optim.known_optimizers import MASTER_KEYS
-
-Shape = tuple[int, ...]
 
 _MOST_MODELS = 500
 """Of more models in a file the first count: each is compared with every optimizer."""
@@ -76,10 +74,6 @@ _COMMON = re.compile(
     r"|top|level"
 )
 """Words that say nothing about which model or optimizer is meant."""
-
-_CURRENT = "current"
-"""Lightning's word for the model in training where ``state_dict`` is its average."""
-
 
 _UNKNOWN, _PARTLY, _SOME, _ALL, _IN_ORDER = range(1, 6)
 """How well a model fits: half of the parameters do, or no shape is known; they are as many, or half of the names
@@ -123,14 +117,23 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_o
     alike = [set(map(id, candidates)) for candidates in keyed]
     chosen = [[model for model in fit if id(model) in ids] or fit for fit, ids in zip(fits, alike, strict=True)]
     chosen = [
-        _keep(fit, lambda model: _CURRENT in words(model.path), lambda model: not is_average(model.path))
+        # Lightning calls the model in training "current" where ``state_dict`` is its average.
+        _keep(fit, lambda model: "current" in words(model.path), lambda model: not is_average(model.path))
         for fit in chosen
     ]
     taken = {id(fit[0]) for fit in chosen if len(fit) == 1}
-    homes = [partial(_is_in, optimizer.home) for optimizer in optimizers]
+
+    def still_free(optimizer: Candidate, fit: list[Candidate]) -> list[Candidate]:
+        """Of several models that fit, those that the last wishes leave."""
+        return _keep(
+            fit,
+            lambda model: id(model) not in taken,
+            lambda model: model.home == optimizer.home,
+            lambda model: model.path.rpartition(".")[2] in MODEL_KEYS,
+        )
+
     chosen = [
-        _keep(fit, lambda model: id(model) not in taken, is_beside, _is_named) if len(fit) > 1 else fit
-        for fit, is_beside in zip(chosen, homes, strict=True)
+        still_free(optimizer, fit) if len(fit) > 1 else fit for optimizer, fit in zip(optimizers, chosen, strict=True)
     ]
     if by_order:
         chosen = _in_order(chosen)
@@ -144,7 +147,7 @@ class _Parameters:
     """The parameters of an optimizer: names and shapes in the order of its groups, as far as they are known."""
 
     def __init__(self, optimizer: Candidate) -> None:
-        listed, shapes = parameters_of(optimizer.node), shapes_of(optimizer.node)
+        listed, shapes = parameters_of(optimizer.node), shapes_of(optimizer.node["state"])
         self.names = {name: shapes.get(identifier) for identifier, (_, name) in listed.items() if name is not None}
         self.shapes = Counter(shapes.values())
         self.order = list(map(shapes.get, listed))
@@ -223,14 +226,6 @@ def _keep(fit: list[Candidate], *wishes: Callable[[Candidate], bool]) -> list[Ca
     return fit
 
 
-def _is_in(home: str, model: Candidate) -> bool:
-    return model.home == home
-
-
-def _is_named(model: Candidate) -> bool:
-    return model.path.rpartition(".")[2] in MODEL_KEYS
-
-
 def _by_keys(optimizers: Sequence[Candidate], fits: Chosen, models: Sequence[Candidate]) -> Chosen:
     """For every optimizer the ``models`` whose keys have as much in common with its key as those that fit."""
     places = dict(zip(map(id, models), _places(models), strict=True))
@@ -250,16 +245,12 @@ def _by_keys(optimizers: Sequence[Candidate], fits: Chosen, models: Sequence[Can
 
 def _places(candidates: Sequence[Candidate]) -> list[set[tuple[int, str, int]]]:
     """The places of entries in lists: how deep from the end of the path, the number, and how many such entries."""
-    numbered = []
-    inside: dict[str, set[str]] = defaultdict(set)
-    for candidate in candidates:
-        parts = candidate.path.split(".")
-        numbered.append([(k, ".".join(parts[:k]), part) for k, part in enumerate(parts) if part.isdecimal()])
-        for _, home, part in numbered[-1]:
-            inside[home].add(part)
+    paths = [candidate.path.split(".") for candidate in candidates]
+    numbers = [[(k, tuple(path[:k])) for k, part in enumerate(path) if part.isdecimal()] for path in paths]
+    inside = grouped((home, path[k]) for path, places in zip(paths, numbers, strict=True) for k, home in places)
     return [
-        {(candidate.path.count(".") - k, part, len(inside[home])) for k, home, part in its}
-        for candidate, its in zip(candidates, numbered, strict=True)
+        {(len(path) - 1 - k, path[k], len(set(inside[home]))) for k, home in places}
+        for path, places in zip(paths, numbers, strict=True)
     ]
 
 
@@ -277,9 +268,7 @@ def _is_shared(word: str, others: set[str]) -> bool:
 
 
 def _in_order(chosen: Chosen) -> Chosen:
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for number, fit in enumerate(chosen):
-        alike[tuple(map(id, fit))].append(number)
+    alike = grouped((tuple(map(id, fit)), number) for number, fit in enumerate(chosen))
     ordered = list(chosen)
     for models, numbers in alike.items():
         if len(models) == len(numbers) > 1:
@@ -344,16 +333,7 @@ _MOST_STATES, _MOST_GROUPS = 20_000, 16
 Parameters = tuple[Sequence[Mapping[Any, Any]], Mapping[Identifier, Shape]]
 """The groups of an optimizer, and the shapes of the parameters that have a state."""
 
-_NO_MODEL = "the file has no state dict of a model"
-_NONE_FITS = "no model in the file has weights of its shapes"
-_LISTED = 4
-_NO_SHAPE = "its shape is not known, for want of a first moment"
-_NOT_NAMED = "no weight has its name"
-_MISNAMED = "the weight of its name has another shape"
-_NONE_ALIKE = "no weight has its shape"
-_UNEQUAL = "cannot be told apart: there are not as many weights of the shape as parameters"
-_UNORDERED = "its name is not known, nor the order of the weights in another file"
-_SCATTERED = "cannot be told apart: the same shape in several groups"
+NOT_NAMED = "no weight has its name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,19 +349,34 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """An optimizer of a tree by its number there, with the model that it trains.
+class OwnedOptimizer:
+    """An optimizer with the model that it trains.
 
-    ``names`` are those of its parameters, or why its groups make no sense; ``shapes`` are known where there is a state.
+    ``names`` are those that its groups state, or why they make no sense. ``mates`` are the numbers of the optimizers
+    without names that step the same model, its own among them; the order of the weights pairs their parameters.
     """
 
-    number: int
     candidate: Candidate
     owner: Owner
     groups: Sequence[Mapping[Any, Any]]
-    states: Mapping[Identifier, Mapping[Any, Any]]
     names: Mapping[Identifier, str] | str
-    shapes: Mapping[Identifier, Shape]
+    mates: tuple[int, ...]
+
+
+def owned_optimizers(optimizers: Sequence[Candidate], models: Sequence[Candidate]) -> list[OwnedOptimizer]:
+    """Every optimizer of a tree with the one of the ``models`` that it trains."""
+    owned = owners(optimizers, models)
+    groups = [parameter_groups(optimizer.node) for optimizer in optimizers]
+    names = list(map(saved_names, groups))
+    mates = grouped(
+        (id(owner.model), number)
+        for number, owner in enumerate(owned)
+        if owner.model is not None and names[number] == {}
+    )
+    return [
+        OwnedOptimizer(*described, tuple(mates.get(id(described[1].model), ())))
+        for described in zip(optimizers, owned, groups, names, strict=True)
+    ]
 
 
 def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bool = False) -> list[SavedParameter]:
@@ -392,31 +387,41 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     """
     models, optimizers = models_and_optimizers(tree)
     beside = Beside() if models or beside is None else beside
-    owned = zip(optimizers, owners(optimizers, models or beside.models), strict=True)
-    described = [_described(number, optimizer, owner, as_torch) for number, (optimizer, owner) in enumerate(owned)]
-    by_order = _by_order(described) if models else {}
+    owned = owned_optimizers(optimizers, models or beside.models)
+    states_of = [_states(optimizer, as_torch) for optimizer in optimizers]
+    shapes_of = [
+        {own: shape for own, state in states.items() if (shape := moment_shape(state)) is not None}
+        for states in states_of
+    ]
+    pairs: dict[int, Mapping[Identifier, tuple[str, TensorRef] | str]] = {}
+    for mates in {optimizer.mates for optimizer in owned if optimizer.mates and models}:
+        model = cast("Candidate", owned[mates[0]].owner.model)
+        together = [(owned[number].groups, shapes_of[number]) for number in mates]
+        pairs.update(zip(mates, paired_in_order(together, untied(weights_of(model.node))), strict=True))
     lists = lists_of_masters(tree) if optimizers else {}
     rows = []
     listed: list[tuple[Mapping[Any, Any], Identifier]]
-    for optimizer in described:
-        states, groups, names = optimizer.states, optimizer.groups, optimizer.names
+    for number, optimizer in enumerate(owned):
+        states, shapes, groups, names = states_of[number], shapes_of[number], optimizer.groups, optimizer.names
         weights: Mapping[Identifier, TensorRef | str]
         if isinstance(names, str):
             weights, names, masters = dict.fromkeys(states, names), {}, {}
             listed = [({}, identifier) for identifier in states]
         else:
-            weights = by_order.get(optimizer.number) or _find_weights(optimizer, names, models, beside)
-            masters = find_masters(states, groups, optimizer.shapes, lists.get(id(optimizer.candidate.node), ()))
+            known = ((own, pair) for own, pair in pairs.get(number, {}).items() if own in shapes)
+            by_order = {own: pair if isinstance(pair, str) else pair[1] for own, pair in known}
+            weights = by_order or _find_weights(optimizer, names, shapes, models, beside)
+            masters = find_masters(states, groups, shapes, lists.get(id(optimizer.candidate.node), ()))
             listed = [(group, identifier) for group in groups for identifier in group["params"] if identifier in states]
         for group, identifier in listed:
-            weight = weights.get(identifier, _NO_SHAPE)
+            weight = weights.get(identifier, "its shape is not known, for want of a first moment")
             row = SavedParameter(
                 names.get(identifier, place(optimizer.candidate, identifier)),
                 states[identifier],
                 group,
-                optimizer=optimizer.number,
+                optimizer=number,
                 identifier=identifier,
-                shape=optimizer.shapes.get(identifier),
+                shape=shapes.get(identifier),
                 weight=None if isinstance(weight, str) else weight,
                 unpaired=weight if isinstance(weight, str) else None,
                 home=beside.files.get(id(weight)),
@@ -433,43 +438,47 @@ def models_and_optimizers(tree: object) -> tuple[list[Candidate], list[Candidate
     return (models or find_loose(tree, optimizers)) if optimizers else models, optimizers
 
 
-def _described(number: int, optimizer: Candidate, owner: Owner, as_torch: bool) -> _Optimizer:
-    groups = parameter_groups(optimizer.node)
-    states = {
-        identifier: state for identifier, state in optimizer.node["state"].items() if isinstance(state, dict) and state
+def _states(optimizer: Candidate, as_torch: bool) -> Mapping[Identifier, Mapping[Any, Any]]:
+    """The state of every parameter that has one."""
+    states: Mapping[Identifier, Mapping[Any, Any]] = {
+        own: state for own, state in optimizer.node["state"].items() if isinstance(state, dict) and state
     }
-    if as_torch:
-        listed = parameters_of(optimizer.node)
-        holders = {identifier: listed[identifier][0] if identifier in listed else {} for identifier in states}
-        states = {
-            identifier: dict(with_moments(state, bitsandbytes_moments(state, holders[identifier])))
-            for identifier, state in states.items()
-        }
-    shapes = {identifier: shape for identifier, state in states.items() if (shape := moment_shape(state)) is not None}
-    return _Optimizer(number, optimizer, owner, groups, states, saved_names(groups), shapes)
+    if not as_torch:
+        return states
+    listed = parameters_of(optimizer.node)
+    holders = {own: listed[own][0] if own in listed else {} for own in states}
+    return {own: dict(with_moments(state, bitsandbytes_moments(state, holders[own]))) for own, state in states.items()}
 
 
 def _find_weights(
-    optimizer: _Optimizer, names: Mapping[Identifier, str], models: Sequence[Candidate], beside: Beside
+    optimizer: OwnedOptimizer,
+    names: Mapping[Identifier, str],
+    shapes: Mapping[Identifier, Shape],
+    models: Sequence[Candidate],
+    beside: Beside,
 ) -> dict[Identifier, TensorRef | str]:
     """The weight of every parameter of a known shape, by its name, or why it is unknown."""
-    owner, shapes = optimizer.owner, optimizer.shapes
+    owner = optimizer.owner
     if owner.model is None:
-        reason = _NONE_FITS if models or beside.models else _NO_MODEL
+        reason = "the file has no state dict of a model"
         if owner.models:
-            reason = f"several models fit it: {listed((model.path for model in owner.models), _LISTED)}"
+            reason = f"several models fit it: {listed((model.path for model in owner.models), 4)}"
+        elif models or beside.models:
+            reason = "no model in the file has weights of its shapes"
         return dict.fromkeys(shapes, reason)
     if not names:
         places = {identifier: place(optimizer.candidate, identifier) for identifier in shapes}
         names = {identifier: beside.names[at] for identifier, at in places.items() if at in beside.names}
     saved = match(owner.model.node, names.values())
-    weights: dict[Identifier, TensorRef | str] = dict.fromkeys(shapes, _UNORDERED)
+    unordered = "its name is not known, nor the order of the weights in another file"
+    weights: dict[Identifier, TensorRef | str] = dict.fromkeys(shapes, unordered)
     for identifier, name in names.items():
         if identifier in shapes:
             ref = owner.model.node[saved[name]] if name in saved else None
-            weights[identifier] = _NOT_NAMED
+            weights[identifier] = NOT_NAMED
             if isinstance(ref, TensorRef):
-                weights[identifier] = ref if ref.shape == shapes[identifier] else _MISNAMED
+                is_alike = ref.shape == shapes[identifier]
+                weights[identifier] = ref if is_alike else "the weight of its name has another shape"
     return weights
 
 
@@ -478,28 +487,18 @@ def place(optimizer: Candidate, identifier: int | str) -> str:
     return f"state.{identifier}" if optimizer.path.startswith("(") else f"{optimizer.path}.state.{identifier}"
 
 
-def _by_order(optimizers: Sequence[_Optimizer]) -> dict[int, dict[Identifier, TensorRef | str]]:
-    """The weight of every parameter of a known shape, or why it is unknown, by the number of the optimizer.
+def paired_in_order(
+    optimizers: Sequence[Parameters], weights: Mapping[str, TensorRef]
+) -> list[dict[Identifier, tuple[str, TensorRef] | str]]:
+    """The weight, with its name, of the parameters of each of the optimizers of one model, or why it is unknown.
 
-    Only optimizers without names count. Those of one model are paired together.
+    ``weights`` are those of the model in its order. What is no float is a buffer, unless the optimizers list it.
     """
-    weights: dict[int, dict[Identifier, TensorRef | str]] = {}
-    by_model: dict[int, list[_Optimizer]] = defaultdict(list)
-    for optimizer in optimizers:
-        if optimizer.names == {} and optimizer.owner.model is not None:
-            by_model[id(optimizer.owner.model)].append(optimizer)
-    for together in by_model.values():
-        refs = list(untied(weights_of(cast("Candidate", together[0].owner.model).node)).values())
-        if len(refs) != sum(len(group["params"]) for optimizer in together for group in optimizer.groups):
-            refs = [ref for ref in refs if ref.dtype.is_floating]  # others are buffers
-        places = places_in_order(
-            [(optimizer.groups, optimizer.shapes) for optimizer in together], [ref.shape for ref in refs]
-        )
-        for optimizer, its in zip(together, places, strict=True):
-            weights[optimizer.number] = {
-                own: refs[at] if isinstance(at, int) else at for own, at in its.items() if own in optimizer.shapes
-            }
-    return weights
+    if len(weights) != sum(len(group["params"]) for groups, _ in optimizers for group in groups):
+        weights = {name: ref for name, ref in weights.items() if ref.dtype.is_floating}
+    named = list(weights.items())
+    places = places_in_order(optimizers, [ref.shape for ref in weights.values()])
+    return [{own: named[at] if isinstance(at, int) else at for own, at in its.items()} for its in places]
 
 
 def places_in_order(optimizers: Sequence[Parameters], weights: Sequence[Shape]) -> list[dict[Identifier, int | str]]:
@@ -532,25 +531,18 @@ def places_of_shapes(
 
     Else why it is unknown. The order of the group is that of the weights of the shape.
     """
-    by_shape: dict[Shape, list[int]] = defaultdict(list)
-    for number, shape in enumerate(weights):
-        by_shape[shape].append(number)
-    listed: dict[Shape, list[list[Identifier]]] = defaultdict(list)
-    for group in groups:
-        alike: dict[Shape, list[Identifier]] = defaultdict(list)
-        for identifier in group["params"]:
-            if identifier in shapes:
-                alike[shapes[identifier]].append(identifier)
-        for shape, identifiers in alike.items():
-            listed[shape].append(identifiers)
+    by_shape = grouped((shape, number) for number, shape in enumerate(weights))
+    alike = [grouped((shapes[own], own) for own in group["params"] if own in shapes) for group in groups]
     known: dict[Identifier, int | str] = {}
-    for shape, of_shape in listed.items():
+    for shape, lists in grouped(entry for by_group in alike for entry in by_group.items()).items():
         places = by_shape.get(shape, [])
-        if len(of_shape) == 1 and len(of_shape[0]) == len(places):
-            known.update(zip(of_shape[0], places, strict=True))
-        else:
-            reason = _NONE_ALIKE if not places else _SCATTERED if len(of_shape) > 1 else _UNEQUAL
-            known.update((identifier, reason) for identifiers in of_shape for identifier in identifiers)
+        if len(lists) == 1 and len(lists[0]) == len(places):
+            known.update(zip(lists[0], places, strict=True))
+            continue
+        reason = "cannot be told apart: there are not as many weights of the shape as parameters"
+        if len(lists) > 1:
+            reason = "cannot be told apart: the same shape in several groups"
+        known.update((own, reason if places else "no weight has its shape") for owns in lists for own in owns)
     return known
 
 
@@ -563,9 +555,6 @@ def _covering(groups: Sequence[Sequence[Shape | None]], weights: Sequence[Shape]
     known = any(shape is not None for group in groups for shape in group)
     if not known or sum(map(len, groups)) != len(weights) or len(groups) > _MOST_GROUPS:
         return {}
-    if len(groups) == 1:
-        fits = all(own in (None, shape) for own, shape in zip(groups[0], weights, strict=True))
-        return {(0, at): at for at in range(len(weights))} if fits else {}
 
     def moves(state: State, shape: Shape) -> Iterator[tuple[int, State]]:
         """The groups whose next parameter may have a weight of the shape, and the state after it."""
@@ -595,16 +584,13 @@ def _covering(groups: Sequence[Sequence[Shape | None]], weights: Sequence[Shape]
 
 def saved_names(groups: Sequence[Mapping[Any, Any]]) -> dict[Identifier, str] | str:
     """The name of every identifier in ``groups``, empty where not all have one, or why the groups make no sense."""
-    names: dict[Identifier, str] = {}
-    seen: set[int | str] = set()
-    for group in groups:
-        identifiers = group.get("params")
-        if not isinstance(identifiers, list) or not all(type(identifier) in (int, str) for identifier in identifiers):
-            return "its parameter groups do not list parameters"
-        if len({*seen, *identifiers}) != len(seen) + len(identifiers):
-            return "its parameter groups list a parameter twice"
-        seen.update(identifiers)
-        names.update((identifier, name) for identifier, name in listed_parameters(group) if name is not None)
+    lists = [group.get("params") for group in groups]
+    if not all(isinstance(own, list) and all(type(each) in (int, str) for each in own) for own in lists):
+        return "its parameter groups do not list parameters"
+    listed = [parameter for group in groups for parameter in listed_parameters(group)]
+    if len({identifier for identifier, _ in listed}) != len(listed):
+        return "its parameter groups list a parameter twice"
+    names = {identifier: name for identifier, name in listed if name is not None}
     if len(set(names.values())) != len(names):
         return "it has two parameters of one name"
-    return names if len(names) == len(seen) else {}
+    return names if len(names) == len(listed) else {}

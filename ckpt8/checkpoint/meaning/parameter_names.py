@@ -8,11 +8,11 @@ directory a name begins with its member and a colon.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ckpt8.checkpoint.vocabulary import MODEL_ROOTS
+from ckpt8.core.grouping import grouped
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _PARALLEL = re.compile(r"^(?:module\.)+")
@@ -73,14 +73,11 @@ def display_names(parameters: Iterable[tuple[str, Sequence[str]]], *, directory:
     has the place of its state for a name. In a ``directory`` both begin with the member.
     """
     given = [(name, *(split_member(name) if directory else ("", name)), moments) for name, moments in parameters]
-    by_member: dict[str, dict[str, str]] = defaultdict(dict)
-    for name, member, bare, moments in given:
-        if _is_named(name, moments):
-            by_member[member][name] = bare
+    named = ((member, (name, bare)) for name, member, bare, moments in given if _is_named(name, moments))
     plain: dict[str, str] = {}
-    for member, names in by_member.items():
-        plain_of = plain_names(names.values())
-        plain.update((name, f"{member}:{plain_of[bare]}" if member else plain_of[bare]) for name, bare in names.items())
+    for member, names in grouped(named).items():
+        plain_of = plain_names(bare for _, bare in names)
+        plain.update((name, f"{member}:{plain_of[bare]}" if member else plain_of[bare]) for name, bare in names)
     return [{"name": plain.get(name, name), "named": _is_named(name, moments)} for name, _, _, moments in given]
 
 
@@ -112,13 +109,11 @@ def layer_of(path: str) -> str:
 def in_model_order(layers: Iterable[str]) -> list[str]:
     """Layers in the given order, but those of one stack behind each other, by number."""
     places = {layer: place for place, layer in enumerate(layers)}
-    first: dict[str, int] = {}
-    for layer, place in places.items():
-        first.setdefault(layer.rstrip(_DIGITS), place)
+    stacks = grouped((layer.rstrip(_DIGITS), place) for layer, place in places.items())
 
     def key(layer: str) -> tuple[int, int, int]:
         stack = layer.rstrip(_DIGITS)
-        return first[stack], int(layer[len(stack) :][:_LONGEST_NUMBER] or 0), places[layer]
+        return stacks[stack][0], int(layer[len(stack) :][:_LONGEST_NUMBER] or 0), places[layer]
 
     return sorted(places, key=key)
 

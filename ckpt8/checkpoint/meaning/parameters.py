@@ -44,8 +44,9 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
+from ckpt8.checkpoint.meaning.nodes import dict_groups, place_of
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, recognise
-from ckpt8.checkpoint.meaning.pairing import saved_parameters
+from ckpt8.checkpoint.meaning.pairing import NOT_NAMED, saved_parameters
 from ckpt8.checkpoint.meaning.roles import short_name
 from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, twins
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
@@ -55,11 +56,10 @@ from ckpt8.checkpoint.tree import Checkpoint, Inert, Labelled, TensorRef, read_s
 from ckpt8.checkpoint.vocabulary import model_path
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.split24 import Split32
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType, Role
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, setting_names
 
-_CUT_ELSEWHERE = "its weight is cut into other slices than its moments"
-_NOT_FOUND = "no weight has its name"
 _MODEL = "model"
 """The key for weights without a path before their names."""
 
@@ -69,22 +69,18 @@ _MOST_COMPONENTS = 64
 KeyOf = Callable[[str, int], str]
 """Gives the key in the source of a storage in the member of a number."""
 
-_RATES = ("lr", "initial_lr")
-
-SliceKey = tuple[str, Place | None]
-"""The name of a tensor and the place of a slice in it."""
-
 
 @dataclass(slots=True)
 class _Home:
-    """A distributed checkpoint in a folder. The keys of its ``slices`` are those of the source.
+    """A distributed checkpoint in a folder.
 
-    ``rates`` are learning rates that are tensors, by name.
+    Its ``slices`` are by the name of the tensor and the place in it; their keys are those of the source. ``rates`` are
+    learning rates that are tensors, by name.
     """
 
     checkpoint: DcpCheckpoint
     folder: str
-    slices: dict[SliceKey, TensorRef] = field(default_factory=dict)
+    slices: dict[tuple[str, Place | None], TensorRef] = field(default_factory=dict)
     rates: dict[str, float | None] = field(default_factory=dict)
 
     def group(self, key: StateKey) -> Mapping[str, Any]:
@@ -112,14 +108,20 @@ def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[S
         owners = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
         for (name, place), ref in home.slices.items():
             if (key := roles.states.get(name)) is not None:
-                weight, reason = None, _NOT_FOUND
+                weight, reason = None, NOT_NAMED
                 if (owner := owners.get(name)) is not None:
                     # A master is among the slices of the state itself.
                     whole = owner.master or owner.weight
                     weight = whole and slices.get(id(whole), home.slices).get((whole.key, place))
-                    reason = _CUT_ELSEWHERE if whole else owner.unpaired or ""
-                row = SavedParameter(name, {key.key: ref}, home.group(key), optimizer=(id(home), key.optimizer))
-                yield replace(row, weight=weight, unpaired=None if weight else reason)
+                    reason = "its weight is cut into other slices than its moments" if whole else owner.unpaired or ""
+                yield SavedParameter(
+                    name,
+                    {key.key: ref},
+                    home.group(key),
+                    optimizer=(id(home), key.optimizer),
+                    weight=weight,
+                    unpaired=None if weight else reason,
+                )
 
 
 def slice_twins(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[tuple[str, str]]:
@@ -130,12 +132,10 @@ def slice_twins(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[t
     for home in _homes(members, key_of):
         tree: dict[str, Any] = {}
         _add_weights(tree, home)
-        places: dict[str, dict[Place | None, str]] = defaultdict(dict)
-        for (name, place), ref in home.slices.items():
-            places[name][place] = ref.key
+        places = grouped(home.slices)
         for one, other in twins([tree]):
-            mine, its = places[one.key], places[other.key]
-            yield from ((key, its[place]) for place, key in mine.items() if place in its)
+            pairs = (((one.key, place), (other.key, place)) for place in places.get(one.key, ()))
+            yield from ((home.slices[mine].key, home.slices[its].key) for mine, its in pairs if its in home.slices)
 
 
 def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
@@ -146,7 +146,7 @@ def _homes(members: Sequence[DirectoryMember], key_of: KeyOf) -> list[_Home]:
             for piece, ref in member.parts:
                 home.slices[piece.name, piece.place] = replace(ref, key=key_of(ref.key, number))
                 option = home.checkpoint.roles.options.get(piece.name)
-                if option is not None and option.key in _RATES:
+                if option is not None and option.key in ("lr", "initial_lr"):
                     home.rates[piece.name] = _number(member.checkpoint, ref)
     return list(homes.values())
 
@@ -201,18 +201,10 @@ def _add_states(tree: dict[str, Any], home: _Home, *, ordered: bool) -> None:
         node = _node(tree, path.split(".") if path else [])
         if node is not None:
             numbers = home.checkpoint.roles.numbers(path, home.checkpoint.value) if ordered else []
-            if {str(identifier) for group in numbers for identifier in group} >= states.keys():
-                node.update(
-                    state={
-                        identifier: states[str(identifier)]
-                        for group in numbers
-                        for identifier in group
-                        if str(identifier) in states
-                    },
-                    param_groups=[{"params": group} for group in numbers],
-                )
-            else:
-                node.update(state=states, param_groups=[{"params": list(states)}])
+            is_listed = {str(identifier) for group in numbers for identifier in group} >= states.keys()
+            groups = numbers if is_listed else [list(states)]
+            listed = {own: states[str(own)] for group in groups for own in group if str(own) in states}
+            node.update(state=listed, param_groups=[{"params": group} for group in groups])
 
 
 UNKNOWN = object()
@@ -225,13 +217,14 @@ _StateSlice = tuple[DcpMember, StateKey, Slice, TensorRef]
 
 def joint_parameters(members: Iterable[DirectoryMember]) -> list[SavedParameter]:
     """The states of all slices of parameters, each named by the member of the moment that comes first."""
-    owners: dict[tuple[int, str, str], list[_StateSlice]] = defaultdict(list)
-    files = ((number, member) for number, member in enumerate(members) if isinstance(member, DcpMember))
-    for number, member in files:
-        for piece, ref in member.parts:
-            if (key := member.home.roles.states.get(piece.name)) is not None:
-                place = (member, key, piece, replace(ref, key=f"{number}/{ref.key}"))
-                owners[id(member.home), key.optimizer, key.parameter].append(place)
+    slices = (
+        (member, key, piece, replace(ref, key=f"{number}/{ref.key}"))
+        for number, member in enumerate(members)
+        if isinstance(member, DcpMember)
+        for piece, ref in member.parts
+        if (key := member.home.roles.states.get(piece.name)) is not None
+    )
+    owners = grouped(((id(own[0].home), own[1].optimizer, own[1].parameter), own) for own in slices)
     return [parameter for owned in owners.values() for parameter in _joined(owned)]
 
 
@@ -261,7 +254,6 @@ def _joined(owned: list[_StateSlice]) -> Iterator[SavedParameter]:
 
 
 _ROLES = {"fp32.pt": Role.WEIGHT, "exp_avg.pt": Role.MOMENT1, "exp_avg_sq.pt": Role.MOMENT2}
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _REST = "optimizer_state.pt"
 
 
@@ -293,8 +285,8 @@ class Universal:
         for folder, _, last in (path.rpartition("/") for path in self._members):
             root, _, name = folder.rpartition("/")
             if last == "exp_avg.pt" and root in self._roots:
-                moments = {key: self._tensor(f"{folder}/{key}.pt") for key in _MOMENTS}
-                step, groups = self._step(folder, root), groups_of(self._tree(f"{root}/{_REST}"))
+                moments = {key: self._tensor(f"{folder}/{key}.pt") for key in ("exp_avg", "exp_avg_sq")}
+                step, groups = self._step(folder, root), dict_groups(self._tree(f"{root}/{_REST}"))
                 state = {**{key: ref for key, ref in moments.items() if ref is not None}, "step": step}
                 # The files do not say which group has the parameter. That does not matter if all have one rule.
                 names = sorted(setting_names())
@@ -303,8 +295,14 @@ class Universal:
                 if len({(repr(group.get("lr")), repr(group.get("initial_lr"))) for group in groups}) > 1:
                     group = {key: value for key, value in group.items() if key != "lr"}
                 weight = self._tensor(f"{folder}/fp32.pt")
-                row = SavedParameter(short_name(f"{root}:{name}"), state, group, optimizer=root)
-                yield replace(row, weight=weight, unpaired=None if weight else "it has no fp32.pt")
+                yield SavedParameter(
+                    short_name(f"{root}:{name}"),
+                    state,
+                    group,
+                    optimizer=root,
+                    weight=weight,
+                    unpaired=None if weight else "it has no fp32.pt",
+                )
 
     def _tensor(self, path: str) -> TensorRef | None:
         """The one tensor of a member; None where there is none."""
@@ -326,12 +324,6 @@ class Universal:
 def param_of(tree: Any) -> Any:
     """The tensor in the tree of a member: the tree itself, or its ``param``."""
     return tree.get("param") if isinstance(tree, dict) else tree
-
-
-def groups_of(tree: Any) -> list[dict[Any, Any]]:
-    """The groups in the tree of optimizer_state.pt."""
-    groups = tree.get("param_groups") if isinstance(tree, dict) else None
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
 def common_step(checkpoint: Checkpoint) -> tuple[Any, float] | None:
@@ -376,10 +368,8 @@ def find_partitions(members: Iterable[tuple[str, Any]]) -> Partitions:
             shares[folder, match[2]].append((int(match[1]), state))
     partitions: dict[TensorRef, list[Piece]] = {}
     for place, module in models.items():
-        pieces: dict[str, list[Piece]] = defaultdict(list)
-        for _, state in sorted(shares[place], key=lambda share: share[0]):
-            for name, piece in _pieces(state):
-                pieces[name].append(piece)
+        ranks = sorted(shares[place], key=lambda share: share[0])
+        pieces = grouped(named for _, state in ranks for named in _pieces(state))
         partitions.update(
             (ref, pieces[name])
             for name, ref in module.items()
@@ -390,23 +380,17 @@ def find_partitions(members: Iterable[tuple[str, Any]]) -> Partitions:
 
 def _pieces(state: Mapping[Any, Any]) -> Iterator[tuple[str, Piece]]:
     """The names and pieces of one rank, group by group."""
-    flats, mappings = state.get("single_partition_of_fp32_groups"), state.get("param_slice_mappings")
-    if not isinstance(flats, list) or not isinstance(mappings, list):
-        return
-    for flat, mapping in zip(flats, mappings, strict=False):
-        if not isinstance(flat, TensorRef) or not isinstance(mapping, dict):
-            continue
-        for name, address in mapping.items():
-            match address:
-                case Inert(state={"start": int(start), "numel": int(count)}) if start >= 0 and count > 0:
-                    yield name, (flat, start, count)
+    match state:
+        case {"single_partition_of_fp32_groups": list(flats), "param_slice_mappings": list(mappings)}:
+            pairs = (pair for pair in zip(flats, mappings, strict=False) if isinstance(pair[1], dict))
+            for flat, name, address in ((flat, *entry) for flat, mapping in pairs for entry in mapping.items()):
+                match flat, address:
+                    case TensorRef(), Inert(state={"start": int(start), "numel": int(n)}) if start >= 0 and n > 0:
+                        yield name, (flat, start, n)
 
 
 _RANK = re.compile(r"(rank|shard)[_-]?\d+(?:_\d+)*")
 """The part of a path that numbers the processes that saved one optimizer together."""
-
-Members = Sequence[tuple[str, Checkpoint]]
-"""Path and content of every member."""
 
 
 def trained_states(members: Sequence[DirectoryMember], key_of: KeyOf, *, directory: bool) -> dict[str, SavedParameter]:
@@ -425,8 +409,10 @@ def trained_states(members: Sequence[DirectoryMember], key_of: KeyOf, *, directo
     return states
 
 
-def _parameters_of_files(contents: Members, key_of: KeyOf, directory: bool) -> Iterator[SavedParameter]:
-    """The parameters of all files, with keys of the source."""
+def _parameters_of_files(
+    contents: Sequence[tuple[str, Checkpoint]], key_of: KeyOf, directory: bool
+) -> Iterator[SavedParameter]:
+    """The parameters of all files, given by path and content, with keys of the source."""
     names = NamesFromWeights(contents) if directory else None
     numbers = {path: number for number, (path, _) in enumerate(contents)}
     for number, (path, checkpoint) in enumerate(contents):
@@ -468,9 +454,8 @@ def join_weights(
     """
     full: dict[str, Weight] = {}
     refs = set(map(id, saved.values()))
-    for parameter in parameters:
-        if parameter.weight is not None and id(parameter.weight) not in refs:
-            continue  # it belongs to another model
+    # Others belong to another model.
+    for parameter in (each for each in parameters if each.weight is None or id(each.weight) in refs):
         key = "residual" if "residual" in parameter.state else "master"
         part = parameter.state.get(key)
         if isinstance(part, TensorRef) and is_packed_group(parameter.group):
@@ -483,10 +468,6 @@ def join_weights(
         for name, weight in full.items()
         for other, ref in others.items()
         if (ref.shape, ref.dtype) == (saved[name].shape, saved[name].dtype)
-        and (_place(ref) == _place(saved[name]) or (len(ref.shape) > 1 and is_copy(name, other)))
+        and (place_of(ref) == place_of(saved[name]) or (len(ref.shape) > 1 and is_copy(name, other)))
     }
     return full | tied
-
-
-def _place(ref: TensorRef) -> tuple[object, ...]:
-    return ref.key, ref.offset, ref.stride

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt8.checkpoint.meaning.optimizer_state import UNKNOWN, identify_state, is_low_bit, recognise
+from ckpt8.checkpoint.meaning.optimizer_state import LARGEST_STEP, UNKNOWN, identify_state, is_low_bit, recognise
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.files.source_file import crc32
@@ -229,15 +229,10 @@ def _noise(crc: int, step: int, numel: int) -> Tensor:
     return torch.from_numpy(((total - _UNIFORM_MEAN) / _UNIFORM_DEVIATION).astype(np.float32))
 
 
-_LARGEST_STEP = 2**53
-_MOST_ITERATIONS = 64
-"""Of Newton and Schulz; five are usual."""
-
 _DECOUPLED = ("decoupled_weight_decay", "decouple_wd", "weight_decouple")
 """Settings that are False where weight decay is an L2 penalty, as in Adam; else the card tells."""
 
 _MISSING = object()
-_INCOMPLETE = "hyperparameters are missing from the parameter group, or out of range"
 
 
 def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> Replayed | str:
@@ -259,7 +254,7 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
     read = {name: _read(name, card, state, settings) for name in names - {"lr", "weight_decay"}}
     shared = _numbers([group.get("lr"), group.get("weight_decay", 0.0)])
     if not shared or _MISSING in read.values():
-        return _INCOMPLETE
+        return "hyperparameters are missing from the parameter group, or out of range"
     lr, weight_decay = shared
     if weight_decay and (group.get("decouple_lr") or group.get("fixed_decay")):
         return "its weight decay does not follow the learning rate, which is not replayed"
@@ -303,10 +298,9 @@ def _takes_a_step(
     rule = Replayed(card, card.forms[form], *numbers, dict(given))
     shape = (*[1] * (dimensions - 2), *[2] * min(dimensions, 2))
     try:
-        state = {}
-        for needed in (tensor for tensor in rule.form.tensors if tensor.key in tensors):
-            values = torch.full(needed.shape(shape), 0.5)
-            state[needed.key] = values.reshape(-1) if needed.is_moment else values
+        needed = [tensor for tensor in rule.form.tensors if tensor.key in tensors]
+        state = {tensor.key: torch.full(tensor.shape(shape), 0.5) for tensor in needed}
+        state |= {tensor.key: state[tensor.key].reshape(-1) for tensor in needed if tensor.is_moment}
         grad = rule.gradient_scale(state)
         rule.advance(state, torch.ones(grad.shape), grad, shape, rule.step + 1)
     except (ArithmeticError, ValueError, TypeError, RuntimeError):
@@ -329,7 +323,7 @@ def _steps_taken(card: Card, state: Mapping[Any, Any], group: Mapping[Any, Any],
     """The number of the last step, or why it is unknown; 1 if the rule needs none, since there is a momentum."""
     if not card.counts:
         return 1
-    number = float(step) if isinstance(step, (int, float)) and abs(step) <= _LARGEST_STEP else None
+    number = float(step) if isinstance(step, (int, float)) and abs(step) <= LARGEST_STEP else None
     if isinstance(rule := recognise(state, group, number), str):
         return rule
     if group.keys() & {"bias_correction", "correct_bias"}:
@@ -342,7 +336,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "momentum": lambda momentum: 0 <= momentum < 1,
     "dampening": lambda dampening: dampening < 1,
     "clip_threshold": lambda threshold: threshold > 0,
-    "ns_steps": lambda steps: 0 <= steps <= _MOST_ITERATIONS,
+    "ns_steps": lambda steps: 0 <= steps <= 64,  # of Newton and Schulz; five are usual
 }
 
 

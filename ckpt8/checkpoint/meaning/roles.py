@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import (
+    LONGEST_NAME,
     find_live_objects,
     flat_states,
     flat_weights,
@@ -25,7 +26,7 @@ from ckpt8.checkpoint.meaning.nodes import (
     parameters_of,
 )
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, bitsandbytes_moments, with_moments
-from ckpt8.checkpoint.meaning.state_dicts import evident_weights, weights_of_states
+from ckpt8.checkpoint.meaning.state_dicts import evident_weights, states_by_owner, weights_of_states
 from ckpt8.checkpoint.tree import (
     Components,
     Labelled,
@@ -40,8 +41,6 @@ from ckpt8.checkpoint.vocabulary import MASTER_LISTS, MODEL_KEYS, STATE_LISTS
 from ckpt8.core.tensors import Role, is_small
 from ckpt8.core.text import printable
 from ckpt8.optim.known_optimizers import MOMENT_SLOTS, STATE_ROLES, WHOLE_SHAPE, state_roles
-
-_LONGEST_NAME = 512
 
 
 @dataclass(slots=True)
@@ -64,7 +63,7 @@ class Structure:
 
 def short_name(name: str) -> str:
     """``name`` for people and manifests: printable, and not endless."""
-    return printable(name[:_LONGEST_NAME])
+    return printable(name[:LONGEST_NAME])
 
 
 def unique_name(name: str, taken: dict[str, int]) -> str:
@@ -162,8 +161,8 @@ def _classify_labelled(tree: Labelled, names: Names) -> Structure:
 def _classify_flat(tree: Any, names: Names) -> Structure:
     """The tensors of a flat file: state of an optimizer, and weights that it fits."""
     structure, keys = Structure(), flat_states(tree)
-    weights = flat_weights(tree, keys)
-    states: dict[str, dict[str, Any]] = {}
+    beside = {name: ref for name, ref in tree.items() if name not in keys and isinstance(ref, TensorRef)}
+    weights, states = flat_weights(beside, tree, keys), states_by_owner(tree, keys)
     for path, node in iter_nodes(tree):
         if isinstance(node, StorageRef):
             structure.opaque.add(node.key)
@@ -171,17 +170,14 @@ def _classify_flat(tree: Any, names: Names) -> Structure:
             name = unique_name(names.prefix + format_path(path), names.tensors)
             role = Role.WEIGHT if path[-1] in weights else Role.OTHER
             if path[-1] in keys:
-                owner, key = keys[path[-1]]
-                states.setdefault(owner, {})[key] = node
-                role = STATE_ROLES.get(key, Role.OTHER)
+                role = STATE_ROLES.get(keys[path[-1]].key, Role.OTHER)
             structure.tensors.append(NamedTensor(name, role, node))
     structure.parameters = [
         SavedParameter(names.prefix + owner, state, {})
         for owner, state in states.items()
         if MOMENT_SLOTS.keys() & state
     ]
-    beside = {name: ref for name, ref in tree.items() if name not in keys and isinstance(ref, TensorRef)}
-    alike = weights_of_states(beside, states.values())
+    alike = weights_of_states(beside, states)
     _set_roles(structure, lambda tensor: Role.WEIGHT if id(tensor.ref) in alike else tensor.role)
     return structure
 

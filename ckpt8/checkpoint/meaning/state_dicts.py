@@ -24,14 +24,16 @@ shapes are those of the model, one after the other.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.meaning.nodes import (
+    FlatKey,
     Inside,
+    Shape,
     containers,
     dict_groups,
     find_live_objects,
@@ -40,16 +42,16 @@ from ckpt8.checkpoint.meaning.nodes import (
     is_bare_state_dict,
     is_flat_optimizer,
     is_optimizer,
+    outermost,
     parameters_of,
 )
 from ckpt8.checkpoint.meaning.optimizer_state import parameter_shape
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.tree import Inert, TensorRef, format_path, iter_leaves, iter_nodes
 from ckpt8.checkpoint.vocabulary import BUFFERS, MODEL_KEYS, is_average
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import SMALL_NUMEL, Role
 from ckpt8.optim.known_optimizers import first_moments, state_roles
-
-Shape = tuple[int, ...]
 
 _MANY_PARAMETERS, _MANY_SHAPES = 8, 3
 """An optimizer of so many parameters, of so many shapes, does not fit a set by chance."""
@@ -128,7 +130,7 @@ def evident_weights(*trees: object) -> set[int]:
     for parameters in optimizers:
         for candidate in unknown:
             if id(candidate) not in evident:
-                refs = _by_name(candidate, parameters) or _by_shape(candidate, parameters)
+                refs = _fitting(candidate, parameters)
                 evident |= {id(candidate): refs} if refs else {}
         for candidate in _together([candidate for candidate in unknown if id(candidate) not in evident], parameters):
             evident[id(candidate)] = candidate.tensors.values()
@@ -144,11 +146,11 @@ def evident_weights(*trees: object) -> set[int]:
     return {id(ref) for refs in evident.values() for ref in refs}
 
 
-def weights_of_states(tensors: Mapping[str, TensorRef], states: Iterable[Mapping[str, Any]]) -> set[int]:
+def weights_of_states(tensors: Mapping[str, TensorRef], states: Mapping[str, Any]) -> set[int]:
     """The ``id`` of the tensors that are weights by their shapes, beside the states of all parameters."""
-    shapes = Counter(shape for state in states if (shape := _shape(state)) is not None)
+    shapes = Counter(shapes_of(states).values())
     is_enough = numel(shapes) >= SMALL_NUMEL
-    return set(map(id, _by_shape(_Set(tensors, True, False), _Parameters({}, shapes)) if is_enough else ()))
+    return set(map(id, _fitting(_Set(tensors, True, False), _Parameters({}, shapes)) if is_enough else ()))
 
 
 def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
@@ -156,16 +158,13 @@ def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
     sets: list[_Set] = []
     optimizers: list[_Parameters] = []
     for tree in trees:
-        optimizer = Inside()
         live = find_live_objects(tree)
-        for path, node in containers(tree, live):
-            if optimizer.holds(path):
-                continue
+        for path, node in outermost(containers(tree, live), is_optimizer):
             if is_optimizer(node):
-                optimizer.enter(path)
                 optimizers.append(_parameters(node))
             elif not path and is_flat_optimizer(node):
-                optimizers.append(_flat_parameters(node))
+                shapes = shapes_of(states_by_owner(node, flat_states(node)))
+                optimizers.append(_Parameters(shapes, Counter(shapes.values())))
             elif isinstance(node, (dict, list, tuple)):
                 entries = node if isinstance(node, Mapping) else dict(enumerate(node))
                 if tensors := {name: value for name, value in entries.items() if isinstance(value, TensorRef)}:
@@ -176,23 +175,22 @@ def _collect(trees: Iterable[object]) -> tuple[list[_Set], list[_Parameters]]:
     return sets, [optimizer for optimizer in optimizers if numel(optimizer.shapes) >= SMALL_NUMEL][:most]
 
 
-def _flat_parameters(tree: Mapping[str, TensorRef]) -> _Parameters:
-    """The parameters of a flat file of an optimizer."""
+def states_by_owner(tensors: Mapping[str, TensorRef], keys: Mapping[str, FlatKey]) -> dict[str, dict[str, TensorRef]]:
+    """The state of every parameter of a flat file, whose tensors have these ``keys``."""
     states: dict[str, dict[str, TensorRef]] = defaultdict(dict)
-    for name, (owner, key) in flat_states(tree).items():
-        states[owner][key] = tree[name]
-    shapes = {owner: shape for owner, state in states.items() if (shape := _shape(state)) is not None}
-    return _Parameters(shapes, Counter(shapes.values()))
+    for name, (owner, key) in keys.items():
+        states[owner][key] = tensors[name]
+    return states
 
 
-def shapes_of(optimizer: Mapping[str, Any]) -> dict[int | str, Shape]:
-    """The shapes of the parameters of an optimizer that has a state for them, as far as the state shows them."""
-    states = ((identifier, state) for identifier, state in optimizer["state"].items() if isinstance(state, dict))
-    return {identifier: shape for identifier, state in states if (shape := _shape(state)) is not None}
+def shapes_of(states: Mapping[Any, Any]) -> dict[Any, Shape]:
+    """The shapes of the parameters that have a state, as far as the state shows them."""
+    own = ((parameter, state) for parameter, state in states.items() if isinstance(state, dict))
+    return {parameter: shape for parameter, state in own if (shape := _shape(state)) is not None}
 
 
 def _parameters(optimizer: Mapping[str, Any]) -> _Parameters:
-    listed, shapes = parameters_of(optimizer), shapes_of(optimizer)
+    listed, shapes = parameters_of(optimizer), shapes_of(optimizer["state"])
     named = {name: shape for key, shape in shapes.items() if key in listed and (name := listed[key][1]) is not None}
     plain = plain_names(named)
     return _Parameters({plain[name]: shape for name, shape in named.items()}, Counter(shapes.values()))
@@ -215,21 +213,16 @@ def moment_shape(state: Mapping[Any, Any]) -> Shape | None:
     return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
 
 
-def _by_name(candidate: _Set, parameters: _Parameters) -> list[TensorRef]:
+def _fitting(candidate: _Set, parameters: _Parameters) -> Collection[TensorRef]:
+    """The tensors of a set that are the weights of the parameters: by name, else by shape."""
     named = parameters.named
     fitting = [ref for name, ref in candidate.weights.items() if named.get(name) == ref.shape]
     if not fitting or 2 * len(fitting) < len(named):
-        return []
-    return list(candidate.tensors.values()) if candidate.only_tensors else fitting
-
-
-def _by_shape(candidate: _Set, parameters: _Parameters) -> list[TensorRef]:
-    if not parameters.fit(candidate):
-        return []
-    if candidate.only_tensors:
-        return list(candidate.tensors.values())
-    wanted = {shape for shape, count in parameters.shapes.items() if candidate.shapes[shape] == count}
-    return [ref for ref in candidate.weights.values() if ref.shape in wanted]
+        if not parameters.fit(candidate):
+            return []
+        wanted = {shape for shape, count in parameters.shapes.items() if candidate.shapes[shape] == count}
+        fitting = [ref for ref in candidate.weights.values() if ref.shape in wanted]
+    return candidate.tensors.values() if candidate.only_tensors else fitting
 
 
 def _together(sets: Iterable[_Set], parameters: _Parameters) -> Iterator[_Set]:
@@ -287,8 +280,8 @@ def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candid
     models, others, optimizers = _find_every(tree)
     weights = evident_weights(tree) | evident if others else set()
     unknown = {key for key, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))}
-    forms = {_form(model) for model in models if id(model) not in others} if others else set()
-    copies = [other for key, other in others.items() if key not in unknown and _form(other) in forms]
+    forms = {_form(weights_of(model.node)) for model in models if id(model) not in others} if others else set()
+    copies = [other for key, other in others.items() if key not in unknown and _form(weights_of(other.node)) in forms]
     unknown.update(map(id, copies))
     return [model for model in models if id(model) not in unknown], copies, optimizers
 
@@ -340,21 +333,18 @@ def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
     return [Candidate(key or TOP_LEVEL, node, numbered=key not in named) for key, node in by_key.items()]
 
 
-def _form(model: Candidate) -> frozenset[tuple[str, tuple[int, ...]]]:
+def _form(weights: Mapping[str, TensorRef]) -> frozenset[tuple[str, Shape]]:
     """The names and shapes of a model's weights."""
-    return frozenset((name, model.node[key].shape) for key, name in plain_names(weights_of(model.node)).items())
+    return frozenset((name, weights[key].shape) for key, name in plain_names(weights).items())
 
 
 def parts_of(model: Candidate) -> list[Candidate]:
     """The parts of a model, by the first component in which their names differ, if there are several."""
     names = {name: str(name).split(".") for name in model.node}
     depth = next((k for k, level in enumerate(zip(*names.values(), strict=False)) if len(set(level)) > 1), 0)
-    by_key: dict[str, dict[Any, Any]] = defaultdict(dict)
-    for name, parts in names.items():
-        if len(parts) > depth + 1:
-            by_key[parts[depth]][name] = model.node[name]
-    inner = [replace(model, path=f"{model.path}.{key}", node=node, whole=model.path) for key, node in by_key.items()]
-    return inner if len(inner) > 1 else []
+    inner = grouped((parts[depth], name) for name, parts in names.items() if len(parts) > depth + 1)
+    nodes = {f"{model.path}.{key}": {name: model.node[name] for name in own} for key, own in inner.items()}
+    return [replace(model, path=path, node=node, whole=model.path) for path, node in nodes.items() if len(nodes) > 1]
 
 
 CHECKS = "weight_checks"
@@ -384,21 +374,18 @@ class _Model:
     part: bool
     average: bool
 
-    @property
-    def form(self) -> set[tuple[str, tuple[int, ...]]]:
-        """Names and shapes."""
-        return {(name, ref.shape) for name, ref in self.weights.items()}
-
 
 def twins(trees: Sequence[object]) -> Iterator[tuple[TensorRef, TensorRef]]:
     """Every weight of a model with the same one of another, both ways, from the trees of files that belong together."""
     models = [model for model in _models(trees) if sum(ref.numel for ref in model.weights.values()) >= SMALL_NUMEL]
-    forms = [model.form for model in models[:_MOST_MODELS]]
+    forms = [_form(model.weights) for model in models[:_MOST_MODELS]]
     for (one, form), (other, its) in permutations(zip(models, forms, strict=False), 2):
         # Layers are parts as well, and alike.
         if (form <= its or its < form) and not (one.part and other.part and one.average == other.average):
             yield from ((ref, other.weights[name]) for name, ref in one.weights.items() if name in other.weights)
-    for line in _lists(trees):
+    walks = (outermost(iter_nodes(tree), is_optimizer) for tree in trees)
+    lists = (node for walk in walks for _, node in walk if isinstance(node, (list, tuple)) and len(node) > 1)
+    for line in (node for node in lists if all(isinstance(ref, TensorRef) for ref in node)):
         for model in models[:_MOST_MODELS]:
             own = list(untied(model.weights).values())
             if [ref.shape for ref in own] == [ref.shape for ref in line]:
@@ -425,25 +412,9 @@ def _without_prefix(weights: Mapping[Any, TensorRef]) -> dict[str, TensorRef]:
     weights = {name: ref for name, ref in weights.items() if ref.shape}
     plain = plain_names(map(str, weights))
     parts = {name: plain[str(name)].split(".") for name in weights}
-    shared = 0
-    for level in zip(*(part[:-1] for part in parts.values()), strict=False):
-        if len(set(level)) > 1:
-            break
-        shared += 1
+    levels = list(zip(*(part[:-1] for part in parts.values()), strict=False))
+    shared = next((k for k, level in enumerate(levels) if len(set(level)) > 1), len(levels))
     return {".".join(part[shared:]): weights[name] for name, part in parts.items()}
-
-
-def _lists(trees: Sequence[object]) -> Iterator[Sequence[TensorRef]]:
-    """Lists of nothing but tensors that no optimizer holds."""
-    for tree in trees:
-        optimizer = Inside()
-        for path, node in iter_nodes(tree):
-            if optimizer.holds(path):
-                continue
-            if is_optimizer(node):
-                optimizer.enter(path)
-            elif isinstance(node, (list, tuple)) and len(node) > 1 and all(isinstance(x, TensorRef) for x in node):
-                yield node
 
 
 def is_packed(optimizer: Candidate) -> bool:
