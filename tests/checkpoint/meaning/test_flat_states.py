@@ -66,3 +66,15 @@ def test_a_name_alone_shows_nothing(tmp_path):
     tensors = {**states(WAYS["key last"]), "seen": torch.randn(300, 300), "head.weight.more": torch.randn(80, 96)}
     found, _ = roles(tensors, tmp_path / "run.safetensors")
     assert found["seen"] is found["head.weight.more"] is Role.OTHER
+
+
+def test_extra_states_beside_the_state(tmp_path):
+    """They are no tensors, whatever their names; that had been an AttributeError."""
+    tensors = {**states(WAYS["key last"]), "b._extra_state": None, "a.exp_avg._extra_state": None}
+    torch.save(tensors, tmp_path / "run.pt")
+    moments = {
+        f"{name}.{key}": role
+        for name in NAMES
+        for key, role in (("exp_avg", Role.MOMENT1), ("exp_avg_sq", Role.MOMENT2))
+    }
+    assert moments.items() <= {each.name: each.role for each in ckpt8.compress(tmp_path / "run.pt").storages}.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.compressing.planning import make_plan
+from ckpt8.compressing.policy import Policy
 from ckpt8.core.tensors import DType
 
 LR = 1e-2
@@ -56,31 +58,19 @@ def flat(x):
     return None if x is None else x.reshape(-1)
 
 
-def root(v):
-    return None if v is None else v.reshape(-1).sqrt()
-
-
 def assert_same_step(change: torch.Tensor, u: torch.Tensor, lr: float = LR, rel: float = 1e-5) -> None:
     expected = -change.reshape(-1).double() / lr
     assert float(expected.abs().max()) > 1e-3
     assert float(((u.double() - expected).abs() / expected.abs().clamp(min=1e-6)).max()) < rel
 
 
-@contextmanager
-def saved(tmp_path, optimizer):
-    """The structure of a checkpoint of this optimizer, as read from disk."""
-    path = tmp_path / "optimizer.pt"
-    torch.save({"optimizer": optimizer.state_dict()}, path)
-    with open_checkpoint(path) as checkpoint:
-        yield checkpoint, classify(checkpoint.tree)
-
-
 def rules(tmp_path, optimizer, step):
-    with saved(tmp_path, optimizer) as (_, structure):
-        return [recognise(found.state, found.group, step) for found in structure.parameters]
+    """Of every parameter of a checkpoint of this optimizer, as read from disk."""
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "optimizer.pt")
+    with open_checkpoint(tmp_path / "optimizer.pt") as checkpoint:
+        found = classify(checkpoint.tree).parameters
+    return [recognise(parameter.state, parameter.group, step) for parameter in found]
 
-
-# --- the rule against real steps --------------------------------------------------------------------------------
 
 ADAMS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0),
@@ -104,7 +94,7 @@ def test_adam(tmp_path, make, steps):
         assert rule == UpdateRule("adam", steps, *group["betas"], group["eps"])
         state = optimizer.state[p]
         second = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-        u = rule.apply(flat(state["exp_avg"]), root(second), None) * rule.factor
+        u = rule.apply(flat(state["exp_avg"]), flat(second).sqrt(), None) * rule.factor
         assert_same_step(change, u)
     if group.get("amsgrad") and steps > 3:
         assert any(
@@ -133,7 +123,7 @@ def test_stable_adamw(tmp_path, steps, package):
         state = optimizer.state[p]
         # The learning rate of a tensor is divided by the RMS of g / sqrt(v), where that is above one.
         ratio = p.grad.double().square() / state["exp_avg_sq"].double().clamp(min=eps**2)
-        u = rule.apply(flat(state["exp_avg"]), root(state["exp_avg_sq"]), None)
+        u = rule.apply(flat(state["exp_avg"]), flat(state["exp_avg_sq"]).sqrt(), None)
         assert_same_step(change, u, lr=LR / max(1.0, math.sqrt(float(ratio.mean()))))
 
 
@@ -141,20 +131,17 @@ def test_stable_adamw(tmp_path, steps, package):
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_came(tmp_path, steps, package):
     came_pytorch = pytest.importorskip("came_pytorch")
-    exact = {"moment1": "lossless"} if package == "ckpt8" else {}
-    maker = ckpt8.optim.CAME if exact else came_pytorch.CAME
-    optimizer, params, changes = run(lambda p: maker(p, lr=LR, weight_decay=0.0, **exact), steps)
+    make = {"came_pytorch": came_pytorch.CAME, "ckpt8": partial(ckpt8.optim.CAME, moment1="lossless")}[package]
+    optimizer, params, changes = run(lambda p: make(p, lr=LR, weight_decay=0.0), steps)
     found = rules(tmp_path, optimizer, None)
     for rule, p, change in zip(found, params, changes, strict=True):
         state = optimizer.state[p]
+        assert (rule, rule.factor) == (UpdateRule("came" if p.dim() >= 2 else "momentum"), 1.0)
         factors = None
         if p.dim() >= 2:
-            assert rule == UpdateRule("came")
             factors = Confidence(state["exp_avg_res_row"], state["exp_avg_res_col"]).at(0, p.numel())
-        else:
-            assert rule == UpdateRule("momentum")
-        assert rule.factor == 1.0
-        u = rule.apply(flat(state["exp_avg"]), root(state.get("exp_avg_sq")), factors)
+        second = flat(state.get("exp_avg_sq"))
+        u = rule.apply(flat(state["exp_avg"]), None if second is None else second.sqrt(), factors)
         assert_same_step(change, u)
 
 
@@ -166,18 +153,12 @@ def test_sgd_with_momentum(tmp_path, steps):
         assert_same_step(change, rule.apply(flat(optimizer.state[p]["momentum_buffer"]), None, None) * rule.factor)
 
 
-# --- the rule by itself -----------------------------------------------------------------------------------------
-
-
 def test_factor():
     assert UpdateRule("adam", 1, 0.9, 0.999, 1e-8).factor == pytest.approx(10.0 * 0.001**0.5)
     assert UpdateRule("adam", 10**9, 0.9, 0.999, 1e-8).factor == 1.0
     assert UpdateRule("adam", 3, 0.0, 0.0, 1e-8).factor == 1.0
     for kind in ("stable_adamw", "came", "momentum"):
         assert UpdateRule(kind, 1, 0.9, 0.999, 1e-8).factor == 1.0
-
-
-# --- CAME's factors ---------------------------------------------------------------------------------------------
 
 
 def dense_confidence(rows, columns) -> torch.Tensor:
@@ -206,28 +187,15 @@ def test_confidence_of_any_run(shape):
     assert torch.equal(columns, before[1])
 
 
-# --- recognition ------------------------------------------------------------------------------------------------
-
-REPLAYED = ("RAdam", "NAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop")
+KINDS = dict.fromkeys(["RAdam", "NAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"], "replayed")
 
 
-@pytest.mark.parametrize("name", REPLAYED)
-def test_the_step_of_these_takes_a_gradient(tmp_path, name):
+@pytest.mark.parametrize(("name", "kind"), [*KINDS.items(), ("Rprop", None), ("ASGD", None)])
+def test_other_optimizers_are_unknown_or_their_step_takes_a_gradient(tmp_path, name, kind):
     optimizer, params, _ = run(lambda p: getattr(torch.optim, name)(p, lr=LR), 3)
     found = rules(tmp_path, optimizer, 3.0)
     assert len(found) == len(params)
-    assert {rule.kind for rule in found} == {"replayed"}
-
-
-UNKNOWN = {"Rprop": lambda p: torch.optim.Rprop(p, lr=LR), "ASGD": lambda p: torch.optim.ASGD(p, lr=LR)}
-
-
-@pytest.mark.parametrize("make", UNKNOWN.values(), ids=UNKNOWN.keys())
-def test_other_optimizers_are_unknown(tmp_path, make):
-    optimizer, params, _ = run(make, 3)
-    found = rules(tmp_path, optimizer, 3.0)
-    assert len(found) == len(params)
-    assert all(isinstance(rule, str) for rule in found)
+    assert {None if isinstance(rule, str) else rule.kind for rule in found} == {kind}
 
 
 def tensor(*shape) -> TensorRef:
@@ -250,65 +218,32 @@ def test_groups_that_say_adam():
         assert recognise(ADAM_STATE, {**group, key: off}, 7) == UpdateRule("stable_adamw", eps=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("change", "step"),
-    [
-        ({}, None),
-        ({}, 0),
-        ({}, -3),
-        ({}, 1.5),
-        ({}, 2.0**60),
-        ({"betas": None}, 7),
-        ({"betas": (0.9,)}, 7),
-        ({"betas": (0.9, 0.99, 0.999)}, 7),
-        ({"betas": (0.9, 1.0)}, 7),
-        ({"betas": (-0.1, 0.9)}, 7),
-        ({"betas": (0.9, math.nan)}, 7),
-        ({"betas": ("0.9", "0.99")}, 7),
-        ({"betas": (tensor(), tensor())}, 7),
-        ({"eps": None}, 7),
-        ({"eps": "1e-8"}, 7),
-        ({"eps": True}, 7),
-        ({"eps": (1e-30, 1e-16)}, 7),
-        ({}, math.nan),
-        ({}, math.inf),
-        ({"eps": 10**400}, 7),
-        ({"betas": (10**400, 0.9)}, 7),
-    ],
-    ids=str,
-)
-def test_incomplete_adam_is_unknown(change, step):
-    assert isinstance(recognise(ADAM_STATE, {**ADAM_GROUP, **change}, step), str)
+OF_SOAP = {"betas": (0.95, 0.95), "eps": 1e-8, "correct_bias": True, "precondition_frequency": 10}
+BETAS = [None, (0.9,), (0.9, 0.99, 0.999), (0.9, 1.0), (-0.1, 0.9), (0.9, math.nan), ("0.9", "0.99"), (10**400, 0.9)]
+UNKNOWN = [
+    *((ADAM_STATE, ADAM_GROUP, step) for step in (None, 0, -3, 1.5, 2.0**60, math.nan, math.inf)),
+    *((ADAM_STATE, {**ADAM_GROUP, "betas": betas}, 7) for betas in (*BETAS, (tensor(), tensor()))),
+    *((ADAM_STATE, {**ADAM_GROUP, "eps": eps}, 7) for eps in (None, "1e-8", True, (1e-30, 1e-16), 10**400)),
+    # Without Adam's own keys
+    (ADAM_STATE, {key: value for key, value in ADAM_GROUP.items() if key != "amsgrad"}, 7),
+    (ADAM_STATE, {}, 7),
+    ({}, ADAM_GROUP, 7),
+    ({"exp_avg_sq": tensor(4)}, ADAM_GROUP, 7),
+    ({"exp_avg": 1.0, "exp_avg_sq": 2.0}, ADAM_GROUP, 7),
+    # AdaBelief divides by exp_avg_var, which is not read here.
+    ({"exp_avg": tensor(4), "exp_avg_var": tensor(4)}, ADAM_GROUP, 7),
+    # SOAP keeps its second moments in the rotated basis of Q.
+    ({**ADAM_STATE, "GG": [tensor(4, 4)], "Q": [tensor(4, 4)]}, OF_SOAP, 7),
+    # Adan and LaProp
+    ({**ADAM_STATE, "exp_avg_diff": tensor(4)}, ADAM_GROUP, 7),
+    # AdEMAMix adds a slow average to m.
+    ({**ADAM_STATE, "exp_avg_slow": tensor(4)}, {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "eps": 1e-8}, 7),
+]
 
 
-def test_adam_without_its_own_keys_is_unknown():
-    group = {key: value for key, value in ADAM_GROUP.items() if key != "amsgrad"}
-    assert isinstance(recognise(ADAM_STATE, group, 7), str)
-    assert isinstance(recognise(ADAM_STATE, {}, 7), str)
-    assert isinstance(recognise({}, ADAM_GROUP, 7), str)
-    assert isinstance(recognise({"exp_avg_sq": tensor(4)}, ADAM_GROUP, 7), str)
-    assert isinstance(recognise({"exp_avg": 1.0, "exp_avg_sq": 2.0}, ADAM_GROUP, 7), str)
-
-
-@pytest.mark.parametrize(
-    ("state", "group"),
-    [
-        # AdaBelief divides by exp_avg_var, which is not read here.
-        ({"exp_avg": tensor(4), "exp_avg_var": tensor(4)}, ADAM_GROUP),
-        # SOAP keeps its second moments in the rotated basis of Q.
-        (
-            {**ADAM_STATE, "GG": [tensor(4, 4)], "Q": [tensor(4, 4)]},
-            {"betas": (0.95, 0.95), "eps": 1e-8, "correct_bias": True, "precondition_frequency": 10},
-        ),
-        # Adan and LaProp
-        ({**ADAM_STATE, "exp_avg_diff": tensor(4)}, ADAM_GROUP),
-        # AdEMAMix adds a slow average to m.
-        ({**ADAM_STATE, "exp_avg_slow": tensor(4)}, {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "eps": 1e-8}),
-    ],
-    ids=["AdaBelief", "SOAP", "Adan", "AdEMAMix"],
-)
-def test_relatives_of_adam_are_unknown(state, group):
-    assert isinstance(recognise(state, group, 7), str)
+@pytest.mark.parametrize(("state", "group", "step"), UNKNOWN)
+def test_incomplete_adam_and_its_relatives_are_unknown(state, group, step):
+    assert isinstance(recognise(state, group, step), str)
 
 
 SGD = {"momentum": 0.9, "dampening": 0, "nesterov": False}
@@ -333,43 +268,24 @@ def test_optimizers_of_one_momentum(name):
     assert isinstance(recognise({key: tensor(4), "gain": 1.5}, group, None), str)
 
 
-# --- where the step stands --------------------------------------------------------------------------------------
-
-
 def planned(tmp_path, optimizer_state):
-    from ckpt8.compressing.planning import make_plan
-    from ckpt8.compressing.policy import Policy
-
-    path = tmp_path / "step.pt"
-    torch.save({"optimizer": optimizer_state}, path)
-    with open_checkpoint(path) as checkpoint:
+    torch.save({"optimizer": optimizer_state}, tmp_path / "step.pt")
+    with open_checkpoint(tmp_path / "step.pt") as checkpoint:
         return [unit.parameter for unit in make_plan(checkpoint, Policy()).units if unit.parameter is not None]
 
 
 def adam_state(step, group_step=None):
-    state = {"exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
-    if step is not None:
-        state["step"] = step
-    group = {**ADAM_GROUP, "params": [0]}
-    if group_step is not None:
-        group["step"] = group_step
-    return {"state": {0: state}, "param_groups": [group]}
+    own, of_group = ({} if value is None else {"step": value} for value in (step, group_step))
+    state = {"exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4), **own}
+    return {"state": {0: state}, "param_groups": [{**ADAM_GROUP, "params": [0], **of_group}]}
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        7,
-        7.0,
-        torch.tensor(7.0),
-        torch.tensor(7, dtype=torch.int64),
-        torch.tensor(7, dtype=torch.int32),
-        torch.tensor(7.0, dtype=torch.float64),
-        torch.tensor([7.0]),
-        torch.arange(10.0)[7],
-    ],
-    ids=["int", "float", "fp32", "int64", "int32", "fp64", "1-d", "view"],
-)
+DTYPES = {"fp32": torch.float32, "int64": torch.int64, "int32": torch.int32, "fp64": torch.float64}
+STEPS = {"int": 7, "float": 7.0, **{name: torch.tensor(7, dtype=dtype) for name, dtype in DTYPES.items()}}
+STEPS |= {"1-d": torch.tensor([7.0]), "view": torch.arange(10.0)[7]}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS.keys())
 def test_step_in_the_state_or_in_the_group(tmp_path, step):
     for state in (adam_state(step), adam_state(None, step), adam_state(step, 99)):
         [parameter] = planned(tmp_path, state)
@@ -377,18 +293,10 @@ def test_step_in_the_state_or_in_the_group(tmp_path, step):
         assert parameter.reason is None
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        None,
-        "7",
-        torch.tensor([7.0, 8.0]),
-        torch.tensor(0.0),
-        torch.tensor(7.5),
-        *map(torch.tensor, (math.nan, math.inf)),
-    ],
-    ids=str,
-)
+NO_STEPS = [None, "7", *map(torch.tensor, ([7.0, 8.0], 0.0, 7.5, math.nan, math.inf))]
+
+
+@pytest.mark.parametrize("step", NO_STEPS, ids=str)
 def test_no_step_no_rule(tmp_path, step):
     [parameter] = planned(tmp_path, adam_state(step))
     assert parameter.rule is None
