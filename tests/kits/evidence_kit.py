@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 
-def trained(*modules, kind=torch.optim.AdamW, **options):
-    """The state of the optimizer of some modules, which take rows of 80 numbers, after a step."""
-    optimizer = kind([p for each in modules for p in each.parameters()], **{"lr": 1e-3, **options})
+def trained(*modules, kind=torch.optim.AdamW, params=None, **options):
+    """The state of the optimizer of some modules, which take rows of 80 numbers, after a step; ``params`` or all."""
+    params = [p for each in modules for p in each.parameters()] if params is None else params
+    optimizer = kind(params, **{"lr": 1e-3, **options})
     loss = sum((each(torch.randn(8, 80)).square().mean() for each in modules), torch.zeros(()))
     loss.backward()
     optimizer.step()

@@ -30,6 +30,10 @@ def average(module):
 NAMES = [name for name, _ in network().named_parameters()]
 
 
+def named(*keys):
+    return [f"{key}.{name}" for key in keys for name in NAMES]
+
+
 def names_of(path):
     return [each.name for each in ckpt8.compress(path, force=True).parameters]
 
@@ -47,7 +51,9 @@ def weights_of(tree, path):
 
 
 def steps(path):
-    return ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1).resume
+    """The parameters whose steps have a weight, and all."""
+    found = ckpt8.verify(path.with_suffix(".ckpt8"), path, resume_steps=1).resume
+    return found["with_weights"], found["parameters"]
 
 
 AVERAGES = {
@@ -72,7 +78,7 @@ def test_an_average_takes_no_names(case, first, tmp_path):
     own = {"state_dict" if case == "lightning" else "model": model.state_dict(), "optimizer": trained(model)}
     tree = {**more, **own} if first else {**own, **more}
     owner = "current_model_state" if case == "lightning" else "model"
-    assert weights_of(tree, tmp_path / "run.pt") == [f"{owner}.{name}" for name in NAMES]
+    assert weights_of(tree, tmp_path / "run.pt") == named(owner)
     assert names_of(tmp_path / "run.pt") == NAMES
     with ckpt8.open(tmp_path / "run.ckpt8") as file:
         large = [each for each in file.manifest.storages if each.nbytes > 4 * 4096]
@@ -87,13 +93,7 @@ def test_an_average_in_a_file_of_its_own_takes_no_names(tmp_path):
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     torch.save({"average": average(model), "decay": 0.5}, folder / "averages.pt")
     assert names_of(folder) == [f"optimizer.pt:{name}" for name in NAMES]
-    found = steps(folder)
-    assert found["with_weights"] == found["parameters"] == len(NAMES)
-
-
-def gan(*, same=False, keys=("netG", "netD", "optG", "optD")):
-    one, other = network(0), network(1, width=96 if same else 64)
-    return dict(zip(keys, (one.state_dict(), other.state_dict(), trained(one), trained(other)), strict=True))
+    assert steps(folder) == (len(NAMES), len(NAMES))
 
 
 STEMS = [
@@ -112,34 +112,48 @@ STEMS = [
 @pytest.mark.parametrize("keys", STEMS)
 @pytest.mark.parametrize("same", [True, False])
 def test_two_models_of_two_optimizers(keys, same, tmp_path):
-    one, other, first, second = keys
-    tree = gan(same=same)
     straight = STEMS.index(keys) in (0, 2)
-    tree = {
-        one: tree["netG"],
-        other: tree["netD"],
-        first: tree["optG" if straight else "optD"],
-        second: tree["optD" if straight else "optG"],
-    }
-    expected = [f"{key}.{name}" for key in ((one, other) if straight else (other, one)) for name in NAMES]
+    modules = [network(0), network(1, width=96 if same else 64)]
+    optimizers = map(trained, modules if straight else reversed(modules))
+    tree = dict(zip(keys, (*(module.state_dict() for module in modules), *optimizers), strict=True))
+    expected = named(*(keys[:2] if straight else keys[1::-1]))
     assert weights_of(tree, tmp_path / "run.pt") == expected
     assert names_of(tmp_path / "run.pt") == expected
-    found = steps(tmp_path / "run.pt")
-    assert found["with_weights"] == found["parameters"] == 2 * len(NAMES)
+    assert steps(tmp_path / "run.pt") == (2 * len(NAMES), 2 * len(NAMES))
 
 
-def test_order_tells_lists_apart(tmp_path):
-    one, other = network(0), network(1)
-    tree = {"models": [one.state_dict(), other.state_dict()], "optimizers": [trained(one), trained(other)]}
-    torch.save(tree, tmp_path / "run.pt")
-    assert names_of(tmp_path / "run.pt") == [f"models.{k}.{name}" for k in range(2) for name in NAMES]
+def in_one(first, second, prefix=""):
+    """Two models in one state dict, and the states of their optimizers."""
+    module = nn.ModuleDict({first: network(0), second: network(1)})
+    weights = {f"{prefix}{name}": values for name, values in module.state_dict().items()}
+    return {"state_dict": weights, "optimizer_states": [trained(module[key]) for key in module]}
+
+
+ONE, OTHER = network(0), network(1)
+LISTS = {
+    "order": (
+        lambda: {"models": [ONE.state_dict(), OTHER.state_dict()], "optimizers": [trained(ONE), trained(OTHER)]},
+        ["models.0", "models.1"],
+    ),
+    "pairs": (lambda: [(module.state_dict(), trained(module)) for module in (ONE, OTHER)], ["0.0", "1.0"]),
+    "parts": (
+        lambda: in_one("generator", "discriminator", "model."),
+        ["state_dict.model.generator", "state_dict.model.discriminator"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+def test_names_begin_with_the_keys_in_the_file(case, tmp_path):
+    make, keys = LISTS[case]
+    torch.save(make(), tmp_path / "run.pt")
+    assert names_of(tmp_path / "run.pt") == named(*keys)
 
 
 def test_what_cannot_be_told_is_said(tmp_path):
     one, other = network(0), network(1)
     tree = {"a": one.state_dict(), "b": other.state_dict(), "optimizer": trained(one)}
-    found = weights_of(tree, tmp_path / "run.pt")
-    assert found == ["several models fit it: a, b"] * len(NAMES)
+    assert weights_of(tree, tmp_path / "run.pt") == ["several models fit it: a, b"] * len(NAMES)
     assert names_of(tmp_path / "run.pt") == NAMES  # both agree on these
     with ckpt8.open(tmp_path / "run.ckpt8") as file:
         roles = {each.name: each.role for each in file.manifest.storages}
@@ -152,25 +166,12 @@ def test_a_key_beside_one_that_names_a_model(tmp_path):
     """Both are models, for compress, resume and convert."""
     one, other = network(0), network(1, width=64)
     tree = {"model": one.state_dict(), "netG": other.state_dict(), "opt1": trained(one), "opt2": trained(other)}
-    assert weights_of(tree, tmp_path / "run.pt") == [f"{key}.{name}" for key in ("model", "netG") for name in NAMES]
+    assert weights_of(tree, tmp_path / "run.pt") == named("model", "netG")
     ckpt8.compress(tmp_path / "run.pt", preset="lossless")
     fresh = network(7, width=64)
     ckpt8.resume(tmp_path / "run.ckpt8", fresh)
     assert torch.equal(fresh[2].weight, other[2].weight)
     ckpt8.convert(tmp_path / "run.pt", tmp_path / "netG.safetensors", to="safetensors", key="netG")
-
-
-def steps_after(path):
-    ckpt8.compress(path, force=True)
-    return steps(path)
-
-
-def test_parts_are_named_by_their_keys_in_the_file(tmp_path):
-    module = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
-    states = [trained(module[key]) for key in module]
-    given = {f"model.{name}": values for name, values in module.state_dict().items()}
-    torch.save({"state_dict": given, "optimizer_states": states}, tmp_path / "run.pt")
-    assert names_of(tmp_path / "run.pt") == [f"state_dict.{name}" for name in given]
 
 
 @pytest.mark.parametrize("average_key", ["ema", "ema_model", "model_ema", "net_ema"])
@@ -180,8 +181,8 @@ def test_an_average_in_the_state_dict_of_its_model_takes_no_names(average_key, f
     own = {f"net.{name}": values for name, values in model.state_dict().items()}
     more = {f"{average_key}.{name}": values for name, values in average(model).items()}
     tree = {"state_dict": {**more, **own} if first else {**own, **more}, "optimizer_states": [trained(model)]}
-    assert weights_of(tree, tmp_path / "run.pt") == [f"state_dict.net.{name}" for name in NAMES]
-    assert names_of(tmp_path / "run.pt") == [f"net.{name}" for name in NAMES]
+    assert weights_of(tree, tmp_path / "run.pt") == named("state_dict.net")
+    assert names_of(tmp_path / "run.pt") == named("net")
 
 
 @pytest.mark.parametrize(
@@ -220,20 +221,16 @@ def test_one_optimizer_of_several_models(keys, swapped, tmp_path):
     optimizer = trained(*modules.values())
     saved = {key: module.state_dict() for key, module in modules.items()}
     tree = {"other": {"x": torch.randn(9, 9)}, **(dict(reversed(saved.items())) if swapped else saved)}
-    expected = [f"{key}.{name}" for key in keys for name in NAMES]
-    assert weights_of({**tree, "opt": optimizer}, tmp_path / "run.pt") == expected
-    assert names_of(tmp_path / "run.pt") == expected
+    assert weights_of({**tree, "opt": optimizer}, tmp_path / "run.pt") == named(*keys)
+    assert names_of(tmp_path / "run.pt") == named(*keys)
 
 
 def test_models_that_could_meet_in_two_ways_are_not_told_apart(tmp_path):
     """One is the beginning of the other: the shapes do not say where it ends."""
     torch.manual_seed(0)
-    short = nn.Sequential(nn.Linear(96, 96, bias=False))
-    long = nn.Sequential(nn.Linear(96, 96, bias=False), nn.Linear(96, 96, bias=False))
-    optimizer = torch.optim.AdamW([*short.parameters(), *long.parameters()])
-    (short(torch.randn(3, 96)).sum() + long(torch.randn(3, 96)).sum()).backward()
-    optimizer.step()
-    tree = {"model": short.state_dict(), "net": long.state_dict(), "opt": optimizer.state_dict()}
+    short = nn.Sequential(nn.Linear(80, 80, bias=False))
+    long = nn.Sequential(nn.Linear(80, 80, bias=False), nn.Linear(80, 80, bias=False))
+    tree = {"model": short.state_dict(), "net": long.state_dict(), "opt": trained(short, long)}
     assert all("cannot be told apart" in each for each in weights_of(tree, tmp_path / "run.pt"))
 
 
@@ -363,28 +360,18 @@ def test_weights_that_are_no_state_dict(case, tmp_path):
     make, first = LOOSE[case]
     model = network()
     torch.save({**make(model), "opt": trained(model)}, tmp_path / "run.pt")
-    found = steps_after(tmp_path / "run.pt")
-    assert found["with_weights"] == found["parameters"] == len(NAMES)
     assert names_of(tmp_path / "run.pt")[0].endswith(first.removeprefix("variables."))
+    assert steps(tmp_path / "run.pt") == (len(NAMES), len(NAMES))
 
 
 @pytest.mark.parametrize("stranger", [9, "9", -1, "lost"])
 def test_a_state_that_no_group_lists_changes_nothing(stranger, tmp_path):
     """It has no name, though every parameter that the groups list has one."""
     model = network()
-    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
-    model(torch.randn(8, 80)).square().mean().backward()
-    optimizer.step()
-    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    run = {"model": model.state_dict(), "optimizer": trained(model, params=model.named_parameters())}
     before = weights_of(run, tmp_path / "run.pt")
     run["optimizer"]["state"][stranger] = copy.deepcopy(run["optimizer"]["state"][0])
-    assert weights_of(run, tmp_path / "run.pt") == before == [f"model.{name}" for name in NAMES]
-
-
-def test_pairs_in_a_list(tmp_path):
-    one, other = network(0), network(1)
-    torch.save([(one.state_dict(), trained(one)), (other.state_dict(), trained(other))], tmp_path / "run.pt")
-    assert names_of(tmp_path / "run.pt") == [f"{k}.0.{name}" for k in range(2) for name in NAMES]
+    assert weights_of(run, tmp_path / "run.pt") == before == named("model")
 
 
 def test_a_copy_under_another_key_does_not_stop_resume(tmp_path):
@@ -398,13 +385,12 @@ def test_a_copy_under_another_key_does_not_stop_resume(tmp_path):
 @pytest.mark.slow
 def test_parts_of_one_state_dict(tmp_path):
     """As Lightning saves a GAN."""
-    module = nn.ModuleDict({"generator": network(0), "discriminator": network(1)})
-    states = [trained(module["generator"]), trained(module["discriminator"])]
-    tree = {"state_dict": module.state_dict(), "optimizer_states": states}
-    expected = [f"{part}.{name}" for part in module for name in NAMES]
-    assert weights_of(tree, tmp_path / "run.ckpt") == [f"state_dict.{name}" for name in expected]
-    found = steps_after(tmp_path / "run.ckpt")
-    assert found["with_weights"] == found["parameters"]
+    tree = in_one("generator", "discriminator")
+    expected = named("state_dict.generator", "state_dict.discriminator")
+    assert weights_of(tree, tmp_path / "run.ckpt") == expected
+    names_of(tmp_path / "run.ckpt")
+    with_weights, parameters = steps(tmp_path / "run.ckpt")
+    assert with_weights == parameters
 
 
 def test_the_optimizer_of_a_part_is_not_that_of_the_average(tmp_path):
@@ -417,18 +403,8 @@ def test_the_optimizer_of_a_part_is_not_that_of_the_average(tmp_path):
 
 def test_two_optimizers_of_one_model(tmp_path):
     model = network()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in (matrices, vectors)]
-    model(torch.randn(8, 80)).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    tree = {
-        "model": model.state_dict(),
-        "ema": copy.deepcopy(average(model)),
-        "muon": optimizers[0].state_dict(),
-        "adamw": optimizers[1].state_dict(),
-    }
+    muon, adamw = (trained(model, params=[p for p in model.parameters() if p.ndim == dims]) for dims in (2, 1))
+    tree = {"model": model.state_dict(), "ema": average(model), "muon": muon, "adamw": adamw}
     found = weights_of(tree, tmp_path / "run.pt")
     assert found[:3] == [f"model.{name}" for name in NAMES if name.endswith("weight") and name != "1.weight"]
 
@@ -443,15 +419,14 @@ def test_weights_in_another_file_than_the_optimizer(keyed, tmp_path):
         torch.save(weights, folder / f"net{key}_3.pth")
         torch.save({"state_of_it": trained(module), "iteration": 3}, folder / f"opt{key}_3.pth")
     torch.save({"features": torch.randn(300, 300)}, folder / "other.pth")
-    ckpt8.compress(folder)
-    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
-        roles = {each.name: each.role for each in file.manifest.storages}
-        names = [each.name for each in file.manifest.parameters]
+    manifest = ckpt8.compress(folder)
+    roles = {each.name: each.role for each in manifest.storages}
     key = "params_of_it." if keyed else ""
     assert roles[f"netG_3.pth:{key}2.weight"] is roles[f"netD_3.pth:{key}2.weight"] is Role.WEIGHT
-    assert names == [f"opt{which}_3.pth:{name}" for which in "DG" for name in NAMES]
-    found = steps(folder)
-    assert found["with_weights"] == found["parameters"] == 2 * len(NAMES)
+    assert [each.name for each in manifest.parameters] == [
+        f"opt{which}_3.pth:{name}" for which in "DG" for name in NAMES
+    ]
+    assert steps(folder) == (2 * len(NAMES), 2 * len(NAMES))
 
 
 def test_weights_alone_stay_as_they_are(tmp_path):
@@ -459,7 +434,5 @@ def test_weights_alone_stay_as_they_are(tmp_path):
     folder.mkdir()
     torch.save({"params_of_it": network().state_dict(), "iteration": 3}, folder / "one.pt")
     torch.save(trained(network(1, width=64)), folder / "opt.pt")
-    ckpt8.compress(folder)
-    with ckpt8.open(folder.with_suffix(".ckpt8")) as file:
-        roles = {each.name: each.role for each in file.manifest.storages}
+    roles = {each.name: each.role for each in ckpt8.compress(folder).storages}
     assert roles["one.pt:params_of_it.2.weight"] is Role.OTHER
