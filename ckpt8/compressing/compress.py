@@ -24,10 +24,10 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from ckpt8.checkpoint.gate import refusal_of
 from ckpt8.checkpoint.readers.entries import directory_name, is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file, run_in
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.gate import refusal_of
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes

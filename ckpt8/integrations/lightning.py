@@ -21,8 +21,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.replacing import problem_of
+from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.checkpoint.sources.stored_member import member_index
 from ckpt8.compressing.compress import PendingSave, checked_options, save, wait_for
 from ckpt8.compressing.deltas import only_auto

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA, nest
 from ckpt8.checkpoint.replacing import checkpoint_directory
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.distributed import ShardedFiles
+from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.container.joined import JoinedReader
 from ckpt8.container.sharded import INDEX, Place, ShardedIndex, Slice
 from ckpt8.core.errors import UnsupportedError, UsageError

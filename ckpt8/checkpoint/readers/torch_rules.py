@@ -211,6 +211,13 @@ def _judge_tensor(rule: Callable[[Call], None], call: Call) -> None:
 
 _ITEMSIZES = {dtype.label: dtype.itemsize for dtype in DType}
 _ARRAYS = frozenset({"numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"})
+NUMPY_NAMES = _ARRAYS | {
+    *("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"),
+    *("numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer"),
+    *("numpy.ndarray", "numpy.dtype", "builtins.bytes"),
+}
+"""What a pickle of numpy's arrays and scalars names, ``bytes()`` of empty ones included; see ``sources.objects``."""
+
 _TENSOR_RULES: Mapping[str, Callable[[Call], None]] = {
     **dict.fromkeys(
         (f"{_UTILS}tensor{version}" for version in ("", "_v2", "_v3")), lambda call: call.is_made(TensorRef)
@@ -256,12 +263,14 @@ _META = "meta"
 class TorchCalls:
     """The judge of one file of ``size`` bytes. It raises ValueError for a call that torch must not make.
 
-    ``allowed`` are the names that torch allows, ``trusted`` those that the user added. ``foreign`` are the names in the
-    file that are neither. torch refuses a file that has one, so the first one ends all judging.
+    ``allowed`` are the names that torch allows, ``trusted`` those that the user added. The names in the file that are
+    neither are in ``arrays`` if they belong to numpy's arrays and scalars, else in ``foreign``. torch refuses a file
+    that has one of either, so the first one ends all judging.
     """
 
     def __init__(self, size: int, allowed: Collection[str], trusted: Collection[str]) -> None:
         self.foreign: dict[str, None] = {}
+        self.arrays: dict[str, None] = {}
         self._allowed = allowed
         self._trusted = trusted
         self._room = DATA_FACTOR * size + DATA_ALLOWANCE
@@ -270,11 +279,15 @@ class TorchCalls:
     def name(self, name: str) -> None:
         """Note a class or function that the pickle refers to."""
         if name not in self._allowed and name not in self._trusted:
-            self.foreign[name] = None
+            (self.arrays if name in NUMPY_NAMES else self.foreign)[name] = None
+
+    @property
+    def _is_refused(self) -> bool:
+        return bool(self.foreign or self.arrays)
 
     def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Machine) -> None:
         """Judge a call. ``made`` is the value that the inert machine makes of it, or NOT_INTERPRETED."""
-        if self.foreign:
+        if self._is_refused:
             return
         if type(function) is not Global:
             raise ValueError("it calls something that is no function")
@@ -288,7 +301,7 @@ class TorchCalls:
 
     def build(self, target: Any, state: Any, budget: Machine) -> None:
         """Judge a state for an object."""
-        if self.foreign or (type(target) is Inert and target.name in self._trusted):
+        if self._is_refused or (type(target) is Inert and target.name in self._trusted):
             return
         if type(target) is not StatefulDict and not (type(target) is Inert and target.name == COUNTER):
             kind = target.name if type(target) is Inert else type(target).__name__
@@ -299,7 +312,7 @@ class TorchCalls:
 
     def fill(self, target: Inert) -> None:
         """Refuse items for an object: torch adds them to lists and dictionaries alone."""
-        if not self.foreign:
+        if not self._is_refused:
             raise ValueError(f"items are added to a {target.name}")
 
     def storage(self, pid: Any, storage: Any) -> None:

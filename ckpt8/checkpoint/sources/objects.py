@@ -1,7 +1,7 @@
 """The tree of a checkpoint as plain Python values, without the entries that were consumed.
 
 Dictionaries, lists, tuples, sets, scalars, tensors (on the CPU, with shared storages still shared), torch dtypes and
-devices, and numpy arrays and scalars come back as they were. A ``defaultdict`` becomes an ``OrderedDict``,
+devices, counters, and numpy arrays and scalars come back as they were. A ``defaultdict`` becomes an ``OrderedDict``,
 ``torch.Size`` a tuple. No other class is ever imported: an object becomes a ``ckpt8.Inert`` with the name of its class,
 its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt. A class or function itself
 becomes a ``ckpt8.Global`` with its name.
@@ -9,29 +9,37 @@ becomes a ``ckpt8.Global`` with its name.
 ``ValueBuilder`` builds values for live objects: plain ones, tensors, tensors of classes that torch calls safe, and
 plain objects. An ``Inert`` in a model or an optimizer would break a training step much later; ``problem`` finds such
 objects beforehand and reads no tensor.
+
+Arrays and scalars of numpy are built if they are of its own class and of booleans, numbers or texts (kinds b i u f c S
+U), and if their bytes are exactly those of their shape. No dtype with fields, void, object or subclass is built.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.checkpoint.readers.torch_rules import COUNTER, DATA_ALLOWANCE, DATA_FACTOR
+from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef, iter_nodes
 from ckpt8.container.frames import bytes_of, host_bytes
-from ckpt8.core.errors import InputError, ResumeError
+from ckpt8.core.errors import InputError, ResumeError, require
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import state_objects
 
 CONSUMED: Any = object()
 _SETS = {"builtins.set": set, "builtins.frozenset": frozenset}
-_NUMPY_DTYPE = "numpy.dtype"
 _NUMPY_ARRAY = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
 _NUMPY_SCALAR = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
+_NUMPY_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
+_NDARRAY = Global("numpy.ndarray")
+_NUMPY_KIND = re.compile(r"[biufcSU][0-9]{1,9}")
 
 
 class RestBuilder:
@@ -43,6 +51,7 @@ class RestBuilder:
 
     def __init__(self, checkpoint: Checkpoint, consumed: Iterable[object] = ()) -> None:
         self._checkpoint = checkpoint
+        self._room = DATA_FACTOR * checkpoint.size + DATA_ALLOWANCE
         self._storages = {storage.key: storage for storage in checkpoint.storages}
         self._consumed = {id(node) for node in consumed}
         self._loaded: dict[str, torch.Tensor] = {}
@@ -142,13 +151,66 @@ class RestBuilder:
             except TypeError:
                 return Inert(node.name, items=items)
         if (plain := plain_object(node)) is not None:
+            self._room -= getattr(plain, "nbytes", 0)
+            require(self._room >= 0, "the checkpoint has the same data in many arrays of numpy")
             return plain
+        if _is_counter(node):
+            counts: Counter[Any] = Counter()
+            self._built[id(node)] = (node, counts)
+            counts.update(self._dict(node.args[0]) if node.args else {})
+            return counts
         made = Inert(node.name)
         self._built[id(node)] = (node, made)
         made.args, made.items = tuple(self._items(node.args)), self._items(node.items)
         made.pairs = [(self._build(key), self._build(value)) for key, value in node.pairs]
         made.state = self._build(node.state)
         return made
+
+    def unmade(self, value: Any) -> str | None:
+        """The name of the first class in a value that would stay an ``Inert`` or ``Global``; None if none would."""
+        pending: list[Any] = [value]
+        seen: set[int] = set()
+        while pending:
+            part = pending.pop()
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            if isinstance(part, Global) and dtype_of(part) is part:
+                return part.name
+            if isinstance(part, Inert):
+                if (parts := self._parts(part)) is None:
+                    return _class_name(part)
+                pending += parts
+            elif isinstance(part, dict):
+                pending += [*part.keys(), *part.values()]
+            elif isinstance(part, (list, tuple)):
+                pending += part
+        return None
+
+    @classmethod
+    def _parts(cls, node: Inert) -> list[Any] | None:
+        """The parts of an object that is built, or None for one that stays an ``Inert``."""
+        if _is_counter(node):
+            return list(node.args)
+        is_set = node.name in _SETS and all(type(item) in _SCALARS for item in node.items)
+        return [] if is_set or (node.name not in _SETS and plain_object(node) is not None) else None
+
+
+class TreeBuilder(RestBuilder):
+    """Builds what ``torch.load`` would, of a checkpoint of torch; parameters come as tensors.
+
+    Tensors are on the CPU, unless ``map_location``, as that of ``torch.load``, says otherwise.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, map_location: Any = None) -> None:
+        super().__init__(checkpoint)
+        self._restore = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
+
+    def _load(self, key: str) -> torch.Tensor:
+        if key not in self._loaded:
+            storage = self._restore(super()._load(key).untyped_storage(), "cpu")
+            self._loaded[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return self._loaded[key]
 
 
 def dtype_of(node: Global) -> Any:
@@ -169,27 +231,54 @@ def plain_object(node: Inert) -> Any:
 
 
 def _numpy(node: Inert) -> Any:
-    """A numpy array or scalar of plain numbers; None for anything else, and where there is no numpy."""
+    """A numpy array or scalar; None for anything that is not built, and where there is no numpy."""
     try:
         if node.name in _NUMPY_ARRAY:
+            kind = node.args[0]
             _, shape, dtype, fortran, data = node.state
+            order = "F" if fortran else "C"
         elif node.name in _NUMPY_SCALAR:
-            (dtype, data), shape, fortran = node.args, (), False
+            (dtype, data), kind, shape, order = node.args, _NDARRAY, (), "C"
+        elif node.name in _NUMPY_BUFFER:
+            (data, dtype, shape, order), kind = node.args, _NDARRAY
         else:
             return None
-        if not (isinstance(dtype, Inert) and dtype.name == _NUMPY_DTYPE and isinstance(data, bytes)):
+        known = _numpy_dtype(dtype)
+        is_data = isinstance(data, (bytes, bytearray)) and type(shape) is tuple and order in ("C", "F")
+        if known is None or kind != _NDARRAY or not is_data or known.itemsize * math.prod(shape) != len(data):
             return None
         import numpy as np
 
-        kind = np.dtype(dtype.args[0])
-        order = dtype.state[1] if dtype.state else "="
-        if kind.hasobject:
-            return None
-        flat = np.frombuffer(data, dtype=kind.newbyteorder(order) if order in ("<", ">") else kind)
-        array = flat.reshape(shape, order="F" if fortran else "C").copy()
-        return array if node.name in _NUMPY_ARRAY else array[()]
-    except (ImportError, ValueError, TypeError, IndexError):
+        flat: Any = np.frombuffer(data, dtype=known)
+        array = flat.reshape(shape, order=order).copy(order="K")
+        return array[()] if node.name in _NUMPY_SCALAR else array
+    except (ImportError, ValueError, TypeError, IndexError, OverflowError):
         return None
+
+
+def _numpy_dtype(node: Any) -> Any:
+    """``numpy.dtype("f8", False, True)`` with its byte order; None for one with fields, of objects or unknown."""
+    if not (isinstance(node, Inert) and node.name == "numpy.dtype" and type(node.args[0]) is str):
+        return None
+    state = node.state or (3, "=", None, None, None)
+    has_fields = type(state) is not tuple or any(part is not None for part in state[2:5])
+    if has_fields or not _NUMPY_KIND.fullmatch(node.args[0]):
+        return None
+    import numpy as np
+
+    dtype: Any = np.dtype(node.args[0])
+    return dtype.newbyteorder(state[1]) if state[1] in ("<", ">") else dtype
+
+
+def numpy_dtype_classes(tree: object) -> set[str]:
+    """The names of the classes of the numpy dtypes in a tree: torch asks for them beside ``numpy.dtype`` itself."""
+    try:
+        import numpy as np
+    except ImportError:
+        return set()
+    nodes = (node for _, node in iter_nodes(tree) if type(node) is Inert and node.name == "numpy.dtype" and node.args)
+    kinds = {text for node in nodes if type(text := node.args[0]) is str and re.fullmatch(r"[A-Za-z][0-9]{0,4}", text)}
+    return {f"numpy.dtypes.{type(np.dtype(kind)).__name__}" for kind in kinds}
 
 
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
@@ -253,37 +342,23 @@ class ValueBuilder(RestBuilder):
 
     def problem(self, what: str, value: Any) -> str | None:
         """Why a value cannot go into a live object, or None: it holds an object that resume does not make."""
-        pending: list[Any] = [value]
-        seen: set[int] = set()
-        while pending:
-            part = pending.pop()
-            if id(part) in seen:
-                continue
-            seen.add(id(part))
-            name = part.name if isinstance(part, Global) and dtype_of(part) is part else None
-            if isinstance(part, Inert):
-                parts = self._parts(part)
-                name = _class_name(part) if parts is None else None
-                pending += parts or ()
-            elif isinstance(part, dict):
-                pending += [*part.keys(), *part.values()]
-            elif isinstance(part, (list, tuple)):
-                pending += part
-            if name is not None:
-                return f"{what} holds a {name}, which resume does not make"
-        return None
+        name = self.unmade(value)
+        return None if name is None else f"{what} holds a {name}, which resume does not make"
 
-    @staticmethod
-    def _parts(node: Inert) -> list[Any] | None:
-        """The parts of an object to make, or None for one that resume does not make."""
+    @classmethod
+    def _parts(cls, node: Inert) -> list[Any] | None:
         if _plain_class(node) is not None:
             return list(node.state.values())
         if _registered_class(node) is not None:
             return list(node.args[3].values())
-        if _is_deque(node):
-            return node.items
-        is_set = node.name in _SETS and all(type(item) in _SCALARS for item in node.items)
-        return [] if is_set or (node.name not in _SETS and plain_object(node) is not None) else None
+        return node.items if _is_deque(node) else super()._parts(node)
+
+
+def _is_counter(node: Inert) -> bool:
+    """Whether it is a ``Counter`` of whole numbers, as ``MultiStepLR`` keeps its milestones."""
+    counts = node.args[0] if len(node.args) == 1 else {}
+    is_whole = type(counts) in (dict, StatefulDict) and all(type(count) is int for count in counts.values())
+    return node.name == COUNTER and len(node.args) <= 1 and is_whole and node.state is None
 
 
 def is_plain(value: Any) -> bool:

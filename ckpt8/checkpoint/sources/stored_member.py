@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.gate import TORCH_FORMATS, load_member
 from ckpt8.checkpoint.readers import READERS, get_reader
 from ckpt8.checkpoint.readers.rebuild import make_tensor
+from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, load_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.container import header

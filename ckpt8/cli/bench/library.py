@@ -15,8 +15,8 @@ from safetensors.torch import load_file as load_safetensors
 
 import ckpt8.inspecting.verify
 import ckpt8.restoring.restore
-from ckpt8.checkpoint.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.readers import safetensors
+from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.cli.bench.probe import Job, Operation, Source, flush, measured
 from ckpt8.core.errors import require

@@ -27,10 +27,10 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt8.checkpoint.gate import refusal_of_bytes
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers.dcp_metadata import GROUPS, PARAMETERS, STATE
 from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.checkpoint.sources.gate import refusal_of_bytes
 from ckpt8.checkpoint.sources.live_object import live_checkpoint
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, is_setting
 from ckpt8.checkpoint.vocabulary import model_path

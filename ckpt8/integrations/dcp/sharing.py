@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ckpt8.checkpoint.gate import load_allowed
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA, Place, Slice
+from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo, TensorRef
 from ckpt8.container.frames import bytes_of, host_bytes

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
-from ckpt8.checkpoint.gate import load_allowed
+from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.checkpoint.tree import format_path
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy

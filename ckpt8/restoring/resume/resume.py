@@ -30,10 +30,12 @@ from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.sources.objects import RestBuilder, ValueBuilder
 from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.checkpoint.vocabulary import is_average
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.public import checked, described
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import optimizer as optimizers
+from ckpt8.restoring.resume.companions import Companion, RandomStates, given_companion, loaded
 from ckpt8.restoring.resume.live import ModelPlan, OptimizerPlan, copy_of, fitting_models, plan_model
 from ckpt8.restoring.resume.new_state import DeviceCopy, PackedPlanner
 from ckpt8.restoring.resume.optimizer import packed_optimizer, unwrapped
@@ -238,8 +240,15 @@ def resume(
     optimizer: Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer] | None = None,
     strict: bool = True,
     *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    rng: bool = False,
     model_at: Paths = None,
     optimizer_at: Paths = None,
+    scheduler_at: str | None = None,
+    scaler_at: str | None = None,
+    ema_at: str | None = None,
     member: str | None = None,
     threads: int | None = None,
 ) -> Any:
@@ -263,6 +272,11 @@ def resume(
     Never their order decides: where that leaves a choice, UsageError asks for ``model_at`` or ``optimizer_at``, which
     are then a list or a dict too.
 
+    ``scheduler``, ``scaler`` and ``ema`` (an ``AveragedModel``, a copy of the model, an object of a package) take their
+    entries by their own ``load_state_dict``. ``rng`` sets the random numbers of Python, numpy, torch and CUDA to the
+    states in the file. Each entry is found by its keys and its name, or at the path that ``scheduler_at`` and its kin
+    give. Of two entries that fit ``model`` the one is meant that is no average.
+
     The rest is the tree without the entries that were used, on the CPU; what held nothing else is missing too. Objects
     of classes that are not imported are ``ckpt8.Inert`` in it: see ``checkpoint.sources.objects``. Nothing that holds
     one gets into ``model`` or ``optimizer``. Projectors of GaLore and its kin do, and objects that are nothing but
@@ -282,8 +296,14 @@ def resume(
     path = Path(path)
     models_here = _given("model", model, model_at, _check_model)
     optimizers_here = _given("optimizer", optimizer, optimizer_at, _check_optimizer)
+    given = [
+        given_companion("scheduler", scheduler, scheduler_at),
+        given_companion("scaler", scaler, scaler_at),
+        given_companion("ema", ema, ema_at),
+    ]
+    beside = [companion for companion in given if companion is not None]
     with open_member(path, member=member, threads=threads) as source:
-        plan = _Plan(source, models_here, optimizers_here)
+        plan = _Plan(source, models_here, optimizers_here, beside, rng=rng)
         plan.decide()
         problems = plan.problems
         if problems and strict:
@@ -306,12 +326,22 @@ class _Plan:
     ``problems`` are the reasons why something does not fit; ``consumed`` are the entries that are used.
     """
 
-    def __init__(self, source: OpenMember, given: Given[nn.Module], optimizer: Given[Optimizer]) -> None:
+    def __init__(
+        self,
+        source: OpenMember,
+        given: Given[nn.Module],
+        optimizer: Given[Optimizer],
+        beside: Sequence[Companion],
+        *,
+        rng: bool,
+    ) -> None:
         self.problems: list[str] = []
         self.consumed: list[Any] = []
         self._source = source
         self._models = given
         self._optimizers = optimizer
+        self._beside = beside
+        self._random = RandomStates() if rng else None
         self._values = ValueBuilder(source.checkpoint)
         self._streamer = Streamer(source.checkpoint)
         self._packed = [packed_optimizer(obj) for obj in optimizer.objects]
@@ -332,6 +362,13 @@ class _Plan:
         if self._optimizers.objects:
             self._decide_optimizers(states, filled)
         self._plan_fills([state or OptimizerPlan() for state in self._states])
+        tree = self._source.checkpoint.tree
+        for companion in self._beside:
+            self.problems += companion.choose(tree, self._values, self.consumed)
+        self.consumed += [companion.node for companion in self._beside if companion.node is not None]
+        if self._random is not None:
+            self.problems += self._random.choose(tree, self._values)
+            self.consumed += self._random.nodes
 
     def _decide_models(self, candidates: list[Candidate]) -> dict[int, TensorRef]:
         """Plan every model. Returns the saved tensors of all live ones, by ``id``."""
@@ -424,6 +461,8 @@ class _Plan:
         if not candidates:
             raise UsageError(f"{self._source.path}: holds no model state dict")
         fitting = fitting_models(candidates, model)
+        if len(fitting) > 1:
+            fitting = [candidate for candidate in fitting if not is_average(candidate.path)] or fitting
         if len(fitting) != 1:
             paths = listed((candidate.path for candidate in fitting or candidates), _SHOWN)
             raise UsageError(
@@ -446,13 +485,16 @@ class _Plan:
             return OptimizerPlan(wrong=str(exc))
 
     def apply(self) -> None:
-        """Give the optimizers their new state, then fill the models; when that fails, give the old state back."""
+        """Give companions and optimizers their new state, then fill the models; on failure, give the old state back."""
         source = self._source
         streamer = Streamer(source.checkpoint, DeviceCopy(source.stored).copy if source.stored is not None else None)
         given = self._optimizers
         plans = zip(given.labels, self._states, given.objects, strict=True)
         changing = [(label, state, optimizer) for label, state, optimizer in plans if state is not None]
+        if self._random is not None:
+            self._random.check(source.path)
         with torch.no_grad(), ExitStack() as undone:
+            undone.enter_context(loaded(self._beside, source.path))
             for _, _, optimizer in changing:
                 undone.enter_context(optimizers.undone_on_error(optimizer))
             for label, state, optimizer in changing:
@@ -470,6 +512,8 @@ class _Plan:
         for model, weights in zip(self._models.objects, self._weights, strict=True):
             for name, value in weights.extra.items():
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        if self._random is not None:
+            self._random.restore()
 
 
 def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candidate:

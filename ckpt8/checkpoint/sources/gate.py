@@ -2,6 +2,9 @@
 
 It checks sizes, counts and names, and each call by its arguments (``readers.torch_rules``). Only a file without a fault
 goes to ``torch.load(..., weights_only=True)``, and any error of torch becomes one line.
+
+torch refuses numpy's arrays and scalars, such as the state of ``np.random``. A file with them and nothing else that
+torch refuses is made here (``TreeBuilder``), and torch does not see it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import _weights_only_unpickler as unpickler
 from ckpt8.checkpoint.readers import torch_legacy, torch_zip
 from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.readers.torch_zip import LOCAL_SIGNATURE
+from ckpt8.checkpoint.sources.objects import TreeBuilder, numpy_dtype_classes
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.container.member_file import MemberFile
 from ckpt8.core.closing import without_collection
@@ -35,30 +39,36 @@ class _TorchReader(Protocol):
         """The structure of the file. Raises InputError."""
 
 
+_SHOWN = 50
+"""Names to allow that a message shows: all, unless a file is made to have many."""
+
 TORCH_FORMATS: Mapping[str, _TorchReader] = {"torch-zip": torch_zip, "torch-legacy": torch_legacy}
 """The formats that ``torch.load`` loads, with their inert readers."""
 
 
 def load_allowed(file: IO[bytes], where: str, map_location: Any = None) -> Any:
-    """``torch.load(..., weights_only=True)`` of a seekable file. ``where`` names it in messages.
+    """``torch.load(..., weights_only=True)`` of a seekable file, numpy's arrays and scalars included.
 
-    Raises UnsupportedError that lists the classes which torch does not allow, InputError for any other fault.
+    ``where`` names the file in messages. Raises UnsupportedError that lists the classes which are not allowed,
+    InputError for any other fault.
     """
     source = _Stream(file, where)
-    _check(source, _reader(source))
-    return _load(file, where, map_location)
+    return _load(file, where, map_location, *_judge(source, _reader(source)))
 
 
 def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: Any) -> tuple[Any, Any]:
-    """What ``torch.load`` makes of a member with the format ``kind``, and its inert tree. Raises InputError."""
-    tree = _check(source, TORCH_FORMATS[kind]).tree
-    return _load(cast("IO[bytes]", file), file.name, map_location), tree
+    """``load_allowed`` of a member with the format ``kind``, and its inert tree. Raises InputError."""
+    checkpoint, calls = _judge(source, TORCH_FORMATS[kind])
+    return _load(cast("IO[bytes]", file), file.name, map_location, checkpoint, calls), checkpoint.tree
 
 
 def is_loadable(path: Path) -> bool:
     """Whether ``torch.load`` may open a file and can. It maps the tensors if the format permits that."""
     with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as source:
-        is_mapped = _check(source, _reader(source)).format == "torch-zip"
+        checkpoint, calls = _judge(source, _reader(source))
+        if calls.arrays:
+            return False
+        is_mapped = checkpoint.format == "torch-zip"
         _translated(lambda: torch.load(path, weights_only=True, mmap=is_mapped), str(path))
         return True
     return False
@@ -76,10 +86,10 @@ def refusal_of(source: SourceFile) -> Refusal | None:
     """Why ``load_allowed`` and ``load_member`` would refuse a file of torch.save, judged before torch sees it."""
     calls = _calls(source)
     try:
-        _check(source, _reader(source), calls)
+        _judge(source, _reader(source), calls)
     except InputError as exc:
         reason = str(exc).removeprefix(f"{source.source}: ").partition(", which torch")[0]
-        return Refusal(reason, frozenset(calls.foreign))
+        return Refusal(reason, frozenset((*calls.foreign, *calls.arrays)))
     return None
 
 
@@ -123,21 +133,28 @@ def _calls(source: SourceFile) -> TorchCalls:
     return TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)
 
 
-def _check(source: SourceFile, reader: _TorchReader, calls: TorchCalls | None = None) -> OpenCheckpoint:
-    """The structure of a file for torch. Raises InputError or UnsupportedError for a file that torch must not load."""
+def _judge(
+    source: SourceFile, reader: _TorchReader, calls: TorchCalls | None = None
+) -> tuple[OpenCheckpoint, TorchCalls]:
+    """The structure of a file and what was judged. Raises InputError or UnsupportedError for one not to be loaded."""
     calls = calls or _calls(source)
     with without_collection():
         checkpoint = reader.read(source, calls)
+    refused = {*calls.foreign}
+    if calls.arrays and (refused or (unmade := TreeBuilder(checkpoint).unmade(checkpoint.tree)) is not None):
+        refused |= {*calls.arrays, *numpy_dtype_classes(checkpoint.tree), *((unmade,) if not refused else ())}
     require(
-        not calls.foreign,
-        f"{source.source}: holds {listed(sorted(calls.foreign), 5)}, which torch does not allow and nothing "
+        not refused,
+        f"{source.source}: holds {listed(sorted(refused), _SHOWN)}, which torch does not allow and nothing "
         "here unpickles; if you trust the file, call torch.serialization.add_safe_globals with these classes first",
         UnsupportedError,
     )
-    return checkpoint
+    return checkpoint, calls
 
 
-def _load(file: IO[bytes], where: str, map_location: Any) -> Any:
+def _load(file: IO[bytes], where: str, map_location: Any, checkpoint: OpenCheckpoint, calls: TorchCalls) -> Any:
+    if calls.arrays:
+        return TreeBuilder(checkpoint, map_location).tree()
     file.seek(0)
     loaded = _translated(lambda: torch.load(file, map_location=map_location, weights_only=True), where, file)
     # torch does not always pass on the error of a read.

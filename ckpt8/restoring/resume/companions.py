@@ -1,0 +1,200 @@
+"""What a loop keeps beside model and optimizer: scheduler, gradient scaler, average of the weights, random states.
+
+A companion takes its entry by its own ``load_state_dict``. The path that was given chooses the entry; then a dictionary
+with exactly the keys of the live ``state_dict()``, and a key above it that names the companion; then the keys, then
+the name alone. The first of these that exactly one entry meets decides, and where none does nothing is loaded.
+
+Random states are known by their form: the Mersenne twister of Python, of numpy, and of torch on the CPU, the offsets of
+a CUDA generator.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt8.checkpoint.sources.objects import ValueBuilder
+from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes
+from ckpt8.checkpoint.vocabulary import is_average, words
+from ckpt8.core.errors import ResumeError, UsageError
+from ckpt8.core.public import described
+from ckpt8.core.tensors import DType
+from ckpt8.core.text import listed
+
+_SHOWN = 10
+_NAMES: dict[str, Callable[[str], bool]] = {
+    "scheduler": lambda key: "scheduler" in key.lower() or "sched" in words(key),
+    "scaler": lambda key: "scaler" in key.lower(),
+    "ema": is_average,
+}
+"""By argument of ``resume``, whether a key names it."""
+
+
+@dataclass(slots=True)
+class Companion:
+    """A ``live`` object that was given as the argument ``what`` of resume, and the path of its entry, if given.
+
+    ``node`` is the entry of the tree and ``value`` what it takes, once they are chosen.
+    """
+
+    what: str
+    live: Any
+    at: str | None
+    node: Any = None
+    value: Any = None
+
+    def choose(self, tree: object, values: ValueBuilder, taken: Sequence[object]) -> list[str]:
+        """Choose the entry among those that models and optimizers have not ``taken``. Returns what does not fit.
+
+        Raises UsageError for a path that leads to no entry.
+        """
+        keys = set(self.live.state_dict())
+        found = self._candidates(tree, keys, set(map(id, taken)))
+        if not found and not keys:  # a scaler that is off has no state
+            return []
+        if len(found) != 1:
+            paths = listed((format_path(path) for path, _ in found), _SHOWN)
+            which = f"may be any of {paths}" if found else "has no entry in the file"
+            return [f"{self.what} {which}; choose with {self.what}_at="]
+        path, node = found[0]
+        if problem := values.problem(f"{self.what} at {format_path(path)}", node):
+            return [problem]
+        self.node, self.value = node, values.build(node)
+        return []
+
+    def _candidates(self, tree: object, keys: set[Any], taken: set[int]) -> list[tuple[Components, Any]]:
+        entries = [(path, node) for path, node in iter_nodes(tree) if isinstance(node, dict) and id(node) not in taken]
+        if self.at is not None:
+            there = [(path, node) for path, node in entries if format_path(path) == self.at]
+            if not there:
+                raise UsageError(f"resume: {self.what}_at={self.at!r} leads to no dictionary in the file")
+            return there
+        is_named = _NAMES[self.what]
+        alike = [(path, node) for path, node in entries if keys and node.keys() == keys]
+        both = [(path, node) for path, node in alike if any(map(is_named, path))]
+        named = [(path, node) for path, node in entries if path and is_named(path[-1])]
+        choices = [both, alike, named]
+        return next((some for some in choices if len(some) == 1), next(filter(None, choices), []))
+
+
+def given_companion(what: str, live: Any, at: str | None) -> Companion | None:
+    """The companion of an argument, None where none was given. Raises UsageError for an object without a state."""
+    if live is None:
+        if at is not None:
+            raise UsageError(f"resume: {what}_at is given, and {what} is not")
+        return None
+    if isinstance(live, type) or not all(
+        callable(getattr(live, name, None)) for name in ("state_dict", "load_state_dict")
+    ):
+        raise UsageError(f"resume: {what} is {described(live)}; give an object with state_dict and load_state_dict")
+    return Companion(what, live, at)
+
+
+@contextmanager
+def loaded(companions: Sequence[Companion], path: object) -> Iterator[None]:
+    """Load the companions that have an entry; on an error there or in the block, give back their old states.
+
+    Raises ResumeError where one refuses its entry.
+    """
+    companions = [one for one in companions if one.node is not None]
+    before = [(one, copy.deepcopy(one.live.state_dict())) for one in companions]
+    try:
+        for one in companions:
+            try:
+                one.live.load_state_dict(one.value)
+            except Exception as exc:
+                reason = (str(exc).splitlines() or [""])[0]
+                raise ResumeError(f"{path}: {one.what} refuses its entry: {reason}; nothing was changed") from exc
+        yield
+    except BaseException:
+        for one, state in before:
+            one.live.load_state_dict(state)
+        raise
+
+
+_CUDA_STATE = 16
+"""Bytes of the state of a CUDA generator: seed and offset."""
+
+_IS_RANDOM = re.compile(r"rng|random|generator|seed", re.IGNORECASE)
+
+
+class RandomStates:
+    """The states of random numbers in a checkpoint, by whose they are; ``nodes`` are their entries of the tree."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Any] = []
+        self._states: dict[str, Any] = {}
+
+    def choose(self, tree: object, values: ValueBuilder) -> list[str]:
+        """Find the states of ``tree``. Returns what is not clear: two of one kind, or none at all."""
+        found: dict[str, list[tuple[Components, Any]]] = {}
+        for path, node in iter_nodes(tree):
+            if (kind := _kind(path, node)) is not None:
+                found.setdefault(kind, []).append((path, node))
+        problems = [] if found else ["rng: the file holds no state of random numbers"]
+        for kind, states in found.items():
+            likely = [state for state in states if any(map(_IS_RANDOM.search, state[0]))] or states
+            if kind != "cuda" and len(likely) > 1:
+                paths = listed((format_path(path) for path, _ in likely), _SHOWN)
+                problems.append(f"rng: the file holds {len(likely)} states of {kind}'s random numbers ({paths})")
+                continue
+            self.nodes += [node for _, node in likely]
+            made = [values.build(node) for _, node in likely]
+            self._states[kind] = made if kind == "cuda" else made[0]
+        return problems
+
+    def check(self, path: object) -> None:
+        """Raise ResumeError for a state that a generator does not take. All generators stay as they are."""
+        before = RandomStates()
+        before._states = _current()
+        try:
+            self.restore()
+        except Exception as exc:
+            raise ResumeError(f"{path}: a state of random numbers is not valid: {exc}; nothing was changed") from exc
+        finally:
+            before.restore()
+
+    def restore(self) -> None:
+        """Set the generators of Python, numpy, torch, and of the CUDA devices that are here."""
+        if "python" in self._states:
+            random.setstate(self._states["python"])
+        if "numpy" in self._states:
+            import numpy as np
+
+            np.random.set_state(self._states["numpy"])
+        if "torch" in self._states:
+            torch.set_rng_state(self._states["torch"])
+        if "cuda" in self._states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(self._states["cuda"][: torch.cuda.device_count()])
+
+
+def _current() -> dict[str, Any]:
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+def _kind(path: Components, node: Any) -> str | None:
+    """Whose random state a node is: ``python``, ``numpy``, ``torch`` or ``cuda``; None for anything else."""
+    if isinstance(node, TensorRef):
+        if node.dtype is not DType.UINT8 or len(node.shape) != 1:
+            return None
+        if node.numel == torch.get_rng_state().numel():
+            return "torch"
+        return "cuda" if node.numel == _CUDA_STATE and any("cuda" in part.lower() for part in path) else None
+    if isinstance(node, tuple) and len(node) == 3 and node[0] == 3 and isinstance(node[1], tuple):
+        return "python" if len(node[1]) == 625 and all(type(word) is int for word in node[1]) else None
+    is_tuple = isinstance(node, (tuple, list)) and len(node) == 5 and node[0] == "MT19937"
+    is_dict = isinstance(node, Mapping) and node.get("bit_generator") == "MT19937"
+    return "numpy" if is_tuple or is_dict else None

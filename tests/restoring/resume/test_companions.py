@@ -1,0 +1,218 @@
+"""Schedulers, scalers, averages and random states take their entries with the model, or nothing changes at all."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+
+import ckpt8
+
+LOOP = Path(__file__).parents[3] / "fixtures" / "examples" / "loop.py"
+
+
+def test_a_loop_that_was_killed_has_the_losses_of_one_that_was_not(tmp_path, monkeypatch, capsys):
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [str(LOOP), str(tmp_path / name), *arguments])
+        runpy.run_path(str(LOOP), run_name="__main__")
+        return capsys.readouterr().out.splitlines()
+
+    whole = run("whole.ckpt8")
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, LOOP, tmp_path / "killed.ckpt8", "--kill-at", "14"]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGABRT, killed.stderr
+    assert killed.stdout.splitlines() == whole[:14]
+    assert run("killed.ckpt8") == whole[12:]
+
+
+class Loop:
+    """A model with an optimizer and all that may stand beside them, a few steps on."""
+
+    def __init__(self, make=lr_scheduler.CosineAnnealingLR, arguments=(10,), seed=0):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(64, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = make(self.optimizer, *arguments)
+        self.scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+        self.ema = AveragedModel(self.model)
+
+    def train(self, steps=3):
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.scaler.scale(self.model(torch.randn(4, 64)).square().sum()).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step(*[1.0] * isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau))
+            self.ema.update_parameters(self.model)
+        return self
+
+    @property
+    def parts(self):
+        return {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler", "ema")}
+
+    def state(self):
+        return {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else type(a) is type(b) and a == b
+
+
+SCHEDULERS = {
+    "cosine": (lr_scheduler.CosineAnnealingLR, (10,)),
+    "milestones": (lr_scheduler.MultiStepLR, ([2, 5],)),
+    "lambda": (lr_scheduler.LambdaLR, (lambda step: 0.9**step,)),
+    "one cycle": (lr_scheduler.OneCycleLR, (0.1, 20)),
+    "plateau": (lr_scheduler.ReduceLROnPlateau, ()),
+    "warm-up": (
+        lambda of: lr_scheduler.SequentialLR(
+            of, [lr_scheduler.ConstantLR(of), lr_scheduler.ExponentialLR(of, 0.9)], [2]
+        ),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_everything_is_as_it_was_saved_and_trains_on_alike(name, packed, tmp_path):
+    loop, other = Loop(*SCHEDULERS[name]).train(), Loop(*SCHEDULERS[name], seed=1)
+    torch.save({**loop.state(), "step": 3}, tmp_path / "a.pt")
+    if packed:
+        ckpt8.compress(tmp_path / "a.pt", tmp_path / "a.ckpt8", preset="lossless")
+    rest = ckpt8.resume(tmp_path / ("a.ckpt8" if packed else "a.pt"), **other.parts)
+    assert rest == {"step": 3}
+    assert same(other.state(), loop.state())
+    for one in (loop, other):
+        torch.manual_seed(5)
+        one.train(4)
+    assert same(other.state(), loop.state())
+
+
+KEYS = {
+    "of Lightning": {"scheduler": ("lr_schedulers", 0), "model": ("state_dict",), "optimizer": ("optimizer_states", 0)},
+    "other words": {"scheduler": ("sched",), "scaler": ("amp", "grad_scaler"), "ema": ("averaged_model",)},
+    "no words": {"scheduler": ("a",), "scaler": ("b",), "ema": ("c",)},
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_an_entry_is_found_by_its_keys_and_its_name(name, tmp_path):
+    loop, other = Loop().train(), Loop(seed=1)
+    tree = {}
+    for part, state in loop.state().items():
+        first, *more = KEYS[name].get(part, (part,))
+        tree[first] = ([state] if more == [0] else {more[0]: state}) if more else state
+    torch.save(tree, tmp_path / "a.pt")
+    ckpt8.resume(tmp_path / "a.pt", **other.parts)
+    assert same(other.state(), loop.state())
+
+
+def test_the_model_is_the_one_that_is_no_average_and_a_path_chooses_another(tmp_path):
+    loop, other = Loop().train(), Loop(seed=1)
+    average = copy.deepcopy(loop.model.state_dict())
+    average["weight"] += 1
+    torch.save({"model": loop.model.state_dict(), "model_ema": average, "step": 3}, tmp_path / "a.pt")
+    copied = copy.deepcopy(other.model)
+    assert ckpt8.resume(tmp_path / "a.pt", model=other.model, ema=copied) == {"step": 3}
+    assert torch.equal(other.model.weight, loop.model.weight)
+    assert torch.equal(copied.weight, average["weight"])
+    ckpt8.resume(tmp_path / "a.pt", model=other.model, model_at="model_ema")
+    assert torch.equal(other.model.weight, average["weight"])
+
+
+def test_a_scaler_that_is_off_needs_no_entry(tmp_path):
+    loop = Loop().train()
+    torch.save({"model": loop.model.state_dict()}, tmp_path / "a.pt")
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    assert ckpt8.resume(tmp_path / "a.pt", model=loop.model, scaler=off) == {}
+
+
+def misfits(state):
+    """By what is wrong: what is in the file, further arguments, and words of the message."""
+    shifted = {**state["scaler"], "growth_interval": 1}
+    torn = {**state, "ema": {"n_averaged": state["ema"]["n_averaged"], "module.weight": torch.ones(3)}}
+    return {
+        "nothing": ({**state, "scaler": 5}, {}, "scaler has no entry in the file; choose with scaler_at="),
+        "two": ({**state, "scaler": 5, "scalers": [state["scaler"], shifted]}, {}, "scaler may be any of"),
+        "an average of another shape": (torn, {}, "ema refuses its entry: Error"),
+        "a class": ({**state, "scheduler": {"last_epoch": Path("x")}}, {}, "holds a pathlib"),
+        "no random states": (state, {"rng": True}, "holds no state of random numbers"),
+        "two random states": (
+            {**state, "rng": [torch.get_rng_state(), torch.get_rng_state()]},
+            {"rng": True},
+            "holds 2 states of torch's random numbers",
+        ),
+        "a random state that is none": (
+            {**state, "rng": (3, (1 << 40,) * 625, None)}, {"rng": True}, "random numbers is not valid"
+        ),
+        "a model of another shape": (
+            {**state, "model": {"weight": torch.ones(2), "bias": torch.ones(8)}}, {}, "weight"
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", misfits(Loop().state()))
+def test_where_something_does_not_fit_nothing_changes(name, tmp_path):
+    tree, more, message = misfits(Loop().train().state())[name]
+    torch.save(tree, tmp_path / "a.pt")
+    other = Loop(seed=1).train(1)
+    before, numbers = other.state(), (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
+    with pytest.raises(ckpt8.ResumeError, match=message):
+        ckpt8.resume(tmp_path / "a.pt", **other.parts, **more)
+    assert same(other.state(), before)
+    after = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
+    assert same(after, numbers)
+
+
+def test_without_strict_what_does_not_fit_stays(tmp_path):
+    loop, other = Loop().train(), Loop(seed=1)
+    torch.save({**loop.state(), "scaler": None}, tmp_path / "a.pt")
+    before = copy.deepcopy(other.scaler.state_dict())
+    with pytest.warns(ckpt8.ResumeWarning, match="scaler has no entry"):
+        ckpt8.resume(tmp_path / "a.pt", **other.parts, strict=False)
+    assert other.scaler.state_dict() == before
+    assert same(other.scheduler.state_dict(), loop.scheduler.state_dict())
+
+
+def test_random_states_go_on_where_they_stopped(tmp_path):
+    loop = Loop()
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    generator = torch.Generator().get_state()
+    ckpt8.save({"model": loop.model.state_dict(), "rng": state, "sampler": generator}, tmp_path / "a.ckpt8")
+    drawn = (random.random(), np.random.random(), torch.rand(3))
+    rest = ckpt8.resume(tmp_path / "a.ckpt8", model=loop.model, rng=True)
+    assert same((random.random(), np.random.random(), torch.rand(3)), drawn)
+    assert rest.keys() == {"sampler"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scheduler": 5}, "scheduler is 5; give an object with state_dict"),
+        ({"ema": AveragedModel}, "ema is the class AveragedModel; give an object"),
+        ({"scaler_at": "scaler"}, "scaler_at is given, and scaler is not"),
+        ({"scaler": torch.amp.GradScaler("cpu"), "scaler_at": "no"}, "scaler_at='no' leads to no dictionary"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(arguments, message, tmp_path):
+    loop = Loop()
+    torch.save(loop.state(), tmp_path / "a.pt")
+    with pytest.raises(ckpt8.UsageError, match=message):
+        ckpt8.resume(tmp_path / "a.pt", model=loop.model, **arguments)

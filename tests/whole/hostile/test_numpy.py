@@ -1,0 +1,132 @@
+"""Arrays and scalars of numpy in a checkpoint: ``ckpt8.load`` makes the plain ones itself, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import re
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+from gate_kit import among, archive, call, call_name, member, number, text, written
+
+import ckpt8
+
+ARRAY = "numpy._core.multiarray._reconstruct"
+PLAIN = {
+    "the state of np.random": np.random.RandomState(7).get_state(),
+    "the state of a generator": np.random.default_rng(7).bit_generator.state,
+    "kinds": [np.ones(3, kind) for kind in ("?", "i1", "u2", "i8", "f2", "f4", "f8", "c8", "c16")],
+    "texts": [np.array(["ä", "bb"]), np.array([b"a", b"bcd"]), np.str_("x"), np.bytes_(b"y")],
+    "scalars": [np.float64(2.5), np.int32(-1), np.bool_(True), np.complex64(1j), np.float16(0.1)],
+    "shapes": [np.array(3), np.zeros((0, 4)), np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.eye(3)[:2])],
+    "beside others": {"python": random.Random(7).getstate(), "torch": torch.get_rng_state(), "a": np.arange(3)},
+}
+REFUSED = {
+    "objects": (np.array([{}], dtype=object), "ObjectDType"),
+    "fields": (np.zeros(2, dtype=[("a", "i4")]), "VoidDType"),
+    "void": (np.zeros(2, "V4"), "VoidDType"),
+    "dates": (np.array(["2020-01-01"], "M8[D]"), "DateTime64DType"),
+    "a subclass": (np.ma.masked_array([1, 2]), "MaskedArray"),
+}
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return type(a) is type(b) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        layout = a.flags.c_contiguous == b.flags.c_contiguous and b.flags.writeable
+        return (
+            type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes() and layout
+        )
+    return type(a) is type(b) and a == b
+
+
+# Of a file of protocol 5 that has no array torch warns.
+@pytest.mark.parametrize(
+    ("name", "protocol"), [*((name, 2) for name in PLAIN), ("kinds", 5), ("texts", 5), ("shapes", 5)]
+)
+def test_plain_arrays_and_scalars_load_as_pickle_makes_them(name, protocol, tmp_path):
+    value = {"model": {"w": torch.ones(3)}, "value": PLAIN[name]}
+    torch.save(value, tmp_path / "a.pt", pickle_protocol=protocol)
+    ckpt8.compress(tmp_path / "a.pt", tmp_path / "a.ckpt8")
+    assert same(torch.load(tmp_path / "a.pt", weights_only=False), ckpt8.load(tmp_path / "a.ckpt8"))
+    ckpt8.save(value, tmp_path / "a.ckpt8")  # a warning would be an error
+    assert same(value, ckpt8.load(tmp_path / "a.ckpt8", map_location="cpu"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_refusal_of_another_array_names_all_that_torch_asks_for(name, tmp_path):
+    value, kind = REFUSED[name]
+    path = tmp_path / "a.ckpt8"
+    with pytest.warns(UserWarning, match="ckpt8.load will refuse it: value"):
+        ckpt8.save({"w": torch.ones(3), "value": value}, path)
+    with pytest.raises(ckpt8.UnsupportedError, match=kind) as refusal:
+        ckpt8.load(path)
+    if name == "a subclass":  # its reduction calls what a user cannot allow by the name of a class alone
+        return
+    names = re.search(r"holds (.*), which torch", str(refusal.value))[1].split(", ")
+    with torch.serialization.safe_globals(
+        [getattr(import_module(n.rpartition(".")[0]), n.split(".")[-1]) for n in names]
+    ):
+        assert ckpt8.load(path)["value"].dtype == value.dtype
+
+
+def made(shape, dtype, data, kind="numpy.ndarray"):
+    """An array as its pickle makes it: an empty one, whose state has the shape, the dtype and the bytes."""
+    empty = call(ARRAY, call_name(kind), number(0) + b"\x85", content(b"b"))
+    return empty + b"(" + number(1) + shape + dtype + b"\x89" + data + b"tb"
+
+
+def content(value):
+    return b"C" + bytes([len(value)]) + value
+
+
+def dtype(kind, *, fields=b"N", names=b"N"):
+    state = b"(" + number(3) + text("<") + b"N" + names + fields + number(-1) * 2 + number(0) + b"tb"
+    return call("numpy.dtype", text(kind), b"\x89", b"\x88") + state
+
+
+FOUR, F4 = number(4) + b"\x85", dtype("f4")
+CRAFTED = {
+    "more elements than bytes": made(number(1 << 40) + b"\x85", F4, content(bytes(16))),
+    "fewer elements than bytes": made(number(3) + b"\x85", F4, content(bytes(16))),
+    "a negative shape": made(number(-2) + number(-2) + b"\x86", F4, content(bytes(16))),
+    "nothing, in a huge shape": made(number(0) + number(10**30) + b"\x86", F4, b"C\0"),
+    "a hundred dimensions": made(b"(" + number(1) * 100 + b"t", F4, content(bytes(4))),
+    "a shape of texts": made(text("4") + b"\x85", F4, content(bytes(16))),
+    "objects from bytes": made(FOUR, dtype("O8"), content(bytes(32))),
+    "a list for its bytes": made(FOUR, F4, b"]"),
+    "a text for its bytes": made(FOUR, F4, text("0123456789abcdef")),
+    "fields": made(FOUR, dtype("f4", fields=b"}", names=text("a") + b"\x85"), content(bytes(16))),
+    "a wide text": made(FOUR, dtype("U999999999"), content(bytes(16))),
+    "a dtype by its fields": made(FOUR, dtype("i4,i4"), content(bytes(32))),
+    "a subclass": made(FOUR, F4, content(bytes(16)), "numpy.memmap"),
+    "no state": call(ARRAY, call_name("numpy.ndarray"), number(1 << 50) + b"\x85", content(b"b")),
+    "a call of the class": call("numpy.ndarray", number(1 << 50) + b"\x85"),
+    "a scalar of objects": call("numpy._core.multiarray.scalar", dtype("O8"), content(bytes(8))),
+    "a buffer that is none": call("numpy._core.numeric._frombuffer", number(1 << 50), F4, FOUR, text("C")),
+    "memory for bytes": call("builtins.bytes", number(1 << 40)) + call(ARRAY, call_name("numpy.ndarray"), b")", b"N"),
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_crafted_array_is_refused(name, tmp_path):
+    path = member(archive(among(CRAFTED[name])), tmp_path, "a.ckpt8")
+    with pytest.raises(ckpt8.InputError) as refusal:
+        ckpt8.load(path)
+    assert str(refusal.value).isprintable()
+
+
+def test_the_same_bytes_in_a_great_many_arrays(attempt, tmp_path):
+    data = b"B" + (1 << 20).to_bytes(4, "little") + bytes(1 << 20) + b"q\x60"
+    again = made(number(1 << 20) + b"\x85", dtype("u1"), b"h\x60")
+    body = among(data, *[again] * 2000)
+    assert attempt("load", written(archive(body), tmp_path, "load")) == (
+        "InputError", "the checkpoint has the same data in many arrays of numpy",
+    )  # fmt: skip
