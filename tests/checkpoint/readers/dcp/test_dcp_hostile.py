@@ -12,7 +12,7 @@ import pytest
 import torch
 import zstandard
 from dcp_kit import adam_state, change_metadata, read_metadata, run_cli, save_small
-from hostile_kit import Pickled
+from hostile_kit import Pickled, one_line
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -23,10 +23,20 @@ from ckpt8.core.errors import InputError, UnsupportedError
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+def trained():
+    weights = {"up.weight": torch.randn(80, 80), "down.weight": torch.randn(80, 90)}
+    return {"model": weights, "optimizer": adam_state(weights), "epoch": 3}
+
+
 @pytest.fixture
 def root(tmp_path):
-    weights = {"up.weight": torch.randn(80, 80), "down.weight": torch.randn(80, 90)}
-    return save_small({"model": weights, "optimizer": adam_state(weights), "epoch": 3}, tmp_path / "run")
+    return save_small(trained(), tmp_path / "run")
+
+
+@pytest.fixture
+def compressed(tmp_path):
+    """The same with slices that zstd compressed."""
+    return save_small(trained(), tmp_path / "run", _extensions=[ZStandard()])
 
 
 def refused(root, match, error=InputError):
@@ -36,8 +46,7 @@ def refused(root, match, error=InputError):
         ckpt8.compress(root)
     assert time.process_time() - start < 1
     assert caught.value.exit_code == 3
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 500
+    assert len(one_line(caught.value)) < 500
     assert sorted(path.name for path in root.parent.iterdir()) == before
 
 
@@ -60,22 +69,27 @@ def test_a_class_that_nothing_is_made_of(name, root):
     refused(root, "refers to")
 
 
-def info(change, name="model.up.weight"):
+def place_of(root, name):
+    """The place of the slice that is a value."""
+    return next(place for index, place in read_metadata(root).storage_data.items() if index.fqn == name)
+
+
+def info(name="model.up.weight", **changed):
     """Change the place of one slice."""
 
     def apply(metadata):
-        for index, each in metadata.storage_data.items():
-            if index.fqn == name:
-                change(each)
+        place = next(place for index, place in metadata.storage_data.items() if index.fqn == name)
+        for key, value in changed.items():
+            setattr(place, key, value(place) if callable(value) else value)
 
     return apply
 
 
-def value(change, name="model.up.weight"):
+def value(change):
     """Change what is said of one tensor."""
 
     def apply(metadata):
-        change(metadata.state_dict_metadata[name])
+        change(metadata.state_dict_metadata["model.up.weight"])
 
     return apply
 
@@ -96,30 +110,25 @@ PATHS = ["../x", "/etc/passwd", "a/../b", "", ".", "..", "a//b", ".metadata", "a
 
 @pytest.mark.parametrize("path", PATHS, ids=repr)
 def test_paths(path, root):
-    change_metadata(root, info(lambda each: setattr(each, "relative_path", path)))
+    change_metadata(root, info(relative_path=path))
     refused(root, "no file of the checkpoint|not there")
 
 
-@pytest.mark.parametrize("path", ["missing.distcp", "folder/__0_0.distcp"])
-def test_files_that_are_not_there(path, root):
-    change_metadata(root, info(lambda each: setattr(each, "relative_path", path)))
-    refused(root, "not there; the checkpoint is not complete")
-
-
-def _pad_offset(each):
-    each.offset = 1 << 70
-
-
 CHANGES = {
-    "a length beyond the file": (info(lambda each: setattr(each, "length", 1 << 40)), "overlaps|ends at byte"),
-    "an offset beyond the file": (info(lambda each: setattr(each, "offset", 1 << 40)), "ends at byte"),
-    "an offset beyond all": (info(_pad_offset), "no count of bytes"),
-    "a negative offset": (info(lambda each: setattr(each, "offset", -1)), "no count of bytes"),
-    "a length of true": (info(lambda each: setattr(each, "length", True)), "no count of bytes"),
-    "overlapping slices": (info(lambda each: setattr(each, "length", each.length + 1)), "overlaps the one before"),
-    "a slice cut short": (info(lambda each: setattr(each, "length", each.length - 1)), "slice 'model.up.weight'"),
-    "a slice of nothing": (info(lambda each: setattr(each, "length", 0)), "slice 'model.up.weight'"),
-    "a transformation": (info(lambda each: setattr(each, "transform_descriptors", [3])), "have no names"),
+    "a file that is not there": (info(relative_path="missing.distcp"), "not there; the checkpoint is not complete"),
+    "a folder that is not there": (
+        info(relative_path="folder/__0_0.distcp"),
+        "not there; the checkpoint is not complete",
+    ),
+    "a length beyond the file": (info(length=1 << 40), "overlaps|ends at byte"),
+    "an offset beyond the file": (info(offset=1 << 40), "ends at byte"),
+    "an offset beyond all": (info(offset=1 << 70), "no count of bytes"),
+    "a negative offset": (info(offset=-1), "no count of bytes"),
+    "a length of true": (info(length=True), "no count of bytes"),
+    "overlapping slices": (info(length=lambda each: each.length + 1), "overlaps the one before"),
+    "a slice cut short": (info(length=lambda each: each.length - 1), "slice 'model.up.weight'"),
+    "a slice of nothing": (info(length=0), "slice 'model.up.weight'"),
+    "a transformation": (info(transform_descriptors=[3]), "have no names"),
     "huge sizes": (value(lambda each: setattr(each, "size", (1 << 40, 1 << 40))), "more elements than"),
     "many sizes": (value(lambda each: setattr(each, "size", (1,) * 1000)), "no counts"),
     "negative sizes": (value(lambda each: setattr(each, "size", (-80, 80))), "no counts"),
@@ -167,11 +176,11 @@ def test_deep_nesting(nested, root):
     refused(root, "nested deeper|Metadata|damaged pickle")
 
 
-@pytest.mark.parametrize("cut", [1, 50, 0.3, 0.5, 0.99, "garbage"])
-def test_damaged_metadata(cut, root):
+@pytest.mark.parametrize(("cut", "garbage"), [(1, 0), (50, 0), (0.3, 0), (0.5, 0), (0.99, 0), (2, 200)])
+def test_damaged_metadata(cut, garbage, root):
     data = (root / ".metadata").read_bytes()
-    length = cut if isinstance(cut, int) else int(len(data) * cut) if cut != "garbage" else 2
-    (root / ".metadata").write_bytes(data[:length] + (b"\xff" * 200 if cut == "garbage" else b""))
+    length = cut if isinstance(cut, int) else int(len(data) * cut)
+    (root / ".metadata").write_bytes(data[:length] + b"\xff" * garbage)
     refused(root, "damaged pickle")
 
 
@@ -196,8 +205,7 @@ def test_damaged_slices(root):
     data = path.read_bytes()
     path.write_bytes(data[:-100])
     refused(root, "ends at byte")
-    place = next(i for k, i in read_metadata(root).storage_data.items() if k.fqn == "optimizer.state.up.weight.exp_avg")
-    damaged = bytearray(data)
+    place, damaged = place_of(root, "optimizer.state.up.weight.exp_avg"), bytearray(data)
     damaged[place.offset + place.length // 2] ^= 1
     path.write_bytes(damaged)
     refused(root, r"__0_0\.distcp:optimizer\.state\.up\.weight\.exp_avg: checksum")
@@ -236,7 +244,7 @@ def test_a_file_that_two_checkpoints_claim(tmp_path):
     root = save_small({"w": torch.randn(80, 80)}, tmp_path / "run" / "a").parent
     change_metadata(root / "a", lambda metadata: None)
     (root / ".metadata").write_bytes((root / "a" / ".metadata").read_bytes())
-    change_metadata(root, info(lambda each: setattr(each, "relative_path", "a/__0_0.distcp"), "w"))
+    change_metadata(root, info("w", relative_path="a/__0_0.distcp"))
     refused(root, "belongs to another")
 
 
@@ -261,23 +269,11 @@ def test_a_distributed_optimizer_file_of_megatron(coalesced, tmp_path):
 # Compressed slices
 
 
-@pytest.fixture
-def compressed(tmp_path):
-    weights = {"up.weight": torch.randn(80, 80), "down.weight": torch.randn(80, 90)}
-    saved = {"model": weights, "optimizer": adam_state(weights)}
-    return save_small(saved, tmp_path / "run", _extensions=[ZStandard()])
-
-
 def frames(root, name, content):
     """Put ``content`` at the end of the file, as the slice ``name``."""
-    path = root / "__0_0.distcp"
-    offset = path.stat().st_size
-    path.write_bytes(path.read_bytes() + content)
-
-    def change(each):
-        each.offset, each.length = offset, len(content)
-
-    change_metadata(root, info(change, name))
+    before = (root / "__0_0.distcp").read_bytes()
+    (root / "__0_0.distcp").write_bytes(before + content)
+    change_metadata(root, info(name, offset=len(before), length=len(content)))
 
 
 def test_a_bomb(compressed):
@@ -290,7 +286,7 @@ def test_a_bomb(compressed):
 
 
 def test_frames_that_do_not_end_with_their_slice(compressed):
-    place = next(i for k, i in read_metadata(compressed).storage_data.items() if k.fqn == "model.up.weight")
+    place = place_of(compressed, "model.up.weight")
     content = (compressed / "__0_0.distcp").read_bytes()[place.offset : place.offset + place.length]
     before = (compressed / "__0_0.distcp").read_bytes(), (compressed / ".metadata").read_bytes()
     for changed in (content[:-1], content + b"x", content + content, b"x" + content, b""):
@@ -301,17 +297,15 @@ def test_frames_that_do_not_end_with_their_slice(compressed):
 
 
 def test_metadata_that_grows_without_end_where_it_is_written_anew(compressed):
-    metadata = read_metadata(compressed)
     shared = ()
     for _ in range(60):
         shared = (shared, shared)
-    metadata.planner_data = {"x": shared}
-    (compressed / ".metadata").write_bytes(pickle.dumps(metadata))
+    change_metadata(compressed, lambda metadata: setattr(metadata, "planner_data", {"x": shared}))
     refused(compressed, "repeats the same values")
 
 
 def test_an_unknown_transformation_is_kept(compressed, tmp_path):
-    change_metadata(compressed, info(lambda each: setattr(each, "transform_descriptors", ["stream.aes/1"])))
+    change_metadata(compressed, info(transform_descriptors=["stream.aes/1"]))
     manifest = ckpt8.compress(compressed)
     reason = next(record.reason for record in manifest.storages if record.name.startswith("__0_0.distcp"))
     assert reason == "kept as it is: its slices are transformed by 'stream.aes/1', which is not known"
@@ -331,7 +325,7 @@ def test_a_slice_that_cannot_be_read_leaves_its_file_as_it_is(source, request, t
             new.writestr(name, old.read(name))
     content = deflated.getvalue()
     (root / "__1_0.distcp").write_bytes((root / "__0_0.distcp").read_bytes())
-    change_metadata(root, info(lambda each: setattr(each, "relative_path", "__1_0.distcp"), "model.down.weight"))
+    change_metadata(root, info("model.down.weight", relative_path="__1_0.distcp"))
     frames(root, "model.up.weight", content if source == "root" else zstandard.ZstdCompressor().compress(content))
     manifest = ckpt8.compress(root)
     formats = {member.path: member.format for member in manifest.members}
@@ -341,9 +335,8 @@ def test_a_slice_that_cannot_be_read_leaves_its_file_as_it_is(source, request, t
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
     assert (back / "__0_0.distcp").read_bytes() == (root / "__0_0.distcp").read_bytes()
     assert not ckpt8.verify(tmp_path / "run.ckpt8", root).failures
-    old, new = ({index.fqn: each for index, each in read_metadata(each).storage_data.items()} for each in (root, back))
-    assert new["model.up.weight"] == old["model.up.weight"]
-    assert new["model.down.weight"].transform_descriptors is None
+    assert place_of(back, "model.up.weight") == place_of(root, "model.up.weight")
+    assert place_of(back, "model.down.weight").transform_descriptors is None
 
 
 @pytest.mark.slow

@@ -89,20 +89,22 @@ def test_an_optimizer_of_megatron_that_is_sharded_by_parameter(tmp_path):
     assert {name: record.rule for name, record in parameters.items()} == {"decoder.a.weight": None, "decoder.b": None}
 
 
-@pytest.mark.parametrize("step", [11, torch.tensor([11.0]), torch.tensor(11)], ids=["number", "vector", "integer"])
-def test_steps(step, tmp_path):
+def save_optimizer(folder, **values):
+    """A distributed checkpoint of an optimizer with these values in every state."""
     state = adam_state(WEIGHTS)
     for each in state["state"].values():
-        each["step"] = step
-    _, parameters = roles(save_small({"optimizer": state}, tmp_path / "run"))
+        each.update(values)
+    return save_small({"optimizer": state}, folder)
+
+
+@pytest.mark.parametrize("step", [11, torch.tensor([11.0]), torch.tensor(11)], ids=["number", "vector", "integer"])
+def test_steps(step, tmp_path):
+    _, parameters = roles(save_optimizer(tmp_path / "run", step=step))
     assert [record.rule["step"] for record in parameters.values()] == [11, 11]
 
 
 def test_state_that_is_not_understood_leaves_the_rule_unknown(tmp_path):
-    state = adam_state(WEIGHTS)
-    for each in state["state"].values():
-        each["preconditioner"] = {"left": torch.randn(80, 80)}
-    found, parameters = roles(save_small({"optimizer": state}, tmp_path / "run"))
+    found, parameters = roles(save_optimizer(tmp_path / "run", preconditioner={"left": torch.randn(80, 80)}))
     assert found["optimizer.state.layers.1.wq.weight.preconditioner.left"] == "other"
     assert {record.rule for record in parameters.values()} == {None}
     assert found["optimizer.state.layers.1.wq.weight.exp_avg"] == "moment1"
