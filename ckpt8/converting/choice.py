@@ -103,7 +103,7 @@ class Content:
 def adopt_member(data: Composite, member: DirectoryMember, node: Any) -> Any:
     """A part of a member's tree, with keys of ``data``. The first call for a member gives its storages to ``data``."""
     prefix, storages = f"{member.path}/", member.checkpoint.storages
-    if not storages or prefix + storages[0].key not in data:
+    if not storages or prefix + storages[0].key not in data.places:
         data.adopt(member.checkpoint, prefix)
     return add_prefix(node, prefix)
 

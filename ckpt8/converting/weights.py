@@ -144,7 +144,7 @@ def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
 
 def step_number(data: Composite, value: Any) -> int:
     """A step, saved as a number or a tensor, as an int. Raises ValueError where it is not whole."""
-    number = read_scalar(data, data.storage(value.key), value) if isinstance(value, TensorRef) else value
+    number = read_scalar(data, data.places[value.key], value) if isinstance(value, TensorRef) else value
     if number is None or number != int(number):
         raise ValueError("a step is not a whole number")
     return int(number)

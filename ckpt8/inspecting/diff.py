@@ -279,7 +279,7 @@ def make_pair(a: Tensor, b: Tensor) -> Pair:
 
 
 def _is_expanded(tensor: Tensor, ref: TensorRef) -> bool:
-    return ref.nbytes > max(tensor.part.data.storage(ref.key).nbytes, FRAME)
+    return ref.nbytes > max(tensor.part.data.places[ref.key].nbytes, FRAME)
 
 
 def _as_bytes(ref: TensorRef) -> TensorRef:
@@ -311,7 +311,7 @@ def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
     def place(number: int) -> tuple[int, int, int]:
         pair = pairs[number]
         data = pair.a.part.data
-        return places[id(data)], data.storage(pair.first.key).offset, pair.first.offset
+        return places[id(data)], data.places[pair.first.key].offset, pair.first.offset
 
     for number in sorted(range(len(pairs)), key=place):
         pair = pairs[number]
@@ -327,7 +327,7 @@ def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
 def _blocks(tensor: Tensor, ref: TensorRef, progress: Progress) -> Iterator[torch.Tensor]:
     """The elements of a tensor, _READ at a time. Raises InputError if the source states another checksum of them."""
     data, numel, crc = tensor.part.data, ref.numel, 0
-    whole = ref.is_contiguous and not ref.offset and ref.nbytes == data.storage(ref.key).nbytes
+    whole = ref.is_contiguous and not ref.offset and ref.nbytes == data.places[ref.key].nbytes
     expected = tensor.part.crcs.get(ref.key) if whole and not (ref.conj or ref.neg) else None
     for start in range(0, numel, _READ):
         block = data.elements(ref, start, min(start + _READ, numel))
@@ -421,7 +421,7 @@ def _compare_tensors(difference: Difference, mine: Found, theirs: Found, workers
 def _numbers(a: Tensor, b: Tensor) -> tuple[float, float] | None:
     """The values of two tensors of one element, such as steps; None if one of them is no number."""
     places = ((tensor.part.data, tensor.ref) for tensor in (a, b))
-    first, second = (read_scalar(data, data.storage(ref.key), ref) for data, ref in places)
+    first, second = (read_scalar(data, data.places[ref.key], ref) for data, ref in places)
     return None if first is None or second is None else (first, second)
 
 

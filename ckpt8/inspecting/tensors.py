@@ -230,7 +230,7 @@ class TensorSource:
             if ref.nbytes > self.bundle.storages[index].nbytes:
                 self.left_out["with more elements than are stored"] += 1
                 continue
-            if ref.key not in self._data:
+            if ref.key not in self._data.places:
                 self._data.add_storage(self.bundle, self.bundle.storages[index], ref.key)
             name = tensor.whole or tensor.name
             label = f"{parameters[index]}.{name.rpartition('.')[2]}" if index in parameters else name

@@ -30,7 +30,7 @@ from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.composite import Composite, cut, put
+from ckpt8.checkpoint.sources.composite import Composite, cut
 from ckpt8.checkpoint.sources.distributed import Part, ShardedFiles, adopt_parts, gather_box
 from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.sources.opening import check_storages, open_source, sharded_bundle
@@ -47,6 +47,7 @@ from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container import frames, header
 from ckpt8.container.decoding import check_frames, scratch_tensor
+from ckpt8.container.frames import bytes_of
 from ckpt8.container.joined import JoinedReader, Stored, containers_of, open_stored
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
@@ -312,7 +313,7 @@ class _Original:
                 return
             start, _, ref = self._runs[at]
             for first, end, place in cut(offset - start, buffer, ref.dtype.itemsize):
-                put(self._data.elements(ref, first, end), place)
+                place[:] = bytes_of(self._data.elements(ref, first, end))
 
     def check_unchanged(self) -> None:
         """Raise InputError when a file of the directory changed since it was opened."""

@@ -29,7 +29,7 @@ from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import HEAD_BYTES, begins_container
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, SourceFile, refuse_url
+from ckpt8.core.files.source_file import ByteRange, SourceFile, reading, refuse_url
 
 READERS: dict[str, str] = {
     "torch-zip": "ckpt8.checkpoint.readers.torch_zip",
@@ -75,12 +75,10 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
 
 def _as_source(path: Path) -> ByteRange:
     refuse_url(path)
-    try:
+    with reading(path):
         if path.is_dir():
             what = "a directory; give one of the checkpoint files inside it"
             raise InputError(f"{path}: {what if any(path.iterdir()) else 'an empty directory; give a checkpoint file'}")
-    except OSError as exc:
-        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
     source = ByteRange.of(path)
     require(source.length != 0, f"{path}: an empty file; the save was interrupted or the disk was full")
     return source

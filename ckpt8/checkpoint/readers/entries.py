@@ -17,7 +17,8 @@ from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, TensorRef, format_p
 from ckpt8.container.checks import MAX_COMPONENTS, link_stays_inside, path_problem
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.core.errors import InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, refuse_url
+from ckpt8.core.files.source_file import ByteRange, reading, refuse_url
+from ckpt8.core.json_text import is_unicode
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
 
@@ -46,10 +47,8 @@ class DirectoryMember:
 
 def is_directory(path: Path) -> bool:
     """Whether a path leads to a directory. Raises InputError where it cannot be looked up."""
-    try:
+    with reading(path):
         return path.is_dir()
-    except OSError as exc:
-        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
 
 def directory_name(path: Path) -> str:
@@ -64,11 +63,8 @@ def walk(root: Path) -> list[Entry]:
     below: list[Entry] = []
     waiting = [""]
     for above in waiting:
-        try:
-            with os.scandir(root / above) as entries:
-                names = sorted(entry.name for entry in entries)
-        except OSError as exc:
-            raise InputError(f"{root / above}: cannot be read: {exc.strerror}") from exc
+        with reading(root / above), os.scandir(root / above) as entries:
+            names = sorted(entry.name for entry in entries)
         require(
             above.count("/") < MAX_COMPONENTS - 1, f"{root}: its directories are nested deeper than {MAX_COMPONENTS}"
         )
@@ -87,16 +83,12 @@ def _entry(root: Path, path: str) -> Entry | None:
     full = root / path
     if (problem := path_problem(path)) is not None:
         raise InputError(f"{full}: its path in {root} {problem}; rename it")
-    try:
+    with reading(full):
         mode = full.lstat().st_mode
         target = os.readlink(full) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - a Path would drop redundant parts
-        target.encode()
+        require(is_unicode(target), f"{full}: where it leads is not valid UTF-8; make the link anew")
         stays = bool(target) and link_stays_inside(path, target)
         leads_nowhere = bool(target) and not stays and not full.is_file()
-    except UnicodeEncodeError as exc:
-        raise InputError(f"{full}: where it leads is not valid UTF-8; make the link anew") from exc
-    except OSError as exc:
-        raise InputError(f"{full}: cannot be read: {exc.strerror}") from exc
     require(
         not leads_nowhere,
         f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means",
@@ -113,10 +105,8 @@ def size_of(path: Path) -> int:
     """Bytes of a file, or of all files below a directory. Raises InputError, UsageError for a URL."""
     refuse_url(path)
     entries = walk(path) if is_directory(path) else [Entry("", FILE)]
-    try:
+    with reading(path):
         return sum((path / entry.path).stat().st_size for entry in entries if entry.format == FILE)
-    except OSError as exc:
-        raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
 
 
 def kept(why: Exception | str, source: ByteRange) -> str:

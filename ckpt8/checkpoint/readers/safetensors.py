@@ -88,9 +88,12 @@ def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef
 
 def _dtype(label: str, shape: list[int], where: str) -> tuple[DType, tuple[int, ...]]:
     """The element type, and the shape as torch has it."""
-    dtype = DTYPES.get(label)
-    if dtype is None:
-        raise UnsupportedError(f"{where}: element type {shown(label)} is not known to this version of ckpt8")
+    require(
+        label in DTYPES,
+        f"{where}: element type {shown(label)} is not known to this version of ckpt8",
+        UnsupportedError,
+    )
+    dtype = DTYPES[label]
     packed = 2 if dtype is DType.FLOAT4_E2M1FN_X2 else 1
     require(
         packed == 1 or (shape and not shape[-1] % packed),

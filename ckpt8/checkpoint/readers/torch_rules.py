@@ -346,20 +346,15 @@ _SCHEMES = (
     *("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"),
     "per_channel_affine_float_qparams",
 )
-_REBUILD = (
-    *("tensor", "tensor_v2", "tensor_v3", "parameter", "parameter_with_state", "qtensor", "sparse_tensor"),
-    *("nested_tensor", "wrapper_subclass", "meta_tensor_no_storage"),
-    *("device_tensor_from_cpu_tensor", "device_tensor_from_numpy"),
-)
 
 ALLOWED = frozenset(
     {
         *("_codecs.encode", "builtins.bytearray", "builtins.complex", "builtins.set"),
         *("collections.Counter", "collections.OrderedDict"),
-        *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter"),
+        *TENSOR_MAKERS,
+        *("torch.Size", "torch.Tensor", "torch.device"),
         *("torch.storage.TypedStorage", "torch.storage.UntypedStorage"),
-        *("torch._tensor._rebuild_from_type_v2", "torch.serialization._get_layout"),
-        *(f"torch._utils._rebuild_{name}" for name in _REBUILD),
+        "torch.serialization._get_layout",
         *(f"torch.{name}" for name in ("bool", *_FLOATS, *_QUANTISED, *_SCHEMES)),
         *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in (*range(1, 9), 16, 32, 64)),
         *(f"torch.{place}{kind}Storage" for place in ("", "cuda.") for kind in _STORED),

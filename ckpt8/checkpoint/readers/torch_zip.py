@@ -246,8 +246,7 @@ def _parse_directory(file: SourceFile, data: bytes, offset: int) -> Iterator[_Ce
         end = extra_at + extra_length + comment_length
         require(end <= len(data), f"{file.source}: damaged zip file: a directory entry reaches past its end")
         sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
-        if sizes is None or disk:
-            raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
+        require(sizes and not disk, f"{file.source}: damaged zip file: a directory entry has no valid sizes")
         is_bare = not (made_by or internal or external or comment_length)
         yield _Central(
             offset + at + 16,
@@ -263,8 +262,8 @@ def _parse_directory(file: SourceFile, data: bytes, offset: int) -> Iterator[_Ce
         number, at = number + 1, end
 
 
-def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
-    """``values``, the saturated ones from the zip64 extra field in order; None when it lacks one of them."""
+def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
+    """``values``, the saturated ones from the zip64 extra field in order; none at all when it lacks one of them."""
     at, needed = 0, values.count(_SATURATED)
     while needed and at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -272,7 +271,7 @@ def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
             wide = iter(struct.unpack_from(f"<{needed}Q", extra, at + 4))
             return tuple(next(wide) if value == _SATURATED else value for value in values)
         at += 4 + length
-    return None if needed else values
+    return () if needed else values
 
 
 def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
@@ -307,8 +306,7 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
     sizes, true_sizes = (size, compressed), (record.size, record.compressed_size)
     if shared[0] & _HAS_DESCRIPTOR:
         descriptor = _find_descriptor(ahead, record, end, limit)
-        if descriptor is None:
-            raise InputError(mismatch)
+        require(descriptor, mismatch)
         crc_fields.append(descriptor[0])
         end = descriptor[1]
         # With a descriptor the local header may leave its fields empty, but a value that it states must be true.
@@ -333,15 +331,15 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
     ), by_torch
 
 
-def _find_descriptor(ahead: _ReadAhead, record: _Central, at: int, limit: int) -> tuple[int, int] | None:
-    """The offsets of the CRC and of the end of the data descriptor at ``at``; None where there is none."""
+def _find_descriptor(ahead: _ReadAhead, record: _Central, at: int, limit: int) -> tuple[int, ...]:
+    """The offsets of the CRC and of the end of the data descriptor at ``at``; none where there is none."""
     tail = ahead.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
     wanted = (record.crc32, record.compressed_size, record.size)
     for crc_at, layout in _DESCRIPTORS:
         fields = layout.unpack_from(tail) if layout.size <= len(tail) else ()
         if fields[-3:] == wanted and fields[:-3] in ((), (b"PK\x07\x08",)):
             return at + crc_at, at + layout.size
-    return None
+    return ()
 
 
 def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
@@ -349,9 +347,9 @@ def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
     names: set[str] = set()
     end = 0
     for entry in entries:
-        if entry.header_offset < end or entry.name in names:
-            what = "overlaps the one before it" if entry.header_offset < end else "is listed twice"
-            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} {what}")
+        where = f"{file.source}: damaged zip file: record {entry.name!r}"
+        require(entry.header_offset >= end, f"{where} overlaps the one before it")
+        require(entry.name not in names, f"{where} is listed twice")
         names.add(entry.name)
         end = entry.end
 
@@ -455,9 +453,11 @@ def _storages(file: SourceFile, table: StorageTable, records: Mapping[str, ZipEn
     """The storages that the pickle names, in the order of the file. Raises InputError where one is missing."""
     storages = []
     for key in table.declared:
-        entry = records.get(f"data/{key}")
-        if entry is None:
-            raise InputError(f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file")
+        require(
+            f"data/{key}" in records,
+            f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file",
+        )
+        entry = records[f"data/{key}"]
         _require_stored(file, entry)
         stated = (entry.crc32, entry.crc_fields) if entry.crc32 or not entry.size else ()
         storages.append(StorageInfo(key, table.dtype_for(key, entry.size), entry.data_offset, entry.size, *stated))

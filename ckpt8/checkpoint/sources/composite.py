@@ -20,8 +20,8 @@ from ckpt8.core.errors import require
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import assign, rows
 
-PIECE = 8 * FRAME
-"""Elements to read at once: the copy needs 32 MiB of memory for float32."""
+BLOCK = 8 * FRAME
+"""Elements to read and write at once, a multiple of every group and tile: 32 MiB of float32."""
 
 
 class Fill(NamedTuple):
@@ -52,7 +52,7 @@ class Streamer:
     def values(self, ref: TensorRef) -> Iterator[tuple[int, torch.Tensor]]:
         """The elements of ``ref`` as float32, flat, in the order of its dimensions: the start of a piece and the piece.
 
-        A piece starts at a multiple of PIECE and is valid until the next.
+        A piece starts at a multiple of BLOCK and is valid until the next.
         """
         if ref.is_contiguous:
             for start, stop in _pieces(0, ref.numel):
@@ -98,7 +98,7 @@ class Streamer:
     def _copy_strided(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Copy a tensor with overlaps or gaps: cut it along the longest stride until its parts span few elements."""
         dims = [dim for dim, n in enumerate(ref.shape) if n > 1]
-        if ref.span <= PIECE or not dims:
+        if ref.span <= BLOCK or not dims:
             target.copy_(self._read(ref, ref.offset, ref.span).as_strided(ref.shape, ref.stride))
             return
         dim = max(dims, key=lambda dim: ref.stride[dim])
@@ -119,9 +119,9 @@ class Streamer:
 
 
 def _pieces(start: int, stop: int) -> Iterable[tuple[int, int]]:
-    """``start`` to ``stop`` cut at multiples of PIECE, so that frames are read whole."""
+    """``start`` to ``stop`` cut at multiples of BLOCK, so that frames are read whole."""
     while start < stop:
-        end = min(stop, (start // PIECE + 1) * PIECE)
+        end = min(stop, (start // BLOCK + 1) * BLOCK)
         yield start, end
         start = end
 
@@ -130,22 +130,21 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-BLOCK = 8 * FRAME
-"""Elements to read and write at once, a multiple of every group and tile: 32 MiB of float32."""
-
-
 Read = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes at an offset, where an element begins. Raises InputError."""
 
 
 class Composite:
-    """A Checkpoint of regions. ``label`` names the source in messages; the caller sets ``tree``."""
+    """A Checkpoint of regions. ``label`` names the source in messages; the caller sets ``tree``.
+
+    ``places`` are the storages by key, in the order of their addresses.
+    """
 
     def __init__(self, label: str) -> None:
         self.label, self.format, self.size = label, "composite", 0
         self.tree: Any = None
         self._regions: list[tuple[int, Read]] = []
-        self._places: dict[str, StorageInfo] = {}
+        self.places: dict[str, StorageInfo] = {}
         self._adopted: list[Checkpoint] = []
         self._streamer: tuple[int, Streamer] | None = None
 
@@ -156,10 +155,10 @@ class Composite:
         """
         if key is None:
             key = f"computed/{len(self._regions)}"
-            while key in self._places:
+            while key in self.places:
                 key += "'"
-        require(key not in self._places, f"{self.label}: has two storages of the name {key[:60]!r}")
-        self._places[key] = StorageInfo(key, dtype, self.size, nbytes)
+        require(key not in self.places, f"{self.label}: has two storages of the name {key[:60]!r}")
+        self.places[key] = StorageInfo(key, dtype, self.size, nbytes)
         self._regions.append((self.size, read))
         # An empty region has an address too, so that no two begin at the same.
         self.size += max(nbytes, 1)
@@ -183,14 +182,7 @@ class Composite:
     @property
     def storages(self) -> Sequence[StorageInfo]:
         """The storages in the order of their addresses."""
-        return list(self._places.values())
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._places
-
-    def storage(self, key: str) -> StorageInfo:
-        """Where the region of that key is."""
-        return self._places[key]
+        return list(self.places.values())
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the region at the address ``offset``. Raises InputError."""
@@ -209,15 +201,15 @@ class Composite:
         """
         if ref.is_contiguous:
             content = host_bytes((stop - start) * ref.dtype.itemsize)
-            place = self._places[ref.key].offset + (ref.offset + start) * ref.dtype.itemsize
+            place = self.places[ref.key].offset + (ref.offset + start) * ref.dtype.itemsize
             self.read_into(place, bytes_of(content))
             values = content.view(ref.dtype.torch)
         else:
             # A tensor without memory shows the offsets, shapes and strides of the rows.
             whole = torch.empty(ref.offset + ref.span, dtype=torch.uint8, device="meta")
             whole, copied = whole.as_strided(ref.shape, ref.stride, ref.offset), []
-            if self._streamer is None or self._streamer[0] != len(self._places):
-                self._streamer = len(self._places), Streamer(self)
+            if self._streamer is None or self._streamer[0] != len(self.places):
+                self._streamer = len(self.places), Streamer(self)
             for part in rows(whole, start, stop):
                 copied.append(torch.empty(part.shape, dtype=ref.dtype.torch, device="cpu"))
                 shape, stride = tuple(part.shape), part.stride()
@@ -235,7 +227,7 @@ class Composite:
     def check_extent(self, name: str, ref: TensorRef) -> None:
         """Raise InputError for a tensor that repeats elements of its storage: a few bytes could fill a disk."""
         require(
-            ref.nbytes <= max(self._places[ref.key].nbytes, FRAME),
+            ref.nbytes <= max(self.places[ref.key].nbytes, FRAME),
             f"{self.label}: {name}: has more elements than are stored (it was expanded)",
         )
 
@@ -246,11 +238,6 @@ def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> I
     for start in range(0, count, block):
         stop = min(start + block, count)
         yield first + start, first + stop, buffer[start * itemsize : stop * itemsize]
-
-
-def put(values: torch.Tensor, buffer: memoryview) -> None:
-    """Copy the bytes of flat, contiguous ``values`` into ``buffer``, which has their length."""
-    buffer[:] = bytes_of(values)
 
 
 def add_prefix(node: Any, prefix: str) -> Any:
@@ -292,6 +279,6 @@ def computed(
 
     def read(offset: int, buffer: memoryview) -> None:
         for start, stop, place in cut(offset, buffer, dtype.itemsize, block):
-            put(compute(start, stop), place)
+            place[:] = bytes_of(compute(start, stop))
 
     return TensorRef.whole(data.add(read, prod(shape) * dtype.itemsize, dtype), dtype, shape)

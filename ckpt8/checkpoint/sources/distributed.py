@@ -262,8 +262,8 @@ def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
 _NO_FILE = "__0_0.ckpt8"
 """The file that stands for those of a checkpoint that has none, as all of its tensors are without elements."""
 
-_OPEN_FILES = 4
-"""Containers that are open for decoding at a time; each keeps a decoded chunk."""
+OPEN_FILES = 4
+"""Containers, or members of one, that are open for decoding at a time; each keeps a decoded chunk."""
 
 
 class ShardedFiles:
@@ -271,7 +271,7 @@ class ShardedFiles:
 
     def __init__(self, joined: JoinedReader, workers: Workers) -> None:
         self._joined = joined
-        self._member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, member=0, workers=workers))
+        self._member_file = lru_cache(OPEN_FILES)(partial(MemberFile, member=0, workers=workers))
         self._sources = {reader.path.name: self._source(reader) for reader in joined.readers}
         self._offsets = {
             reader.path.name: {storage: offset for offset, storage in reader.manifest.members[0].segments}
@@ -336,10 +336,9 @@ class ShardedFiles:
         return torch_zip.read(self._window(name, place))
 
     def _offset(self, file: str, record: TensorRecord) -> int:
-        offset = self._offsets[file].get(record.storage)
-        if offset is None:
-            raise InputError(f"{self._joined.path / file}: {shown(record.name)}: is in no file of the container")
-        return offset
+        offsets, where = self._offsets[file], f"{self._joined.path / file}: {shown(record.name)}"
+        require(record.storage in offsets, f"{where}: is in no file of the container")
+        return offsets[record.storage]
 
     def _window(self, name: str, place: Place) -> Window:
         """The bytes of a value that torch.save wrote."""

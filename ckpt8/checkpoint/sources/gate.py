@@ -28,7 +28,7 @@ from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.container.member_file import MemberFile
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, SourceFile, reading
 from ckpt8.core.text import listed
 
 
@@ -107,15 +107,13 @@ class _Stream(SourceFile):
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset``. Raises InputError."""
-        try:
+        with reading(self.source):
             self._file.seek(offset)
             while buffer:
                 content = self._file.read(len(buffer))
                 require(content, f"{self.source}: ends at byte {self.source.length}, needed more")
                 buffer[: len(content)] = content
                 buffer = buffer[len(content) :]
-        except OSError as exc:
-            raise InputError(f"{self.source}: cannot be read: {exc.strerror}") from exc
 
     def check_unchanged(self) -> None:
         """Nothing to check: the caller has the file."""

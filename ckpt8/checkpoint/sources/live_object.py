@@ -10,7 +10,7 @@ import errno
 import pickle
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,7 +105,9 @@ def live_checkpoint(obj: object, name: str, made: Mapping[int, Read] | None = No
             return
         with open_checkpoint(path) as skeleton:
             try:
-                _wait_for(storages.values())
+                # Other threads read the storages, each on a stream of its own: wait for what the caller has queued.
+                for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
+                    torch.cuda.current_stream(device).synchronize()
                 places = with_crc_fields(skeleton)
                 yield LiveCheckpoint(
                     skeleton.format, skeleton.file, places, skeleton.tree, memory=storages, made=made or {}
@@ -113,12 +115,6 @@ def live_checkpoint(obj: object, name: str, made: Mapping[int, Read] | None = No
             finally:
                 # A reference to the checkpoint, kept for its structure, must not keep the caller's memory.
                 storages.clear()
-
-
-def _wait_for(storages: Iterable[torch.UntypedStorage]) -> None:
-    """Wait for what the caller has queued on GPUs: other threads read the storages, each on a stream of its own."""
-    for device in {storage.device for storage in storages if storage.device.type == "cuda"}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 @contextmanager

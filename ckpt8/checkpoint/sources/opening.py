@@ -14,7 +14,7 @@ from ckpt8.checkpoint.readers.directory import Choice, open_directory, open_dist
 from ckpt8.checkpoint.readers.entries import DirectoryMember, Entry, directory_name, is_directory, refuse_share, walk
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
-from ckpt8.checkpoint.sources.distributed import ShardedFiles, tree_of
+from ckpt8.checkpoint.sources.distributed import OPEN_FILES, ShardedFiles, tree_of
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo
 from ckpt8.container.decoding import check_frames
@@ -27,9 +27,6 @@ from ckpt8.container.sharded import find_sharded
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, crc32
 from ckpt8.core.workers import Workers
-
-_OPEN_FILES = 4
-"""Members of a container that are open at a time; each keeps a decoded chunk."""
 
 _BLOCK = 1 << 22
 
@@ -71,7 +68,7 @@ def open_source(
 
 def stored_bundle(reader: ContainerReader, workers: Workers, *, decode: bool = True) -> Bundle:
     """The files in a container as a source, see ``open_source``. Raises InputError."""
-    member_file = lru_cache(_OPEN_FILES)(partial(MemberFile, reader, workers=workers))
+    member_file = lru_cache(OPEN_FILES)(partial(MemberFile, reader, workers=workers))
     records = reader.manifest.members
     stored = {record.path: index for index, record in enumerate(records) if record.format not in (SYMLINK, DIRECTORY)}
 

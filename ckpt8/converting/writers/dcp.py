@@ -172,7 +172,7 @@ def _plan(hollow: Hollow) -> tuple[list[tuple[MetadataIndex, Any]], Metadata]:
 
 def _alone(data: Composite, ref: TensorRef) -> TensorRef:
     """A tensor in a storage that holds nothing else."""
-    is_whole = not ref.offset and data.storage(ref.key).nbytes == ref.nbytes and ref.is_contiguous
+    is_whole = not ref.offset and data.places[ref.key].nbytes == ref.nbytes and ref.is_contiguous
     is_alone = is_whole and not (ref.conj or ref.neg)
     return ref if is_alone else computed(data, ref.dtype, ref.shape, partial(data.elements, ref))
 

@@ -111,7 +111,7 @@ class Hollow(RestBuilder):
 
     def _load(self, key: str) -> torch.Tensor:
         if key not in self._loaded:
-            storage = self.data.storage(key)
+            storage = self.data.places[key]
             flat = self._loaded[key] = _reserved(storage.nbytes)
             self.made[flat.data_ptr()] = partial(_read, self.data, storage.offset)
             self.nbytes += storage.nbytes

@@ -113,7 +113,7 @@ def same_values(one, other):
 @pytest.mark.parametrize("piece", [1, 7, 64, 1 << 20])
 @pytest.mark.parametrize("name", ["views.pt", "gpt_came.pt"])
 def test_copies_of_any_stride_into_any_stride(inputs, monkeypatch, name, piece):
-    monkeypatch.setattr(streaming, "PIECE", piece)
+    monkeypatch.setattr(streaming, "BLOCK", piece)
     with open_checkpoint(inputs / name) as checkpoint:
         streamer, builder = Streamer(checkpoint), RestBuilder(checkpoint)
         refs = [ref for _, ref in iter_leaves(checkpoint.tree) if isinstance(ref, TensorRef)]
