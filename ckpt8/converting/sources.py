@@ -211,11 +211,9 @@ def _merged(shards: Sequence[DirectoryMember], data: Composite) -> dict[str, Any
     merged: dict[str, Any] = {}
     for member in shards:
         tree = member.checkpoint.tree
-        if not is_bare_state_dict(tree):
-            raise InputError(f"{data.label}: {member.path} is not a state dict of a model")
+        require(is_bare_state_dict(tree), f"{data.label}: {member.path} is not a state dict of a model")
         for name, value in adopt_member(data, member, tree).items():
-            if name in merged:
-                raise InputError(f"{data.label}: {name!r} is in two files of weights; choose one with --member")
+            require(name not in merged, f"{data.label}: {name!r} is in two files of weights; choose one with --member")
             merged[name] = value
     return merged
 

@@ -24,7 +24,7 @@ from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded, refuse_directory
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import UsageError, require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
 from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress, Workers
@@ -205,17 +205,20 @@ def _join_loaded(
 
     def join(parameter: SavedParameter, key: str, codec: Codec) -> tuple[str, torch.Tensor]:
         where = f"{label}: {parameter.name}"
-        if parameter.weight is None:
-            raise UsageError(f"{where}: which weight it completes is unknown: {parameter.unpaired}; leave out unpack")
+        require(
+            parameter.weight is not None,
+            f"{where}: which weight it completes is unknown: {parameter.unpaired}; leave out unpack",
+            UsageError,
+        )
         name = next(own for own, ref in saved.items() if ref is parameter.weight)
         weight = model[name]
-        if weight.is_meta:
-            raise UsageError(f"{where}: cannot be unpacked on the meta device")
+        require(not weight.is_meta, f"{where}: cannot be unpacked on the meta device", UsageError)
         expected = weight_checks(parameter.group).get(parameter.identifier)
-        if weight.element_size() != 2 or expected != weight_check(weight):
-            raise UsageError(
-                f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack"
-            )
+        require(
+            weight.element_size() == 2 and expected == weight_check(weight),
+            f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack",
+            UsageError,
+        )
         return name, join_weight(weight, states[id(parameter.state)][key], codec)
 
     def is_copy(name: str, other: str) -> bool:
@@ -251,10 +254,11 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
         for _, parent, key in places[id(candidate.node)]:
             if parent is None:
                 return plain
-            if isinstance(parent, tuple):
-                raise UsageError(
-                    f"{where}: {candidate.path} lies in a tuple, which cannot be changed; leave out unpack"
-                )
+            require(
+                not isinstance(parent, tuple),
+                f"{where}: {candidate.path} lies in a tuple, which cannot be changed; leave out unpack",
+                UsageError,
+            )
             parent[key] = plain
     return obj
 

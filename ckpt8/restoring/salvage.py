@@ -40,7 +40,7 @@ from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord, TensorRecord, original_name
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import Ckpt8Error, InputError, OutputError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, require
 from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Check, Guard, default_path, refuse_source, write_at
 from ckpt8.core.files.source_file import combine, crc32
 from ckpt8.core.tensors import DType
@@ -188,8 +188,9 @@ def restored_path(source: Path, manifest: Manifest) -> Path:
     alike = TORCH if suffix.lower() in TORCH else (SAFETENSORS,)
     if manifest.directory is None and Path(name).suffix.lower() not in alike:
         name += suffix
-    if not is_plain_name(name):
-        raise OutputError(f"{source}: its name leaves none for the directory in it; give one with -o")
+    require(
+        is_plain_name(name), f"{source}: its name leaves none for the directory in it; give one with -o", OutputError
+    )
     return default_path(source.with_name(name))
 
 
@@ -400,12 +401,13 @@ class _Salvaging:
     def write_file(self, check: Check, *, force: bool) -> None:
         """Write the only member. Raises InputError if nothing of it is intact."""
         (member,) = self._manifest.members
-        if self._states[0] == LOST:
-            raise InputError(f"{self._reader.path}: its file is damaged and no checkpoint; nothing can be recovered")
+        require(
+            self._states[0] != LOST,
+            f"{self._reader.path}: its file is damaged and no checkpoint; nothing can be recovered",
+        )
         if self._states[0] == TENSORS:
             tensors = self._open_tensor_file(0, "")
-            if not tensors.names:
-                raise InputError(f"{self._reader.path}: no tensor is intact; nothing can be recovered")
+            require(tensors.names, f"{self._reader.path}: no tensor is intact; nothing can be recovered")
             # The user did not give this name, so it replaces checkpoints only.
             self._result.path = default_path(self._result.path.with_name(self._result.path.name + SAFETENSORS))
             check = checkpoint_file

@@ -31,7 +31,7 @@ from ckpt8.checkpoint.sources.distributed import ShardedFiles
 from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.container.joined import JoinedReader
 from ckpt8.container.sharded import INDEX, Place, ShardedIndex, Slice
-from ckpt8.core.errors import UnsupportedError, UsageError
+from ckpt8.core.errors import UnsupportedError, UsageError, require
 from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source, write_at
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Progress, Workers
@@ -155,8 +155,11 @@ def _metadata_of(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo])
 
 def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
     """The state dict that was saved, nested as it was. Raises InputError, UsageError, and UnsupportedError."""
-    if not isinstance(map_location, (type(None), str, torch.device)):
-        raise UsageError(f"{source}: is loaded tensor by tensor and takes a device for map_location")
+    require(
+        isinstance(map_location, (type(None), str, torch.device)),
+        f"{source}: is loaded tensor by tensor and takes a device for map_location",
+        UsageError,
+    )
     values: dict[str, Any] = {}
     with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
         files, index = ShardedFiles(joined, workers), joined.index

@@ -23,8 +23,6 @@ found = {"bytes": report.bytes}
 @pytest.fixture(scope="module")
 def runs(scratch):
     """600 MB of weights and state; the weights stand transposed in memory in one of the layers."""
-    folder = scratch
-    found = {}
     for name, make, dtype in (("plain", torch.optim.AdamW, None), ("packed", ckpt8.optim.AdamW, torch.bfloat16)):
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(dtype)
         optimizer = make(model.parameters())
@@ -34,44 +32,39 @@ def runs(scratch):
         state = model.state_dict()
         if name == "plain":
             state["1.weight"] = state["1.weight"].t().contiguous().t()
-        found[name] = folder / f"{name}.pt"
-        torch.save({"model": state, "optimizer": optimizer.state_dict()}, found[name])
-    found["plain.ckpt8"] = folder / "plain.ckpt8"
-    ckpt8.compress(found["plain"], found["plain.ckpt8"], stats=False)
-    ckpt8.convert(found["plain"], folder / "trainer", to="trainer")
-    found["trainer"] = folder / "trainer"
-    ckpt8.convert(found["plain"], folder / "whole", to="dcp")
-    found["whole"] = folder / "whole"
+        torch.save({"model": state, "optimizer": optimizer.state_dict()}, scratch / f"{name}.pt")
+    ckpt8.compress(scratch / "plain.pt", stats=False)
+    ckpt8.convert(scratch / "plain.pt", scratch / "trainer", to="trainer")
+    ckpt8.convert(scratch / "plain.pt", scratch / "whole", to="dcp")
     wide = torch.randn(WIDTH, 3 * WIDTH)
     boxes = [((0, k * WIDTH // 2), (WIDTH, WIDTH // 2)) for k in range(6)]
-    found["columns"] = save_in_pieces({f"{k}.weight": (wide, boxes) for k in range(4)}, folder / "columns")
-    ckpt8.compress(found["columns"], folder / "columns.ckpt8", stats=False)
-    found["columns.ckpt8"] = folder / "columns.ckpt8"
-    return found
+    save_in_pieces({f"{k}.weight": (wide, boxes) for k in range(4)}, scratch / "columns")
+    ckpt8.compress(scratch / "columns", stats=False)
+    return scratch
 
 
 @pytest.mark.parametrize(
     ("source", "to", "dtype", "least"),
     [
-        ("plain", "torch", "float16", 5e8),
-        ("plain", "safetensors", "", 1e8),
+        ("plain.pt", "torch", "float16", 5e8),
+        ("plain.pt", "safetensors", "", 1e8),
         ("plain.ckpt8", "torch", "", 6e8),
         ("plain.ckpt8", "safetensors", "", 1e8),
         ("plain.ckpt8", "flashoptim", "", 2e8),
-        ("packed", "trainer", "", 6e8),
+        ("packed.pt", "trainer", "", 6e8),
         ("trainer", "torch", "", 6e8),
-        ("plain", "dcp", "", 6e8),
-        ("packed", "dcp", "", 6e8),
+        ("plain.pt", "dcp", "", 6e8),
+        ("packed.pt", "dcp", "", 6e8),
         ("whole", "torch", "", 6e8),
         ("columns", "torch", "", 6e8),
         ("columns.ckpt8", "dcp", "bfloat16", 3e8),
-        ("plain", "compressed-tensors", "float8_e4m3fn", 5e7),
+        ("plain.pt", "compressed-tensors", "float8_e4m3fn", 5e7),
         ("plain.ckpt8", "compressed-tensors", "int8", 5e7),
-        ("packed", "compressed-tensors", "int8", 5e7),
+        ("packed.pt", "compressed-tensors", "int8", 5e7),
         ("columns.ckpt8", "compressed-tensors", "float8_e4m3fn", 1e8),
     ],
 )
 def test_memory_is_bounded(source, to, dtype, least, runs, tmp_path):
-    found = run_measured(SETUP, CODE, runs[source], tmp_path / "out", to, dtype)
+    found = run_measured(SETUP, CODE, runs / source, tmp_path / "out", to, dtype)
     assert found["bytes"] > least
     assert found["extra"] < BOUND

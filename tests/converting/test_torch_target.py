@@ -226,14 +226,6 @@ def test_the_cast_is_exact_for_all_magnitudes(preset, tmp_path):
     assert_same(load_file(tmp_path / "x.safetensors"), {"weight": weight.bfloat16()})
 
 
-def test_without_a_type_16_bit_weights_stay(tmp_path):
-    types = {"a": torch.bfloat16, "b": torch.half, "c": torch.float, "d": torch.double}
-    weights = {name: torch.randn(8).to(dtype) for name, dtype in types.items()}
-    save_file(weights, tmp_path / "in.safetensors")
-    ckpt8.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors")
-    assert_same(load_file(tmp_path / "out.safetensors"), {**weights, "c": weights["c"].bfloat16()})
-
-
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
 def test_names_of_wrappers_are_taken_away(prefix, run, tmp_path):
     state = {prefix + name: tensor for name, tensor in run[0].state_dict().items()}
@@ -312,14 +304,19 @@ def test_shards_become_one_file(run, tmp_path):
             ckpt8.convert(folder, tmp_path / "y.safetensors")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+SOURCES = [torch.float32, torch.bfloat16, torch.float16]
+TYPES = [(source, dtype) for source in SOURCES for dtype in (None, "float32", "bfloat16", "float16")]
+
+
+@pytest.mark.parametrize(("source", "dtype"), [*TYPES, (torch.float64, None)])
 def test_every_type_to_every_type(source, dtype, tmp_path):
+    """Without a type fp32 becomes bf16, and other types stay."""
     weights = {"a.weight": torch.randn(70, 50).to(source), "b.inv_freq": torch.randn(4), "c": torch.arange(3)}
     save_file(weights, tmp_path / "in.safetensors")
     ckpt8.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype=dtype)
-    expected = {**weights, "a.weight": weights["a.weight"].to(getattr(torch, dtype))}
-    assert_same(load_file(tmp_path / "out.safetensors"), expected)
+    kept = torch.bfloat16 if source is torch.float32 else source
+    wanted = kept if dtype is None else getattr(torch, dtype)
+    assert_same(load_file(tmp_path / "out.safetensors"), {**weights, "a.weight": weights["a.weight"].to(wanted)})
 
 
 @pytest.mark.slow

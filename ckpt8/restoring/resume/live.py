@@ -22,7 +22,7 @@ from ckpt8.checkpoint.meaning.state_dicts import CHECKS, Candidate
 from ckpt8.checkpoint.sources.composite import Fill, Streamer
 from ckpt8.checkpoint.sources.objects import ValueBuilder
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.core.errors import ResumeError
+from ckpt8.core.errors import ResumeError, require
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 from ckpt8.optim.known_optimizers import setting_names
@@ -270,8 +270,11 @@ def map_parameters(saved: Sequence[Saved], optimizer: Optimizer, model: nn.Modul
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if names_there and all(id(parameter) in names_here for parameter in parameters):
         return _map_by_name(saved, names_there, optimizer.param_groups, names_here)
-    if any(isinstance(identifier, str) for identifier in names_there):
-        raise ResumeError("its state has parameter names, which this optimizer does not know; give model= as well")
+    require(
+        not any(isinstance(identifier, str) for identifier in names_there),
+        "its state has parameter names, which this optimizer does not know; give model= as well",
+        ResumeError,
+    )
     return _map_by_order(saved, optimizer.param_groups, names_here)
 
 
@@ -292,18 +295,22 @@ def _map_by_name(
         pairs = []
         for parameter in group["params"]:
             names = sorted({matched[name] for name in names_here[id(parameter)] if name in matched})
-            if len(names) > 1:
-                raise ResumeError(f"{listed(names)} are one tied parameter here, but several in the checkpoint")
+            require(
+                len(names) <= 1,
+                f"{listed(names)} are one tied parameter here, but several in the checkpoint",
+                ResumeError,
+            )
             if names:
                 pairs.append(Pair(parameter, identifier_of[names[0]], names[0]))
             else:
                 result.problems.append(f"{names_here[id(parameter)][0]}: is not in the optimizer of the checkpoint")
         numbers = sorted({group_of[pair.identifier] for pair in pairs})
         settings = [{key: value for key, value in saved[at].items() if key not in STRUCTURE} for at in numbers]
-        if any(own != settings[0] for own in settings):
-            raise ResumeError(
-                f"parameters of one group here belong to groups {listed(numbers)} with other hyperparameters"
-            )
+        require(
+            all(own == settings[0] for own in settings),
+            f"parameters of one group here belong to groups {listed(numbers)} with other hyperparameters",
+            ResumeError,
+        )
         result.pairs.append(GroupPair(group, saved[numbers[0]] if numbers else None, pairs))
     taken = {pair.identifier for group in result.pairs for pair in group.pairs}
     extra = (name for identifier, name in names_there.items() if identifier not in taken)
@@ -316,11 +323,12 @@ def _map_by_order(
 ) -> OptimizerPlan:
     """Pair by the running index over the groups, which means the same parameter only where the groups are equal."""
     before, now = ([len(group["params"]) for group in groups] for groups in (saved, live))
-    if before != now:
-        raise ResumeError(
-            f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names; "
-            "give this optimizer the groups of the saved one"
-        )
+    require(
+        before == now,
+        f"its parameter groups hold {before} parameters, those here hold {now}, and the file has no names; "
+        "give this optimizer the groups of the saved one",
+        ResumeError,
+    )
     decays, decays_here = ([group.get("weight_decay") for group in groups] for groups in (saved, live))
     are_numbers = all(isinstance(decay, (int, float)) for decay in (*decays, *decays_here))
     if are_numbers and decays != decays_here and sorted(decays) == sorted(decays_here):  # type: ignore[type-var]

@@ -37,7 +37,7 @@ from ckpt8.codecs import Codec, codec_from_config, config_of
 from ckpt8.codecs.base import StateKey
 from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.symbols import unpack_parts
-from ckpt8.core.errors import RefusedError, UsageError
+from ckpt8.core.errors import RefusedError, UsageError, require
 from ckpt8.core.gpu import CudaTransfer, Mark, copy_to_row, row_bytes, row_views
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Buffers, assign
@@ -202,10 +202,11 @@ class PackedPlanner:
             return
         weight = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
         self.streamer.copy(ref, weight)
-        if weight_check(weight) != expected:
-            raise UsageError(
-                "its optimizer state belongs to another weight; give the optimizer its parameters in the saved order"
-            )
+        require(
+            weight_check(weight) == expected,
+            "its optimizer state belongs to another weight; give the optimizer its parameters in the saved order",
+            UsageError,
+        )
 
     def _group(self, live: dict[str, Any], hyper: Mapping[str, Any], states: Sequence[Any]) -> dict[str, Any]:
         """The new values of the group ``live``, codecs included. Raises UsageError.
@@ -246,12 +247,14 @@ class PackedPlanner:
         self, param: torch.Tensor, saved: Any, group: dict[str, Any], hyper: Mapping[str, Any]
     ) -> Callable[[], NewState] | None:
         """A function that allocates the state of one parameter. Raises UsageError where ``saved`` does not fit."""
-        if saved is not None and not isinstance(saved, dict):
-            raise UsageError("its optimizer state is malformed")
+        require(saved is None or isinstance(saved, dict), "its optimizer state is malformed", UsageError)
         saved = {key: value for key, value in (saved or {}).items() if value is not None or key == "kahan_comp"}
         for key, value in saved.items():
-            if isinstance(value, TensorRef) and (value.conj or value.neg):
-                raise UsageError(f"{key} was saved as a conjugate or negative view, which resume does not support")
+            require(
+                not (isinstance(value, TensorRef) and (value.conj or value.neg)),
+                f"{key} was saved as a conjugate or negative view, which resume does not support",
+                UsageError,
+            )
         if not saved and self._weight_to_halve(param) is None:
             return None
         if saved and is_packed_group(hyper):
@@ -277,18 +280,27 @@ class PackedPlanner:
             raise UsageError(problem)
         for key, expected in shapes.items():
             ref = saved[key]
-            if not isinstance(ref, TensorRef) or not ref.dtype.torch.is_floating_point:
-                raise UsageError(f"{key} is not a tensor of floating-point numbers")
-            if ref.shape != expected:
-                raise UsageError(f"{key} was saved with shape {list(ref.shape)}, here it has {list(expected)}")
-        if isinstance(kahan := saved.get("kahan_comp"), TensorRef) and kahan.shape == shape != (1,):
-            raise UsageError(
-                "has a Kahan compensation, which packed state cannot keep; resume into the class that saved it"
+            require(
+                isinstance(ref, TensorRef) and ref.dtype.torch.is_floating_point,
+                f"{key} is not a tensor of floating-point numbers",
+                UsageError,
             )
-        if param.element_size() == 2 and id(param) not in self.weights:
-            raise UsageError(
-                "its residual or master comes from its weight, which is not in model=; give the model that has it"
+            require(
+                ref.shape == expected,
+                f"{key} was saved with shape {list(ref.shape)}, here it has {list(expected)}",
+                UsageError,
             )
+        kahan = saved.get("kahan_comp")
+        require(
+            not isinstance(kahan, TensorRef) or kahan.shape != shape or shape == (1,),
+            "has a Kahan compensation, which packed state cannot keep; resume into the class that saved it",
+            UsageError,
+        )
+        require(
+            param.element_size() != 2 or id(param) in self.weights,
+            "its residual or master comes from its weight, which is not in model=; give the model that has it",
+            UsageError,
+        )
 
     def _copy_state(self, param: torch.Tensor, saved: Mapping[str, TensorRef], group: dict[str, Any]) -> NewState:
         """New state, to be copied from saved state of the same layout."""

@@ -32,7 +32,7 @@ from ckpt8.checkpoint.meaning.state_dicts import Candidate, is_packed_group
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.objects import ValueBuilder, is_plain
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, is_dense
-from ckpt8.core.errors import ResumeError
+from ckpt8.core.errors import ResumeError, require
 from ckpt8.core.tensors import contiguous_stride
 from ckpt8.core.text import listed
 from ckpt8.optim.cards import Card, Published, Shape
@@ -116,8 +116,7 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     """
     value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
-    if not is_number or value != int(value):
-        raise ResumeError(f"{pair.name}: its step is not a whole number")
+    require(is_number and value == int(value), f"{pair.name}: its step is not a whole number", ResumeError)
     if layout.published.step == "int":
         return int(value)
     if layout.published.step != "tensor":
@@ -125,8 +124,7 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     wide = isinstance(step, torch.Tensor) and step.dtype == torch.float64
     device = pair.parameter.device if group.get("capturable") or group.get("fused") else "cpu"
     made = torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32, device=device)
-    if made.item() != value:
-        raise ResumeError(f"{pair.name}: step {value} cannot be held exactly by a float32")
+    require(made.item() == value, f"{pair.name}: step {value} cannot be held exactly by a float32", ResumeError)
     return made
 
 
@@ -354,10 +352,12 @@ def plan_optimizer(
     """
     node, live = candidate.node, optimizer.param_groups
     saved = node["param_groups"]
-    if not all(isinstance(group, dict) for group in saved):
-        raise ResumeError("its parameter groups are malformed")
-    if packed is None and any(is_packed_group(group) for group in saved):
-        raise ResumeError("is of ckpt8.optim; ckpt8.load(path, unpack=True) gives its state unpacked")
+    require(all(isinstance(group, dict) for group in saved), "its parameter groups are malformed", ResumeError)
+    require(
+        packed is not None or not any(is_packed_group(group) for group in saved),
+        "is of ckpt8.optim; ckpt8.load(path, unpack=True) gives its state unpacked",
+        ResumeError,
+    )
     # Groups may have settings of their own: Muon steps some of them with Adam.
     settings = {key: value for group in reversed(live) for key, value in group.items()}
     for group in saved:

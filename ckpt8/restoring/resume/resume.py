@@ -31,7 +31,7 @@ from ckpt8.checkpoint.sources.objects import RestBuilder, ValueBuilder
 from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import is_average
-from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
+from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError, require
 from ckpt8.core.public import checked, described
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import optimizer as optimizers
@@ -68,8 +68,7 @@ class Given(Generic[T]):
 def _given(what: str, value: Any, at: Paths, check: Callable[[str, Any], set[int]]) -> Given[Any]:
     """The objects of an argument. ``check`` returns the ``id`` of what makes one, and raises UsageError for another."""
     if value is None:
-        if at is not None:
-            raise UsageError(f"resume: {what}_at is given, and {what} is not")
+        require(at is None, f"resume: {what}_at is given, and {what} is not", UsageError)
         return Given(what, [], [], [])
     if not isinstance(value, (list, tuple, Mapping)):
         check(what, value)
@@ -85,8 +84,7 @@ def _given(what: str, value: Any, at: Paths, check: Callable[[str, Any], set[int
         if is_state_dict or not all(isinstance(key, str) for key in keys):
             kind = "a state dict" if is_state_dict else "a dict whose keys are no texts"
             raise UsageError(f"resume: {what} is {kind}; give the live {what} itself, or a dict of several by name")
-    if not objects:
-        raise UsageError(f"resume: {what} is an empty {type(value).__name__}; leave it out, or give a {what}")
+    require(objects, f"resume: {what} is an empty {type(value).__name__}; leave it out, or give a {what}", UsageError)
     labels = [f"{what}[{key!r}]" for key in (keys or range(len(objects)))]
     owned = [check(label, obj) for label, obj in zip(labels, objects, strict=True)]
     for place, mine in enumerate(owned):
@@ -111,8 +109,11 @@ def _paths(what: str, at: Any, keys: list[str] | None, count: int) -> list[str |
 
 
 def _check_model(label: str, value: Any) -> set[int]:
-    if not isinstance(value, nn.Module):
-        raise UsageError(f"resume: {label} is {described(value)}; give a torch.nn.Module, or a list or dict of several")
+    require(
+        isinstance(value, nn.Module),
+        f"resume: {label} is {described(value)}; give a torch.nn.Module, or a list or dict of several",
+        UsageError,
+    )
     tensors = [*value.parameters(), *value.buffers()]
     wrapped = any(type(part).__name__ == _FSDP for part in value.modules())
     _refuse_sharded(label, [_FSDP] if wrapped else [type(part).__name__ for part in tensors])
@@ -121,10 +122,11 @@ def _check_model(label: str, value: Any) -> set[int]:
 
 def _check_optimizer(label: str, value: Any) -> set[int]:
     takes_state = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-    if isinstance(value, (type, nn.Module)) or not (isinstance(value, Optimizer) or takes_state):
-        raise UsageError(
-            f"resume: {label} is {described(value)}; give an optimizer of torch, or a list or dict of several"
-        )
+    require(
+        not isinstance(value, (type, nn.Module)) and (isinstance(value, Optimizer) or takes_state),
+        f"resume: {label} is {described(value)}; give an optimizer of torch, or a list or dict of several",
+        UsageError,
+    )
     groups = getattr(value, "param_groups", None) or ()
     _refuse_sharded(label, (type(identifier).__name__ for group in groups for identifier in group["params"]))
     return {id(unwrapped(value))}
@@ -133,12 +135,13 @@ def _check_optimizer(label: str, value: Any) -> set[int]:
 def _refuse_sharded(label: str, kinds: Iterable[str]) -> None:
     """Raise UsageError where one of the tensors, or the module around them, is a part of what several ranks have."""
     sharded = next((kind for kind in kinds if kind in _SHARDED), None)
-    if sharded is not None:
-        raise UsageError(
-            f"resume: {label} is shared by several processes ({sharded}), and resume fills what one process has whole; "
-            "load a packed directory with torch.distributed.checkpoint.load and Ckpt8StorageReader, then "
-            "set_state_dict"
-        )
+    require(
+        sharded is None,
+        f"resume: {label} is shared by several processes ({sharded}), and resume fills what one process has whole; "
+        "load a packed directory with torch.distributed.checkpoint.load and Ckpt8StorageReader, then "
+        "set_state_dict",
+        UsageError,
+    )
 
 
 _SHOWN = 10
@@ -458,8 +461,7 @@ class _Plan:
 
     def _choose_model(self, model: nn.Module, saved: list[Candidate], at: str | None) -> Candidate:
         candidates = candidates_at(self._source.path, saved, at, "model_at")
-        if not candidates:
-            raise UsageError(f"{self._source.path}: holds no model state dict")
+        require(candidates, f"{self._source.path}: holds no model state dict", UsageError)
         fitting = fitting_models(candidates, model)
         if len(fitting) > 1:
             fitting = [candidate for candidate in fitting if not is_average(candidate.path)] or fitting
@@ -518,8 +520,7 @@ class _Plan:
 
 def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candidate:
     """The only candidate, or the only one that fits a single optimizer best. Raises UsageError."""
-    if not candidates:
-        raise UsageError(f"{path}: holds no optimizer state")
+    require(candidates, f"{path}: holds no optimizer state", UsageError)
     if len(candidates) == 1:
         return candidates[0]
     how = [fits(0, candidate) for candidate in candidates]

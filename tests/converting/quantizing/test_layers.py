@@ -11,21 +11,8 @@ import torch
 
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import Held, TensorRef
-from ckpt8.converting.quantizing import (
-    ASKED,
-    EMBEDDING,
-    HEAD,
-    ROUTER,
-    TIED,
-    TRANSPOSED,
-    UNSAVED_HEADS,
-    Scheme,
-    choose_layers,
-    encode_matrix,
-    find_scales,
-    quantize,
-    row_parts,
-)
+from ckpt8.converting import quantizing
+from ckpt8.converting.quantizing import Scheme, choose_layers, encode_matrix, find_scales, quantize, row_parts
 from ckpt8.core.tensors import DType
 
 FP8, INT8 = DType.FLOAT8_E4M3FN, DType.INT8
@@ -63,7 +50,7 @@ def encoded(data, ref, scheme):
     return data.elements(codes, 0, ref.numel).view(ref.shape), scales, error
 
 
-def test_codes_of_float8_are_the_nearest():
+def test_codes_are_the_nearest():
     """Every half-way point between two values of the type, its neighbours in fp32, and what lies beyond the largest."""
     values = E4M3[BITS].unique()
     middle = ((values[1:] + values[:-1]) / 2).float()
@@ -72,14 +59,10 @@ def test_codes_of_float8_are_the_nearest():
     for scale in (1.0, 2.0**-9, 2.0**20):
         found = quantize(x * scale, torch.tensor([scale]), Scheme(FP8))
         assert torch.equal(found.double(), nearest_e4m3(x))
-
-
-def test_codes_of_int8_are_the_nearest():
-    x = torch.arange(-1300, 1301) / 10
-    x = torch.cat([x, torch.arange(-140, 141) + 0.5])
+    # And those of int8.
+    x = torch.cat([torch.arange(-1300, 1301) / 10, torch.arange(-140, 141) + 0.5])
     found = quantize(x * 0.25, torch.tensor([0.25]), Scheme(INT8, per="tensor"))
-    expected = [max(-127, min(127, round(float(value)))) for value in x]
-    assert found.tolist() == expected
+    assert found.tolist() == [max(-127, min(127, round(float(value)))) for value in x]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -127,8 +110,7 @@ def test_unit_scales_give_an_rms_near_1():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rows_of_zeros_and_of_the_smallest_numbers(scheme):
-    x = torch.zeros(4, 6)
-    x[1], x[2], x[3] = 2.0**-149, -(2.0**-127), 2.0**126
+    x = torch.tensor([0.0, 2.0**-149, -(2.0**-127), 2.0**126]).view(4, 1).repeat(1, 6)
     codes, scales, _ = encoded(*composite(x), scheme)
     assert bool(scales.isfinite().all())
     assert float(scales.min()) >= 2.0**-126
@@ -183,12 +165,12 @@ NAMES = {
         "decoder.block.0.layer.0.SelfAttention.q.weight",
         "model.decoder.layers.0.fc1.weight",
     ],
-    ROUTER: ["model.layers.0.mlp.gate.weight"],
-    EMBEDDING: [
+    quantizing.ROUTER: ["model.layers.0.mlp.gate.weight"],
+    quantizing.EMBEDDING: [
         *("model.embed_tokens.weight", "transformer.wpe.weight", "shared.weight"),
         "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
     ],
-    HEAD: [
+    quantizing.HEAD: [
         *("lm_head.weight", "cls.predictions.decoder.weight", "classifier.6.weight", "classifier.dense.weight"),
         *("proj_out.weight", "score.weight"),
     ],
@@ -208,14 +190,14 @@ def test_what_is_no_matrix_of_floats_and_what_is_kept():
     assert (layers.quantized, list(layers.kept)) == (["up.weight"], ["ids"])
     layers = chosen({"a.0.up.weight": (8, 4), "a.1.up.weight": (8, 4), "a.1.down.weight": (8, 4)}, keep=["a.1.*"])
     assert layers.quantized == ["a.0.up.weight"]
-    assert layers.kept == {"a.1.up": ASKED, "a.1.down": ASKED}
+    assert layers.kept == {"a.1.up": quantizing.ASKED, "a.1.down": quantizing.ASKED}
 
 
 def test_vocabulary():
     """A matrix of that size in no layer is an embedding or a head; in a layer it is not."""
     shapes = {"tokens.weight": (96, 8), "layers.0.up.weight": (96, 8), "top.weight": (12, 8)}
     for config in ({"vocab_size": 96}, {"text_config": {"vocab_size": 96}}):
-        assert chosen(shapes, config).kept == {"tokens": EMBEDDING}
+        assert chosen(shapes, config).kept == {"tokens": quantizing.EMBEDDING}
     assert "tokens.weight" in chosen(shapes).quantized
 
 
@@ -225,17 +207,17 @@ def test_conv1d_is_told_by_biases_or_the_configuration():
     assert len(chosen(linear).quantized) == 2
     for layers in (chosen(transposed), chosen(linear, {"model_type": "gpt2"})):
         assert layers.quantized == []
-        assert set(layers.kept.values()) == {TRANSPOSED}
-    assert chosen({"x.weight": (8, 24), "x.bias": (24,)}).kept == {"x": TRANSPOSED}
+        assert set(layers.kept.values()) == {quantizing.TRANSPOSED}
+    assert chosen({"x.weight": (8, 24), "x.bias": (24,)}).kept == {"x": quantizing.TRANSPOSED}
 
 
 def test_what_loaders_ignore():
     layers = chosen({"embed.weight": (9, 4), "up.weight": (8, 4)}, tied=["embed.weight"])
-    assert layers.kept == {"embed": TIED}
+    assert layers.kept == {"embed": quantizing.TIED}
     assert layers.ignore(["lm_head.weight", "buffer"]) == ["embed", "lm_head"]
     assert chosen({"lm_head.weight": (9, 4)}).ignore([]) == ["lm_head"]
-    assert chosen({"embed.weight": (9, 4)}).ignore([]) == ["embed", "lm_head", UNSAVED_HEADS]
-    pattern = UNSAVED_HEADS.removeprefix("re:")
+    assert chosen({"embed.weight": (9, 4)}).ignore([]) == ["embed", "lm_head", quantizing.UNSAVED_HEADS]
+    pattern = quantizing.UNSAVED_HEADS.removeprefix("re:")
     for name in ("lm_head", "cls.predictions.decoder", "embed_out"):
         assert re.match(pattern, name)
     for name in ("model.layers.0.attention.output", "lm_head_2", "layers.3.head", "up"):

@@ -52,23 +52,23 @@ def decoded(folder):
 
 
 def scheme_of(folder):
+    """The compressor of compressed-tensors that the configuration asks for, and the scheme of its layers."""
+    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     parsed = QuantizationConfig.model_validate(config)
     assert parsed.quantization_status == "compressed"
-    return parsed, parsed.config_groups["group_0"]
+    return BaseCompressor.get_value_from_registry(parsed.format), parsed.config_groups["group_0"]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_compressed_tensors_decodes_our_weights(name, exports, original):
     """Bit for bit; it makes our codes of our scales, and our report has the error of what it decodes."""
-    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
 
     folder, report = exports[name]
-    parsed, scheme = scheme_of(folder)
-    compressor = BaseCompressor.get_value_from_registry(parsed.format)
+    compressor, scheme = scheme_of(folder)
     assert compressor.can_compress(torch.nn.Linear, scheme)
     stored, ours = load_file(folder / "model.safetensors"), decoded(folder)
     rows = {row["tensor"]: row for row in report.quantized["tensors"]}
@@ -157,6 +157,9 @@ def test_conv1d_of_gpt2_is_refused(tmp_path):
         assert not (tmp_path / "out").exists()
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -168,8 +171,7 @@ def test_conv1d_of_gpt2_is_refused(tmp_path):
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 def test_other_models(kind, settings, dtype, tmp_path):
     """With biases, with an output layer of its own, and with one that is tied."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    expected = saved(kind, tmp_path / "model", **{**sizes, "vocab_size": 96, **settings})
+    expected = saved(kind, tmp_path / "model", **{**SIZES, **settings})
     ckpt8.convert(tmp_path / "model", tmp_path / "out", dtype=dtype)
     model = loaded(kind, tmp_path / "out", dtype=torch.float32)
     assert_near(model, expected)
@@ -183,9 +185,7 @@ def test_other_models(kind, settings, dtype, tmp_path):
 
 def test_experts(tmp_path):
     """transformers decodes those in float8; int8 it does not load, and a note says so."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    settings = {**sizes, "num_key_value_heads": 1, "vocab_size": 96, "num_local_experts": 4}
-    expected = saved("MixtralForCausalLM", tmp_path / "model", **settings)
+    expected = saved("MixtralForCausalLM", tmp_path / "model", **SIZES, num_key_value_heads=1, num_local_experts=4)
     report = ckpt8.convert(tmp_path / "model", tmp_path / "out", dtype="float8_e4m3fn")
     assert report.quantized["all"]["tensors"] == 2 * (4 + 4 * 3)
     assert not any("experts" in note for note in report.notes)
@@ -231,15 +231,12 @@ def test_a_compressed_checkpoint_is_exported_alike(inputs, exports, tmp_path):
 )
 def test_real_checkpoints(source, count, options, inputs, tmp_path):
     """Of every kind, compressed or not: compressed-tensors decodes what is within a step of the original."""
-    from compressed_tensors.compressors import BaseCompressor
-
     ckpt8.convert(inputs / source, tmp_path / "full.safetensors", dtype="float32")
     wanted = load_file(tmp_path / "full.safetensors")
     ckpt8.compress(inputs / source, tmp_path / "run.ckpt8", stats=False)
     for form in (inputs / source, tmp_path / "run.ckpt8"):
         report = ckpt8.convert(form, tmp_path / "out", force=True, **options)
-        parsed, scheme = scheme_of(tmp_path / "out")
-        compressor = BaseCompressor.get_value_from_registry(parsed.format)
+        compressor, scheme = scheme_of(tmp_path / "out")
         stored, ours = load_file(tmp_path / "out" / "model.safetensors"), decoded(tmp_path / "out")
         assert report.quantized["all"]["tensors"] == count
         assert ours.keys() == wanted.keys()

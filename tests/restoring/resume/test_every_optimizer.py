@@ -97,7 +97,7 @@ def loaded(kind, path):
 
 
 def weights(model):
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return snapshot(model, None)[0]
 
 
 _PROJECTED = {"rank": 8, "update_proj_gap": 50, "scale": 0.25}

@@ -63,12 +63,14 @@ def saved(tmp_path_factory):
         pack(plain, folder / layout, preset="lossless")
     pack(folder / "plain-get_state_dict", folder / "flash", preset="flash")
     torch.save(state_of(model, optimizer, "state_dict"), folder / "run.pt")
+    ckpt8.compress(folder / "plain-get_state_dict", folder / "run.ckpt8", preset="lossless")
     return folder
 
 
-@pytest.mark.by_default("flat", "state_dict", "torchtitan")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_goes_on_as_it_was(saved, layout):
+@pytest.mark.by_default("flat", "state_dict", "torchtitan", "plain-get_state_dict", "run.ckpt8")
+@pytest.mark.parametrize("source", [*LAYOUTS, "plain-get_state_dict", "run.ckpt8"])
+def test_a_run_goes_on_as_it_was(saved, source):
+    """Also from a plain directory, and from a container of it."""
     original, its_optimizer = make(0)
     train(original, its_optimizer, range(3))
     model, optimizer = make(1)
@@ -76,25 +78,13 @@ def test_a_run_goes_on_as_it_was(saved, layout):
     kept = {name: value.data_ptr() for name, value in model.state_dict().items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResumeWarning)
-        rest = ckpt8.resume(saved / layout, model=model, optimizer=optimizer)
+        rest = ckpt8.resume(saved / source, model=model, optimizer=optimizer)
     assert same(snapshot(model, optimizer), snapshot(original, its_optimizer))
     assert {name: value.data_ptr() for name, value in model.state_dict().items()} == kept
     assert same(rest, {"progress": {"seen": 7, "tokens": torch.arange(5000)}})
     for each in ((model, optimizer), (original, its_optimizer)):
         train(*each, range(3, 6))
     assert same(snapshot(model, optimizer), snapshot(original, its_optimizer))
-
-
-def test_a_plain_directory_and_a_container_of_it_resume_as_well(saved, tmp_path):
-    plain = saved / "plain-get_state_dict"
-    ckpt8.compress(plain, tmp_path / "run.ckpt8", preset="lossless")
-    original, its_optimizer = make(0)
-    train(original, its_optimizer, range(3))
-    for source in (plain, tmp_path / "run.ckpt8"):
-        model, optimizer = make(1)
-        rest = ckpt8.resume(source, model=model, optimizer=optimizer)
-        assert same(snapshot(model, optimizer), snapshot(original, its_optimizer))
-        assert same(rest, {"progress": {"seen": 7, "tokens": torch.arange(5000)}})
 
 
 def test_damage_of_a_plain_directory_changes_nothing(saved, tmp_path):
@@ -131,16 +121,15 @@ def test_packed_optimizers_take_the_state_as_from_one_file(saved):
 
 
 def test_what_does_not_fit_changes_nothing(saved, tmp_path):
-    folder = tmp_path / "x"
-    shutil.copytree(saved / "flash", folder)
+    folder = shutil.copytree(saved / "flash", tmp_path / "x")
     model, optimizer = make(1)
     train(model, optimizer, range(1))
     before = snapshot(model, optimizer)
     wide = torch.nn.Sequential(torch.nn.Linear(96, 288), torch.nn.Tanh(), torch.nn.Linear(288, 96))
-    with pytest.raises(ResumeError, match=r"0\.weight: was saved with shape \[289, 96\], here it has \[288, 96\]"):
-        ckpt8.resume(folder, model=wide, optimizer=optimizer)
-    with pytest.raises(ResumeError, match=r"weight: is missing from the checkpoint"):
-        ckpt8.resume(folder, model=torch.nn.Linear(3, 3), optimizer=optimizer)
+    shapes = r"0\.weight: was saved with shape \[289, 96\], here it has \[288, 96\]"
+    for other, said in ((wide, shapes), (torch.nn.Linear(3, 3), "weight: is missing from the checkpoint")):
+        with pytest.raises(ResumeError, match=said):
+            ckpt8.resume(folder, model=other, optimizer=optimizer)
     with pytest.raises(UsageError, match="one checkpoint; leave out member"):
         ckpt8.resume(folder, model=model, member="__0_0.ckpt8")
     for name in ("__0_0.ckpt8", "__1_0.ckpt8"):
@@ -149,7 +138,7 @@ def test_what_does_not_fit_changes_nothing(saved, tmp_path):
             storage = reader.manifest.tensors[part.tensor].storage
             at = next(iter(reader.places[storage].values())).offsets[0] + 9
         content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        flip_bit(folder / name, at)
         with pytest.raises(InputError, match=rf"^{folder / name}: .*checksum does not match"):
             ckpt8.resume(folder, model=model, optimizer=optimizer)
         assert same(snapshot(model, optimizer), before)

@@ -65,20 +65,15 @@ def test_a_checkpoint_that_does_not_fit(tmp_path, change, match, form):
     refused(write(tmp_path, tree, form), *live(), match)
 
 
-def test_all_problems_are_told(tmp_path):
+def test_another_model(tmp_path, form):
     tree = tree_of(*trained(ADAMW))
+    path = write(tmp_path, tree, form)
+    model, other = Net(width=80), nn.Linear(3, 4)
+    refused(path, model, ADAMW(groups(model), 0.1), "was saved with shape")
+    refused(path, other, ADAMW(other.parameters(), 0.1), "model weight: is missing")
     tree["model"] = {name: t for name, t in tree["model"].items() if not name.startswith("norm.")}
     error = refused(write(tmp_path, tree), *live(), r"norm.weight: is missing .*\(and 4 more")
-    assert len(error.problems) == 5
-    assert error.exit_code == 2
-
-
-def test_another_model(tmp_path, form):
-    path = write(tmp_path, tree_of(*trained(ADAMW)), form)
-    model = Net(width=80)
-    refused(path, model, ADAMW(groups(model), 0.1), "was saved with shape")
-    other = nn.Linear(3, 4)
-    refused(path, other, ADAMW(other.parameters(), 0.1), "model weight: is missing")
+    assert (len(error.problems), error.exit_code) == (5, 2)  # all problems are told
 
 
 ALIKE = [{"torch-adamw", "torch-adamw-amsgrad"}, {"torch-sgd", "torch-sgd-momentum"}]
@@ -102,10 +97,8 @@ def test_another_optimizer_class(all_trained, target):
 def test_other_numbers_of_parameters(tmp_path):
     path = write(tmp_path, tree_of(*trained(ADAMW)))
     model = Net()
-    one_group = ADAMW([p for p in model.parameters() if p.requires_grad], 0.1)
-    refused(path, model, one_group, r"hold \[3, 5\] parameters, those here hold \[8\]")
-    swapped = ADAMW(groups(model)[::-1], 0.1)
-    refused(path, model, swapped, r"hold \[3, 5\] parameters, those here hold \[5, 3\]")
+    for here, count in (([p for p in model.parameters() if p.requires_grad], "8"), (groups(model)[::-1], "5, 3")):
+        refused(path, model, ADAMW(here, 0.1), rf"hold \[3, 5\] parameters, those here hold \[{count}\]")
 
 
 def equal_groups(model, *, named):
@@ -150,8 +143,8 @@ def test_a_raw_file_with_a_flipped_bit(tmp_path):
 def test_a_file_without_what_is_asked_for(tmp_path):
     model, optimizer = live()
     refused(write(tmp_path, {"step": 1, "x": torch.ones(2)}), model, None, "holds no model state dict", UsageError)
-    refused(write(tmp_path, model.state_dict()), None, optimizer, "holds no optimizer state", UsageError)
-    refused(write(tmp_path, {"model": [model]}), None, optimizer, "holds no optimizer state", UsageError)
+    for tree in (model.state_dict(), {"model": [model]}):
+        refused(write(tmp_path, tree), None, optimizer, "holds no optimizer state", UsageError)
     refused(tmp_path / "missing.pt", model, None, "No such file", InputError)
 
 
