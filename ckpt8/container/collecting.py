@@ -146,12 +146,9 @@ def _steps(numbers: Sequence[int]) -> list[int | list[int]]:
         stop = at + 1
         while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
             stop += 1
-        if stop - at > 2:
-            steps.append([numbers[at], stop - at, step])
-            at = stop
-        else:
-            steps.append(numbers[at])
-            at += 1
+        count = stop - at if stop - at > 2 else 1
+        steps.append(numbers[at] if count == 1 else [numbers[at], count, step])
+        at += count
     return steps
 
 

@@ -10,18 +10,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 
 from ckpt8.codecs.error_stats import ErrorStats, read_error
 from ckpt8.container.facts import figures, tensor_facts
 from ckpt8.container.header import FRAME, chunk_count
-from ckpt8.container.joined import JoinedReader
+from ckpt8.container.joined import JoinedReader, Stored
 from ckpt8.container.manifest import Manifest, Pack, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import GlobalTensor, Slice, find_sharded
-from ckpt8.core.closing import Closing
+from ckpt8.core.closing import Closing, T
 from ckpt8.core.errors import InputError, UnsupportedError, UsageError, require
 from ckpt8.core.public import checked
 from ckpt8.core.tensors import Box, DType, Role, cut_into_boxes, overlap, view_of_box
@@ -156,7 +156,27 @@ def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.T
     return scratch_elements("decode", spec.dtype.torch, spec.numel)
 
 
-class CheckpointFile(Closing):
+class _Opened(Closing, Generic[T]):
+    """Tensors by name, of what ``open`` opens."""
+
+    def __init__(self, stored: Stored, tensors: dict[str, T]) -> None:
+        self._stored, self._tensors = stored, tensors
+
+    def close(self) -> None:
+        """Close all files."""
+        self._stored.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything that is stated of the tensors: of a directory that of all its containers, as one."""
+        return self._stored.manifest
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, in the order of the checkpoint. Values that are no plain tensors are not listed."""
+        return list(self._tensors)
+
+
+class CheckpointFile(_Opened[TensorRecord]):
     """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``.
 
     >>> with ckpt8.open("run.ckpt8") as file:
@@ -166,20 +186,7 @@ class CheckpointFile(Closing):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._reader = ContainerReader(Path(path))
-        self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
-
-    def close(self) -> None:
-        """Close the file."""
-        self._reader.close()
-
-    @property
-    def manifest(self) -> Manifest:
-        """Everything the container states about itself."""
-        return self._reader.manifest
-
-    def keys(self) -> list[str]:
-        """Paths of all tensors, in the order of the checkpoint."""
-        return list(self._tensors)
+        super().__init__(self._reader, {tensor.name: tensor for tensor in self._reader.manifest.tensors})
 
     def _record(self, name: str) -> TensorRecord:
         require(name in self._tensors, f"{self._reader.path}: has no tensor {name!r}", UsageError)
@@ -196,7 +203,7 @@ class CheckpointFile(Closing):
         return tensor_facts(self._reader.manifest, self._record(name))
 
 
-class CheckpointDirectory(Closing):
+class CheckpointDirectory(_Opened[GlobalTensor]):
     """A directory that ``Ckpt8StorageWriter`` wrote, opened as ``CheckpointFile`` opens one file; a context manager.
 
     Its tensors are those of the whole state dict, under the names of torch.distributed.checkpoint:
@@ -207,24 +214,14 @@ class CheckpointDirectory(Closing):
         self._joined = JoinedReader(path)
         index = self._joined.index
         order = dict.fromkeys([*(name for name in index.paths or {} if name in index.tensors), *index.tensors])
-        self._tensors = {
-            name: tensor
-            for name, tensor in ((name, index.tensors[name]) for name in order)
-            if tensor.is_whole or all(tensor.pickled(box) is None for box in tensor.boxes())
-        }
-
-    def close(self) -> None:
-        """Close all files."""
-        self._joined.close()
-
-    @property
-    def manifest(self) -> Manifest:
-        """Everything that the containers state about themselves, as one."""
-        return self._joined.manifest
-
-    def keys(self) -> list[str]:
-        """Names of all tensors, in the order of the state dict. Values that are no plain tensors are not listed."""
-        return list(self._tensors)
+        super().__init__(
+            self._joined,
+            {
+                name: tensor
+                for name, tensor in ((name, index.tensors[name]) for name in order)
+                if tensor.is_whole or all(tensor.pickled(box) is None for box in tensor.boxes())
+            },
+        )
 
     def _tensor(self, name: str) -> GlobalTensor:
         if name in self._tensors:

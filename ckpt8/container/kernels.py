@@ -41,12 +41,6 @@ def _count(symbols, first, second, third, fourth):
 
 
 @kernel
-def _count_many(symbols, counts):
-    for i in range(symbols.size):
-        counts[_place(symbols[i])] += u4(1)
-
-
-@kernel
 def _tabulate(counts, modes, rows):
     """Add the counts of what is above the bits of stored symbols to the rows of every mode (raw, base, over, ...)."""
     for symbol in range(counts.size):
@@ -227,10 +221,7 @@ def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
     """How often each value from -1 to ``largest`` occurs. See ``symbols``."""
     lanes = _HISTOGRAMS if largest < _SMALL else 1
     counts = np.zeros((lanes, largest + 2), np.uint32)
-    if lanes > 1:
-        _count(symbols.numpy(), *counts)
-    else:
-        _count_many(symbols.numpy(), counts[0])
+    _count(symbols.numpy(), *(counts[k % lanes] for k in range(_HISTOGRAMS)))
     return torch.from_numpy(counts.sum(0, dtype=np.int64))
 
 

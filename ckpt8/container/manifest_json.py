@@ -46,7 +46,7 @@ from ckpt8.core.json_text import (
     below,
     or_null,
 )
-from ckpt8.core.tensors import DType, Role
+from ckpt8.core.tensors import DType, Role, contiguous_stride
 
 FLAGS = ("conj", "neg")
 """What a tensor may say of its values: they are the conjugate, or the negative, of what is stored."""
@@ -206,10 +206,8 @@ def _slices_json(slices: Sequence[SliceRecord]) -> dict[str, Any]:
 
 
 def _dense_stride(shape: Sequence[int]) -> list[int]:
-    """The strides of a contiguous tensor."""
-    if len(shape) <= 1:
-        return [1] * len(shape)
-    return list(accumulate(reversed(shape[1:]), lambda step, size: step * max(size, 1), initial=1))[::-1]
+    """The strides that torch gives a contiguous tensor, also one without elements."""
+    return list(contiguous_stride([max(size, 1) for size in shape]))
 
 
 class Table:

@@ -13,6 +13,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fuzz_mutations import slots
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,18 +170,8 @@ def test_any_other_value_is_refused_or_harmless(value, data):
     }
     index = ShardedIndex({"a": SEAL, "b": SEAL}, tensors, {"o": Place("a", 0, 5)}, {"o": ("o", 1)}, "1.0.0", "s")
     tree = json.loads(index.to_bytes())
-    node = tree
-    for _ in range(data.draw(st.integers(1, 6))):
-        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-        if not keys:
-            return
-        key = data.draw(st.sampled_from(keys))
-        if not isinstance(node[key], (dict, list)):
-            break
-        parent, node = node, node[key]
-    else:
-        node = parent if node is not tree else tree
-        key = next(key for key in (node if isinstance(node, dict) else range(len(node))))
+    places = list(slots(tree))
+    _, node, key = places[data.draw(st.integers(0, len(places) - 1))]
     node[key] = value
     try:
         found = parse_index(json.dumps(tree).encode(), "x")
