@@ -15,7 +15,7 @@ import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
@@ -218,16 +218,14 @@ def _linked_again(path: Path, twin: Path) -> int:
     return size
 
 
-def containers_in(folder: Path) -> list[Path]:
-    """The containers in a folder, and what may be one: by its suffix, or unreadable. Empty without a folder."""
-    with suppress(OSError):
-        return _containers_in(folder)
+def containers_in(folder: Path, *, strict: bool = False) -> list[Path]:
+    """The containers in a folder, and what may be one: by its suffix, or unreadable.
+
+    Empty where the folder cannot be listed; with ``strict`` that raises OSError.
+    """
+    with nullcontext() if strict else suppress(OSError):
+        return [path for path in folder.iterdir() if _may_be_container(path)]
     return []
-
-
-def _containers_in(folder: Path) -> list[Path]:
-    """The containers in a folder that can be listed. Raises OSError."""
-    return [path for path in folder.iterdir() if _may_be_container(path)]
 
 
 def _may_be_container(path: Path) -> bool:
@@ -261,7 +259,7 @@ def _heads(folder: Path, without: Path | None = None) -> tuple[dict[Path, Stated
     paths = links_in(folder)
     for home in folders_that_need(folder):
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            paths += _containers_in(home)
+            paths += containers_in(home, strict=True)
     heads, unreadable = {}, []
     for path in paths:
         if path != without:
