@@ -11,6 +11,7 @@ import signal
 import statistics
 import tempfile
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -200,43 +201,47 @@ def check(operation: Operation, outcome: Outcome, source: str, old: str | None, 
         outcome.faults.append(f"{what}: left behind {left}")
 
 
-def kill_rounds(server: Server, operation: Operation, rounds: int, seed: int) -> Outcome:
-    """kill -9 at random moments, onto an old target in every other round; then a run that cleans up."""
-    rng, outcome = random.Random(seed), Outcome()
+def attempts(
+    server: Server, operation: Operation, outcome: Outcome, jobs: Iterable[dict], *, clean: bool
+) -> Iterator[tuple[str, int, str]]:
+    """Run it once for each of ``jobs``, onto an old target in every other round, and check what is there then.
+
+    Yields what the round was, the exit code and what was said.
+    """
     prepare(server, operation)
     source = digest(operation.source)
-    for k in range(rounds):
+    for k, job in enumerate(jobs):
         remove(operation.target)
         old = place_old(operation) if k % 2 else None
-        delay = rng.uniform(0, 1.1 * operation.seconds)
-        code, _, _ = server.run(operation, delay=delay)
-        what = f"round {k}, {delay:.4f} of {operation.seconds:.4f} s"
+        code, _, said = server.run(operation, **job)
+        what = f"round {k} with {job}, {operation.seconds:.4f} s"
+        check(operation, outcome, source, old, what, clean=clean)
+        yield what, code, said
+
+
+def kill_rounds(server: Server, operation: Operation, rounds: int, seed: int) -> Outcome:
+    """kill -9 at random moments; then a run that cleans up."""
+    rng, outcome = random.Random(seed), Outcome()
+    jobs = ({"delay": rng.uniform(0, 1.1 * operation.seconds)} for _ in range(rounds))
+    for what, code, _ in attempts(server, operation, outcome, jobs, clean=False):
         outcome.counts["killed" if code == -signal.SIGKILL else "had ended"] += 1
-        check(operation, outcome, source, old, what, clean=False)
         if operation.leftovers():
-            code, _, said = server.run(operation)
+            exit_code, _, said = server.run(operation)
             outcome.counts["cleaned by the next run"] += 1
-            if code or said or digest(operation.target) != operation.expected or operation.leftovers():
-                outcome.faults.append(f"{what}: the next run: {code} {said!r} {operation.leftovers()}")
+            if exit_code or said or digest(operation.target) != operation.expected or operation.leftovers():
+                outcome.faults.append(f"{what}: the next run: {exit_code} {said!r} {operation.leftovers()}")
     return outcome
 
 
 def signal_rounds(server: Server, operation: Operation, name: str, rounds: int, seed: int) -> Outcome:
     """SIGINT or SIGTERM at random moments."""
     rng, outcome, number = random.Random(seed), Outcome(), SIGNALS[name]
-    source = digest(operation.source)
-    prepare(server, operation)
-    for k in range(rounds):
-        remove(operation.target)
-        old = place_old(operation) if k % 2 else None
-        delay = rng.uniform(0, 1.05 * operation.seconds)
-        code, _, said = server.run(operation, delay=delay, signal=number)
-        what = f"round {k}, {delay:.3f} of {operation.seconds:.3f} s"
+    jobs = ({"delay": rng.uniform(0, 1.05 * operation.seconds), "signal": number} for _ in range(rounds))
+    for what, code, said in attempts(server, operation, outcome, jobs, clean=True):
         # Until ``main`` is reached it is the interpreter that is interrupted, and says so.
         began = code != -number
         ended = {128 + number: "stopped", 0: "had ended"}.get(code) if began else "stopped before it began"
         outcome.counts[ended or f"exit code {code}"] += 1
-        check(operation, outcome, source, old, what, clean=True)
         complete = digest(operation.target) == operation.expected if operation.target.exists() else False
         if ended is None or (code == 0 and not complete) or (began and said.count("\n") > 1):
             outcome.faults.append(f"{what}: exit code {code}: {said}")
@@ -249,18 +254,12 @@ def size_rounds(server: Server, operation: Operation, limits: int) -> Outcome:
     prepare(server, operation)
     remove(operation.target)
     assert server.run(operation)[0] == 0
-    source = digest(operation.source)
     written = [path.stat().st_size for path in [operation.target, *operation.target.rglob("*")] if path.is_file()]
-    largest = max(written)
-    for k in range(1, limits):  # what is said counts as well
-        limit = largest * k // limits
-        remove(operation.target)
-        old = place_old(operation) if k % 2 else None
-        code, _, said = server.run(operation, size=limit)
-        expected = 1 if "save" in operation.job else 4
+    jobs = ({"size": max(written) * k // limits} for k in range(1, limits))  # what is said counts as well
+    expected = 1 if "save" in operation.job else 4
+    for what, code, said in attempts(server, operation, outcome, jobs, clean=True):
         outcome.counts[f"exit code {code}"] += 1
-        check(operation, outcome, source, old, f"limit {limit}", clean=True)
         last = said.strip().rpartition("\n")[2]
         if code != expected or "cannot be written" not in last or (expected == 4 and said.count("\n") != 1):
-            outcome.faults.append(f"limit {limit}: exit code {code}: {said}")
+            outcome.faults.append(f"{what}: exit code {code}: {said}")
     return outcome
