@@ -48,8 +48,11 @@ def test_again_skips_what_is_there_and_removes_it_when_asked(run, run_command):
 
 
 @pytest.mark.parametrize("remove", [False, True])
-def test_keep_raw_leaves_the_newest(remove, run, run_command):
+def test_keep_raw_leaves_the_newest_and_all_where_there_are_no_more(remove, run, run_command):
     folder = run[0].parent
+    for count in (4, 9):
+        assert chained(run_command, folder, "--keep-raw", count, "--remove") == ([], "")
+        assert names(folder) == sorted(path.name for path in run)
     options = ["--keep-raw", 2, *(["--remove"] if remove else [])]
     assert (
         "step-15.pt, step-20.pt: left alone: of the newest 2 steps (--keep-raw)"
@@ -138,12 +141,6 @@ def test_a_dry_run_writes_nothing_and_says_what_would_be_done(run, run_command):
     assert row["predicted_bytes"] == pytest.approx(run[2].with_suffix(".ckpt8").stat().st_size, rel=0.1)
 
 
-@pytest.mark.parametrize("count", [4, 9])
-def test_keep_raw_leaves_all_where_there_are_no_more(count, run, run_command):
-    assert chained(run_command, run[0].parent, "--keep-raw", count, "--remove") == ([], "")
-    assert names(run[0].parent) == sorted(path.name for path in run)
-
-
 @pytest.mark.slow
 def test_containers_under_the_names_of_lightning_are_left_alone(run, run_command):
     """They are neither compressed again nor among the newest that stay as they are."""
@@ -225,20 +222,15 @@ def test_damaged_and_unfinished_ones_amid_others(run, run_command, inputs):
     assert names(folder) == ["checkpoint-12", "step-10.pt", "step-15.ckpt8", "step-20.ckpt8", "step-5.ckpt8"]
 
 
-def test_nothing_to_chain(tmp_path, run_command, inputs):
+def test_nothing_to_chain_and_wrong_arguments(tmp_path, run_command, inputs):
     for folder in (tmp_path, tmp_path / "none", inputs / "trainer-adamw", inputs / "views.pt"):
         code, out, err = run_command("chain", folder)
         assert (code, out) == (3, "")
         assert err.startswith(f"ckpt8: {folder}: ")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [("--preset", "tiny"), ("--budget", "99"), ("--rest", "-1"), ("--watch", "--json"), ("--watch", "--dry-run")],
-)
-def test_wrong_arguments(more, run, run_command):
-    assert run_command("chain", run[0].parent, *more)[0] == 2
-    assert len(names(run[0].parent)) == 4
+    make_run(tmp_path, 4)
+    for more in ("--preset tiny", "--budget 99", "--rest -1", "--watch --json", "--watch --dry-run"):
+        assert run_command("chain", tmp_path, *more.split())[0] == 2
+        assert len(names(tmp_path)) == 4
 
 
 FIRST = ("--rule", "*0.weight=lossless")

@@ -156,20 +156,16 @@ def test_what_a_kill_left_is_finished_and_named(command, damaged, as_json, run, 
         assert re.match(rf"{re.escape(str(container))}: .*; {first.name} removed\n", out)
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_remove_needs_statistics(count, run, run_command):
-    code, _, err = run_command("compress", *run[:count], "--remove", "--no-stats")
-    assert code == 2
-    assert "--no-stats" in err
-    assert len(names(run[0].parent)) == 3
-
-
 @pytest.mark.parametrize("more", [("--preset", "tiny"), ("--budget", "99"), ("--rule", "x=unknown"), ("-o", "FILE")])
 def test_wrong_arguments_are_told_once(more, run, run_command, tmp_path):
     (tmp_path / "file").write_text("x")
     code, out, err = run_command("compress", *run, *(tmp_path / "file" if each == "FILE" else each for each in more))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
+    assert len(names(run[0].parent)) == 3
+    for count in (1, 3):
+        code, _, err = run_command("compress", *run[:count], "--remove", "--no-stats")
+        assert (code, "--no-stats" in err) == (2, True)
     assert len(names(run[0].parent)) == 3
 
 
@@ -257,13 +253,12 @@ def test_a_dry_run_writes_nothing(count, run, run_command, tmp_path):
         assert "cannot be written" in err
 
 
-def test_one_source_goes_into_a_folder_that_is_there(run, run_command, tmp_path):
-    (tmp_path / "out").mkdir()
-    assert run_command("compress", run[0], "-o", tmp_path / "out")[0] == 0
-    assert names(tmp_path / "out") == ["step-5.ckpt8"]
-
-
-def test_a_full_disk(run, run_command, tmp_path):
+def test_a_folder_that_cannot_be_made_a_full_disk_and_a_folder_that_is_there(run, run_command, tmp_path):
+    for folder in (tmp_path / "none" / "deeper", run[0] / "below"):
+        code, out, err = run_command("compress", *run, "-o", folder, "--remove")
+        assert (code, out) == (4, "")
+        assert re.fullmatch(rf"ckpt8: {re.escape(str(folder))}: cannot be made: [^\n]+\n", err)
+    assert len(names(run[0].parent)) == 3
     with longest_file(20_000):
         code, out, err = run_command("compress", *run, "-o", tmp_path / "out", "--remove")
     assert code == 4
@@ -271,11 +266,6 @@ def test_a_full_disk(run, run_command, tmp_path):
     assert "nothing was compressed" in out
     assert not (tmp_path / "out").exists()
     assert len(names(run[0].parent)) == 3
-
-
-def test_a_folder_that_cannot_be_made(run, run_command, tmp_path):
-    for folder in (tmp_path / "none" / "deeper", run[0] / "below"):
-        code, out, err = run_command("compress", *run, "-o", folder, "--remove")
-        assert (code, out) == (4, "")
-        assert re.fullmatch(rf"ckpt8: {re.escape(str(folder))}: cannot be made: [^\n]+\n", err)
-    assert len(names(run[0].parent)) == 3
+    (tmp_path / "out").mkdir()
+    assert run_command("compress", run[0], "-o", tmp_path / "out")[0] == 0
+    assert names(tmp_path / "out") == ["step-5.ckpt8"]

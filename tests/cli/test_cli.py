@@ -161,13 +161,10 @@ def test_missing_files_and_directories_are_refused(command, run, tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_a_container_is_not_compressed_again(run, packed, tmp_path):
+def test_a_container_is_not_compressed_again_nor_a_source_with_its_suffix_lost(run, packed, tmp_path, small):
     before = files(tmp_path)
     assert_refused(run("compress", packed, "-o", tmp_path / "again.ckpt8"), 3)
     assert files(tmp_path) == before
-
-
-def test_a_source_that_has_the_suffix_of_a_container_is_not_lost(run, small, tmp_path):
     source = small.rename(tmp_path / "odd.ckpt8")
     before = files(tmp_path)
     assert_refused(run("compress", source), 4)
@@ -217,49 +214,40 @@ def test_any_name_that_the_file_system_takes_will_do(run, small, tmp_path):
 # What is asked for cannot be meant: 2
 
 USAGE = {
-    "no such command": ("explode",),
-    "no source": ("compress",),
-    "an unknown option": ("compress", "SRC", "--explode"),
-    "an unknown preset": ("compress", "SRC", "--preset", "tiny"),
-    "a budget beside a preset": ("compress", "SRC", "--preset", "flash", "--budget", "1"),
-    "a budget beside lossless": ("compress", "SRC", "--preset", "lossless", "--budget", "1"),
-    "a budget too small": ("compress", "SRC", "--budget", "0.009"),
-    "a budget too large": ("compress", "SRC", "--budget", "10.1"),
-    "a negative budget": ("compress", "SRC", "--budget", "-1"),
-    "a budget that is no number": ("compress", "SRC", "--budget", "nan"),
-    "a budget without end": ("compress", "SRC", "--budget", "inf"),
-    "a budget of text": ("compress", "SRC", "--budget", "few"),
-    "a rule without a codec": ("compress", "SRC", "--rule", "*"),
-    "a rule of an unknown codec": ("compress", "SRC", "--rule", "*=zip"),
-    "a rule of a parameter that is none": ("compress", "SRC", "--rule", "*=split24(Q=7)"),
-    "a rule of a value out of range": ("compress", "SRC", "--rule", "*=split24(R=200)"),
-    "a rule of code": ("compress", "SRC", "--rule", "*=split24(R=__import__('os').getpid())"),
-    "an unknown device": ("compress", "SRC", "--device", "tpu"),
-    "a device that is not there": ("compress", "SRC", "--device", "cuda"),
-    "no threads": ("compress", "SRC", "--threads", "0"),
-    "a thread count that is none": ("compress", "SRC", "--threads", "x"),
-    "a negative bound": ("compress", "SRC", "--max-update-error", "-1"),
-    "a bound that is no number": ("compress", "SRC", "--max-update-error", "nan"),
-    "a replay error that is no number": (
-        "verify",
-        "SRC",
-        "--against",
-        "SRC",
-        "--resume-steps",
-        "1",
-        "--max-replay-error",
-        "nan",
-    ),
-    "a bound without statistics": ("compress", "SRC", "--max-update-error", "1", "--no-stats"),
-    "an original of an original": ("inspect", "SRC", "--against", "SRC"),
-    "a benchmark of a size that is none": ("bench", "--size", "big"),
+    "no such command": "explode",
+    "no source": "compress",
+    "an unknown option": "compress SRC --explode",
+    "an unknown preset": "compress SRC --preset tiny",
+    "a budget beside a preset": "compress SRC --preset flash --budget 1",
+    "a budget beside lossless": "compress SRC --preset lossless --budget 1",
+    "a budget too small": "compress SRC --budget 0.009",
+    "a budget too large": "compress SRC --budget 10.1",
+    "a negative budget": "compress SRC --budget -1",
+    "a budget that is no number": "compress SRC --budget nan",
+    "a budget without end": "compress SRC --budget inf",
+    "a budget of text": "compress SRC --budget few",
+    "a rule without a codec": "compress SRC --rule *",
+    "a rule of an unknown codec": "compress SRC --rule *=zip",
+    "a rule of a parameter that is none": "compress SRC --rule *=split24(Q=7)",
+    "a rule of a value out of range": "compress SRC --rule *=split24(R=200)",
+    "a rule of code": "compress SRC --rule *=split24(R=__import__('os').getpid())",
+    "an unknown device": "compress SRC --device tpu",
+    "a device that is not there": "compress SRC --device cuda",
+    "no threads": "compress SRC --threads 0",
+    "a thread count that is none": "compress SRC --threads x",
+    "a negative bound": "compress SRC --max-update-error -1",
+    "a bound that is no number": "compress SRC --max-update-error nan",
+    "a replay error that is no number": "verify SRC --against SRC --resume-steps 1 --max-replay-error nan",
+    "a bound without statistics": "compress SRC --max-update-error 1 --no-stats",
+    "an original of an original": "inspect SRC --against SRC",
+    "a benchmark of a size that is none": "bench --size big",
 }
 
 
 @pytest.mark.parametrize("kind", USAGE)
 def test_usage_errors(kind, run, small, tmp_path):
     before = files(tmp_path)
-    code, out, err = run(*(small if word == "SRC" else word for word in USAGE[kind]))
+    code, out, err = run(*(small if word == "SRC" else word for word in USAGE[kind].split()))
     assert (code, out) == (2, "")
     assert err
     assert "Traceback" not in err
@@ -269,18 +257,11 @@ def test_usage_errors(kind, run, small, tmp_path):
 # What does not hold: 1
 
 
-def _tamper(manifest, _):
-    record = next(storage for storage in manifest["storages"] if storage["error"])
-    record["error"]["max_relative"] *= 1.0001
+@pytest.mark.parametrize(("records", "figure"), [("storages", "max_relative"), ("parameters", "sum_square_error")])
+def test_a_statistic_that_does_not_hold(records, figure, run, packed, small):
+    def change(manifest, _):
+        next(record["error"] for record in manifest[records] if record["error"])[figure] *= 1.0001
 
-
-def _tamper_update(manifest, _):
-    record = next(parameter for parameter in manifest["parameters"] if parameter["error"])
-    record["error"]["sum_square_error"] *= 1.0001
-
-
-@pytest.mark.parametrize("change", [_tamper, _tamper_update])
-def test_a_statistic_that_does_not_hold(change, run, packed, small):
     tampered(packed, packed, change)
     assert run("verify", packed)[0] == 0
     code, out, err = run("verify", packed, "--against", small)
@@ -309,11 +290,6 @@ def test_another_original(run, packed, small, tmp_path):
 def unwrapped(text):
     """Without white space: a long path is broken where it does not fit."""
     return "".join(text.split())
-
-
-def test_inspect_of_a_checkpoint_begins_with_its_path_then_its_format(run, small):
-    first, second, *_ = run("inspect", small)[1].splitlines()
-    assert (first, second.partition(",")[0]) == (str(small), "torch-zip")
 
 
 def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small, tmp_path):
@@ -346,6 +322,9 @@ def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small,
     # Where all is lossless there is no error, and what differs is said all the same.
     ckpt8.compress(small, packed, preset="lossless", force=True)
     assert unwrapped(said) in unwrapped(run("inspect", packed, "--against", other)[1])
+    # Of a checkpoint it begins with the path, then the format.
+    first, second, *_ = run("inspect", small)[1].splitlines()
+    assert (first, second.partition(",")[0]) == (str(small), "torch-zip")
 
 
 # JSON, help, and what works
@@ -525,6 +504,9 @@ def test_every_command_has_help_and_the_version_is_the_packages(run):
     for command in (*COMMANDS, "bench"):
         assert command in out
         assert run(command, "--help")[0] == 0
+    # That of convert names every format that is written.
+    shown = run("convert", "--help")[1].partition("--dtype")[0]
+    assert set(WRITERS) <= set(shown.replace("│", " ").replace(",", " ").replace(".", " ").split())
 
 
 def test_help_version_runs_and_inspect_of_a_container_import_nothing_heavy(packed):
@@ -600,17 +582,6 @@ def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch
     assert [name for name in modules if name.startswith(("torch.distributed", "sympy", "mpmath"))] == []
 
 
-def test_the_help_of_convert_names_every_format_that_is_written(run):
-    shown = run("convert", "--help")[1].partition("--dtype")[0]
-    assert set(WRITERS) <= set(shown.replace("│", " ").replace(",", " ").replace(".", " ").split())
-
-
-def test_a_rule_that_matches_nothing_is_a_usage_error(run, small, tmp_path):
-    before = files(tmp_path)
-    assert_refused(run("compress", small, "--rule", "no.such.*=lossless", "-o", tmp_path / "x.ckpt8"), 2)
-    assert files(tmp_path) == before
-
-
 def test_an_update_error_as_large_as_the_update_is_pointed_out(run, small, tmp_path):
     """One step from zero moves every weight alike, whatever its gradient: a small first moment takes code 0."""
     model = torch.nn.Linear(300, 300)
@@ -622,11 +593,14 @@ def test_an_update_error_as_large_as_the_update_is_pointed_out(run, small, tmp_p
     assert "--max-update-error" not in run("compress", small, "-o", tmp_path / "small.ckpt8")[1]
 
 
-def test_a_checkpoint_without_tensors_is_refused(run, tmp_path):
+def test_a_checkpoint_without_tensors_and_a_rule_that_matches_nothing_are_refused(run, tmp_path, small):
     torch.save({"step": 1}, tmp_path / "a.pt")
     before = snapshot(tmp_path)
     assert_refused(run("compress", tmp_path / "a.pt"), 3)
     assert snapshot(tmp_path) == before
+    before = files(tmp_path)
+    assert_refused(run("compress", small, "--rule", "no.such.*=lossless", "-o", tmp_path / "x.ckpt8"), 2)
+    assert files(tmp_path) == before
 
 
 @pytest.mark.slow

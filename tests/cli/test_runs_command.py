@@ -24,7 +24,7 @@ def run(tmp_path):
     return folder
 
 
-def test_a_table_at_any_width(run, run_command, monkeypatch):
+def test_a_table_at_any_width_json_and_a_page(run, run_command, monkeypatch, tmp_path):
     record = ckpt8.runs(run).checkpoints[1]
     for width in (500, 100, 60, 24):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -39,9 +39,21 @@ def test_a_table_at_any_width(run, run_command, monkeypatch):
             assert words in flat
         assert "3 checkpoints: 1 key, 1 raw;" in flat
         assert "1 damaged" in flat
-
-
-def test_columns_without_a_value_are_left_out(run, run_command, monkeypatch):
+    # JSON is that of Python.
+    code, out, err = run_command("runs", run, "--json")
+    assert code == 3
+    assert err.startswith("ckpt8: 1 checkpoint")
+    failure = {"error": err.strip().removeprefix("ckpt8: "), "exit_code": 3}
+    assert json.loads(out) == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json())), **failure}
+    assert run_command("runs", tmp_path / "none")[0] == 3
+    assert run_command("runs", "https://example.org/run")[0] == 2
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    code, out, err = run_command("runs", run, "--html", page)
+    assert (code, out, err.count("\n"), page.read_text()) == (4, "", 1, "mine")
+    assert run_command("runs", run, "--html", page, "--force")[0] == 3
+    assert page.read_text().startswith("<!doctype html>")
+    # Columns without a value are left out.
     monkeypatch.setenv("COLUMNS", "200")
     (run / "step-30.ckpt8").unlink()
     ckpt8.compress(run / "step-10.pt")
@@ -53,25 +65,6 @@ def test_columns_without_a_value_are_left_out(run, run_command, monkeypatch):
     assert {title.strip() for title in header} - {""} == {
         "checkpoint", "step", "saved", "loss", "kind", "made with", "size", "ratio", "error in steps", "state"
     }  # fmt: skip
-
-
-def test_json_is_that_of_python(run, run_command):
-    code, out, err = run_command("runs", run, "--json")
-    assert code == 3
-    assert err.startswith("ckpt8: 1 checkpoint")
-    failure = {"error": err.strip().removeprefix("ckpt8: "), "exit_code": 3}
-    assert json.loads(out) == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json())), **failure}
-
-
-def test_usage(tmp_path, run_command, run):
-    assert run_command("runs", tmp_path / "none")[0] == 3
-    assert run_command("runs", "https://example.org/run")[0] == 2
-    page = tmp_path / "page.html"
-    page.write_text("mine")
-    code, out, err = run_command("runs", run, "--html", page)
-    assert (code, out, err.count("\n"), page.read_text()) == (4, "", 1, "mine")
-    assert run_command("runs", run, "--html", page, "--force")[0] == 3
-    assert page.read_text().startswith("<!doctype html>")
 
 
 def test_a_base_in_another_folder(inputs, tmp_path, run_command):

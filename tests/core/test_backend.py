@@ -23,23 +23,28 @@ def _triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
-def test_the_device_decides():
+def test_the_device_decides_where_a_request_can_be_met(monkeypatch):
     assert backend.resolve(None, CPU) == "torch"
     assert backend.resolve(None, CUDA) == "triton"
     assert backend.resolve(None, torch.device("mps")) == "torch"
     assert backend.resolve(None) == "torch"
     assert backend.resolve("torch", CUDA) == "torch"
     assert backend.resolve("triton", CUDA) == "triton"
-
-
-def test_requests_that_cannot_be_met(monkeypatch):
-    for device in (CPU, CUDA, None):
-        with pytest.raises(UsageError, match="'abacus' does not exist"):
-            backend.resolve("abacus", device)
-    with pytest.raises(UsageError, match="CUDA device, not on 'cpu'"):
-        backend.resolve("triton", CPU)
-    with pytest.raises(UsageError, match="no kernels for this codec"):
-        backend.resolve("triton")
+    monkeypatch.setattr(backend, "_fault_of_numba", lambda: "needs the package numba")
+    assert backend.resolve(None, CPU, 1 << 20) == "torch"
+    for name, device, said in (
+        *(("abacus", device, "'abacus' does not exist") for device in (CPU, CUDA, None)),
+        ("triton", CPU, "CUDA device, not on 'cpu'"),
+        ("triton", None, "no kernels for this codec"),
+        ("numba", CPU, "'numba' needs the package numba; use 'torch'"),
+        ("numba", CUDA, "'numba' needs tensors on the CPU, not on 'cuda:1'"),
+        ("numba", None, "no kernels for this codec"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            backend.resolve(name, device)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.resolve(None, CPU) == "torch"
+    assert backend.resolve("triton", CPU) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -65,12 +70,6 @@ def test_triton_has_to_be_new_enough(monkeypatch, installed, fault):
         backend.resolve("triton", CUDA)
 
 
-def test_the_interpreter_has_to_be_asked_for(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert backend.resolve(None, CPU) == "torch"
-    assert backend.resolve("triton", CPU) == "triton"
-
-
 @pytest.mark.parametrize("codec_id", [codec_id for codec_id, _ in CODECS])
 def test_every_codec_says_what_it_cannot_run(codec_id):
     codec = codec_class(codec_id)()
@@ -92,12 +91,13 @@ kernels = [name for name in sys.modules if name.startswith("ckpt8.codecs.") and 
 LARGE, SMALL = ROUND_TRIPS.format(numel=1 << 17), ROUND_TRIPS.format(numel=(1 << 17) - 1)
 
 
-def hidden(name):
-    return f"import sys; sys.modules[{name!r}] = None  # importing it fails\n"
+HIDDEN = "import sys; sys.modules[{!r}] = None  # importing it fails\n"
 
 
-def test_small_tensors_need_no_triton_and_are_not_worth_the_import_of_numba(run_program):
-    run_program(hidden("triton") + SMALL + "assert not kernels and 'numba' not in sys.modules")
+def test_nothing_needs_triton_or_numba_whose_import_small_tensors_are_not_worth(run_program):
+    run_program(HIDDEN.format("triton") + SMALL + "assert not kernels and 'numba' not in sys.modules")
+    run_program(HIDDEN.format("numba") + LARGE + "assert not kernels, kernels")
+    run_program(LARGE + "assert not kernels, kernels", NUMBA_DISABLE_JIT="1")
 
 
 @pytest.mark.slow
@@ -106,22 +106,6 @@ def test_large_tensors_take_numba_whose_kernels_need_no_place_to_be_kept(run_pro
     (tmp_path / "file").write_bytes(b"")
     run_program(LARGE + "assert len(kernels) == 2, kernels", NUMBA_CACHE_DIR=tmp_path / "file", HOME=tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
-
-
-def test_nothing_needs_numba(run_program):
-    run_program(hidden("numba") + LARGE + "assert not kernels, kernels")
-    run_program(LARGE + "assert not kernels, kernels", NUMBA_DISABLE_JIT="1")
-
-
-def test_requests_for_numba_that_cannot_be_met(monkeypatch):
-    monkeypatch.setattr(backend, "_fault_of_numba", lambda: "needs the package numba")
-    assert backend.resolve(None, CPU, 1 << 20) == "torch"
-    with pytest.raises(UsageError, match="'numba' needs the package numba; use 'torch'"):
-        backend.resolve("numba", CPU)
-    with pytest.raises(UsageError, match="'numba' needs tensors on the CPU, not on 'cuda:1'"):
-        backend.resolve("numba", CUDA)
-    with pytest.raises(UsageError, match="no kernels for this codec"):
-        backend.resolve("numba")
 
 
 def test_numba_pays_for_a_small_part_of_a_large_checkpoint(monkeypatch):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from kernel_cache_kit import FORGED, START, finish, kept, start
-from program_kit import Forks
+from program_kit import Forks, without_caches
 
 import ckpt8
 
@@ -20,6 +20,50 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
 STRANGER = 12345
+STRANGE = f"it belongs to another user, {STRANGER}"
+START = """
+from ckpt8.core import numba as jit
+jit.start()
+print(sum(jit._nothing.stats.cache_hits.values()))
+"""
+"""Prints 1 where the kernel was in the cache, 0 where it was compiled."""
+
+FORGED = """
+import os
+import sys
+
+from numba.core.compiler import CompileResult
+
+class Forged:
+    def __reduce__(self):
+        return os.system, (f"echo > {sys.argv[1]}",)
+
+CompileResult._reduce = lambda self: (Forged(),)
+"""
+"""Has the next kernel that is kept run a command when it is read, with every checksum as it should be."""
+
+
+def start(program, *arguments, **environment):
+    """Begin a whole process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=without_caches() | {name: str(value) for name, value in environment.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    """What it prints, and what it says beside that. It succeeds."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out.strip(), err.strip()
+
+
+def kept(folder):
+    """All files below a folder."""
+    return sorted(path for path in Path(folder).rglob("*") if not path.is_dir())
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +166,16 @@ def assert_nothing_runs(run, home, forged_home, why, **environment):
     assert {path: path.read_bytes() for path in kept(home)} == before
 
 
-@pytest.mark.parametrize("way", OPENED)
-def test_a_folder_that_others_can_write_is_not_used(run, way, home, forged_home):
-    OPENED[way](home)
-    assert_nothing_runs(run, home, forged_home, "other users can write to it")
-
-
-@as_root
-@pytest.mark.parametrize("way", GIVEN)
-def test_a_folder_of_another_user_is_not_used(run, way, home, forged_home):
-    GIVEN[way](home)
-    assert_nothing_runs(run, home, forged_home, f"it belongs to another user, {STRANGER}")
+@pytest.mark.parametrize(
+    ("open_up", "why"),
+    [
+        *(pytest.param(change, "other users can write to it", id=way) for way, change in OPENED.items()),
+        *(pytest.param(change, STRANGE, id=f"{way} given", marks=as_root) for way, change in GIVEN.items()),
+    ],
+)
+def test_a_folder_of_others_is_not_used(run, open_up, why, home, forged_home):
+    open_up(home)
+    assert_nothing_runs(run, home, forged_home, why)
 
 
 @as_root

@@ -63,7 +63,7 @@ def test_items_are_taken_only_so_far_ahead(threads):
     assert threads < largest <= threads * (1 + LOOK_AHEAD)
 
 
-def test_an_exception_of_a_worker_comes_out_in_its_place():
+def test_an_exception_of_a_worker_comes_out_in_its_place_and_ends_the_threads():
     def fail(k):
         if k == 7:
             raise KeyError("seven")
@@ -76,6 +76,11 @@ def test_an_exception_of_a_worker_comes_out_in_its_place():
             next(results)
         # The pool is still of use.
         assert list(workers.map(fail, range(5))) == list(range(5))
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), Workers(3) as workers:
+        for _ in workers.map(lambda k: 1 // k, [1, 0, 1]):
+            pass
+    assert threading.active_count() == before
 
 
 def test_work_before_an_exception_of_the_items_is_dropped():
@@ -110,14 +115,6 @@ def test_work_that_nobody_waits_for_is_dropped():
         assert next(results) == 0
         results.close()
     assert len(started) <= 3
-
-
-def test_leaving_with_an_exception_ends_the_threads():
-    before = threading.active_count()
-    with pytest.raises(ZeroDivisionError), Workers(3) as workers:
-        for _ in workers.map(lambda k: 1 // k, [1, 0, 1]):
-            pass
-    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

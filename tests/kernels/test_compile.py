@@ -19,10 +19,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
 from ckpt8.codecs.companded8 import triton as companded8  # noqa: E402
+from ckpt8.codecs.lattice import triton as lattice  # noqa: E402
+from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK  # noqa: E402
+from ckpt8.codecs.rclog import triton as rclog  # noqa: E402
 from ckpt8.codecs.split24 import triton as split24  # noqa: E402
 from ckpt8.codecs.triton_blocks import BLOCK, OPTIONS  # noqa: E402
+from ckpt8.codecs.vscaled import triton as vscaled  # noqa: E402
 
 PER_THREAD = BLOCK // (32 * OPTIONS["num_warps"])
 PLANES = {"weights": "*fp32", "exponent": "*u8", "mantissa": "*u8", "rho": "*i8", "flags": "*i32"}
@@ -31,6 +36,7 @@ MOMENTS += [{"signed": False, "fourth_root": True}]
 TARGETS = pytest.mark.parametrize(
     "capability", [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
 )
+KINDS = pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
 MASKED = pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
 
 
@@ -132,7 +138,7 @@ def companded(direction, kind, moment, masked, capability, folder) -> Compiled:
 @TARGETS
 @MASKED
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
-@pytest.mark.parametrize(("kind", "size"), [("*fp32", 4), ("*i16", 2)])
+@KINDS
 @pytest.mark.parametrize("direction", ["encode", "decode"])
 def test_companded8(tmp_path, direction, kind, size, moment, masked, capability):
     kernel = companded(direction, kind, moment, masked, capability, tmp_path)
@@ -147,3 +153,106 @@ def test_companded8(tmp_path, direction, kind, size, moment, masked, capability)
         assert_wide(kernel.accesses("ld"), 16 // size, PER_THREAD, others=PER_THREAD * size // 16)
         assert_wide(kernel.accesses("st"), 16, size * PER_THREAD)
         assert kernel.shared == 0
+
+
+# --- archive ----------------------------------------------------------------------------------------------------
+
+SYMBOLS_PER_THREAD = SYMBOL_BLOCK // (32 * OPTIONS["num_warps"])
+TYPES = {"codes": "*i32", "flags": "*i32", "rows": "*i16", "columns": "*i16", "factors": "*i16", "sums": "*i64"}
+TYPES |= {"second": "*fp32", "original": "*fp32", "origin": "u32", "salt": "u32"}
+INTEGERS = ("S", "numbers", "skipped", "length", "across", "lowest", "highest")
+NUMBERS = ("step", "reciprocal", "k", "bias1", "root_bias2", "eps", "share", "reach", "most")
+TYPES |= {**dict.fromkeys(INTEGERS, "i32"), **dict.fromkeys(NUMBERS, "fp32")}
+CHOICES = {"masked", "block", "tall", "wide"}
+TILE = {"tall": rclog.ROWS, "wide": rclog.COLUMNS}
+ARCHIVE_CASES = pytest.mark.parametrize(
+    ("capability", "masked"),
+    [(90, False), (90, True), *(pytest.param(each, False, marks=pytest.mark.slow) for each in (80, 100))],
+)
+ARCHIVE_KERNELS = {
+    f"{module.__name__.split('.')[-2]} {name.removesuffix('_kernel')}": found
+    for module in (lattice, rclog, vscaled)
+    for name, found in vars(module).items()
+    if name.endswith("_kernel") and isinstance(found, JITFunction)
+}
+
+
+def archive(name, kind, capability, folder, **constants) -> Compiled:
+    """The kernel of that name for elements of a ``kind``."""
+    types = {**TYPES, "weights": kind, "moments": kind}
+    return Compiled(ARCHIVE_KERNELS[name], types, {**constants, "block": SYMBOL_BLOCK}, capability, folder)
+
+
+def assert_wide_parts(kernel, direction, size, gathered=0) -> None:
+    """A thread moves its elements and symbols in one access each, up to 16 bytes; it gathers factors of 2 bytes."""
+    elements, symbols = ("ld", "st") if direction == "encode" else ("st", "ld")
+    assert kernel.accesses(symbols)[16] >= 1
+    assert kernel.accesses(elements)[size * SYMBOLS_PER_THREAD] >= 1
+    assert kernel.accesses("ld")[2] == gathered
+    flags = direction == "encode" and not gathered
+    assert sum(times for width, times in kernel.accesses("st").items() if width < 8) == flags
+
+
+def assert_floors_are_compared(kernel, count) -> None:
+    """CUDA's floor takes a subnormal number for zero; a comparison with the number itself mends that."""
+    assert len(re.findall(r"\bcvt\.rmi(?:\.ftz)?\.f32\.f32\b", kernel.ptx)) == count
+    if "cvt.rmi.ftz" in kernel.ptx:
+        assert len(re.findall(r"\bsetp\.[gl]t\.f32\b", kernel.ptx)) >= count
+
+
+@pytest.mark.slow
+@ARCHIVE_CASES
+@KINDS
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+@pytest.mark.parametrize("codec", ["lattice", "vscaled", "rclog", "rclog with columns"])
+def test_codecs(tmp_path, codec, direction, kind, size, masked, capability):
+    name, _, columns = codec.partition(" with ")
+    given = {"columns": None} if codec == "rclog" else {}
+    kernel = archive(f"{name} {direction}", kind, capability, tmp_path, masked=masked, **given)
+    if name == "vscaled" and triton.__version__.startswith("3.6."):
+        # Its assembler keeps two words on the stack, with registers to spare.
+        kernel.usage["STACK"] -= 8 * (kernel.usage["STACK"] == 8)
+    assert_nothing_is_spilled(kernel, masked)
+    encodes = direction == "encode"
+    assert_rounded_once(kernel, divides=name == "vscaled" or (name == "lattice" and encodes))
+    assert_floors_are_compared(kernel, SYMBOLS_PER_THREAD * encodes * (3 if name == "vscaled" else 1))
+    assert name != "vscaled" or "sqrt.rn.f32" in floating(kernel)
+    assert name != "rclog" or encodes or floating(kernel) <= {"mov.f32"}
+    if not masked:
+        gathered = SYMBOLS_PER_THREAD * (1 + bool(columns)) if name == "rclog" else 0
+        assert_wide_parts(kernel, direction, size, gathered)
+    if not masked and name == "vscaled":
+        # The second moments, and these as they were.
+        assert kernel.accesses("ld")[16] == 1 + encodes + (not encodes or size == 4)
+
+
+@pytest.mark.slow
+@TARGETS
+@KINDS
+@pytest.mark.parametrize("columns", [False, True])
+def test_sums_of_rclog(tmp_path, kind, size, columns, capability):
+    given = {} if columns else {"rows": None}
+    kernel = archive("rclog sums", kind, capability, tmp_path, **TILE, **given)
+    assert_nothing_is_spilled(kernel, masked=False)
+    assert floating(kernel) <= {"mov.f32"}
+    # Neighbours in a warp read neighbours in a row; a result is added once for a row or a column.
+    assert kernel.accesses("ld")[size] >= rclog.ROWS * rclog.COLUMNS // (32 * OPTIONS["num_warps"])
+    assert kernel.ptx.count("atom.global") + kernel.ptx.count("red.global") == 2
+
+
+@pytest.mark.slow
+@ARCHIVE_CASES
+def test_means_of_rclog(tmp_path, masked, capability):
+    kernel = archive("rclog means", "*fp32", capability, tmp_path, masked=masked)
+    assert_nothing_is_spilled(kernel, masked)
+    assert not floating(kernel)
+
+
+@pytest.mark.parametrize("name", ARCHIVE_KERNELS)
+def test_one_compiled_kernel_serves_every_tensor(name):
+    """No number of a codec is a constant, and none is looked at for being 1 or a multiple of 16."""
+    kernel = ARCHIVE_KERNELS[name]
+    assert {param.name for param in kernel.params if param.is_constexpr} <= CHOICES
+    integers = {*INTEGERS, "origin", "salt", "first", "count"}
+    assert {param.name for param in kernel.params if not param.do_not_specialize}.isdisjoint(integers)
+    assert {param.name for param in kernel.params} <= {*TYPES, *CHOICES, *integers, "weights", "moments"}

@@ -15,7 +15,7 @@ pytest.importorskip("triton", minversion="3.6")
 pytest.importorskip("numpy")
 
 
-CODECS = ["parity.py", "archive_parity.py", "archive_hostile_parity.py"]
+CODECS = ["parity.py", "archive_parity.py"]
 FILES = pytest.mark.parametrize("file", [*CODECS, "fused.py", "switchback.py"])
 SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in (*CODECS[1:], "fused.py", "switchback.py")]
 """Their kernels are compiled by default, and run on a device."""
@@ -26,18 +26,10 @@ def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: 
 
     That one sees the borders of tensors only where torch does not keep memory for later.
     """
-    tests = [
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        cases,
-        *(str(Path(__file__).with_name(name)) for name in file.split()),
-    ]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases]
+    tests = [Path(__file__).with_name(name) for name in file.split()]
     result = subprocess.run(
-        [*under, sys.executable, "-m", "pytest", *tests],
+        [*under, sys.executable, "-m", "pytest", *options, *map(str, tests)],
         env={**os.environ, "TRITON_INTERPRET": interpret, "PARITY_BACKEND": backend, "OMP_NUM_THREADS": "1"}
         | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}),
         capture_output=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ import ckpt8
 from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench import run as sizes
 from ckpt8.cli.bench.library import IN_MEMORY, survey
-from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, run_child
+from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, SessionPeak, run_child
 from ckpt8.cli.bench.run import MODULES, bench, parse_size, show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 
@@ -51,6 +52,15 @@ def _without_peers(monkeypatch):
 
 
 @pytest.fixture
+def scratch(tmp_path):
+    """A folder that is empty afterwards."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
 def folder(inputs, tmp_path):
     """What Trainer saves: a directory."""
     return shutil.copytree(inputs / "trainer-adamw", tmp_path / "checkpoint-200")
@@ -59,10 +69,15 @@ def folder(inputs, tmp_path):
 # What the operations do
 
 
-def done(name, source, packed, target, threads=2):
-    """Run one operation and keep what it wrote."""
-    job = {"source": asdict(survey(source)), "container": str(packed), "target": str(target), "threads": threads}
-    return in_process(MODULES[name], {**job, "name": name, "keep": True}, False)
+def job_of(name, source, packed, target, threads=2):
+    """What a process is given to do; it keeps what it writes."""
+    files = {"source": asdict(survey(source)), "container": str(packed), "target": str(target)}
+    return {**files, "name": name, "threads": threads, "keep": True}
+
+
+def done(name, source, packed, target):
+    """Run one operation."""
+    return in_process(MODULES[name], job_of(name, source, packed, target), False)
 
 
 def test_copies_and_restored_files_are_the_files(folder, tmp_path):
@@ -371,3 +386,89 @@ def _bytes(path):
         return path.read_bytes()
     except OSError:
         return b""
+
+
+WITHOUT = "import sys; sys.path.remove(''); "
+"""Leaves the working directory, which may hold a ``torch.py``, out of the path, as a console script does."""
+BENCH = """
+import json, sys
+from pathlib import Path
+from ckpt8.cli.bench.probe import run_child
+run_child(Path.cwd())(sys.argv[1], json.loads(sys.argv[2]), False)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Do a job of a module in a process of ``bench``, from ``tmp_path``."""
+
+    def run(program, module, job):
+        done = subprocess.run(
+            [sys.executable, "-c", program, module, json.dumps(job)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(ckpt8.__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+    return run
+
+
+@pytest.mark.slow
+def test_nothing_in_the_working_directory_is_imported(run, inputs, tmp_path):
+    for name in ("ckpt8", "torch", "numba", "json"):
+        (tmp_path / f"{name}.py").write_text("open('ran', 'w')\n")
+    run(WITHOUT + BENCH, probe.__name__, job_of(START, inputs / "legacy.pt", "", tmp_path / "out", 1))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_the_command_itself_can_import_its_processes_can(run, tmp_path):
+    (tmp_path / "only_here.py").write_text("def work(job):\n    open('ran', 'w').close()\n    return {}\n")
+    run(BENCH, "only_here", {})
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["cp", "zstd -1"])
+def test_the_memory_of_others_does_not_count_torch(run, inputs, tmp_path, name):
+    program = (
+        "import json, sys; from ckpt8.cli.bench.probe import work; work(json.loads(sys.argv[2]));"
+        "assert not {'torch', 'numba', 'numpy'} & sys.modules.keys()"
+    )
+    run(program, probe.__name__, job_of(name, inputs / "legacy.pt", "", tmp_path / "out", 1))
+
+
+BEFORE, AFTER = 96 << 20, 48 << 20
+PROGRAM = f"""
+import os, sys
+shared = bytearray(b"a") * {BEFORE}
+ends = os.pipe()
+if os.fork() == 0:
+    own = bytearray(b"b") * {AFTER}
+    os.write(ends[1], b"x")
+    sys.stdin.read()
+    os._exit(0)
+os.read(ends[0], 1)
+print("ready", flush=True)
+sys.stdin.read()
+os.wait()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system has no PSS")
+def test_shared_pages_count_once_and_the_peak_stays():
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        peak = SessionPeak(process.pid)
+        assert process.stdout.readline() == b"ready\n"
+        peak.sample()
+        process.stdin.close()
+        process.wait(30)
+        peak.sample()
+    assert peak.processes == 2
+    assert BEFORE + AFTER < peak.nbytes < BEFORE + AFTER + BEFORE // 2

@@ -1,20 +1,74 @@
-"""``inspect --html`` as a command: what the file holds, when it is written, and what is refused."""
+"""``inspect --html`` and ``runs --html``: what the file holds, when it is written, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
 from disk_kit import flip_bit
-from page_kit import assert_inert
+from runs_kit import train
 from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.cli.show.report import page
+from ckpt8.core.text import size
 
+TAGS = re.compile(
+    "html|head|meta|link|title|style|body|main|header|footer|h[1-4]|p|section|div|span|small|b|code|figure|figcaption|"
+    "table|tbody|tr|th|td|ul|li|article|script|svg|path|line|rect|circle|polyline|text"
+)
+
+
+class Structure(HTMLParser):
+    """Every element with its attributes, the text of scripts, and that outside of style and script."""
+
+    def __init__(self, content):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.text, self.script, self.open = [], [], [], []
+        self.feed(content)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.script.append(data)
+        elif self.open[-1:] != ["style"]:
+            self.text.append(data)
+
+
+def assert_inert(content, data=frozenset({"facts", "distributions", "replay"})):
+    """Elements are those of the report, nothing runs, nothing is loaded, every element is closed; it has this data."""
+    found = Structure(content.decode())
+    assert [tag for tag, _ in found.elements if not TAGS.fullmatch(tag)] == []
+    scripts = [attributes for tag, attributes in found.elements if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "ckpt8-report"}]
+    assert json.loads("".join(found.script)).keys() == data
+    for tag, attributes in found.elements:
+        assert not {"src", "style", "srcdoc", "action"} & attributes.keys()
+        assert not [name for name in attributes if name.startswith("on")]
+        assert "href" not in attributes or (tag, attributes["href"]) == ("link", "data:,")
+    style = content.decode().partition("<style>")[2].partition("</style>")[0]
+    assert "url(" not in style
+    assert "@import" not in style
+    return "".join(found.text)
+
+
+HOSTILE_NAME = "<img src=x onerror=alert(1)>&\"'</script>-40.pt"
 HOSTILE = [
     "</script ><script>alert(1)</script>",
     '"><img src=http://example.com/x onerror=alert(1)>',
@@ -251,3 +305,31 @@ def test_damage_leaves_no_report(run_command, packed, tmp_path):
     code, out, err = run_command("inspect", container, "--html", tmp_path / "r.html")
     assert (code, out, err.count("\n")) == (3, "", 1)
     assert [path.name for path in tmp_path.iterdir()] == ["gpt.ckpt8"]
+
+
+@pytest.fixture
+def run_page(tmp_path, run_command):
+    """A run with a key, raw files, a damaged one and a hostile name: its records, and its page."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    train(folder, (1, 2, 3), compressed=(2,), val_loss=1.25)
+    (folder / "step-30.pt").rename(folder / HOSTILE_NAME.replace("/", "_"))
+    (folder / "step-50.ckpt8").write_bytes((folder / "step-20.ckpt8").read_bytes()[:-1])
+    code, _, _ = run_command("runs", folder, "--html", tmp_path / "page.html")
+    assert code == 3
+    return ckpt8.runs(folder), (tmp_path / "page.html").read_bytes()
+
+
+def test_the_page_is_inert_and_holds_the_facts(run_page):
+    run, content = run_page
+    text = assert_inert(content, {"facts"})
+    assert HOSTILE_NAME.replace("/", "_") in text
+    _, _, rest = content.decode().partition('<script type="application/json" id="ckpt8-report">')
+    facts = json.loads(rest.partition("</script>")[0])["facts"]
+    assert facts == json.loads(json.dumps(run.to_json()))
+    for record in run:
+        assert record.name in text
+        if record.loss is not None:
+            assert f"{record.name}: step {record.step:,}, loss {record.loss:.3g}" in text
+            assert f"{record.name}: step {record.step:,}, {size(record.stored_bytes)}" in text
+    assert next(record.damage for record in run if record.damage) in text
