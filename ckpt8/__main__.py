@@ -8,9 +8,6 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-_SOON = 0.01
-"""Seconds after which an interrupt that was lost strikes again."""
-
 _struck: list[int] = []
 """Numbers of the signals that came."""
 
@@ -31,7 +28,7 @@ def _strike_again(lost: Any) -> None:
         raise error
 
     signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, _SOON)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)  # seconds
 
 
 def _run() -> None:

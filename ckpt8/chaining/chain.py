@@ -151,8 +151,6 @@ REST = 10.0
 """Seconds that a checkpoint must not change before it is compressed."""
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.05, 1.0
-_IDLE = 10
-"""Seconds of rest for each that a look at all files takes: some folders are large, and on a network."""
 
 
 class ChainRun:
@@ -217,7 +215,8 @@ class ChainRun:
             elif not waiting and not self._watch:
                 return
             else:
-                idle = _IDLE * (time.monotonic() - started)
+                # Ten times as long as a look at all files takes: some folders are large, and on a network.
+                idle = 10 * (time.monotonic() - started)
                 time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, idle))
 
     def _listing(self) -> Listing:

@@ -70,7 +70,7 @@ def last_change(look: Look) -> int:
 _WHOLE, _PARTIAL = ".ckpt8-removed", ".ckpt8-removing"
 _NAME_KEPT, _SEAL_KEPT = 222, 16
 """Bytes of a name, so that it has no more than the 255 of a file system with the rest, and digits of a seal."""
-_LONGEST_CHARACTER, _CUT = 4, "…"
+_CUT = "…"
 _ASIDE = re.compile(rf"\.(.+)\.([0-9a-f]{{{_SEAL_KEPT}}})\.ckpt8-(?:removed|removing)", re.DOTALL)
 
 
@@ -213,7 +213,7 @@ def source_name(container: Path) -> str | None:
 
 def _name_of(start: str, container: Path | None) -> str:
     """The name of a checkpoint that begins so, by its container where it may have been cut."""
-    if len(os.fsencode(start)) <= _NAME_KEPT - _LONGEST_CHARACTER:
+    if len(os.fsencode(start)) <= _NAME_KEPT - 4:  # the bytes of the longest character
         return start
     name = None if container is None else source_name(container)
     return name if name is not None and name_problem(name) is None and _shortened(name) == start else start + _CUT
@@ -231,10 +231,6 @@ def _brought_back(aside: Path, source: Path) -> str:
     except OSError as exc:
         return f"it stays at {aside}, which cannot be renamed: {exc.strerror}"
     return f"{source.name} is back"
-
-
-_VERIFIED = 2
-"""How often ``verify`` reads a checkpoint: it decodes as many bytes, then compares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +316,8 @@ class Job:
     def work(self) -> int:
         """Bytes that will be read; 0 for a source that cannot be read."""
         try:
-            times = (not self.present) + _VERIFIED * (self.doubted + self.settings.remove)
+            # ``verify`` reads it twice: it decodes as many bytes, then compares them.
+            times = (not self.present) + 2 * (self.doubted + self.settings.remove)
             return 0 if self.problem else size_of(self.aside or self.source) * times
         except Ckpt8Error:
             return 0

@@ -356,16 +356,18 @@ def _end(tally: Tally, facts: dict[str, Any], *, as_json: bool) -> None:
         raise typer.Exit(tally.exit_code)
 
 
-_FORMATS = "torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8"
-"""The keys of ``converting.writers.WRITERS``, which ``--help`` need not import."""
-
-
 @finding_bases
 def convert(
     src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file or directory, or a .ckpt8 of one.")],
     dst: Annotated[str, typer.Argument(readable=False, help="The file or directory to write.")],
     to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help=f"{_FORMATS}. Default: what DST's name says.")
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8. Default: what DST's name "
+            "says.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None,

@@ -33,13 +33,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ckpt8.core.closing import setting
 from ckpt8.core.errors import Ckpt8Error, KernelCacheWarning, OutputError
 from ckpt8.core.files.atomic import noting_replaced
-from ckpt8.core.text import printable
+from ckpt8.core.text import printable, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-_UNWRAPPED = 500
 
 
 SCHEMA = 1
@@ -81,7 +78,7 @@ def console() -> Console:
     """
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNWRAPPED
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 500
     return Console(highlight=False, emoji=False, width=width)
 
 
@@ -211,7 +208,6 @@ INTERNAL = 70
 TRACEBACK = "CKPT8_TRACEBACK"
 """The environment variable that shows tracebacks."""
 
-_LONGEST = 300
 _NO_MEMORY = ("allocate memory", "out of memory", "failed to map segment", "bad_alloc")
 """What libraries say in errors of other classes than MemoryError."""
 _NO_ROOM = {
@@ -353,7 +349,7 @@ def _said(error: Exception) -> tuple[str, int]:
         # Outputs name themselves. What is left are temporary files, tempfile's message, and files of libraries.
         return f"a file beside the output cannot be written: {text}; see TMPDIR and HOME", OutputError.exit_code
     return (
-        f"a defect of ckpt8: {type(error).__name__}: {text[:_LONGEST]}{'…' if len(text) > _LONGEST else ''}; "
+        f"a defect of ckpt8: {type(error).__name__}: {shortened(text, 300)}; "
         f"please report it, with the traceback that {TRACEBACK}=1 shows"
     ), INTERNAL
 

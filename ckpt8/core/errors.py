@@ -3,9 +3,7 @@
 A message is one line: which file, which tensor, what was found, what to do.
 """
 
-from ckpt8.core.text import printable
-
-_LONGEST = 1500
+from ckpt8.core.text import printable, shortened
 
 
 class Ckpt8Error(Exception):
@@ -18,8 +16,7 @@ class Ckpt8Error(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        text = printable(super().__str__())
-        return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+        return shortened(printable(super().__str__()), 1500)
 
 
 class CheckFailedError(Ckpt8Error):

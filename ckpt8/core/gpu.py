@@ -9,9 +9,6 @@ import torch
 from ckpt8.core.errors import UsageError, require
 from ckpt8.core.tensors import Parts
 
-DEVICES = ("auto", "cpu", "cuda")
-
-
 Mark = torch.cuda.Event
 """A point in a queue of copies: ``synchronize`` waits until everything queued before it is done."""
 
@@ -47,13 +44,13 @@ class CudaTransfer:
         for chunk in parts:
             for part in chunk.values():
                 part.record_stream(self._down)
-        return copies, self._mark(self._down)
+        return copies, self._down.record_event(Mark(blocking=True))  # type: ignore[no-untyped-call]
 
     def upload(self, row: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Queue the copy of a ``row`` of pinned memory to the device. Thread-safe."""
         with torch.cuda.stream(self._up):
             there = row.to(self._device, non_blocking=True)
-        return there, self._mark(self._up)
+        return there, self._up.record_event(Mark(blocking=True))  # type: ignore[no-untyped-call]
 
     def receive(self, row: torch.Tensor, mark: Mark) -> None:
         """Make later computation on the device wait for an upload."""
@@ -61,15 +58,10 @@ class CudaTransfer:
         compute.wait_event(mark)
         row.record_stream(compute)
 
-    def _mark(self, stream: torch.cuda.Stream) -> Mark:
-        event = Mark(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
-
 
 def requested(device: str) -> torch.device | None:
     """The GPU for ``cuda``, None for ``auto`` and ``cpu``. Raises UsageError when torch finds no CUDA device."""
-    require(device in DEVICES, f"device {device!r}: expected one of {', '.join(DEVICES)}", UsageError)
+    require(device in ("auto", "cpu", "cuda"), f"device {device!r}: expected one of auto, cpu, cuda", UsageError)
     if device != "cuda":
         return None
     require(torch.cuda.is_available(), "device 'cuda': torch finds no CUDA device here; use cpu", UsageError)

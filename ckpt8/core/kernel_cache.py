@@ -156,10 +156,6 @@ def _warn(text: str, error: OSError | RuntimeError) -> None:
         warnings.warn(printable(text.format(why)), KernelCacheWarning, stacklevel=2)
 
 
-_MOST_LINKS = 40
-"""Links that lead to a link, as many as Linux follows: more go in a circle."""
-
-
 def make_private(folder: Path) -> None:
     """Make ``folder`` and those above it, for this user alone, as far as they are missing.
 
@@ -181,7 +177,7 @@ def _check_way(path: Path, links: int) -> None:
         status = folder.lstat()
         check_private(folder, status, on_the_way=True)
         if stat.S_ISLNK(status.st_mode):
-            if links == _MOST_LINKS:
+            if links == 40:  # as many as Linux follows: more go in a circle
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
             _check_way(folder.parent / folder.readlink(), links + 1)
         elif not stat.S_ISDIR(status.st_mode):

@@ -12,12 +12,11 @@ from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
 from ckpt8.core.errors import UsageError
+from ckpt8.core.text import shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MOST_THREADS, _MOST_STEPS = 1 << 10, 1 << 20
-_LONGEST = 1000
-"""Bits of an integer to show: Python refuses to print very long ones."""
 
 
 def checked(function: F) -> F:
@@ -49,11 +48,10 @@ def checked(function: F) -> F:
 
 def described(value: object) -> str:
     """What a value is, in a few words: ``None``, ``a dict``, ``the class Linear``, ``-1``."""
-    if isinstance(value, int) and value.bit_length() > _LONGEST:
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print very long ones
         return "a number of more than 300 digits"
     if value is None or isinstance(value, (bool, int, float, str)):
-        text = repr(value[:80] if isinstance(value, str) else value)
-        return text if len(text) <= 100 else f"{text[:100]}…"
+        return shortened(repr(value[:80] if isinstance(value, str) else value), 100)
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, os.PathLike):

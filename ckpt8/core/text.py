@@ -33,13 +33,14 @@ def listed(names: Iterable[object], limit: int = 3) -> str:
     return ", ".join(shown[:limit]) + (f" and {len(shown) - limit} more" if len(shown) > limit else "")
 
 
-_SHOWN_CHARACTERS = 60
+def shortened(text: str, most: int) -> str:
+    """``text``, or its first ``most`` characters and an ellipsis."""
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def shown(text: object) -> str:
     """``text`` for a message: one line of bounded length."""
-    line = repr(text) if isinstance(text, str) else str(text)
-    return line if len(line) <= _SHOWN_CHARACTERS else line[:_SHOWN_CHARACTERS] + "…"
+    return shortened(repr(text) if isinstance(text, str) else str(text), 60)
 
 
 def box_text(offsets: Iterable[int], sizes: Iterable[int], shape: Iterable[int]) -> str:

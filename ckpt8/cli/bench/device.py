@@ -31,10 +31,6 @@ from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.core.text import size
 from ckpt8.optim import CAME, SGD, AdamW, Lion, StableAdamW
 
-_WARM_UP = 3
-_HEAD_START = 20_000_000
-"""Cycles, some 10 ms."""
-
 _SIDE = 4096
 ELEMENTS = 1 << 27
 """Half a gigabyte of fp32."""
@@ -60,7 +56,7 @@ class Clock:
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Median time of ``work``, warm."""
-        for _ in range(_WARM_UP):
+        for _ in range(3):
             work()
         return median(self._once(work) for _ in range(self.repeat))
 
@@ -71,8 +67,8 @@ class Clock:
             return time.perf_counter() - start
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.device):
-            # Keep the device busy while the host queues the work: the host's own time does not count.
-            torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+            # Keep the device busy, some 10 ms, while the host queues the work: the host's own time does not count.
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
             first.record()
             work()
             last.record()

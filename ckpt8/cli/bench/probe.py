@@ -86,12 +86,6 @@ def _members(session: int) -> Iterator[Path]:
                 yield folder
 
 
-_INTERVAL = 0.01
-"""Seconds between samples of memory."""
-
-_PATIENCE = 5.0
-"""Seconds between SIGTERM and SIGKILL."""
-
 _ERRORS: dict[int, type[Ckpt8Error]] = {error.exit_code: error for error in (UsageError, InputError, OutputError)}
 
 Run = Callable[[str, dict[str, Any], bool], dict[str, Any]]
@@ -126,7 +120,7 @@ def run_child(folder: Path) -> Run:
                 peak = SessionPeak(child.pid)
                 while watch and child.poll() is None:
                     peak.sample()
-                    time.sleep(_INTERVAL)
+                    time.sleep(0.01)  # between samples of memory
                 child.wait()
             except BaseException:
                 if child is not None:
@@ -151,7 +145,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGTERM)
-            child.wait(_PATIENCE)
+            child.wait(5.0)  # seconds until SIGKILL
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -175,13 +169,6 @@ def main(module: str, job: str) -> None:
         sys.exit(exc.exit_code)
     sys.stdout.write(json.dumps(result))
 
-
-_CHUNK = 1 << 22
-_PIECE = 1 << 27
-"""ZipNN works in memory, on so many bytes at a time."""
-
-_ELEMENT = 4
-_LENGTH_BYTES = 8
 
 ZIPNN = "ZipNN"
 START = "start of Python, torch, numba"
@@ -295,7 +282,7 @@ def _packed(pack: Callable[[Job, IO[bytes], IO[bytes], int], object], job: Job) 
 def _zstd(level: int, job: Job, reader: IO[bytes], writer: IO[bytes], size: int) -> None:
     """``zstd -LEVEL -T``."""
     zstandard.ZstdCompressor(level=level, threads=job.threads).copy_stream(
-        reader, writer, size=size, read_size=_CHUNK, write_size=_CHUNK
+        reader, writer, size=size, read_size=1 << 22, write_size=1 << 22
     )
 
 
@@ -304,11 +291,12 @@ def _zipnn(job: Job) -> Callable[[], object]:
     zipnn = import_module("zipnn")
 
     def pack(job: Job, reader: IO[bytes], writer: IO[bytes], _: int) -> None:
-        while piece := bytearray(reader.read(_PIECE)):
-            # ZipNN 0.5.4 writes beyond its buffers unless this is a multiple of the size of an element.
-            piece += bytes(-len(piece) % _ELEMENT)
+        # It works in memory, on so many bytes at a time.
+        while piece := bytearray(reader.read(1 << 27)):
+            # ZipNN 0.5.4 writes beyond its buffers unless this is a multiple of the 4 bytes of an element.
+            piece += bytes(-len(piece) % 4)
             packed = zipnn.ZipNN(bytearray_dtype=job.source.layout, threads=job.threads).compress(piece)
-            writer.write(len(packed).to_bytes(_LENGTH_BYTES, "little"))
+            writer.write(len(packed).to_bytes(8, "little"))
             writer.write(packed)
 
     return _packed(pack, job)

@@ -71,8 +71,6 @@ _ROOM, _MADE_ROOM = 2.0, 2.4
 """Files that are on the disk at once, in sizes of the checkpoint: a copy, and a container, which can be as large if
 nothing packs. A checkpoint that is made for the purpose packs, but is on the disk itself."""
 
-_SLACK = 1 << 26
-
 
 @dataclass(slots=True)
 class Bench:
@@ -90,7 +88,7 @@ class Bench:
 
     def check_space(self, nbytes: int, what: str, room: float) -> None:
         """Raise OutputError if there is no ``room``, in sizes of a checkpoint of ``nbytes`` bytes, for its files."""
-        needed, free = int(nbytes * room) + _SLACK, shutil.disk_usage(self.work).free
+        needed, free = int(nbytes * room) + (1 << 26), shutil.disk_usage(self.work).free
         require(
             free >= needed,
             f"{self.work}: {what} need {in_gigabytes(needed)} and {in_gigabytes(free)} are free; "
@@ -256,9 +254,6 @@ def versions() -> dict[str, str]:
     return installed
 
 
-_PER_WEIGHT = 12
-"""Bytes of one parameter: fp32 weight and moments."""
-
 _WIDTH = 64
 _STEPS = 1000
 _WEIGHT, _MOMENT, _ROOT_RATIO = 0.02, 1e-5, 4.0
@@ -276,7 +271,8 @@ def synthetic(target: Path, nbytes: int) -> dict[str, Any]:
     """
     generator = torch.Generator().manual_seed(0)
     network, states = {}, []
-    for name, shape in _shapes(nbytes // _PER_WEIGHT).items():
+    # A parameter takes 12 bytes: fp32 weight and moments.
+    for name, shape in _shapes(nbytes // 12).items():
         rows, columns = math.prod(shape[:-1]), shape[-1]
         noise = torch.randn(rows, columns + _SMOOTH - 1, generator=generator)
         scale = _MOMENT * torch.randn(rows, 1, generator=generator).exp()

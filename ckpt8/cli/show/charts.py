@@ -134,8 +134,6 @@ def _swatch(css: str) -> str:
 
 _WIDTH, _HEIGHT = 320, 212
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 314, 26, 168
-_LEAST_OCTAVES = 8
-_MOST_POINTS = 300
 _FAINTEST = -4
 """Exponent of ten of the smallest share, in per cent, that a histogram of magnitudes shows."""
 
@@ -153,7 +151,8 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
         return _frame(axis, _notice("no value other than zero"))
     least = min(share for side in sides.values() for share in side.values() if share >= 10.0**_FAINTEST)
     low, high = min(drawn), max(drawn) + 1
-    short = max(0, _LEAST_OCTAVES - (high - low))
+    # At least eight octaves are drawn.
+    short = max(0, 8 - (high - low))
     low, high = low - short // 2, high + short - short // 2
     floor = min(0, math.floor(math.log10(least) - 1e-9))
     x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
@@ -243,7 +242,8 @@ def over_steps(
     x = _linear(first, last, _LEFT + 6, _RIGHT - 6)
     body = [_axes([(x(step), f"{step:,}") for step in _marks(first, last)], axis.ticks, x_title, y_title)]
     for css, points in curves:
-        thin = list(points[:: max(1, len(points) // _MOST_POINTS)])
+        # Some 300 points are enough.
+        thin = list(points[:: max(1, len(points) // 300)])
         thin += [points[-1]] if thin[-1] != points[-1] else []
         places = [(x(step), axis.place(value), words) for step, value, words in thin]
         line = " ".join(f"{px:.1f},{py:.1f}" for px, py, _ in places)

@@ -34,7 +34,6 @@ from ckpt8.inspecting.container import FOREIGN
 from ckpt8.inspecting.facts import FIGURE_WORDS
 
 _MOST_GROUPS = 16
-_EXAMPLES = 3
 _MOST_ROWS = 4
 
 FLAG_TITLES = {
@@ -181,7 +180,7 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
     console.print()
     say(console, "Red flags", style="bold")
     say(console, looked_at(sample, flags))
-    for kind, title, extent, lines in flags_by_kind(flags, _EXAMPLES):
+    for kind, title, extent, lines in flags_by_kind(flags, 3):
         say(console, f"{title}: {extent}", style="yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
         say(console, *lines, indent="    ")
 
@@ -222,13 +221,6 @@ def looked_at(sample: Mapping[str, Any], flags: Sequence[Mapping[str, Any]]) -> 
     return seen if is_flagged else f"{seen}; none seen in those"
 
 
-_RANKS = 16
-"""Files of ranks that are listed; there may be a thousand."""
-
-_ALARMING = 0.5
-"""A report warns of a max |Δu| above this part of max |u|."""
-
-
 def show(console: Console, facts: dict[str, Any]) -> None:
     """Print the facts of ``inspect``; escape unprintable characters of names."""
     facts = printable_tree(facts)
@@ -264,7 +256,8 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     show_table(console, ("role", "codec", "storages", "elements", "original", "stored", "ratio"), rows)
     _show_contents(console, facts)
     if facts["directory"] is not None:
-        first = facts["members"] if facts["ranks"] is None else facts["members"][:_RANKS]
+        # There may be a thousand files of ranks.
+        first = facts["members"] if facts["ranks"] is None else facts["members"][:16]
         show_table(
             console,
             ("member", "format", "original", "stored"),
@@ -330,7 +323,7 @@ def _show_errors(
                 f"{words}  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
                 f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
             )
-            if not is_bounded and update["max_error"] > _ALARMING * update["max_update"]:
+            if not is_bounded and update["max_error"] > update["max_update"] / 2:
                 lines.append(
                     "              some updates change as much as they are large; --max-update-error bounds that"
                 )

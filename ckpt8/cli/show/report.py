@@ -159,8 +159,6 @@ def _usage(row: dict[str, Any]) -> str:
     return f"{row['used']:,} codes used, entropy {number(row['entropy_bits'])} bits{beyond}{zeros}"
 
 
-_MOST_BYTES = 32 << 20
-_LARGEST = 1e300
 _FIGURES = {
     "update_nmse": ("update", "Error of the update", "NMSE of the update"),
     "update_max": ("update", "Largest error of an update", "max |Δu|"),
@@ -177,7 +175,7 @@ def read_replay(path: Path, container: int | None) -> dict[str, Any]:
     """
     refuse_url(path)
     with reading(path):
-        require(path.stat().st_size <= _MOST_BYTES, f"{path}: is too long for the output of verify --json")
+        require(path.stat().st_size <= 32 << 20, f"{path}: is too long for the output of verify --json")
         content = path.read_bytes()
     try:
         tree = parse_any_json(content, str(path))
@@ -204,7 +202,7 @@ def _is_replay(resume: dict[str, Any]) -> bool:
 
 
 def _is_figure(value: object) -> bool:
-    return value is None or (type(value) in (int, float) and 0 <= value < _LARGEST)  # type: ignore[operator]
+    return value is None or (type(value) in (int, float) and 0 <= value < 1e300)  # type: ignore[operator]
 
 
 def replay_section(resume: dict[str, Any] | None) -> str:
@@ -300,9 +298,6 @@ def markup(rows: list[Row]) -> str:
 MAX_LAYER_ROWS = 80
 """Only this many layers, the largest, get a row of their own. One line sums up the others."""
 
-_NO_ROLE = "total"
-"""The style of a segment that belongs to no single role."""
-
 
 def size_section(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
     """The section as markup, from the facts of ``inspect`` and their ``layers``."""
@@ -356,7 +351,7 @@ def _size_totals(facts: dict[str, Any]) -> str:
     rows += [
         row(
             text(name),
-            stacks([[*stored, (_NO_ROLE, rest / full_bar, f"{what}: {size(rest)}")]]),
+            stacks([[*stored, ("total", rest / full_bar, f"{what}: {size(rest)}")]]),
             f"{size(nbytes)} <small>{ratio:.2f}x</small>",
         )
         for name, nbytes, ratio, what, rest in after
@@ -518,10 +513,6 @@ def _weight_figures(error: dict[str, Any]) -> str:
     return f"mean relative error {number(error['mean_relative'])}, max {number(error['max_relative'])}"
 
 
-_FLAGS = 10
-"""So many tensors are listed under one red flag; the JSON has all."""
-
-
 class Report:
     """The report about the checkpoint or container ``path``, to write to ``target``.
 
@@ -617,12 +608,12 @@ def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
 
 
 def _flags(facts: dict[str, Any]) -> str:
-    """The red flags; empty if ``facts`` have none of that key."""
+    """The red flags, ten tensors of each; empty if ``facts`` have none of that key."""
     if "flags" not in facts:
         return ""
     items = "".join(
         f"<li><b>{text(title)}</b>: {text(extent)}<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul></li>"
-        for _, title, extent, lines in flags_by_kind(facts["flags"], _FLAGS)
+        for _, title, extent, lines in flags_by_kind(facts["flags"], 10)
     )
     seen = text(looked_at(facts["sample"], facts["flags"]))
     alarm = ' class="alarm"' if items else ""

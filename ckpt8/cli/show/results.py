@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from ckpt8.cli.guard import print_lines
 from ckpt8.cli.show.tables import Table, measured_lines, number, shape_text, show_optimizers, show_table
-from ckpt8.core.text import counted, listed, printable_tree, size
+from ckpt8.core.text import counted, listed, printable_tree, shortened, size
 from ckpt8.inspecting.facts import ROLE_WORDS
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 _LISTED, _VALUES, _LAYERS, _MOMENT_LAYERS = 10, 16, 12, 4
 _LONGEST = 80
 """Characters of a value."""
-
-_ALIKE = 3
-"""Up to so many names that differ in numbers alone get a line each."""
 
 _NUMBERS = re.compile(r"(?<=[.:])[0-9]+(?=\.|$)")
 _TITLES = {
@@ -121,21 +118,19 @@ def _show_one_sided(console: Console, facts: dict[str, Any]) -> None:
             + (f", tied to {item['tied']}" if item["tied"] else "")
             for item in facts["tensors"][key]
         ]
-        values = [f"{item['name']}  {_cut(str(item[key[-1]]))}" for item in facts["values"][key]]
+        values = [f"{item['name']}  {shortened(str(item[key[-1]]), _LONGEST)}" for item in facts["values"][key]]
         for what, rows in (("tensors", tensors), ("values", values), ("files", facts["files"][key])):
             _show_list(console, f"{what} only in {key[-1].upper()}", rows)
     _show_list(console, "files that differ", facts["files"]["changed"])
 
 
 def _show_list(console: Console, title: str, rows: Sequence[str]) -> None:
-    """Print rows; one line stands for many that differ in the numbers of their paths alone."""
+    """Print rows; one line stands for more than three that differ in the numbers of their paths alone."""
     if rows:
         console.print(f"\n[bold]{title}[/] ({len(rows):,})")
         counts = Counter(map(_pattern, rows))
         shown = ((row, _pattern(row), counts[_pattern(row)]) for row in rows)
-        lines = list(
-            dict.fromkeys(f"{name}  ({count:,} of them)" if count > _ALIKE else row for row, name, count in shown)
-        )
+        lines = list(dict.fromkeys(f"{name}  ({count:,} of them)" if count > 3 else row for row, name, count in shown))
         for line in lines[:_LISTED]:
             console.print(f"  {line}", soft_wrap=True, markup=False)
         _show_more(console, len(lines) - _LISTED)
@@ -160,8 +155,8 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
     # Settings of the optimizer first, and values at the top before the entries of a log.
     for name, a, b in sorted(changed, key=lambda value: (".param_groups." not in f".{value[0]}", value[0].count("."))):
         # Floats have all digits if they agree in six.
-        texts = [f"{value:.6g}" if isinstance(value, float) else _cut(str(value)) for value in (a, b)]
-        first, second = texts if texts[0] != texts[1] else (_cut(str(a)), _cut(str(b)))
+        texts = [f"{value:.6g}" if isinstance(value, float) else shortened(str(value), _LONGEST) for value in (a, b)]
+        first, second = texts if texts[0] != texts[1] else (shortened(str(a), _LONGEST), shortened(str(b), _LONGEST))
         alike.setdefault((_NUMBERS.sub("*", name), first, second), []).append(name)
     rows = [
         (names[0] if len(names) == 1 else f"{pattern} ({len(names):,} of them)", a, b)
@@ -170,10 +165,6 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
     if rows:
         show_table(console, ("value", "A", "B"), rows[:_VALUES], left=True)
         _show_more(console, len(rows) - _VALUES)
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _LONGEST else line[:_LONGEST] + "…"
 
 
 def _show_rows(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int) -> None:
@@ -223,9 +214,6 @@ def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> Non
     _show_list(console, "not finite, and left out of the figures", rows)
 
 
-_MOST_ALIASES = 20
-
-
 def show_converted(console: Console, report: Report, seconds: float) -> None:
     """Print the target, the casts, and everything that the target lacks."""
     lines = [
@@ -237,7 +225,7 @@ def show_converted(console: Console, report: Report, seconds: float) -> None:
 
         lines += quantized(report.quantized)
     if report.aliases:
-        lines.append(f"tied        left out: {listed(report.aliases, _MOST_ALIASES)}")
+        lines.append(f"tied        left out: {listed(report.aliases, 20)}")
     dropped, notes = (
         (f"left out    {line}" for line in report.dropped),
         (f"note        {line}" for line in report.notes),

@@ -181,12 +181,6 @@ def bars(shares: Sequence[Share], width: int, *, ascii_only: bool = False) -> It
             yield _GAP + drawn.ljust(max(length, 0)) + figures
 
 
-_ROUNDING = 1e-6
-"""Steps that sums of floats may exceed a budget by."""
-
-_HEALING = 0.01
-"""From this NMSE of the update on, a report says why the loss hardly shows it."""
-
 HEALS = "its error heals: gradients renew the momentum within about ten steps, and the loss drift counts that"
 
 
@@ -212,10 +206,10 @@ def steps_phrase(steps: Mapping[str, Any]) -> str:
 
 
 def _budget_phrase(steps: Mapping[str, Any]) -> str:
-    """The budget, and by how much the error exceeds it: its three digits may hide that."""
+    """The budget, and by how much the error exceeds it, beyond the rounding of sums: its three digits may hide that."""
     budget = steps["budget"]
     more = 0 if None in (budget, steps["steps"]) else steps["steps"] - budget
-    return f"budget {number(budget)}" + (f", exceeded by {number(more)}" if more > _ROUNDING else "")
+    return f"budget {number(budget)}" + (f", exceeded by {number(more)}" if more > 1e-6 else "")
 
 
 def fallback_phrase(steps: Mapping[str, Any]) -> str | None:
@@ -247,9 +241,9 @@ def drift_text(drift: Mapping[str, float] | None) -> str:
 
 
 def healing_line(update: Mapping[str, Any] | None, steps: Mapping[str, Any] | None) -> str | None:
-    """Why an update with a large NMSE resumes well; None where there is nothing to explain."""
+    """Why an update with an NMSE of 0.01 or more resumes well; None where there is nothing to explain."""
     nmse = None if update is None or steps is None else update["nmse"]
-    return HEALS if nmse is not None and nmse >= _HEALING else None
+    return HEALS if nmse is not None and nmse >= 0.01 else None
 
 
 def figure_phrases(steps: Mapping[str, Any]) -> list[str]:
