@@ -45,8 +45,8 @@ def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -
     own = [path for path in free if source_name(path) == source.name]
     targets = own or [path for path in free if not os.path.lexists(path)] or (free if force else [])
     if not targets:
-        error = f"{places[0]}: is in the way of {source}: it was not made from it; move it away"
-        return Job(source, places[0], settings, problem=OutputError(error))
+        error = OutputError(f"{places[0]}: is in the way of {source}: it was not made from it; move it away")
+        return Job(source, places[0], settings, problem=error)
     taken.add(targets[0])
     is_doubted = bool(own) and _is_older(targets[0], source)
     return Job(source, targets[0], settings, force=force, present=bool(own), doubted=is_doubted)

@@ -33,7 +33,6 @@ from ckpt8.cli.guard import (
     print_json,
     print_lines,
     progress_bar,
-    shielded,
     waited,
 )
 from ckpt8.core.errors import CheckFailedError, UsageError, require
@@ -304,7 +303,7 @@ def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
     )
     made.callback()(_global)
     for command in commands:
-        made.command()(shielded(command))
+        made.command()(command)
     return made
 
 

@@ -242,8 +242,13 @@ def compress(
         )
         compress_share(src[0], output, options, *place, force=force, as_json=as_json)
     elif len(src) == 1:
+        from ckpt8.compressing.compress import default_target
+
+        target = default_target(src[0])
+        if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
+            output = output / target.name
         (_preview_one if dry_run else _compress_one)(
-            src[0], output, options, remove=remove, force=force, as_json=as_json
+            src[0], output, output or target, options, remove=remove, force=force, as_json=as_json
         )
     else:
         from ckpt8.chaining.chain import collected
@@ -257,11 +262,11 @@ def compress(
 
 
 def _compress_one(
-    src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+    src: Path, output: Path | None, target: Path, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
 ) -> None:
+    """Compress ``src`` into ``target``; ``output`` is that if the user named it."""
     from ckpt8.inspecting.container import inspect_container
 
-    output, target = _targets(src, output)
     finished, left = None, dict[str, Any]()
     if remove:  # killed processes may have left removals beside ``src``
         from ckpt8.chaining.jobs import Settings, finishing
@@ -285,24 +290,13 @@ def _compress_one(
         raise typer.Exit(finished.exit_code)
 
 
-def _targets(src: Path, output: Path | None) -> tuple[Path | None, Path]:
-    """The target that the user named, in a folder if that was named; and the target."""
-    from ckpt8.compressing.compress import default_target
-
-    target = default_target(src)
-    if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
-        output = output / target.name
-    return output, output or target
-
-
 def _preview_one(
-    src: Path, output: Path | None, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
+    src: Path, _: Path | None, target: Path, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
 ) -> None:
     from ckpt8.chaining.chain import job_for
     from ckpt8.chaining.jobs import Job, Settings, finishing
     from ckpt8.cli.jobs import run_jobs
 
-    _, target = _targets(src, output)
     require(target.parent.is_dir(), f"{target}: cannot be written: {target.parent} is no folder", OutputError)
     settings = Settings(options, remove)
     jobs = finishing(src.parent, [target.parent], settings) if remove else []
@@ -497,9 +491,14 @@ def chain(
     skipped, packed = run.skipped(), run.packed()
     if not as_json:
         print_lines(console(), _left_alone(skipped, packed))
-    rows = [{"path": str(path), "reason": reason} for path, reason in skipped.items()]
-    facts = {"directory": str(directory), **tally.to_json(), "packed": packed, "skipped": rows}
-    _end(tally, {**facts, "seconds": elapsed()}, as_json=as_json)
+    facts = {
+        "directory": str(directory),
+        **tally.to_json(),
+        "packed": packed,
+        "skipped": [{"path": str(path), "reason": reason} for path, reason in skipped.items()],
+        "seconds": elapsed(),
+    }
+    _end(tally, facts, as_json=as_json)
 
 
 def _left_alone(skipped: Mapping[Path, str], packed: Sequence[str]) -> list[str]:

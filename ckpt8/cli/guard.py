@@ -14,7 +14,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
-import functools
 import io
 import json
 import os
@@ -232,20 +231,7 @@ def _one_line(message: Warning | str, category: type[Warning], filename: str, *w
 
 
 class UnexpectedError(Exception):
-    """Carries an error, its only argument, past typer, which has an exit code of its own for some classes: 1."""
-
-
-def shielded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose EOFError and OSError reach ``guarded``."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        try:
-            command(*args, **options)
-        except (EOFError, OSError) as exc:
-            raise UnexpectedError(exc) from exc
-
-    return run
+    """Carries an EOFError or OSError, its only argument, past typer, which would end them with its exit code 1."""
 
 
 @contextlib.contextmanager
@@ -263,6 +249,8 @@ def one_object(*, as_json: bool) -> Iterator[None]:
             raise
         except BaseException as exc:
             _print_end(replaced, *_outcome(exc), as_json=as_json)
+            if isinstance(exc, (EOFError, OSError)):
+                raise UnexpectedError(exc) from exc
             raise
         _print_end(replaced, None, 0, as_json=as_json)
 

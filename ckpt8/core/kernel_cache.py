@@ -4,8 +4,6 @@ A kept kernel is machine code, so it is read only from a folder that no other us
 SHA-256 over its content and its origin: the source of this package, the signature, the processor, Python and numba. A
 file that is cut off, has a flipped bit or comes from other source is compiled anew and replaced. numba's own cache
 looks at the file of the kernel alone and misses a change of another kernel that it calls.
-
-``make_private`` makes folders that only their user can write to.
 """
 
 import contextlib
@@ -86,10 +84,15 @@ class KernelCache(NullCache):
 
 @cache
 def _folder() -> Path | None:
-    """The folder of this user for kernels; None, with a warning, if it cannot be used."""
+    """The folder of this user for kernels, made with those above it; None, with a warning, if it cannot be used.
+
+    It cannot where another user could put files into it or replace it.
+    """
     try:
         folder = _chosen()
-        make_private(folder)
+        _check_way(folder.absolute(), 0)
+        final = folder.resolve()
+        check_private(final, final.lstat())
     except (OSError, RuntimeError) as exc:
         _warn(_NOT_KEPT, exc)
         return None
@@ -156,19 +159,8 @@ def _warn(text: str, error: OSError | RuntimeError) -> None:
         warnings.warn(printable(text.format(why)), KernelCacheWarning, stacklevel=2)
 
 
-def make_private(folder: Path) -> None:
-    """Make ``folder`` and those above it, for this user alone, as far as they are missing.
-
-    Raises OSError where that is not possible, and PermissionError where another user could put files into ``folder``
-    or replace it.
-    """
-    _check_way(folder.absolute(), 0)
-    final = folder.resolve()
-    check_private(final, final.lstat())
-
-
 def _check_way(path: Path, links: int) -> None:
-    """Check every folder and link on the way to ``path``, and make missing folders. Raises OSError."""
+    """Check every folder and link on the way to ``path``; make missing folders, for this user alone. Raises OSError."""
     for folder in (*reversed(path.parents), path):
         if not os.path.lexists(folder):
             # Another process may be making it at the same time.

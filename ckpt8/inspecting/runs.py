@@ -35,7 +35,7 @@ from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.files.source_file import reading, refuse_url
 from ckpt8.core.public import checked
 from ckpt8.inspecting.facts import step_figures
 from ckpt8.inspecting.heads import (
@@ -325,10 +325,8 @@ def _measure(row: Row, paths: Sequence[Path], copies: Sequence[Path]) -> None:
     newest = 0.0
     row.record.raw = ", ".join(path.name for path in copies) or None
     for path in (*paths, *copies):
-        try:
+        with reading(path):
             status = path.stat()
-        except OSError as exc:
-            raise InputError(f"{path}: cannot be read: {exc.strerror}") from exc
         row.inodes.add((status.st_dev, status.st_ino))
         if path in copies:
             row.record.raw_bytes += status.st_size

@@ -23,6 +23,7 @@ import pytest
 import torch
 from disk_kit import flip_bit
 from members_kit import tampered
+from run_kit import SmallRun
 
 import ckpt8
 from ckpt8.cli.guard import progress_bar
@@ -72,15 +73,8 @@ def assert_refused(result, code):
 @pytest.fixture
 def small(tmp_path):
     """A small checkpoint that compresses to every codec."""
-    torch.manual_seed(1)
-    model = torch.nn.Linear(96, 96)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(8, 96)).square().mean().backward()
-        optimizer.step()
     path = tmp_path / "run.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, path)
+    torch.save(SmallRun(1, (96, 96)).advance(3) | {"step": 3}, path)
     return path
 
 
@@ -275,7 +269,7 @@ def test_a_statistic_that_does_not_hold(records, figure, run, packed, small):
 
 def test_another_original(run, packed, small, tmp_path):
     tree = torch.load(small, weights_only=True)
-    tree["model"]["bias"][3] += 1
+    tree["model"]["0.bias"][3] += 1
     torch.save(tree, tmp_path / "run2.pt")
     assert run("verify", packed, "--against", small)[0] == 0
     # Another name makes another archive, so the structure differs as well.
@@ -284,7 +278,7 @@ def test_another_original(run, packed, small, tmp_path):
     torch.save(tree, tmp_path / "other" / "run.pt")
     code, _, err = run("verify", packed, "--against", tmp_path / "other" / "run.pt")
     assert code == 1
-    assert "model.bias" in err
+    assert "model.0.bias" in err
 
 
 def unwrapped(text):
@@ -299,20 +293,20 @@ def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small,
     assert "differ" not in out
     assert "Measured error\n" in run("inspect", packed)[1]
     tree = torch.load(small, weights_only=True)
-    tree["model"]["bias"][3] += 1
+    tree["model"]["0.bias"][3] += 1
     other = tmp_path / "other" / "run.pt"
     other.parent.mkdir()
     torch.save(tree, other)
     code, out, err = run("inspect", packed, "--against", other)
     assert (code, err) == (0, "")
     assert unwrapped(f"Measured error, from {other}\n") in unwrapped(out)
-    said = f"not made from {other}: 2 lossless storages differ, such as model.bias"
+    said = f"not made from {other}: 2 lossless storages differ, such as model.0.bias"
     assert unwrapped(said) in unwrapped(out)
     tree["optimizer"]["state"][1]["exp_avg"] += 1
     torch.save(tree, other)
-    names = ["model.bias", "optimizer.state.1.exp_avg", "ckpt8.skeleton"]  # which has checksums
+    names = ["model.0.bias", "optimizer.state.1.exp_avg", "ckpt8.skeleton"]  # which has checksums
     _, out, _ = run("inspect", packed, "--against", other, "--html", tmp_path / "r.html")
-    said = f"not made from {other}: 3 lossless storages differ, such as model.bias"
+    said = f"not made from {other}: 3 lossless storages differ, such as model.0.bias"
     assert unwrapped(said) in unwrapped(out)
     assert f"against the original, {other}. " in (tmp_path / "r.html").read_text()
     assert said in (tmp_path / "r.html").read_text()
@@ -572,11 +566,9 @@ print(*sorted(found | set(sys.modules) - at_start), file=sys.stderr)
 @pytest.mark.slow
 def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch_does(run_program, tmp_path):
     """torch.distributed.checkpoint alone takes as long as torch, and brings sympy."""
-    model = torch.nn.Linear(80, 80)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 80)).sum().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    checkpoint = SmallRun(sizes=(80, 80)).advance(1)
+    checkpoint["model"] = {name.removeprefix("0."): weight for name, weight in checkpoint["model"].items()}
+    torch.save(checkpoint, tmp_path / "run.pt")
     modules = run_program(ALL_COMMANDS, folder=tmp_path)[1].splitlines()[-1].split()
     assert {"ckpt8.restoring.restore", "ckpt8.restoring.resume.optimizer"} <= set(modules)
     assert [name for name in modules if name.startswith(("torch.distributed", "sympy", "mpmath"))] == []
@@ -584,11 +576,7 @@ def test_no_command_on_a_plain_file_imports_more_of_torch_distributed_than_torch
 
 def test_an_update_error_as_large_as_the_update_is_pointed_out(run, small, tmp_path):
     """One step from zero moves every weight alike, whatever its gradient: a small first moment takes code 0."""
-    model = torch.nn.Linear(300, 300)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(8, 300, generator=torch.Generator().manual_seed(0))).square().mean().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "first.pt")
+    torch.save(SmallRun(sizes=(300, 300)).advance(1), tmp_path / "first.pt")
     assert "--max-update-error" in run("compress", tmp_path / "first.pt", "-o", tmp_path / "first.ckpt8")[1]
     assert "--max-update-error" not in run("compress", small, "-o", tmp_path / "small.ckpt8")[1]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
+from run_kit import SmallRun
 
 import ckpt8
 from ckpt8.core.errors import Ckpt8Error
@@ -38,17 +38,13 @@ PLACES = (
 
 
 def base():
-    torch.manual_seed(1)
-    model = torch.nn.Linear(72, 72)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(8, 72)).square().mean().backward()
-    optimizer.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    checkpoint = SmallRun(1, (72, 72)).advance(1)
+    weights = {name.removeprefix("0."): weight for name, weight in checkpoint["model"].items()}
+    return {**checkpoint, "model": weights, "step": 3}
 
 
 def with_value(path, value):
-    tree = copy.deepcopy(base())
-    node = tree
+    tree = node = base()
     for key in path[:-1]:
         node = node[key]
     node[path[-1]] = value

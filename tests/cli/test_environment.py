@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from run_kit import SmallRun
 
 import ckpt8
 from ckpt8.cli import guard
@@ -23,12 +24,7 @@ SIZES = ("0", "1", "2", "5", "7", "8", "-3", "x", "", "²", str(10**9), "9" * 50
 @pytest.fixture(scope="module")
 def files(scratch):
     """A checkpoint with a name outside ASCII and its container."""
-    model = torch.nn.Linear(80, 80)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 80)).square().mean().backward()
-    optimizer.step()
-    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "漢字": torch.randn(80, 80)}
-    torch.save(tree, scratch / "run.pt")
+    torch.save(SmallRun(sizes=(80, 80)).advance(1) | {"漢字": torch.randn(80, 80)}, scratch / "run.pt")
     ckpt8.compress(scratch / "run.pt")
     return scratch
 

@@ -10,24 +10,17 @@ import time
 from pathlib import Path
 
 import torch
+from run_kit import SmallRun
 
 
 def make_run(folder: Path, count: int, *, width: int = 64, seed: int = 0, every: int = 5) -> list[Path]:
     """Checkpoints ``step-5.pt``, ``step-10.pt``, ... of a model that trains with AdamW; long ago, by their times."""
     folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    found = []
-    for step in range(1, count * every + 1):
-        optimizer.zero_grad()
-        x = torch.randn(16, width)
-        (model(x) - x.roll(1, 1)).square().mean().backward()
-        optimizer.step()
-        if step % every == 0:
-            found.append(folder / f"step-{step}.pt")
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, found[-1])
-            age(found[-1])
+    run = SmallRun(seed, (width, 2 * width, width))
+    found = [folder / f"step-{step}.pt" for step in range(every, count * every + 1, every)]
+    for number, path in enumerate(found, 1):
+        torch.save(run.advance(every) | {"step": number * every}, path)
+        age(path)
     return found
 
 

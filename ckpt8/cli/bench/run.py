@@ -206,9 +206,11 @@ def _report(here: Bench, source: Source, name: str) -> dict[str, Any]:
     """
     missing = left_out(source)
     rows = {row["operation"]: row for row in here.measure(source, [name for name in MODULES if name not in missing])}
-    compared = ("seconds", "bytes_per_second", "output_bytes", "peak_memory")
     for row in rows.values():
-        row["to_cp"] = {key: None if row[key] is None else row[key] / rows["cp"][key] for key in compared}
+        row["to_cp"] = {
+            key: None if row[key] is None else row[key] / rows["cp"][key]
+            for key in ("seconds", "bytes_per_second", "output_bytes", "peak_memory")
+        }
     ours, theirs = rows.get("load"), rows.get("torch.load")
     return {
         "checkpoint": name,

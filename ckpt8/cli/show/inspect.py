@@ -144,16 +144,20 @@ def _show_bars(
     figures: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda _: (),
 ) -> None:
     """Print {label, bytes} as bars, each with its ``figures``, size and share of the ``total``."""
-    parts = [row["bytes"] / max(total, 1) for row in rows]
     shares = [
-        Share(row["label"], part, (*figures(row), size(row["bytes"]), percent(part)))
-        for row, part in zip(rows, parts, strict=True)
+        Share(
+            row["label"],
+            row["bytes"] / max(total, 1),
+            (*figures(row), size(row["bytes"]), percent(row["bytes"], max(total, 1))),
+        )
+        for row in rows
     ]
     if shares:
         console.print()
         say(console, title, style="bold")
-        lines = bars(shares, console.width, ascii_only=console.options.ascii_only)
-        console.print(Text("\n".join(lines)), soft_wrap=True)
+        console.print(
+            Text("\n".join(bars(shares, console.width, ascii_only=console.options.ascii_only))), soft_wrap=True
+        )
 
 
 def _joined(groups: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -237,8 +241,8 @@ def show(console: Console, facts: dict[str, Any]) -> None:
 def _show_container(console: Console, facts: dict[str, Any]) -> None:
     per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
     say(console, facts["path"], style="bold")
-    lines = [f"ckpt8 {facts['format']}, {facts['asked']}", f"from {_origin(facts)}"]
-    say(console, *lines, *([] if facts["base"] is None else [base_line(facts)]))
+    say(console, f"ckpt8 {facts['format']}, {facts['asked']}", f"from {_origin(facts)}")
+    say(console, *([] if facts["base"] is None else [base_line(facts)]))
     _show_origins(console, facts["origins"])
     say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
     rows = [

@@ -569,9 +569,6 @@ def temporary_directory(prefix: str, where: Path | None = None) -> Iterator[Path
 PIECE = 1 << 20
 """Bytes for each call. Larger writes take up to twice as long: the system then looks for large pages."""
 
-_MOST_BUFFERS = 1024
-"""The most buffers that one call accepts."""
-
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Ask the system to start writing a range to the disk, so that the final flush is short."""
@@ -607,7 +604,7 @@ def _calls(buffers: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
         while view:
             call.append(view[:room])
             view, room = view[room:], room - len(call[-1])
-            if not room or len(call) == _MOST_BUFFERS:
+            if not room or len(call) == 1024:  # no call accepts more buffers
                 yield call
                 call, room = [], PIECE
     yield call

@@ -173,10 +173,6 @@ class Window(SourceFile):
         self._base.check_unchanged()
 
 
-_OPEN_FILES = 64
-"""Fewer than any system allows. Directories are read in order, so few files are in use at once."""
-
-
 class _Handle:
     """An open file descriptor; it closes when its last reader drops it."""
 
@@ -190,9 +186,12 @@ class _Handle:
 
 
 class FilePool:
-    """Keeps the most recently used descriptors open. Thread-safe."""
+    """Keeps the most recently used descriptors open. Thread-safe.
 
-    def __init__(self, limit: int = _OPEN_FILES) -> None:
+    By default 64, fewer than any system allows: directories are read in order, so few files are in use at once.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
         self._limit, self._lock = limit, threading.Lock()
         self._handles: OrderedDict[Path, _Handle] = OrderedDict()
 
