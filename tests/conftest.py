@@ -152,7 +152,11 @@ def run_program(tmp_path_factory):
 
 @pytest.fixture
 def run_command(monkeypatch, capsys):
-    """Run a command in this process: (exit code, stdout, stderr)."""
+    """Run a command in this process: (exit code, stdout, stderr).
+
+    ``shown`` is what one prints that succeeds in silence, ``said`` what one says that ends with this code, ``refused``
+    that of one that prints nothing.
+    """
     from ckpt8.cli import app as cli
 
     handler = signal.getsignal(signal.SIGTERM)
@@ -167,6 +171,22 @@ def run_command(monkeypatch, capsys):
             code = exit_.code or 0
         return code, *capsys.readouterr()
 
+    def shown(*arguments):
+        code, out, err = call(*arguments)
+        assert (code, err) == (0, ""), arguments
+        return out
+
+    def said(code, *arguments):
+        found, _, err = call(*arguments)
+        assert found == code, (arguments, err)
+        return err
+
+    def refused(code, *arguments):
+        found, out, err = call(*arguments)
+        assert (found, out) == (code, ""), (arguments, err)
+        return err
+
+    call.shown, call.said, call.refused = shown, said, refused
     yield call
     signal.signal(signal.SIGTERM, handler)
 

@@ -104,8 +104,7 @@ def test_a_whole_file_with_the_name_of_a_part_and_what_is_skipped(run, run_comma
     torch.save({"scale": torch.ones(()), "x": torch.ones(9)}, folder / "scaler.pt")
     torch.save(tree["model"], folder / "ema.pt")
     (folder / "last.pt").symlink_to("model.pt")
-    code, out, err = run_command("chain", folder, "--rest", 0)
-    assert (code, err) == (0, "")
+    out = run_command.shown("chain", folder, "--rest", 0)
     assert "ema.pt, scaler.pt: left alone: no step and no optimizer found" in out
     assert "last.pt: left alone: it is a link" in out
     found = json.loads(run_command("chain", folder, "--rest", 0, "--json")[1])
@@ -119,8 +118,7 @@ def test_parts_of_one_checkpoint_are_named(tmp_path, run_command):
     path.unlink()
     torch.save(tree["model"], tmp_path / "model.pt")
     torch.save(tree["optimizer"], tmp_path / "optimizer.pt")
-    code, _, err = run_command("chain", tmp_path)
-    assert code == 3
+    err = run_command.said(3, "chain", tmp_path)
     assert "model.pt is left alone, it is a part of a checkpoint of several files" in err
 
 
@@ -221,8 +219,7 @@ def test_damaged_and_unfinished_ones_amid_others(run, run_command, inputs):
 
 def test_nothing_to_chain_and_wrong_arguments(tmp_path, run_command, inputs):
     for folder in (tmp_path, tmp_path / "none", inputs / "trainer-adamw", inputs / "views.pt"):
-        code, out, err = run_command("chain", folder)
-        assert (code, out) == (3, "")
+        err = run_command.refused(3, "chain", folder)
         assert err.startswith(f"ckpt8: {folder}: ")
     make_run(tmp_path, 4)
     for more in ("--preset tiny", "--budget 99", "--rest -1", "--watch --json", "--watch --dry-run"):

@@ -68,8 +68,7 @@ def test_a_chain_is_made_of_deltas_and_says_so(finished, run, run_command):
         assert not ckpt8.verify(source.with_suffix(".ckpt8"), source).failures
     for path in run.glob("*.ckpt8"):
         path.unlink()
-    code, out, err = run_command("chain", run, "--preset", "archive")
-    assert (code, err) == (0, "")
+    out = run_command.shown("chain", run, "--preset", "archive")
     said = {line.partition(":")[0].rpartition("/")[2]: line for line in out.splitlines()}
     assert {name: f", delta to {base}, " in said[name] for name, base in found.items() if base} == {
         name: True for name, base in found.items() if base
@@ -95,15 +94,13 @@ def test_a_base_elsewhere(by, run, run_command, tmp_path, monkeypatch):
         ("rebase", away / delta, "-o", tmp_path / "whole.ckpt8"),
     )
     for arguments in commands:
-        code, _, err = run_command(*arguments)
-        assert code == 3, arguments
+        err = run_command.said(3, *arguments)
         assert err.count("\n") == 1
         assert bases(run)[delta] in err
     if by == "environment":
         monkeypatch.setenv("CKPT8_BASE_DIR", f"{others}:{run}")
     for arguments in commands:
-        code, _, err = run_command(*arguments, *more)
-        assert code == 0, err
+        err = run_command.said(0, *arguments, *more)
         # convert says what weights under a budget are not for.
         assert err == "" or (arguments[0] == "convert" and "for resuming" in err)
     base = run / bases(run)[delta]
@@ -128,8 +125,7 @@ def test_every_command_that_opens_containers_has_the_option():
 def test_rebase(run, run_command):
     found = bases(run)
     last = next(name for name, base in found.items() if base and name not in found.values())
-    code, out, err = run_command("rebase", run / last)
-    assert (code, err) == (0, "")
+    out = run_command.shown("rebase", run / last)
     assert f"needs {found[last]} no more" in out
     assert bases(run)[last] is None
     assert not ckpt8.verify(run / last, run / last.replace(".ckpt8", ".pt")).failures
@@ -143,9 +139,7 @@ def test_rebase(run, run_command):
     found = bases(run)
     needed = next(base for base in found.values() if base and (run / base).exists() and found[base])
     for arguments in (("rebase", run / needed), ("compress", run / needed.replace(".ckpt8", ".pt"), "--force")):
-        code, _, err = run_command(*arguments)
-        assert code == 4
-        assert "is the base of" in err
+        assert "is the base of" in run_command.said(4, *arguments)
 
 
 def test_remove_leaves_what_a_missing_base_spoils(run, run_command):
@@ -157,9 +151,7 @@ def test_remove_leaves_what_a_missing_base_spoils(run, run_command):
     (run / found[name].replace(".ckpt8", ".pt")).unlink()
     source = run / name.replace(".ckpt8", ".pt")
     for also in ([], ["--dry-run"], ["--remove"]):
-        code, _, err = run_command("chain", run, "--preset", "archive", *also)
-        assert code == 3
-        assert found[name] in err
+        assert found[name] in run_command.said(3, "chain", run, "--preset", "archive", *also)
     assert source.is_file()
     assert run_command("chain", run, "--preset", "archive", "--force")[0] == 0
     assert not ckpt8.verify(run / name, source).failures
@@ -205,8 +197,7 @@ def test_a_base_that_is_named(run, run_command):
     assert bases(run)["delta.ckpt8"] == "step-90.ckpt8"
     code, _, _ = run_command("compress", new.with_suffix(".pt"), "-o", run / "whole.ckpt8", "--preset", "archive")
     assert (run / "delta.ckpt8").stat().st_size < (run / "whole.ckpt8").stat().st_size
-    code, _, err = run_command("compress", new.with_suffix(".pt"), "--force", "--base", run / "nothing.ckpt8")
-    assert code == 3
+    err = run_command.said(3, "compress", new.with_suffix(".pt"), "--force", "--base", run / "nothing.ckpt8")
     assert "nothing.ckpt8" in err
 
 

@@ -30,9 +30,7 @@ def test_a_folder_collects_them(exists, run, run_command, tmp_path):
     folder = tmp_path / "out"
     if exists:
         folder.mkdir()
-    code, out, err = run_command("compress", *run, "-o", folder, "--json")
-    assert (code, err) == (0, "")
-    facts = json.loads(out)
+    facts = json.loads(run_command.shown("compress", *run, "-o", folder, "--json"))
     assert [row["target"] for row in facts["checkpoints"]] == [str(folder / f"step-{k}.ckpt8") for k in (5, 10, 15)]
     assert facts["bytes"] == sum(path.stat().st_size for path in run)
     assert facts["stored_bytes"] == sum(path.stat().st_size for path in folder.iterdir())
@@ -76,9 +74,7 @@ def test_two_with_the_same_target_are_refused_before_anything(folder, run, run_c
     assert str(others[0]) in err
     assert names(run[0].parent) == before
     assert not (tmp_path / "out").exists()
-    code, _, err = run_command("compress", run[0], run[0])
-    assert code == 2
-    assert "given twice" in err
+    assert "given twice" in run_command.said(2, "compress", run[0], run[0])
 
 
 @pytest.mark.slow
@@ -159,8 +155,7 @@ def test_what_a_kill_left_is_finished_and_named(command, damaged, as_json, run, 
 @pytest.mark.parametrize("more", [("--preset", "tiny"), ("--budget", "99"), ("--rule", "x=unknown"), ("-o", "FILE")])
 def test_wrong_arguments_are_told_once(more, run, run_command, tmp_path):
     (tmp_path / "file").write_text("x")
-    code, out, err = run_command("compress", *run, *(tmp_path / "file" if each == "FILE" else each for each in more))
-    assert (code, out) == (2, "")
+    err = run_command.refused(2, "compress", *run, *(tmp_path / "file" if each == "FILE" else each for each in more))
     assert err.count("\n") == 1
     assert len(names(run[0].parent)) == 3
     for count in (1, 3):
@@ -233,9 +228,7 @@ def test_a_dry_run_writes_nothing(count, run, run_command, tmp_path):
     kept = tmp_path / "kept"
     before = {path: (digest(path), path.stat()) for path in run[0].parent.iterdir()}
     where = kept if count > 1 else tmp_path / "kept.ckpt8"
-    code, out, err = run_command("compress", *run[:count], "-o", where, "--dry-run", "--remove", "--json")
-    assert (code, err) == (0, "")
-    facts = json.loads(out)
+    facts = json.loads(run_command.shown("compress", *run[:count], "-o", where, "--dry-run", "--remove", "--json"))
     assert (facts["dry_run"], facts["would_remove"], len(facts["checkpoints"])) == (True, count, count)
     assert not kept.exists()
     assert not where.exists()
@@ -244,19 +237,16 @@ def test_a_dry_run_writes_nothing(count, run, run_command, tmp_path):
     assert (code, err.count("\n")) == (2, count)
     ckpt8.compress(run[0])
     for more, expected in (((), 4 if count == 1 else 0), (("--force",), 0)):
-        code, out, err = run_command("compress", *run[:count], "--dry-run", *more)
+        code, _, err = run_command("compress", *run[:count], "--dry-run", *more)
         assert code == expected, err
         assert ("exists; use --force" in err) == bool(expected)
     if count == 1:
-        code, _, err = run_command("compress", run[0], "-o", kept / "x.ckpt8", "--dry-run")
-        assert code == 4
-        assert "cannot be written" in err
+        assert "cannot be written" in run_command.said(4, "compress", run[0], "-o", kept / "x.ckpt8", "--dry-run")
 
 
 def test_a_folder_that_cannot_be_made_a_full_disk_and_a_folder_that_is_there(run, run_command, tmp_path):
     for folder in (tmp_path / "none" / "deeper", run[0] / "below"):
-        code, out, err = run_command("compress", *run, "-o", folder, "--remove")
-        assert (code, out) == (4, "")
+        err = run_command.refused(4, "compress", *run, "-o", folder, "--remove")
         assert re.fullmatch(rf"ckpt8: {re.escape(str(folder))}: cannot be made: [^\n]+\n", err)
     assert len(names(run[0].parent)) == 3
     with longest_file(20_000):

@@ -57,8 +57,7 @@ def test_a_table_at_any_width_json_and_a_page(run, run_command, monkeypatch, tmp
     monkeypatch.setenv("COLUMNS", "200")
     (run / "step-30.ckpt8").unlink()
     ckpt8.compress(run / "step-10.pt")
-    code, out, err = run_command("runs", run)
-    assert (code, err) == (0, "")
+    out = run_command.shown("runs", run)
     assert "2 checkpoints: 2 keys; " in out
     assert "1 of them raw as well, which takes" in out
     header = out.splitlines()[1].split("  ")
@@ -73,8 +72,7 @@ def test_a_base_in_another_folder(inputs, tmp_path, run_command):
         name = f"chain_{k}.archive.ckpt8"
         shutil.copy(inputs.parent / "golden" / name, tmp_path / folder / name)
     assert run_command("runs", tmp_path / "deltas")[0] == 3
-    code, out, err = run_command("runs", tmp_path / "deltas", "--base-dir", tmp_path / "keys", "--json")
-    assert (code, err) == (0, "")
+    out = run_command.shown("runs", tmp_path / "deltas", "--base-dir", tmp_path / "keys", "--json")
     assert json.loads(out)["checkpoints"][0]["base"] == str(tmp_path / "keys" / "chain_0.archive.ckpt8")
 
 
@@ -92,9 +90,7 @@ def test_release_frees_what_nothing_needs(tmp_path, run_command):
     sizes = [path.stat().st_size for path in (key, first)]
 
     def released():
-        code, out, err = run_command("runs", run, "--release", "--json")
-        assert (code, err) == (0, "")
-        facts = json.loads(out)
+        facts = json.loads(run_command.shown("runs", run, "--release", "--json"))
         return facts["freed_bytes"], facts["bases_bytes"]
 
     assert ckpt8.runs(run).bases_bytes == sum(sizes)
@@ -110,8 +106,7 @@ def test_release_frees_what_nothing_needs(tmp_path, run_command):
     assert code == 4
     assert "a checkpoint is being saved there" in err
     (run / "bad.ckpt8").write_bytes(last.read_bytes()[:-1])
-    code, _, err = run_command("runs", run, "--release")
-    assert code == 3
+    err = run_command.said(3, "runs", run, "--release")
     assert f"{run / 'bad.ckpt8'}: cannot be read, so it may need anything in {run / 'bases'}" in err
     (run / "bad.ckpt8").unlink()
     assert run_command("rebase", last)[0] == 0

@@ -18,8 +18,7 @@ def inspect(run_command):
     """Run ``inspect --json`` with a report: (facts, page, what is embedded in the page)."""
 
     def call(path, target, *options):
-        code, out, err = run_command("inspect", path, "--html", target, "--json", *options)
-        assert (code, err) == (0, "")
+        out = run_command.shown("inspect", path, "--html", target, "--json", *options)
         page = target.read_bytes()
         return json.loads(out), page, embedded(page)
 

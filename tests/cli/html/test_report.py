@@ -152,9 +152,7 @@ def test_the_report_is_written_as_every_output_is(run_command, packed, tmp_path)
     container = packed[1]
     target = tmp_path / "r.html"
     target.write_text("mine")
-    code, out, err = run_command("inspect", container, "--html", target)
-    assert (code, out) == (4, "")
-    assert "--force" in err
+    assert "--force" in run_command.refused(4, "inspect", container, "--html", target)
     assert target.read_text() == "mine"
     assert run_command("inspect", container, "--html", target, "--force")[0] == 0
     assert target.read_bytes().startswith(b"<!doctype html>")
@@ -183,8 +181,7 @@ def test_no_report_replaces_a_checkpoint(run_command, packed, tmp_path):
     for name, content in named.items():
         (tmp_path / name).write_bytes(content)
         for command in (("inspect", container), ("runs", container.parent)):
-            code, out, err = run_command(*command, "--html", tmp_path / name, "--force")
-            assert (code, out) == (4, "")
+            err = run_command.refused(4, *command, "--html", tmp_path / name, "--force")
             assert "a report never replaces one" in err
         assert (tmp_path / name).read_bytes() == content
     assert {path.name for path in tmp_path.iterdir()} == {*named, container.name}
@@ -217,17 +214,14 @@ def changed(tree, **values):
 )
 def test_what_is_no_replay_of_this_container_is_refused(change, words, run_command, packed, replay, tmp_path):
     replay.write_text(json.dumps(change(json.loads(replay.read_text()))))
-    code, out, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--replay", replay)
-    assert (code, out) == (3, "")
-    assert words in err
+    assert words in run_command.refused(3, "inspect", packed[1], "--html", tmp_path / "r.html", "--replay", replay)
     assert not (tmp_path / "r.html").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 200_000, b'{"resume": {"steps": [NaN'])
 def test_what_is_no_json_is_refused(content, run_command, packed, replay, tmp_path):
     replay.write_bytes(content)
-    code, _, err = run_command("inspect", packed[1], "--html", tmp_path / "r.html", "--replay", replay)
-    assert code == 3
+    err = run_command.said(3, "inspect", packed[1], "--html", tmp_path / "r.html", "--replay", replay)
     assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
 
 
@@ -293,9 +287,7 @@ def test_a_report_in_the_checkpoint_itself_is_refused(run_command, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     torch.save({"a": torch.ones(64, 64)}, folder / "x.pt")
-    code, _, err = run_command("inspect", folder, "--html", folder / "r.html")
-    assert code == 4
-    assert "outside of it" in err
+    assert "outside of it" in run_command.said(4, "inspect", folder, "--html", folder / "r.html")
     assert [path.name for path in folder.iterdir()] == ["x.pt"]
 
 
