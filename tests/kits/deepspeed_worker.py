@@ -69,17 +69,9 @@ def train(engine, rank, first, last):
 def to_universal(root, tag):
     from deepspeed.checkpoint.ds_to_universal import main
 
-    main(
-        Namespace(
-            input_folder=str(root / tag),
-            output_folder=str(root / f"{tag}_universal"),
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-    )
+    flags = {"keep_temp_folder": False, "strict": True, "inject_missing_state": True}
+    folders = {"input_folder": str(root / tag), "output_folder": str(root / f"{tag}_universal")}
+    main(Namespace(**folders, num_extract_workers=1, num_merge_workers=1, **flags))
 
 
 def run_case(folder, case, rank):

@@ -13,7 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt8
+from ckpt8.cli.show.report import Report
 from ckpt8.core.files import atomic
+from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp.sharing import compress_share
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
@@ -24,6 +26,12 @@ def _umask():
     before = os.umask(0o022)
     yield
     os.umask(before)
+
+
+def quietly(function, *arguments, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function(*arguments, **options)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +47,7 @@ def made(tmp_path_factory):
     (folder / "checkpoint-8" / "inner").mkdir(parents=True)
     torch.save(tree, folder / "checkpoint-8" / "inner" / "model.pt")
     ckpt8.compress(folder / "checkpoint-8")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(tree, checkpoint_id=folder / "slices")
+    quietly(dcp.save, tree, checkpoint_id=folder / "slices")
     return folder
 
 
@@ -52,38 +58,30 @@ def modes(path):
 
 
 def share(source, target):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compress_share(source, target, {"threads": 1}, 0, 1, overwrite=False)
+    quietly(compress_share, source, target, {"threads": 1}, 0, 1, overwrite=False)
 
 
-def report(source, target):
-    from ckpt8.cli.show.report import Report
-    from ckpt8.inspecting.checkpoint import inspect_checkpoint
-
-    Report(target, source).write(inspect_checkpoint(source))
-
-
-def delta(source, target):
-    ckpt8.compress(source, target, base=source.with_name("run.ckpt8"))
-
-
+FOLDERS = {0o600: {"0o700", "0o600"}, 0o640: {"0o750", "0o640"}}
 MAKE = {
     "compress": ("run.pt", ckpt8.compress, {0o600: {"0o600"}, 0o640: {"0o640"}, 0o444: {"0o444"}}),
-    "a delta": ("run.pt", delta, {0o600: {"0o600"}}),
+    "a delta": (
+        "run.pt",
+        lambda source, target: ckpt8.compress(source, target, base=source.with_name("run.ckpt8")),
+        {0o600: {"0o600"}},
+    ),
     "a directory": ("checkpoint-8", ckpt8.compress, {0o700: {"0o600"}, 0o750: {"0o640"}, 0o711: {"0o600"}}),
     "restore": ("run.ckpt8", ckpt8.restore, {0o600: {"0o600"}, 0o640: {"0o640"}}),
-    "restore a directory": (
-        "checkpoint-8.ckpt8",
-        ckpt8.restore,
-        {0o600: {"0o700", "0o600"}, 0o640: {"0o750", "0o640"}},
-    ),
+    "restore a directory": ("checkpoint-8.ckpt8", ckpt8.restore, FOLDERS),
     "salvage": ("run.ckpt8", partial(ckpt8.restore, salvage=True), {0o600: {"0o600"}}),
     "rebase": ("next.ckpt8", ckpt8.rebase, {0o600: {"0o600"}}),
     "convert": ("run.ckpt8", partial(ckpt8.convert, to="safetensors"), {0o600: {"0o600"}}),
     "convert to a directory": ("run.ckpt8", partial(ckpt8.convert, to="dcp"), {0o600: {"0o700", "0o600"}}),
     "ranks": ("slices", share, {0o700: {"0o700", "0o600"}, 0o755: {"0o755", "0o644"}}),
-    "a report": ("run.pt", report, {0o600: {"0o600"}}),
+    "a report": (
+        "run.pt",
+        lambda source, target: Report(target, source).write(inspect_checkpoint(source)),
+        {0o600: {"0o600"}},
+    ),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -31,15 +32,11 @@ def trained(kind=torch.optim.AdamW, **options):
     return model, optimizer
 
 
-class Wrapped(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
+class Thing:
+    """A stand-in with any attributes: those of a trainer, or of a module."""
 
-
-class Trainer:
-    def __init__(self, model, optimizer):
-        self.network, self.optimizer, self.history = model, optimizer, [1.5]
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
 
 
 NAMES = [name for name, _ in network().named_parameters()]
@@ -47,12 +44,12 @@ CASES = {
     "both": lambda m, o: {"model": m, "optimizer": o, "epoch": 3},
     "other keys": lambda m, o: {"gen": m, "opt": o},
     "a tuple": lambda m, o: (o, m),
-    "wrapped": lambda m, o: {"model": Wrapped(m), "optimizer": o},
+    "wrapped": lambda m, o: {"model": nn.Sequential(OrderedDict(module=m)), "optimizer": o},
     "a state dict of the model": lambda m, o: {"model": m.state_dict(), "optimizer": o},
     "a state dict of the optimizer": lambda m, o: {"net": m, "optimizer": o.state_dict()},
     "behind a scheduler": lambda m, o: {"s": torch.optim.lr_scheduler.StepLR(o, 3), "model": m, "optimizer": o},
     "in a list": lambda m, o: [[m, [o]]],
-    "in an object": Trainer,
+    "in an object": lambda m, o: Thing(network=m, optimizer=o, history=[1.5]),
     "two names": lambda m, o: {"model": m, "same": m, "optimizer": o, "weight": m[0].weight},
 }
 
@@ -64,8 +61,7 @@ def test_live_objects_are_compressed_as_their_state_dicts(case, tmp_path):
     path, plain = tmp_path / "live.pt", tmp_path / "plain.pt"
     torch.save(CASES[case](model, optimizer), path)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, plain)
-    manifest = ckpt8.compress(path)
-    expected = ckpt8.compress(plain)
+    manifest, expected = map(ckpt8.compress, (path, plain))
     prefix = "module." if case == "wrapped" else ""
     assert [each.name for each in manifest.parameters] == [prefix + name for name in NAMES]
     assert [each.rule for each in manifest.parameters] == [each.rule for each in expected.parameters]
@@ -110,8 +106,7 @@ def test_what_comes_back_is_the_same_pickle(tmp_path):
                 assert one.read(record) == other.read(record.filename)
     back = torch.load(tmp_path / "back.pt", weights_only=False)
     assert type(back["optimizer"]) is torch.optim.AdamW
-    close = {"rtol": 2e-4, "atol": 1e-6}
-    torch.testing.assert_close(back["model"].state_dict(), model.state_dict(), **close)
+    torch.testing.assert_close(back["model"].state_dict(), model.state_dict(), rtol=2e-4, atol=1e-6)
     assert back["optimizer"].param_groups[0]["params"][0] is back["model"][0].weight
 
 
@@ -126,25 +121,16 @@ def test_buffers_and_other_attributes_stay_exact(tmp_path):
     assert roles["model.0.weight"] is roles["model.2.1.weight"] is Role.WEIGHT
 
 
-class _Module:
-    """A stand-in with the attributes of a module, of any form."""
-
-    def __init__(self, **attributes):
-        self.__dict__.update(attributes)
-
-
 def test_odd_forms_and_shared_parts_take_no_time(tmp_path):
-    deep = _Module(_parameters={"x": 1, 2: torch.ones(3), "t": torch.ones(3)}, _modules={}, _buffers=None)
+    deep = Thing(_parameters={"x": 1, 2: torch.ones(3), "t": torch.ones(3)}, _modules={}, _buffers=None)
     for _ in range(60):
-        deep = _Module(_parameters={}, _modules={"m" * 200: deep, "again": deep, 3: None, "odd": 4})
-    big = _Module(_parameters={f"p{k}": torch.ones(2) for k in range(500)}, _modules={})
-    many = [_Module(_parameters={}, _modules={"big": big}) for _ in range(500)]
+        deep = Thing(_parameters={}, _modules={"m" * 200: deep, "again": deep, 3: None, "odd": 4})
+    big = Thing(_parameters={f"p{k}": torch.ones(2) for k in range(500)}, _modules={})
+    many = [Thing(_parameters={}, _modules={"big": big}) for _ in range(500)]
     state = {torch.ones(2): {"exp_avg": torch.ones(2)}, "text": 3}
-    optimizers = [_Module(state=state, param_groups=[{"params": list(state)}, {"params": 3}, 4]) for _ in range(100)]
-    torch.save(
-        [deep, many, optimizers, _Module(_parameters=1, _modules=2), _Module(state={}, param_groups=[])],
-        tmp_path / "x.pt",
-    )
+    optimizers = [Thing(state=state, param_groups=[{"params": list(state)}, {"params": 3}, 4]) for _ in range(100)]
+    odd = [Thing(_parameters=1, _modules=2), Thing(state={}, param_groups=[])]
+    torch.save([deep, many, optimizers, *odd], tmp_path / "x.pt")
     with open_checkpoint(tmp_path / "x.pt") as checkpoint:
         assert len(classify(checkpoint.tree).tensors) < 9000
         models, found = find(checkpoint.tree)

@@ -32,27 +32,18 @@ def llama(**changes):
 def gpt2():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2)
-    )
+    config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=2)
+    return transformers.GPT2LMHeadModel(config)
 
 
-def train(model, folder, optim="adamw_torch"):
+def train(model, folder):
     """One step of the Trainer: the checkpoint directory, and the live optimizer."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
     rows = [{"input_ids": torch.arange(k, k + 16) % 64, "labels": torch.arange(k, k + 16) % 64} for k in range(8)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=1,
-        save_steps=1,
-        weight_decay=0.1,
-        per_device_train_batch_size=8,
-        optim=optim,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    plain = {"optim": "adamw_torch", "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    once = {"max_steps": 1, "save_steps": 1, "per_device_train_batch_size": 8}
+    arguments = transformers.TrainingArguments(output_dir=str(folder), weight_decay=0.1, **once, **plain)
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
     return folder / "checkpoint-1", trainer.optimizer
@@ -90,10 +81,19 @@ def test_every_parameter_of_a_trainer_has_its_name(make, tmp_path):
 
 
 NAMES = ["model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.v_proj.weight"]
+ALL_NAMES = [*NAMES, "model.norm.weight"]
 CONFIG = {"model_type": "llama", "transformers_version": "5.23.0"}
 
 
-def directory(root, config=CONFIG, groups=1, weight_decay=0.0, trainer=False):
+def stepped(optimizer):
+    """The state of an optimizer after a step with some gradients."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def directory(root, config=CONFIG, groups=1, trainer=False):
     """Two weights of one shape and a norm, in a file that is sorted by name, and their optimizer."""
     root.mkdir()
     weights = {name: torch.randn(70, 70) for name in NAMES} | {"model.norm.weight": torch.ones(70)}
@@ -101,11 +101,8 @@ def directory(root, config=CONFIG, groups=1, weight_decay=0.0, trainer=False):
     live = [torch.nn.Parameter(weight) for weight in weights.values()]
     parts = [live] if groups == 1 else [live[:2], live[2:]] if groups == 2 else [[each] for each in live]
     adam = torch.optim.AdamW([{"params": part, "weight_decay": 0.1} for part in parts])
-    adam.param_groups[-1]["weight_decay"] = weight_decay
-    for parameter in live:
-        parameter.grad = torch.randn_like(parameter)
-    adam.step()
-    torch.save(adam.state_dict(), root / "optimizer.pt")
+    adam.param_groups[-1]["weight_decay"] = 0.0
+    torch.save(stepped(adam), root / "optimizer.pt")
     if config is not None:
         (root / "config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
     if trainer:
@@ -121,27 +118,18 @@ def names_of(root):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"groups": 2, "trainer": True}])
 def test_the_configuration_tells_the_order(options, tmp_path):
-    names, named = names_of(directory(tmp_path / "run", **options))
-    assert names == [*NAMES, "model.norm.weight"]
-    assert all(named)
+    assert names_of(directory(tmp_path / "run", **options)) == (ALL_NAMES, [True] * 3)
+
+
+CONFIGS = [{**CONFIG, "model_type": "unheard_of"}, {**CONFIG, "transformers_version": "3.0.0"}]
+UNORDERED = [*({"config": each} for each in (None, *CONFIGS, b"\xff\x00not json", b"[" * 2_000_000)), {"groups": 3}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [
-        ({"config": None}, ["model.norm.weight"]),
-        ({"config": {**CONFIG, "model_type": "unheard_of"}}, ["model.norm.weight"]),
-        ({"config": {**CONFIG, "transformers_version": "3.0.0"}}, ["model.norm.weight"]),
-        ({"config": b"\xff\x00not json"}, ["model.norm.weight"]),
-        ({"config": b"[" * 2_000_000}, ["model.norm.weight"]),
-        ({"groups": 3}, ["model.norm.weight"]),
-    ],
-)
-def test_where_the_order_is_not_known_only_a_shape_of_its_own_tells(options, left, tmp_path):
-    names, named = names_of(directory(tmp_path / "run", **options))
-    assert names == ["state.0", "state.1", *left]
-    assert named == [False, False, True]
+@pytest.mark.parametrize("options", UNORDERED)
+def test_where_the_order_is_not_known_only_a_shape_of_its_own_tells(options, tmp_path):
+    found = names_of(directory(tmp_path / "run", **options))
+    assert found == (["state.0", "state.1", "model.norm.weight"], [False, False, True])
 
 
 @pytest.mark.slow
@@ -149,14 +137,14 @@ def test_state_by_name_needs_no_weights(tmp_path):
     """As accelerate writes it for FSDP; wrappers are left out where a name is shown, and nowhere else."""
     root = directory(tmp_path / "run", config=None)
     state = torch.load(root / "optimizer.pt", weights_only=True)["state"]
-    names = [f"module._fsdp_wrapped_module.{name}" for name in [*NAMES, "model.norm.weight"]]
+    names = [f"module._fsdp_wrapped_module.{name}" for name in ALL_NAMES]
     tree = {"state": dict(zip(names, state.values(), strict=True)), "param_groups": [{**GROUP, "params": names}]}
     torch.save(tree, root / "optimizer.pt")
-    assert names_of(root) == ([*NAMES, "model.norm.weight"], [True] * 3)
+    assert names_of(root) == (ALL_NAMES, [True] * 3)
     manifest = ckpt8.compress(root)
     assert f"optimizer.pt:state.{names[0]}.exp_avg" in {storage.name for storage in manifest.storages}
     rows = inspect_container(tmp_path / "run.ckpt8", tensors=True)
-    assert [row["name"] for row in rows["parameters"]] == [f"optimizer.pt:{n}" for n in [*NAMES, "model.norm.weight"]]
+    assert [row["name"] for row in rows["parameters"]] == [f"optimizer.pt:{n}" for n in ALL_NAMES]
     assert {row["name"] for row in rows["worst"]["update"]} == {f"optimizer.pt:{name}" for name in NAMES}
 
 
@@ -168,10 +156,7 @@ def test_factored_statistics_have_the_shape_of_their_parameter(tmp_path):
     live = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     save_file({name: parameter.data for name, parameter in live.items()}, root / "model.safetensors")
     adafactor = transformers.optimization.Adafactor(live.values(), lr=1e-3, relative_step=False, scale_parameter=False)
-    for parameter in live.values():
-        parameter.grad = torch.randn_like(parameter)
-    adafactor.step()
-    state = adafactor.state_dict()
+    state = stepped(adafactor)
     torch.save(state, root / "optimizer.pt")
     assert "exp_avg_sq_row" in state["state"][0]
     assert names_of(root)[0] == list(shapes)[3:]
@@ -184,24 +169,17 @@ def test_factored_statistics_have_the_shape_of_their_parameter(tmp_path):
 def test_a_single_file_has_the_order_of_its_model(tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(70, 70), torch.nn.Linear(70, 70), torch.nn.LayerNorm(70))
-    adam = torch.optim.AdamW([list(model.parameters())[k] for k in (0, 1, 2, 3, 4, 5)])
-    model(torch.randn(2, 70)).square().sum().backward()
-    adam.step()
-    lightning = {"state_dict": model.state_dict(), "optimizer_states": [adam.state_dict()]}
-    for tree in ({"model": model.state_dict(), "optimizer": adam.state_dict()}, lightning):
+    weights, state = model.state_dict(), stepped(torch.optim.AdamW(model.parameters()))
+    lightning = {"state_dict": weights, "optimizer_states": [state]}
+    two = {"a": {"model": weights}, "b": {"model": weights}, "optimizer": state}
+    for tree in ({"model": weights, "optimizer": state}, lightning, two):
         torch.save(tree, tmp_path / "run.pt")
-        rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
-        assert [row["name"] for row in rows] == [name for name, _ in model.named_parameters()]
+        assert names_of(tmp_path / "run.pt")[0] == list(weights)
         manifest = ckpt8.compress(tmp_path / "run.pt", force=True)
-        assert [parameter.name for parameter in manifest.parameters] == [row["name"] for row in rows]
-    two = {"a": {"model": model.state_dict()}, "b": {"model": model.state_dict()}, "optimizer": adam.state_dict()}
+        assert [parameter.name for parameter in manifest.parameters] == list(weights)
+    two["b"]["model"] = {f"other.{name}": tensor for name, tensor in weights.items()}
     torch.save(two, tmp_path / "run.pt")
-    rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
-    assert [row["name"] for row in rows] == [name for name, _ in model.named_parameters()]
-    two["b"]["model"] = {f"other.{name}": tensor for name, tensor in model.state_dict().items()}
-    torch.save(two, tmp_path / "run.pt")
-    rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
-    assert [(row["name"], row["named"]) for row in rows] == [(f"optimizer.state.{k}", False) for k in range(6)]
+    assert names_of(tmp_path / "run.pt") == ([f"optimizer.state.{k}" for k in range(6)], [False] * 6)
 
 
 def test_wrappers_are_dropped_unless_names_become_one():
@@ -211,11 +189,8 @@ def test_wrappers_are_dropped_unless_names_become_one():
     assert [row["name"] for row in display_names(given, directory=True)] == [name for name, _ in given]
     # A colon in a name is no member where there are none; a list of parameters has numbers for names.
     given = [("a:_orig_mod.0", ["state.0.exp_avg"]), ("3", ["state.3.exp_avg"]), ("state.4", ["state.4.exp_avg"])]
-    assert [(row["name"], row["named"]) for row in display_names(given, directory=False)] == [
-        ("a:_orig_mod.0", True),
-        ("3", True),
-        ("state.4", False),
-    ]
+    expected = [("a:_orig_mod.0", True), ("3", True), ("state.4", False)]
+    assert [(row["name"], row["named"]) for row in display_names(given, directory=False)] == expected
 
 
 @pytest.mark.parametrize("name", ["lone \ud800 half", "line\nbreak", "x" * 5000], ids=["half", "line", "long"])
@@ -237,14 +212,10 @@ def test_a_name_that_no_manifest_holds_is_written_so_that_one_does(tmp_path, nam
 @pytest.mark.slow
 def test_a_state_dict_that_is_sorted_may_have_lost_its_order(tmp_path):
     live = {name: torch.nn.Parameter(torch.randn(70, 70)) for name in ("b", "a", "c")}
-    adam = torch.optim.AdamW(live.values())
-    for parameter in live.values():
-        parameter.grad = torch.randn_like(parameter)
-    adam.step()
+    state = stepped(torch.optim.AdamW(live.values()))
     for names, expected in ((list(live), list(live)), (sorted(live), [f"optimizer.state.{k}" for k in range(3)])):
-        torch.save({"model": {n: live[n].data for n in names}, "optimizer": adam.state_dict()}, tmp_path / "run.pt")
-        rows = inspect_checkpoint(tmp_path / "run.pt", tensors=True)["parameters"]
-        assert [row["name"] for row in rows] == expected
+        torch.save({"model": {n: live[n].data for n in names}, "optimizer": state}, tmp_path / "run.pt")
+        assert names_of(tmp_path / "run.pt")[0] == expected
 
 
 @pytest.mark.slow

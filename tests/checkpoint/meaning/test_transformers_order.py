@@ -150,24 +150,16 @@ def test_the_order_does_not_depend_on_settings_or_heads(kind):
             check_order(kind, model)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        b"",
-        b"[]",
-        b"{",
-        b'{"model_type": "llama"}',
-        b'{"model_type": "llama", "transformers_version": "5"}',
-        b'{"model_type": "llama", "transformers_version": "4.20.1"}',
-        b'{"model_type": "llama", "transformers_version": "6.0.0"}',
-        b'{"model_type": "llama", "transformers_version": 5.2}',
-        b'{"model_type": ["llama"], "transformers_version": "5.0.0"}',
-        b'{"model_type": "unheard_of", "transformers_version": "5.0.0"}',
-        b'{"model_type": "llama", "transformers_version": "5.0.0", "auto_map": {"AutoModel": "mine.Model"}}',
-        b'{"model_type": "roberta", "transformers_version": "5.0.0"}',
-        b"[" * 100_000,
-    ],
-)
+LLAMA = {"model_type": "llama", "transformers_version": "5.0.0"}
+UNKNOWN = [
+    *({**LLAMA, "transformers_version": version} for version in ("5", "4.20.1", "6.0.0", 5.2)),
+    *({**LLAMA, "model_type": kind} for kind in (["llama"], "unheard_of", "roberta")),
+    {**LLAMA, "auto_map": {"AutoModel": "mine.Model"}},
+    {"model_type": "llama"},
+]
+
+
+@pytest.mark.parametrize("config", [b"", b"[]", b"{", b"[" * 100_000, *(json.dumps(each).encode() for each in UNKNOWN)])
 def test_what_is_not_known(config):
     assert of_config(config) is None
 

@@ -31,38 +31,32 @@ def roles(tree, path):
     return weights, {each.name for each in found if each.role is Role.OTHER and ".state." not in f".{each.name}"}
 
 
-def generator_and_discriminator():
+def two_models(*keys, together=False):
     one, other = network(0), network(1, width=64)
-    return {"netG": one.state_dict(), "netD": other.state_dict(), "optG": trained(one), "optD": trained(other)}
-
-
-def one_optimizer_of_two():
-    one, other = network(0), network(1, width=64)
-    return {"stem": one.state_dict(), "head": other.state_dict(), "opt": trained(one, other)}
+    optimizers = {"opt": trained(one, other)} if together else {"optG": trained(one), "optD": trained(other)}
+    return {keys[0]: one.state_dict(), keys[1]: other.state_dict(), **optimizers}
 
 
 def frozen():
     model = network()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    model(torch.randn(8, 80)).square().mean().backward()
-    optimizer.step()
-    return {"unet": model.state_dict(), "opt": optimizer.state_dict()}
+    return {
+        "unet": model.state_dict(),
+        "opt": trained(model, params=[p for p in model.parameters() if p.requires_grad]),
+    }
 
 
 def average():
     model = network()
+    optimizer = trained(model)
     mean = torch.optim.swa_utils.AveragedModel(model)
-    return {"model": model.state_dict(), "swa": mean.state_dict(), "optimizer": trained(model)}
+    return {"model": model.state_dict(), "swa": mean.state_dict(), "optimizer": optimizer}
 
 
 def shadow():
     model = network()
-    return {
-        "net_a": model.state_dict(),
-        "opt": trained(model),
-        "averages": [p.data.clone() for p in model.parameters()],
-    }
+    averages = [p.data.clone() for p in model.parameters()]
+    return {"net_a": model.state_dict(), "opt": trained(model), "averages": averages}
 
 
 def beside_other_entries():
@@ -72,11 +66,12 @@ def beside_other_entries():
 
 def by_name():
     model = network()
-    optimizer = torch.optim.AdamW(list(model.named_parameters()), lr=1e-3)
-    model(torch.randn(8, 80)).square().mean().backward()
-    optimizer.step()
     wrapped = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
-    return {"anything": wrapped, "more": {"x": torch.randn(96, 80)}, "opt": optimizer.state_dict()}
+    return {
+        "anything": wrapped,
+        "more": {"x": torch.randn(96, 80)},
+        "opt": trained(model, params=list(model.named_parameters())),
+    }
 
 
 LARGE = ("0.weight", "3.weight")
@@ -87,8 +82,11 @@ CASES = {
     ),
     "a tuple": (lambda: ((model := network()).state_dict(), trained(model)), {f"0.{name}" for name in LARGE}),
     "a list": (lambda: [trained(model := network()), 3, model.state_dict()], {f"2.{name}" for name in LARGE}),
-    "two models": (generator_and_discriminator, {f"net{each}.{name}" for each in "GD" for name in LARGE}),
-    "one optimizer of two": (one_optimizer_of_two, {f"{each}.{name}" for each in ("stem", "head") for name in LARGE}),
+    "two models": (lambda: two_models("netG", "netD"), {f"net{each}.{name}" for each in "GD" for name in LARGE}),
+    "one optimizer of two": (
+        lambda: two_models("stem", "head", together=True),
+        {f"{each}.{name}" for each in ("stem", "head") for name in LARGE},
+    ),
     "a tree": (
         lambda: {"variables": tree_of(model := network()), "opt": trained(model)},
         {"variables.layer0.weight", "variables.layer3.weight"},
@@ -199,11 +197,9 @@ def stored_bytes(path):
 
 def test_a_small_parameter_shows_nothing(tmp_path):
     """A temperature has the shape of many things."""
-    scale = nn.Parameter(torch.ones(64))
-    optimizer = torch.optim.AdamW([scale], lr=1e-3)
-    scale.sum().backward()
-    optimizer.step()
-    tree = {"logs": [torch.randn(64) for _ in range(200)], "opt": optimizer.state_dict()}
+    state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(64), "exp_avg_sq": torch.ones(64)}}
+    optimizer = {"state": state, "param_groups": [{"params": [0], "betas": (0.9, 0.999), "eps": 1e-8}]}
+    tree = {"logs": [torch.randn(64) for _ in range(200)], "opt": optimizer}
     assert roles(tree, tmp_path / "run.pt")[0] == set()
 
 
