@@ -303,7 +303,6 @@ Leaf = TensorRef | StorageRef
 Child = tuple[Any, Any]
 """A name, not yet text, and the value under it."""
 
-_NOTHING: Mapping[int, Any] = MappingProxyType({})
 _LEAVES = frozenset({TensorRef, StorageRef})
 _PLAIN_KEYS = frozenset({str, int})
 """Types of keys that nothing lies in; looking at every key in Python would take longer than the walk."""
@@ -329,7 +328,7 @@ def iter_nodes(
     tree: Any,
     label: str = "checkpoint",
     is_leaf: Callable[[Any], bool] | None = None,
-    instead: Mapping[int, Any] = _NOTHING,
+    instead: Mapping[int, Any] = MappingProxyType({}),
     leaves: Set[type] = _LEAVES,
 ) -> Iterator[tuple[Components, Any]]:
     """Every tensor and storage of ``tree`` with its path, and every container that is not empty, before its content.

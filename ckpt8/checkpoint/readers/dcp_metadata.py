@@ -52,7 +52,6 @@ ZSTD = "stream.zstd/1"
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
-_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 ALLOWED = DTYPE_NAMES | frozenset(
     {
         *(
@@ -71,7 +70,11 @@ ALLOWED = DTYPE_NAMES | frozenset(
         _INFO,
         "torch.Size",
         "torch.serialization._get_layout",
-        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+        *(
+            f"{module}.{name}"
+            for module in ("pathlib", "pathlib._local")
+            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+        ),
     }
 )
 """The classes and functions that a ``.metadata`` may refer to."""

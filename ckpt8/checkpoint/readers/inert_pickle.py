@@ -139,7 +139,7 @@ class Machine:
 
     def run(self) -> Any:
         """Read up to STOP and return the value. Raises InputError."""
-        table, read, stop = _TABLE, self.read, _STOP
+        table, read, stop = _TABLE, self.read, ord(".")
         try:
             while (code := read(1)[0]) != stop:
                 table[code](self)
@@ -404,7 +404,6 @@ _OPCODES: Mapping[int, Callable[[Machine], object]] = {
     ord("P"): lambda machine: machine.stack.append(machine._persistent(machine._line().decode("ascii"))),
     ord("Q"): lambda machine: machine._push(machine._persistent(machine.stack.pop())),
 }
-_STOP = ord(".")
 _TABLE = tuple(_OPCODES.get(code, Machine._unknown) for code in range(256))
 
 

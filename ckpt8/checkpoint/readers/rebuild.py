@@ -216,7 +216,6 @@ def _is_counts(value: Any) -> TypeGuard[Sequence[int]]:
 
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex, Global})
 _TENSOR_TYPES = frozenset({"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"})
-_LATIN1 = frozenset({"latin1", "latin-1"})
 
 
 def _is_trivial(value: Any) -> bool:
@@ -346,7 +345,7 @@ def _bytes(args: tuple[Any, ...], spend: Spend) -> Any:
     """``bytes()``, and ``_codecs.encode(text, "latin1")``, with which protocols below 3 write bytes."""
     if not args:
         return b""
-    if len(args) != 2 or type(args[0]) is not str or type(args[1]) is not str or args[1] not in _LATIN1:
+    if len(args) != 2 or type(args[0]) is not str or type(args[1]) is not str or args[1] not in ("latin1", "latin-1"):
         return NOT_INTERPRETED
     spend(len(args[0]))
     return args[0].encode("latin-1")

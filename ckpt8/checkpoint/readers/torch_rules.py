@@ -36,7 +36,7 @@ TENSOR_UNITS = 8
 
 COUNTER = "collections.Counter"
 _UTILS = "torch._utils._rebuild_"
-_TYPED = "torch._tensor._rebuild_from_type_v2"
+TYPED = "torch._tensor._rebuild_from_type_v2"
 _LARGEST_ITEM = 16
 _PACKED = {DType.QUINT4X2: 2, DType.QUINT2X4: 4}
 _PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "__dict__"})
@@ -97,7 +97,7 @@ def _typed(call: Call) -> None:
     function, kind, arguments, state = call.args
     call.require(type(function) is Global and type(kind) is Global and type(arguments) is tuple)
     is_known = function.name in TENSOR_MAKERS or call.calls.is_trusted(function)
-    call.require(is_known and function.name != _TYPED)
+    call.require(is_known and function.name != TYPED)
     constructor = CONSTRUCTORS.get(function.name)
     made = NOT_INTERPRETED if constructor is None else constructor(arguments, call.budget.spend)
     call.calls.call(function, arguments, made, call.budget)
@@ -161,7 +161,7 @@ def _converted(call: Call) -> None:
     """A tensor of a device without storages, from a tensor on the host, or from an array that the user allowed."""
     call.require(len(call.args) == 4)
     data = call.args[0]
-    if type(data) is Inert and data.name in _ARRAYS:
+    if type(data) is Inert and data.name in ARRAYS:
         content = data.state[-1] if type(data.state) is tuple and data.state else None
         call.require(type(content) is bytes)
         call.calls.spend_data(len(content or b"") * _LARGEST_ITEM)
@@ -210,8 +210,8 @@ def _judge_tensor(rule: Callable[[Call], None], call: Call) -> None:
 
 
 _ITEMSIZES = {dtype.label: dtype.itemsize for dtype in DType}
-_ARRAYS = frozenset({"numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"})
-NUMPY_NAMES = _ARRAYS | {
+ARRAYS = frozenset({"numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct"})
+NUMPY_NAMES = ARRAYS | {
     *("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"),
     *("numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer"),
     *("numpy.ndarray", "numpy.dtype", "builtins.bytes"),
@@ -233,11 +233,11 @@ _TENSOR_RULES: Mapping[str, Callable[[Call], None]] = {
     f"{_UTILS}device_tensor_from_cpu_tensor": _converted,
     f"{_UTILS}device_tensor_from_numpy": _converted,
 }
-TENSOR_MAKERS = frozenset({*_TENSOR_RULES, _TYPED})
+TENSOR_MAKERS = frozenset({*_TENSOR_RULES, TYPED})
 RULES: Mapping[str, Callable[[Call], None]] = {
     **{name: partial(_judge_tensor, rule) for name, rule in _TENSOR_RULES.items()},
-    _TYPED: _typed,
-    **dict.fromkeys(_ARRAYS, _array),
+    TYPED: _typed,
+    **dict.fromkeys(ARRAYS, _array),
     "collections.OrderedDict": lambda call: call.is_made(StatefulDict),
     COUNTER: _counter,
     "torch.Size": _size,
@@ -256,8 +256,6 @@ RULES: Mapping[str, Callable[[Call], None]] = {
 DATA_FACTOR = 4
 DATA_ALLOWANCE = 1 << 26
 """Bytes of tensors that are computed or copied may be this many times those of the file, and this many more."""
-
-_META = "meta"
 
 
 class TorchCalls:
@@ -317,7 +315,7 @@ class TorchCalls:
 
     def storage(self, pid: Any, storage: Any) -> None:
         """Judge a reference to a storage. torch makes one of the device ``meta`` anew for every reference."""
-        if type(storage) is StorageRef and pid[3] == _META:
+        if type(storage) is StorageRef and pid[3] == "meta":
             self.spend_data(storage.numel * storage.dtype.itemsize)
 
     def spend_data(self, nbytes: int) -> None:

@@ -24,8 +24,6 @@ from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 
-_LISTED = 20
-
 
 class WithSkeleton:
     """A checkpoint whose last storage is the skeleton, at the offset that is the size of the source.
@@ -117,7 +115,7 @@ class Bundle:
             return Bundle(self.path, inside, path)
         chosen = [member for member in self.checkpoints if member.path == path]
         if not chosen:
-            choices = listed([*(member.path for member in self.checkpoints), *sorted(folders)], _LISTED)
+            choices = listed([*(member.path for member in self.checkpoints), *sorted(folders)], limit=20)
             raise UsageError(f"{self.path}: --member {path!r} is not one of {choices or 'nothing that can be read'}")
         refuse_share(chosen[0].checkpoint.tree, f"{self.path}: {path}")
         return Bundle(self.path, chosen)

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.readers.torch_rules import COUNTER, DATA_ALLOWANCE, DATA_FACTOR
+from ckpt8.checkpoint.readers.rebuild import WRAPPED
+from ckpt8.checkpoint.readers.torch_rules import ARRAYS, COUNTER, DATA_ALLOWANCE, DATA_FACTOR, TYPED
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef, iter_nodes
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.core.errors import InputError, ResumeError, require
@@ -35,7 +36,6 @@ from ckpt8.optim.known_optimizers import state_objects
 
 CONSUMED: Any = object()
 _SETS = {"builtins.set": set, "builtins.frozenset": frozenset}
-_NUMPY_ARRAY = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
 _NUMPY_SCALAR = frozenset({"numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"})
 _NUMPY_BUFFER = frozenset({"numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"})
 _NDARRAY = Global("numpy.ndarray")
@@ -233,7 +233,7 @@ def plain_object(node: Inert) -> Any:
 def _numpy(node: Inert) -> Any:
     """A numpy array or scalar; None for anything that is not built, and where there is no numpy."""
     try:
-        if node.name in _NUMPY_ARRAY:
+        if node.name in ARRAYS:
             kind = node.args[0]
             _, shape, dtype, fortran, data = node.state
             order = "F" if fortran else "C"
@@ -281,9 +281,6 @@ def numpy_dtype_classes(tree: object) -> set[str]:
     return {f"numpy.dtypes.{type(np.dtype(kind)).__name__}" for kind in kinds}
 
 
-_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
-_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
-_DEQUE = "collections.deque"
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex})
 _HOOKS = (
     *("__new__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__setattr__", "__getattribute__"),
@@ -381,15 +378,15 @@ def _is_deque(node: Inert) -> bool:
     """Whether it is a deque without a length, or with one that can be."""
     length = node.args[1] if len(node.args) == 2 else None
     is_length = length is None or (type(length) is int and 0 <= length <= sys.maxsize)
-    return node.name == _DEQUE and len(node.args) in (0, 2) and is_length
+    return node.name == "collections.deque" and len(node.args) in (0, 2) and is_length
 
 
 def _registered_class(node: Inert) -> type[torch.Tensor] | None:
     """The class of a pickled tensor subclass, if it is registered with torch as safe."""
-    if node.name != _SUBCLASS or len(node.args) != 4:
+    if node.name != TYPED or len(node.args) != 4:
         return None
     function, kind, arguments, state = node.args
-    if not (isinstance(function, Global) and isinstance(kind, Global) and function.name == _WRAPPER):
+    if not (isinstance(function, Global) and isinstance(kind, Global) and function.name == WRAPPED):
         return None
     if not (isinstance(arguments, tuple) and len(arguments) >= 4 and isinstance(state, dict)):
         return None

@@ -25,7 +25,6 @@ from ckpt8.core.tensors import DType, Parts, TensorSpec
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Workers
 
-_SHOWN_MEMBERS = 20
 _PACKABLE = (DType.FLOAT32, DType.BFLOAT16)
 
 
@@ -65,7 +64,7 @@ def member_index(reader: ContainerReader, member: str | None) -> int:
         return 0
     members = reader.manifest.members
     checkpoints = [record.path for record in members if record.format not in (FILE, SYMLINK, DIRECTORY)]
-    choices = f"give member= one of {listed(checkpoints, _SHOWN_MEMBERS)}"
+    choices = f"give member= one of {listed(checkpoints, limit=20)}"
     if member is None or member not in names:
         what = f"no member {member!r}" if member is not None else f"{len(names)} members"
         raise UsageError(f"{reader.path}: has {what}; {choices}")
