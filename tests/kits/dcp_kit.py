@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 
 import make_dcp
 import torch
 import torch.distributed.checkpoint as dcp
+from make_dcp import save as save_small
 from ranks import run_ranks
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
@@ -20,13 +18,6 @@ def run_processes(action, root, *arguments, world=2):
     """Run an action of ``make_dcp`` in the ranks of a gloo job; the losses that it gives."""
     run_ranks(make_dcp.work, world, action, root, [str(each) for each in arguments])
     return json.loads((root / f"{action}.json").read_text())
-
-
-def run_cli(*arguments):
-    """``ckpt8`` as a program."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "ckpt8", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 def read_metadata(root):
@@ -52,14 +43,6 @@ def load_all(root):
         warnings.simplefilter("ignore")
         dcp.load(loaded, checkpoint_id=root, no_dist=True)
     return loaded
-
-
-def save_small(saved, root, **options):
-    """``dcp.save`` in this process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(saved, storage_writer=dcp.FileSystemWriter(root, **options), no_dist=True)
-    return root
 
 
 def save_in_pieces(tensors, root, others=None):

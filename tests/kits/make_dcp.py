@@ -68,10 +68,11 @@ def states(net, optimizer, *, flat=False):
 
 
 def save(saved, path, **options):
-    """``dcp.save`` without its warnings."""
+    """``dcp.save`` without its warnings, by all ranks or in this process alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(saved, storage_writer=dcp.FileSystemWriter(path, **options), no_dist=not dist.is_initialized())
+    return path
 
 
 def save_all(net, optimizer, root):

@@ -1,11 +1,18 @@
-"""What every reader in the table must do, and one more that exists in the tests alone, registered as a new one is."""
+"""What every reader in the table must do, and one more that exists in the tests alone, registered as a new one is.
+
+Recognition is by content; everything that is no checkpoint gives one clear line.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import pickle
+import zipfile
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -15,7 +22,7 @@ import torch
 import ckpt8
 from ckpt8.checkpoint.readers import READERS, get_reader, open_checkpoint
 from ckpt8.checkpoint.tree import TensorRef, iter_leaves
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 
 IDS = (*READERS, "tiny")
@@ -178,3 +185,68 @@ def test_inspect_compress_restore_verify(sample, reader_id, run_command, tmp_pat
             assert codecs == CODECS[preset]
             assert [parameter.rule["kind"] for parameter in manifest.parameters] == ["adam"] * 4
     assert _sha256(sample) == before
+
+
+# What is no checkpoint: one clear line
+
+
+def safetensors_bytes(header):
+    return len(header).to_bytes(8, "little") + header
+
+
+def zip_bytes():
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("word/document.xml", "x")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (b"", InputError, "an empty file"),
+        (b"hello, world\n" * 50, InputError, "a text file"),
+        ("αβγ".encode() * 200, InputError, "a text file"),
+        (b"version https://git-lfs.github.com/spec/v1\n", InputError, "a Git LFS pointer"),
+        (bytes(range(256)) * 3, InputError, "of an unknown format"),
+        (b"\xff\xfe\xfd\xfc" * 3, InputError, "of an unknown format"),
+        (bytes(1000), InputError, "zero bytes"),
+        (pickle.dumps({"a": 1}), InputError, "a plain pickle"),
+        (bytes(257) + b"ustar" + bytes(250), UnsupportedError, "a tar file"),
+        (zip_bytes(), InputError, "a zip file without a data.pkl"),
+        (b"PK\5\6" + bytes(18), InputError, "a zip file without a data.pkl"),
+        (b"PK\3\4" + bytes(200), InputError, "damaged zip file"),
+        (safetensors_bytes(b'{"w":{"dtype":"F32"}}'), InputError, "tensor 'w': its header entry is malformed"),
+        (safetensors_bytes(b'{"__metadata__":{"ckpt8":"1.0"}}'), InputError, r"already a \.ckpt8 file"),
+    ],
+)
+def test_other_content_is_named(tmp_path, content, error, message):
+    path = tmp_path / "model.pt"  # the name says nothing
+    path.write_bytes(content)
+    with pytest.raises(error, match=message) as caught, open_checkpoint(path):
+        pass
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_not_a_file_is_named(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for path, message in [
+        (tmp_path / "missing.pt", "cannot be read: No such file"),
+        (empty, "an empty directory"),
+        (tmp_path, "a directory; give"),
+        (pipe, "is not a regular file"),
+    ]:
+        with pytest.raises(InputError, match=f"^{path}: {message}"), open_checkpoint(path):
+            pass
+
+
+def test_reader_table():
+    with closing(SourceFile(ByteRange(Path(os.devnull), 0, 0))) as empty:
+        for reader_id, module in READERS.items():
+            assert get_reader(reader_id).__name__ == module
+            assert not get_reader(reader_id).sniff(empty)

@@ -114,26 +114,27 @@ def test_view_storages_place_their_tensors_in_the_root(tmp_path):
             assert torch.equal(root.as_strided(ref.shape, ref.stride, ref.offset), tensor)
 
 
+def refused(path, content, message, error=InputError):
+    path.write_bytes(content)
+    with pytest.raises(error, match=message) as caught, open_checkpoint(path):
+        pass
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"{path}: ")
+
+
 def test_a_view_outside_its_root_or_a_tensor_outside_its_view(tmp_path):
-    path = tmp_path / "views.pt"
     for view, offset in [(("v", 8, 4), 0), (("v", 2, 2), 1)]:
         pid = Pid("storage", torch.FloatStorage, "r", "cpu", 10, view)
-        path.write_bytes(by_hand([Rebuild(pid, offset, (2,), (1,))], {"r": (10, bytes(40))}))
-        with pytest.raises(InputError, match="reaches"), open_checkpoint(path):
-            pass
+        content = by_hand([Rebuild(pid, offset, (2,), (1,))], {"r": (10, bytes(40))})
+        refused(tmp_path / "views.pt", content, "reaches")
 
 
 def test_truncation_at_every_byte_and_trailing_bytes(tmp_path):
     path = save({"a": torch.arange(3.0), "b": torch.ones(2)}, tmp_path / "c.pt")
     data = path.read_bytes()
     for length in range(1, len(data)):
-        path.write_bytes(data[:length])
-        with pytest.raises(InputError) as caught, open_checkpoint(path):
-            pass
-        assert str(caught.value).startswith(f"{path}: ")
-    path.write_bytes(data + b"\0")
-    with pytest.raises(InputError, match="1 bytes follow the last storage"), open_checkpoint(path):
-        pass
+        refused(path, data[:length], ": ")
+    refused(path, data + b"\0", "1 bytes follow the last storage")
     path.write_bytes(data)
     with open_checkpoint(path) as checkpoint:
         assert len(checkpoint.storages) == 2
@@ -157,20 +158,13 @@ def one():
     ],
 )
 def test_contradictory_headers(tmp_path, options, error, message):
-    path = tmp_path / "c.pt"
-    path.write_bytes(by_hand(*one(), **options))
-    with pytest.raises(error, match=message) as caught, open_checkpoint(path):
-        pass
-    assert type(caught.value) is error
+    refused(tmp_path / "c.pt", by_hand(*one(), **options), message, error)
 
 
 @pytest.mark.parametrize(("count", "content"), [(3, bytes(12)), (-1, b""), (2**62, bytes(8)), (1, bytes(4))])
 def test_contradictory_counts(tmp_path, count, content):
-    path = tmp_path / "c.pt"
-    tree, _ = one()
-    path.write_bytes(by_hand(tree, {"k": (count, content)}))
-    with pytest.raises(InputError, match=f"has {count} elements, its pickle says 2"), open_checkpoint(path):
-        pass
+    content = by_hand(one()[0], {"k": (count, content)})
+    refused(tmp_path / "c.pt", content, f"has {count} elements, its pickle says 2")
 
 
 def test_the_pickles_are_capped(tmp_path, monkeypatch):
@@ -206,8 +200,5 @@ def test_a_storage_saved_beside_its_tensor(tmp_path, compare):
 
 
 def test_a_huge_storage_that_is_not_there(tmp_path):
-    path = tmp_path / "c.pt"
     pid = Pid("storage", torch.FloatStorage, "k", "cpu", 2**40, None)
-    path.write_bytes(by_hand([pid], {"k": (2**40, bytes(8))}))
-    with pytest.raises(InputError, match="cut off inside storage 'k'"), open_checkpoint(path):
-        pass
+    refused(tmp_path / "c.pt", by_hand([pid], {"k": (2**40, bytes(8))}), "cut off inside storage 'k'")

@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 import zstandard
-from dcp_kit import adam_state, change_metadata, read_metadata, run_cli, save_small
+from dcp_kit import adam_state, change_metadata, read_metadata, save_small
 from hostile_kit import Pickled, one_line
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -51,14 +51,14 @@ def refused(root, match, error=InputError):
 
 
 @pytest.mark.slow
-def test_a_foreign_class_is_named_and_nothing_runs(root, tmp_path):
+def test_a_foreign_class_is_named_and_nothing_runs(root, tmp_path, run_command):
     marker = tmp_path / "ran"
     evil = Pickled(os.system, f"touch {marker}")
     change_metadata(root, lambda metadata: setattr(metadata, "planner_data", evil))
     refused(root, r"refers to 'posix\.system', which no distributed checkpoint needs")
     assert not marker.exists()
-    done = run_cli("inspect", root)
-    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    code, _, err = run_command("inspect", root)
+    assert (code, len(err.splitlines())) == (3, 1)
     assert not marker.exists()
 
 
