@@ -11,58 +11,35 @@ from functools import cache
 import safetensors.torch
 import torch
 
-
-def _float_values(exponent_bits, mantissa_bits, infinities):
-    """The positive numbers of a float in the order of their codes, and what would follow if exponents went on.
-
-    ``infinities``: whether the highest exponent is taken by infinity and NaN; else one code alone is NaN.
-    """
-    bias = 2 ** (exponent_bits - 1) - 1
-    values = []
-    for code in range(2 ** (exponent_bits + mantissa_bits)):
-        exponent, mantissa = divmod(code, 2**mantissa_bits)
-        if exponent:
-            values.append((1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias))
-        else:
-            values.append(mantissa / 2**mantissa_bits * 2.0 ** (1 - bias))
-    if infinities:
-        return values[: -(2**mantissa_bits)], values[-(2**mantissa_bits)]
-    return values[:-1], values[-1]
+BITS = {"fp16": (5, 10, True), "bf16": (8, 7, True), "float8_e4m3fn": (4, 3, False), "float8_e5m2": (5, 2, True)}
+"""Bits of exponent and mantissa, and whether infinity and NaN take the highest exponent; else one code alone is NaN."""
 
 
 @cache
 def numbers(name):
-    """Non-negative numbers, the one beyond the largest, and the smallest that is normal."""
+    """All numbers from 0 on in the order of their codes, then the one beyond the largest; the smallest normal one."""
     if name == "int8":
-        return [float(k) for k in range(128)], 128.0, 1.0
-    bits = {"fp16": (5, 10, True), "bf16": (8, 7, True), "float8_e4m3fn": (4, 3, False), "float8_e5m2": (5, 2, True)}
-    values, beyond = _float_values(*bits[name])
-    return values, beyond, values[2 ** bits[name][1]]
-
-
-@cache
-def _line(name):
-    values, beyond, _ = numbers(name)
-    return [*values, beyond]
+        return [float(k) for k in range(129)], 1.0
+    exponent_bits, mantissa_bits, infinities = BITS[name]
+    bias, line = 2 ** (exponent_bits - 1) - 1, []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        line.append(((exponent > 0) + mantissa / 2**mantissa_bits) * 2.0 ** (max(exponent, 1) - bias))
+    return line[: 1 - 2**mantissa_bits] if infinities else line, line[2**mantissa_bits]
 
 
 def round_one(name, x):
     """(rounded and saturated, overflows, underflows, is subnormal) of a finite float."""
-    values, _, normal = numbers(name)
-    line = _line(name)
+    line, normal = numbers(name)
     magnitude = abs(x)
-    at = bisect_left(line, magnitude)
-    if at == len(line):
-        code = len(line) - 1
-    elif line[at] == magnitude or at == 0:
-        code = at
-    else:
+    at = min(bisect_left(line, magnitude), len(line) - 1)
+    if at and line[at] > magnitude:
         # Both differences are exact: neighbours are within a factor of two, or below there is zero.
         below, above = magnitude - line[at - 1], line[at] - magnitude
-        even = at - 1 if (at - 1) % 2 == 0 else at
-        code = at - 1 if below < above else at if above < below else even
-    overflows = code == len(values)
-    found = values[-1] if overflows else values[code]
+        if below < above or (below == above and at % 2):
+            at -= 1
+    overflows = at == len(line) - 1
+    found = line[at - overflows]
     return math.copysign(found, x), overflows, found == 0 and x != 0, 0 < found < normal
 
 
@@ -72,50 +49,42 @@ def all_finite(dtype):
     return bits[bits.isfinite()].float()
 
 
+FRACTIONS = ("overflow", "underflow", "subnormal")
+
+
 def expected(name, x, scale=1.0, unit=1.0):
     """Fractions and SNR of rounding ``x * scale``, ``x`` a list of finite floats; ``unit`` brings these near 1."""
-    counts, noise, signal = [0, 0, 0], [], []
-    for value in x:
-        rounded, *found = round_one(name, value * scale)
-        counts = [a + b for a, b in zip(counts, found, strict=True)]
-        noise.append(((rounded - value * scale) / scale * unit) ** 2)
-        signal.append((value * unit) ** 2)
-    nonzero = max(sum(value != 0 for value in x), 1)
-    nmse = math.fsum(noise) / math.fsum(signal)
-    fractions = {key: count / nonzero for key, count in zip(FRACTIONS, counts, strict=True)}
+    rounded, *counts = zip(*(round_one(name, value * scale) for value in x), strict=True)
+    noise = math.fsum(((y - value * scale) / scale * unit) ** 2 for value, y in zip(x, rounded, strict=True))
+    return _figures(map(sum, counts), sum(value != 0 for value in x), noise / math.fsum((v * unit) ** 2 for v in x))
+
+
+def _figures(counts, nonzero, nmse):
+    fractions = {key: int(count) / max(int(nonzero), 1) for key, count in zip(FRACTIONS, counts, strict=True)}
     return {**fractions, "snr_db": -10 * math.log10(nmse) if nmse else None}
-
-
-FRACTIONS = ("overflow", "underflow", "subnormal")
 
 
 def same(found, wanted, *where, tolerance=1e-6):
     """Whether two sets of figures are equal but for the order of sums."""
     assert found.keys() == wanted.keys()
     for key, value in wanted.items():
-        close = (
-            found[key] is None if value is None else math.isclose(found[key], value, rel_tol=tolerance, abs_tol=1e-9)
-        )
-        assert close, (*where, key, found[key], value)
+        is_close = value is not None and math.isclose(found[key], value, rel_tol=tolerance, abs_tol=1e-9)
+        assert is_close or found[key] is value is None, (*where, key, found[key], value)
 
 
 def fast_expected(name, x, scale, unit):
     """As ``expected``, of a flat float64 tensor: steps by ``frexp`` in float64, exact but for the last rounding."""
-    values, beyond, normal = numbers(name)
+    (*_, largest, beyond), normal = numbers(name)
     scaled = x * scale
-    bits = {"fp16": 10, "bf16": 7, "float8_e4m3fn": 3, "float8_e5m2": 2}.get(name)
     exponents = torch.frexp(scaled.abs().clamp_min(normal))[1].double() - 1
-    steps = torch.ones_like(scaled) if bits is None else torch.exp2(exponents - bits)
+    steps = torch.exp2(exponents - BITS[name][1]) if name in BITS else torch.ones_like(scaled)
     rounded = torch.round(scaled / steps) * steps
     over = rounded.abs() >= beyond
-    rounded = rounded.clamp(-values[-1], values[-1])
+    rounded = rounded.clamp(-largest, largest)
     zero, gone = x == 0, rounded == 0
     subnormal = ~gone & (rounded.abs() < normal)
-    counts = [over.sum(), (gone & ~zero).sum(), subnormal.sum()]
-    nonzero = max(int((~zero).sum()), 1)
     nmse = float(((rounded - scaled) / scale * unit).square().sum() / (x * unit).square().sum())
-    fractions = {key: int(count) / nonzero for key, count in zip(FRACTIONS, counts, strict=True)}
-    return {**fractions, "snr_db": -10 * math.log10(nmse) if nmse else None}
+    return _figures([over.sum(), (gone & ~zero).sum(), subnormal.sum()], (~zero).sum(), nmse)
 
 
 MOMENTS = {"exp_avg": "moment1", "exp_avg_sq": "moment2", "momentum_buffer": "moment1"}
