@@ -1,8 +1,9 @@
-"""The parts of a survey: windows, rows in pieces, views, slices, layers, and memory."""
+"""The parts of a survey: windows, rows in pieces, views, slices, layers, origins."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import warnings
 from itertools import pairwise
@@ -59,9 +60,8 @@ def test_rows_that_come_in_pieces(count, row, data):
 @pytest.mark.parametrize("row", [0, 130, 96])
 def test_groups_of_a_sample_are_those_of_the_tensor(role, row):
     numel = 130 * 601
-    x = torch.randn(numel, generator=torch.Generator().manual_seed(row)).abs() * 4e-5 ** (
-        2 if role is Role.MOMENT2 else 1
-    )
+    power = 2 if role is Role.MOMENT2 else 1
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(row)).abs() * 4e-5**power
     tally = Tally(role, DType.FLOAT32, numel)
     windows = list(tensors.windows(numel, 1 << 14, row))
     for start, count in windows:
@@ -78,10 +78,10 @@ def test_groups_of_a_sample_are_those_of_the_tensor(role, row):
     assert 0 < tally.subnormal_scales < tally.groups
 
 
-def look_at(tree, path, **options):
-    """The flags and the sample of a checkpoint, all of it read."""
+def look_at(tree, path, *, full=True, **options):
+    """The facts of a checkpoint, all of it read."""
     torch.save(tree, path)
-    return inspect_checkpoint(path, full=True, **options)
+    return inspect_checkpoint(path, full=full, **options)
 
 
 @pytest.mark.slow
@@ -119,28 +119,20 @@ def test_many_strided_views_are_not_read_one_by_one(tmp_path):
     assert sum(done) <= 18 * base.numel() * 4
 
 
-def saved_dcp(root, change):
-    """A distributed checkpoint of a trained net, after ``change`` of its state."""
+def test_a_distributed_checkpoint(tmp_path):
     net, optimizer = make()
     for number in range(4):
         step(net, optimizer, number)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         saved = states(net, optimizer)
-    change(saved)
-    save(saved, root)
-
-
-def test_a_distributed_checkpoint(tmp_path):
-    def change(saved):
-        state = saved["optimizer"]["state"]
-        state["up.weight"]["exp_avg"][5:9] = 0
-        state["up.weight"]["exp_avg_sq"][5:9] = 0
-        state["norm.bias"]["exp_avg"].zero_()
-        saved["model"]["down.weight"][3, 3] = float("nan")
-        saved["model"]["tied"] = saved["model"]["up.weight"]
-
-    saved_dcp(tmp_path / "dcp", change)
+    state = saved["optimizer"]["state"]
+    state["up.weight"]["exp_avg"][5:9] = 0
+    state["up.weight"]["exp_avg_sq"][5:9] = 0
+    state["norm.bias"]["exp_avg"].zero_()
+    saved["model"]["down.weight"][3, 3] = float("nan")
+    saved["model"]["tied"] = saved["model"]["up.weight"]
+    save(saved, tmp_path / "dcp")
     facts = inspect_checkpoint(tmp_path / "dcp", full=True)
     found = {}
     for flag in facts["flags"]:
@@ -215,8 +207,7 @@ def test_odd_options_are_json(tmp_path):
     odd = {"lr": float("nan"), "huge": 10**5000, "text": "x" * 1000, "nested": [[[]]], "deep": {"a": 1}, "params": [0]}
     group = {"eps": float("-inf"), 3: 4, "none": None, "flag": True, **odd}
     tree = {"step": 10**400, "epoch": -1, "optimizer": {"state": {}, "param_groups": [group, 7]}, "w": torch.ones(3)}
-    torch.save(tree, tmp_path / "a.pt")
-    facts = inspect_checkpoint(tmp_path / "a.pt")
+    facts = look_at(tree, tmp_path / "a.pt", full=False)
     (row,) = json.loads(json.dumps(facts, allow_nan=False))["hyperparameters"]
     assert row["options"] == {"eps": "-inf", "none": None, "flag": True, "lr": "nan", "text": "x" * 100}
     assert (facts["step"], facts["epoch"]) == (None, None)
@@ -225,20 +216,73 @@ def test_odd_options_are_json(tmp_path):
 def test_the_step_of_the_optimizers_where_nothing_else_counts(tmp_path):
     weights = {name: torch.ones(70, 70) for name in "ab"}
     state = {name: {"step": torch.tensor(9.0), "exp_avg": w, "exp_avg_sq": w} for name, w in weights.items()}
-    save_small({"model": weights, "optimizer": {"state": state}}, tmp_path / "same")
-    assert inspect_checkpoint(tmp_path / "same")["step"] == 9
-    state["b"]["step"] = torch.tensor(8.0)
-    save_small({"model": weights, "optimizer": {"state": state}}, tmp_path / "other")
-    assert inspect_checkpoint(tmp_path / "other")["step"] is None
+    for other, expected in ((9.0, 9), (8.0, None)):
+        state["b"]["step"] = torch.tensor(other)
+        save_small({"model": weights, "optimizer": {"state": state}}, tmp_path / str(other))
+        assert inspect_checkpoint(tmp_path / str(other))["step"] == expected
 
 
 def test_plain_values_count(tmp_path):
     for name, tree in {
-        "top": {"global_step": 5, "epoch": 2, "w": torch.ones(70, 70)},
-        "inside": {"trainer": {"iteration": torch.tensor(5), "epoch": 2.0}, "w": torch.ones(70, 70)},
-        "both": {"step": 5, "epoch": 2, "data": {"global_step": 7, "epoch": 9}, "w": torch.ones(70, 70)},
-        "no number": {"step": 5, "epoch": 2, "data": {"global_step": "x"}, "w": torch.ones(70, 70)},
+        "top": {"global_step": 5, "epoch": 2},
+        "inside": {"trainer": {"iteration": torch.tensor(5), "epoch": 2.0}},
+        "both": {"step": 5, "epoch": 2, "data": {"global_step": 7, "epoch": 9}},
+        "no number": {"step": 5, "epoch": 2, "data": {"global_step": "x"}},
     }.items():
-        save_small(tree, tmp_path / name)
+        save_small({**tree, "w": torch.ones(70, 70)}, tmp_path / name)
         facts = inspect_checkpoint(tmp_path / name)
         assert (facts["step"], facts["epoch"]) == (5, 2), name
+
+
+# Directories with checkpoints of several programs
+
+
+@pytest.fixture
+def look(run_command):
+    def call(path):
+        code, out, err = run_command("inspect", path, "--json")
+        assert (code, err) == (0, "")
+        facts = json.loads(out)
+        return facts["framework"], {row["path"]: row["framework"] for row in facts["origins"]}, facts
+
+    return call
+
+
+def test_every_checkpoint_of_a_mixed_directory_is_listed(look, run_command, inputs, tmp_path):
+    mixed = tmp_path / "mixed"
+    shutil.copytree(inputs / "trainer-adamw", mixed / "hf")
+    shutil.copytree(inputs / "accelerate", mixed / "acc")
+    for name in ("lightning.ckpt", "gpt_adamw.pt", "views.pt"):
+        shutil.copyfile(inputs / name, mixed / name)
+    framework, origins, facts = look(mixed)
+    folders = {"acc": "accelerate", "hf": "Hugging Face Trainer"}
+    files = {"gpt_adamw.pt": "nanoGPT", "lightning.ckpt": "Lightning", "views.pt": None}
+    assert (framework, origins) == (None, folders | files)
+    assert (facts["step"], facts["epoch"], facts["version"]) == (None, None, None)
+    steps = {row["path"]: row["step"] for row in facts["origins"]}
+    alone = {"gpt_adamw.pt": inputs / "gpt_adamw.pt", "hf": inputs / "trainer-adamw"}
+    assert {path: steps[path] for path in alone} == {path: look(each)[2]["step"] for path, each in alone.items()}
+    out = run_command("inspect", mixed)[1]
+    assert f"  gpt_adamw.pt: nanoGPT, step {steps['gpt_adamw.pt']}\n" in out
+    assert "  views.pt: of unknown origin\n" in out
+    # A container says what the names of the files tell.
+    ckpt8.compress(mixed, tmp_path / "mixed.ckpt8")
+    assert look(tmp_path / "mixed.ckpt8")[:2] == (None, folders)
+    assert "  hf: Hugging Face Trainer\n" in run_command("inspect", tmp_path / "mixed.ckpt8")[1]
+
+
+def test_programs_below_another_do_not_count(look, inputs, tmp_path):
+    """DeepSpeed's and torch's own files in a directory of Trainer, and Lightning's keys in such a file."""
+    folder = tmp_path / "run"
+    shutil.copytree(inputs / "trainer-adamw", folder)
+    (folder / "global_step3").mkdir()
+    states = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    torch.save({"ds_version": "0.19", "module": {"w": torch.randn(80, 80)}}, states)
+    torch.save({"w": torch.randn(80, 80)}, folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert look(folder)[:2] == ("Hugging Face Trainer", {})
+    torch.save({"ds_version": "0.19", "pytorch-lightning_version": "2.6", "w": torch.randn(80, 80)}, states)
+    assert look(folder / "global_step3")[:2] == ("DeepSpeed", {})
+    # Several checkpoints of one program have its name.
+    for name in ("a", "b"):
+        shutil.copytree(inputs / "trainer-adamw", tmp_path / "runs" / name)
+    assert look(tmp_path / "runs")[:2] == ("Hugging Face Trainer", {})

@@ -17,6 +17,7 @@ from ckpt8.cli.show.tables import Share, Table, bar, bars, pack, wrap
 from ckpt8.core.text import percent
 
 WIDTHS = [40, 80]
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_adamw.pt", "low_bit/bitsandbytes.pt")]
 
 
 def shown(*arguments, width=None, **environment):
@@ -43,14 +44,7 @@ def squeezed(text):
 
 @pytest.mark.by_default("run.ckpt8-80")
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "trainer-adamw",
-        "run.ckpt8",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_adamw.pt", "low_bit/bitsandbytes.pt")),
-    ],
-)
+@pytest.mark.parametrize("name", ["trainer-adamw", "run.ckpt8", *SLOW])
 def test_every_line_fits_and_nothing_is_cut(name, width, inputs, planted):
     path = planted / name if name.startswith("run") else inputs / name
     out = shown(path, "--tensors", "--full", width=width)
@@ -58,9 +52,7 @@ def test_every_line_fits_and_nothing_is_cut(name, width, inputs, planted):
     assert "…" not in out
     assert "\x1b" not in out
     whole = shown(path, "--tensors", "--full", width=400)
-    for title in ("Redflags", "Bytesbylayer"):
-        assert title in squeezed(whole)
-        assert title in squeezed(out)
+    assert all(title in squeezed(text) for title in ("Redflags", "Bytesbylayer") for text in (whole, out))
     for line in whole.splitlines():
         if line.startswith("    "):  # of flags: words that are broken between lines at most
             assert squeezed(line) in squeezed(out)
@@ -129,11 +121,6 @@ def test_a_name_is_no_emoji(tmp_path):
         assert "model.:a:" in shown(tmp_path / "a.pt", "--tensors", width=width)
 
 
-def test_a_paragraph_leaves_out_what_is_empty():
-    table = Table(("name", "reason", "count"), [("a" * 20, "", "1")])
-    assert render(table, 20).split() == ["name", "a" * 16, "a" * 4, "count", "1"]
-
-
 @given(st.text(st.sampled_from("abc.:/_ 漢"), max_size=200), st.integers(12, 60))
 def test_wrapped_lines_fit_and_say_the_same(text, width):
     lines = list(wrap(text, width, first="  ", more="    "))
@@ -143,16 +130,15 @@ def test_wrapped_lines_fit_and_say_the_same(text, width):
     assert squeezed("".join(pack(text.split(), width))) == squeezed(text)
 
 
-def test_names_are_broken_between_components():
+def test_names_are_broken_between_components_and_paragraphs_leave_out_what_is_empty():
     assert list(wrap("model.layers.10.self_attn", 16)) == ["model.layers.10.", "  self_attn"]
+    table = Table(("name", "reason", "count"), [("a" * 20, "", "1")])
+    assert render(table, 20).split() == ["name", "a" * 16, "a" * 4, "count", "1"]
 
 
 def test_bars_are_as_long_as_they_say():
-    assert bar(1, 10) == "█" * 10
-    assert bar(0.5, 10) == "█" * 5
-    assert bar(0.5625, 10) == "█" * 5 + "▋"
-    assert bar(0, 10) == ""
-    assert bar(1e-9, 10) == "▏"
+    for share, shown_bar in ((1, "█" * 10), (0.5, "█" * 5), (0.5625, "█" * 5 + "▋"), (0, ""), (1e-9, "▏")):
+        assert bar(share, 10) == shown_bar
     assert bar(0.5, 10, ascii_only=True) == "#####"
     shares = [Share("all", 0.8, ("8 MB",)), Share("a.very.long.name", 0.2, ("20 MB",))]
     for width in (24, 40, 80):
