@@ -471,8 +471,6 @@ class _Place:
 
     def renamed(self, key: K, names: Mapping[K, str | None], owners: Mapping[K, str]) -> _Place:
         """The place with the name and the parameter that are known under ``key``."""
-        if key not in names and key not in owners:
-            return self
         return _Place(self.own, names.get(key, self.name), owners.get(key, self.parameter))
 
 

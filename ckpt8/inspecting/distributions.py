@@ -310,14 +310,12 @@ class Gathered:
     measured: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     unknown: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     _shown: dict[str, dict[str, Any]] = field(init=False)
-    _figures: dict[str, str] = field(init=False)
     _layers: dict[str, _Layer] = field(default_factory=lambda: defaultdict(_Layer))
 
     def __post_init__(self) -> None:
         manifest, owners = self.manifest, dict[int, str]()
         shown = list(zip(manifest.parameters, shown_names(manifest), strict=True))
-        self._shown = {parameter.name: row for parameter, row in shown}
-        self._figures = {parameter.name: figure_of(parameter) for parameter in manifest.parameters}
+        self._shown = {parameter.name: {**row, "figure": figure_of(parameter)} for parameter, row in shown}
         for parameter, row in shown:
             owners.update(dict.fromkeys(parameter.moments.values(), row["name"]))
         skeletons = skeleton_roles(manifest)
@@ -332,7 +330,7 @@ class Gathered:
 
     def figure(self, unit: Unit) -> str:
         """What the error of the update of a unit is, see ``figure_of``."""
-        return self._figures[unit.parameter.name] if unit.parameter else "update"
+        return self._shown[unit.parameter.name]["figure"] if unit.parameter else "update"
 
     def add(self, unit: Unit, seen: Seen) -> None:
         """Add the sample of a unit; ``seen.errors`` decide whether it is among the worst."""
@@ -347,8 +345,8 @@ class Gathered:
             layer = self._layers[layer_of(plain_path(shown["name"]))]
             layer.parameters.append(unit.parameter.name)
             layer.update.merge(update)
-            layer.figures.add(self.figure(unit))
-            self._keep_worst("update", "max_error", {**shown, "figure": self.figure(unit)}, update, seen.drawn)
+            layer.figures.add(shown["figure"])
+            self._keep_worst("update", "max_error", shown, update, seen.drawn)
 
     def _keep_worst(self, kind: str, figure: str, name: Mapping[str, Any], error: ErrorStats, drawn: Drawn) -> None:
         """Keep the tensors of the largest figure, largest first; of equal ones the earlier."""

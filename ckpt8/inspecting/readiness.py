@@ -410,15 +410,6 @@ def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
     return {"snr_db": decibels(noise / elements) if elements else None, "worst": worst}
 
 
-def measured_total(tensors: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By role the measured error against an original, over the tensors that have one."""
-    by_role = grouped((tensor["role"], tensor) for tensor in tensors if tensor["measured"] is not None)
-    return {
-        role: {"tensors": len(measured), **_snr((tensor, tensor["measured"]["snr_db"]) for tensor in measured)}
-        for role, measured in by_role.items()
-    }
-
-
 def _text(number_format: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
     few = f"{len(failing)} of {report['tensors']} tensors ({_worst_failing(number_format, failing)})"
     if report["verdict"] == NOT_READY:
@@ -484,10 +475,12 @@ def inspect_readiness(path: Path, *, full: bool = False, original: Path | None =
             "tensors": tensors,
         }
         if original is not None:
+            paired = [(tensor, tensor["measured"]["snr_db"]) for tensor in tensors if tensor["measured"] is not None]
+            by_role = grouped((tensor["role"], (tensor, snr_db)) for tensor, snr_db in paired)
             report["against"] = {
                 "path": str(original),
-                "unpaired": sum(tensor["measured"] is None for tensor in tensors),
-                "roles": measured_total(tensors),
+                "unpaired": len(tensors) - len(paired),
+                "roles": {role: {"tensors": len(snrs), **_snr(snrs)} for role, snrs in by_role.items()},
             }
         return report
 

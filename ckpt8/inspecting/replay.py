@@ -142,15 +142,12 @@ def left_out(resume: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Replayable:
-    """One file with its parameters, and by path the files that may hold their weights."""
+    """One file with its parameters, by path the files that may hold their weights, and its storages by key."""
 
     checkpoint: Checkpoint
     parameters: list[SavedParameter]
     files: Mapping[str, Checkpoint]
-    storages: Mapping[str, StorageInfo] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "storages", {storage.key: storage for storage in self.checkpoint.storages})
+    storages: Mapping[str, StorageInfo]
 
     def read(self, form: Form, saved: SavedParameter) -> _Side:
         """The state and the weight of a parameter. Raises InputError."""
@@ -195,8 +192,9 @@ class ReplaySource:
             path = self._source.opened[0].path
         elif path not in self._members:
             raise InputError(f"{self._source.path / path}: no such file")
-        tree, beside = self._members[path].tree, None if self._names is None else self._names.beside(path)
-        return Replayable(self._members[path], saved_parameters(tree, beside, as_torch=True), self._members)
+        checkpoint, beside = self._members[path], None if self._names is None else self._names.beside(path)
+        parameters = saved_parameters(checkpoint.tree, beside, as_torch=True)
+        return Replayable(checkpoint, parameters, self._members, {each.key: each for each in checkpoint.storages})
 
 
 _SPREAD = "the files of a distributed checkpoint are not replayed"

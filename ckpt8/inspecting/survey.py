@@ -66,12 +66,6 @@ _VARIETY = 16
 _VARIED_IN = 4096
 """Elements of every window in which the tally looks for different values."""
 
-_SUMMED = (
-    *("numel", "seen", "nan", "inf", "nonzero", "negative"),
-    *("fp16_zero", "groups", "zero_scales", "subnormal_scales"),
-)
-"""The fields of a tally that are counts: those of slices add up."""
-
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
 
@@ -115,27 +109,20 @@ class Rows:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts over the ``seen`` elements that were read of a tensor.
+    """What the elements of a tensor that were read hold, as ``counts`` by name.
 
-    ``nonzero`` counts those that are not zero, ``negative`` second moments below zero, ``fp16_zero`` second moments
-    that fp16 rounds to zero. ``fits_bf16`` says that no fp32 value has bits that bf16 lacks. ``groups`` counts the
-    groups of 32 moments that are not all zero; in fp16 the scale is zero in ``zero_scales`` of them and subnormal in
-    ``subnormal_scales``. ``values`` holds the bits of up to 16 different elements.
+    ``seen`` elements were read; ``nan``, ``inf`` and ``nonzero`` are those of them that are so, ``negative`` second
+    moments below zero, ``fp16_zero`` second moments that fp16 rounds to zero. ``groups`` are the groups of 32 moments
+    that are not all zero; in fp16 the scale is zero in ``zero_scales`` of them and subnormal in ``subnormal_scales``.
+    ``fits_bf16`` says that no fp32 value has bits that bf16 lacks. ``values`` are the bits of up to 16 different
+    elements.
     """
 
     role: Role
     dtype: DType
     numel: int
-    seen: int = 0
-    nan: int = 0
-    inf: int = 0
-    nonzero: int = 0
-    negative: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     fits_bf16: bool = True
-    fp16_zero: int = 0
-    groups: int = 0
-    zero_scales: int = 0
-    subnormal_scales: int = 0
     values: set[int] = field(default_factory=set)
     digest: hashlib.blake2b = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
@@ -151,17 +138,14 @@ class Tally:
         values = x if x.dtype in (torch.float32, torch.float64) else x.float()
         finite = values.isfinite()
         if not finite.all():
-            nan = int(values.isnan().sum())
-            self.nan += nan
-            self.inf += len(x) - int(finite.sum()) - nan
+            self.counts.update(nan=int(values.isnan().sum()), inf=int(values.isinf().sum()))
         nonzero = values != 0
         count = int(nonzero.sum())
-        self.seen += len(x)
-        self.nonzero += count
+        self.counts.update(seen=len(x), nonzero=count)
         if rows is not None:
             rows.add(nonzero, start, reads_all=reads_all)
         if self.role is Role.MOMENT2:
-            self.negative += int((values < 0).sum())
+            self.counts["negative"] += int((values < 0).sum())
         if self.role in _MOMENTS and count:
             self._moments(values.abs(), start)
 
@@ -172,15 +156,15 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add the counts of another slice of the same tensor."""
-        for name in _SUMMED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.numel += other.numel
+        self.counts.update(other.counts)
         self.fits_bf16 &= other.fits_bf16
         self.values |= other.values
 
     def _moments(self, magnitude: torch.Tensor, start: int) -> None:
         """Count the groups that a window holds in full. The last group of the tensor may be short."""
         if self.role is Role.MOMENT2 and self.dtype is not DType.FLOAT16:
-            self.fp16_zero += int(((magnitude > 0) & (magnitude <= FP16_ZERO)).sum())
+            self.counts["fp16_zero"] += int(((magnitude > 0) & (magnitude <= FP16_ZERO)).sum())
         skip = min(-start % GROUP, len(magnitude))
         stop = skip + (len(magnitude) - skip) // GROUP * GROUP
         self._scales(magnitude[skip:stop].view(-1, GROUP).amax(dim=1))
@@ -190,9 +174,11 @@ class Tally:
     def _scales(self, largest: torch.Tensor) -> None:
         scales = (largest.sqrt() if self.role is Role.MOMENT2 else largest).float()
         halves = scales.to(torch.float16)
-        self.groups += int((scales != 0).sum())
-        self.zero_scales += int(((scales > 0) & (halves == 0)).sum())
-        self.subnormal_scales += int(((halves > 0) & (halves.float() < _FP16_NORMAL)).sum())
+        self.counts.update(
+            groups=int((scales != 0).sum()),
+            zero_scales=int(((scales > 0) & (halves == 0)).sum()),
+            subnormal_scales=int(((halves > 0) & (halves.float() < _FP16_NORMAL)).sum()),
+        )
 
 
 _MOST_STRIDED = 16
@@ -340,7 +326,7 @@ def survey(
     pieces = make_pieces(plan)
     reading = _Survey(source, None if full else budget(len(pieces)), progress)
     reading.read_all(pieces, manifest)
-    seen, total = sum(tally.seen for tally in reading.tallies.values()), sum(piece.numel for piece in pieces)
+    seen, total = sum(tally.counts["seen"] for tally in reading.tallies.values()), sum(piece.numel for piece in pieces)
     return {"flags": reading.flags(), "sample": {"elements": seen, "of": total, "full": seen == total}}
 
 
@@ -452,32 +438,37 @@ def _flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled:
 
 def _tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Iterator[dict[str, Any]]:
     """The flags of one tensor. For optimizer state, ``parameter`` names its parameter if that is known."""
-    sampled = tally.seen < tally.numel
-    looked = f"{tally.seen:,} elements" + (f" looked at, of {tally.numel:,}" if sampled else "")
+    counts = tally.counts
+    seen, sampled = counts["seen"], counts["seen"] < tally.numel
+    looked = f"{seen:,} elements" + (f" looked at, of {tally.numel:,}" if sampled else "")
     # In a directory both names begin with the member. Say it once.
     member, bare = split_member(parameter or "")
     whose = f"{bare if member and name.startswith(f'{member}:') else parameter}, " if parameter else ""
     is_scalar = tally.role is Role.OTHER and tally.numel == 1
-    is_zero = tally.role in (Role.MOMENT1, Role.MOMENT2) and not tally.nonzero
+    is_zero = tally.role in (Role.MOMENT1, Role.MOMENT2) and not counts["nonzero"]
     is_bf16 = tally.dtype is DType.FLOAT32 and tally.role is not Role.OTHER and tally.fits_bf16 and tally.is_varied
     scales = (
-        f"in fp16 the scale would be zero for {percent(tally.zero_scales, tally.groups)} of the groups, "
-        f"subnormal for {percent(tally.subnormal_scales, tally.groups)}, in {looked}"
+        f"in fp16 the scale would be zero for {percent(counts['zero_scales'], counts['groups'])} of the groups, "
+        f"subnormal for {percent(counts['subnormal_scales'], counts['groups'])}, in {looked}"
     )
-    fp16_zero = f"fp16 would round {percent(tally.fp16_zero, tally.nonzero)} of the nonzero values to zero, in {looked}"
-    bf16 = f"bf16 values in all {looked}: half of its bytes are zero"
+    zeroed = percent(counts["fp16_zero"], counts["nonzero"])
     flags = [
-        ("nan", tally.nan, tally.seen, f"{tally.nan:,} NaN in {looked}"),
-        ("inf", 0 if is_scalar else tally.inf, tally.seen, f"{tally.inf:,} Inf in {looked}"),
-        ("negative_moment2", tally.negative, tally.seen, f"{tally.negative:,} below zero in {looked}"),
-        ("zero_moment", tally.seen if is_zero else 0, tally.seen, f"zero in all {looked}"),
-        ("bf16_in_fp32", tally.seen if is_bf16 else 0, tally.seen, bf16),
-        ("moment2_fp16_zero", tally.fp16_zero, tally.nonzero, fp16_zero),
-        ("fp16_scales", tally.zero_scales + tally.subnormal_scales, tally.groups, scales),
+        ("nan", counts["nan"], "seen", f"{counts['nan']:,} NaN in {looked}"),
+        ("inf", 0 if is_scalar else counts["inf"], "seen", f"{counts['inf']:,} Inf in {looked}"),
+        ("negative_moment2", counts["negative"], "seen", f"{counts['negative']:,} below zero in {looked}"),
+        ("zero_moment", seen if is_zero else 0, "seen", f"zero in all {looked}"),
+        ("bf16_in_fp32", seen if is_bf16 else 0, "seen", f"bf16 values in all {looked}: half of its bytes are zero"),
+        (
+            "moment2_fp16_zero",
+            counts["fp16_zero"],
+            "nonzero",
+            f"fp16 would round {zeroed} of the nonzero values to zero, in {looked}",
+        ),
+        ("fp16_scales", counts["zero_scales"] + counts["subnormal_scales"], "groups", scales),
     ]
     for kind, count, of, message in flags:
         if count:
-            yield _flag(kind, name, count, of, sampled=sampled, message=whose + message)
+            yield _flag(kind, name, count, counts[of], sampled=sampled, message=whose + message)
 
 
 def _row_flags(name: str, count: int, seen: int, dead: int) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from gpt_kit import GPTConfig, Run, RunConfig
 from safetensors.torch import save_file
 
+LAYERS = {f"transformer.{name}" for name in ("wte", "wpe", "h.0", "h.1", "ln_f")}
 SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=48, block_size=16)
 
 

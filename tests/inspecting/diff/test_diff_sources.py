@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 from dcp_kit import save_in_pieces
-from diff_kit import by_name, expected, named, parameter_names, saved, tensors_of, trainer_directory
+from diff_kit import LAYERS, by_name, expected, named, parameter_names, saved, tensors_of, trainer_directory
 from safetensors.torch import save_file
 
 import ckpt8
@@ -82,9 +82,7 @@ def test_a_universal_checkpoint(tmp_path, loaded):
     paths = [universal_directory(tmp_path / str(k), tree) for k, tree in enumerate(loaded)]
     assert ckpt8.diff(paths[0], paths[0]).identical
     facts = facts_of(*paths)
-    assert {row["layer"] for row in facts["layers"]["moment2"]} == {
-        *("transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.h.1", "transformer.ln_f")
-    }
+    assert {row["layer"] for row in facts["layers"]["moment2"]} == LAYERS
     assert by_name(facts)["zero/transformer.wpe.weight/step.pt:tensor"]["values"] == [3.0, 4.0]
     against = facts_of(saved(tmp_path / "named.pt", named(loaded[1])), paths[1])
     assert_all_equal(against, 4 * len(parameter_names(loaded[1])))
@@ -110,18 +108,14 @@ def test_parameters_are_matched_by_their_names_and_not_by_their_numbers(tmp_path
     again = saved(tmp_path / "again.pt", named(loaded[0], order=names[::-1]))
     facts = facts_of(first, again)
     assert_all_equal(facts, len(tensors_of(loaded[0])))
-    last = len(names) - 1
-    assert by_name(facts)["optimizer.state.0.exp_avg"]["name_b"] == f"optimizer.state.{last}.exp_avg"
-    assert {each["name"] for each in facts["values"]["changed"]} == {
-        f"optimizer.param_groups.{k}.params" for k in range(2)
-    }
+    assert by_name(facts)["optimizer.state.0.exp_avg"]["name_b"] == f"optimizer.state.{len(names) - 1}.exp_avg"
+    groups = {f"optimizer.param_groups.{k}.params" for k in range(2)}
+    assert {each["name"] for each in facts["values"]["changed"]} == groups
     fewer = named(loaded[0])
-    gone = fewer["optimizer"]["param_groups"][0]["param_names"]
-    gone[1] = "another.weight"
+    fewer["optimizer"]["param_groups"][0]["param_names"][1] = "another.weight"
     facts = facts_of(first, saved(tmp_path / "fewer.pt", fewer))
-    assert {each["name"] for each in facts["tensors"]["only_a"]} == {
-        f"optimizer.state.1.{key}" for key in ("step", "exp_avg", "exp_avg_sq")
-    }
+    gone = {f"optimizer.state.1.{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert {each["name"] for each in facts["tensors"]["only_a"]} == gone
     assert len(facts["tensors"]["only_b"]) == 3
 
 
@@ -162,10 +156,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_values_that_are_no_tensors(tmp_path, name):
-    a, b = OTHERS[name]
-    paths = [
-        saved(tmp_path / f"{k}.pt", {"deep": [{"x": value}], "same": float("nan")}) for k, value in enumerate((a, b))
-    ]
+    trees = [{"deep": [{"x": value}], "same": float("nan")} for value in OTHERS[name]]
+    paths = [saved(tmp_path / f"{k}.pt", tree) for k, tree in enumerate(trees)]
     facts = facts_of(*paths)
     assert [each["name"] for each in facts["values"]["changed"]] == ["deep.0.x"]
     assert facts["values"]["equal"] == 1
@@ -177,27 +169,20 @@ def test_a_set_has_no_order_and_an_object_has_a_class(tmp_path):
     sets = [saved(tmp_path / f"{k}.pt", {"x": list_}) for k, list_ in enumerate(({"a", "b"}, {"b", "a"}, {"a", "c"}))]
     assert ckpt8.diff(sets[0], sets[1]).identical
     assert not ckpt8.diff(sets[0], sets[2]).identical
-    objects = [
-        saved(tmp_path / f"o{k}.pt", {"x": kind(lr=1)})
-        for k, kind in enumerate((argparse.Namespace, types.SimpleNamespace))
-    ]
+    kinds = argparse.Namespace, types.SimpleNamespace
+    objects = [saved(tmp_path / f"{kind.__name__}.pt", {"x": kind(lr=1)}) for kind in kinds]
     changed = facts_of(*objects)["values"]["changed"]
     assert changed[0] == {"name": "x.(class)", "a": "argparse.Namespace", "b": "types.SimpleNamespace"}
 
 
+ODD = [
+    *("custom_objects.pt", "views.pt", "module.pt", "legacy.pt", "lightning.ckpt"),
+    *("low_bit/bitsandbytes.pt", "accelerate"),
+]
+
+
 @pytest.mark.by_default(most=3)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "custom_objects.pt",
-        "views.pt",
-        "module.pt",
-        "legacy.pt",
-        "lightning.ckpt",
-        "low_bit/bitsandbytes.pt",
-        "accelerate",
-    ],
-)
+@pytest.mark.parametrize("name", ODD)
 def test_odd_structures_are_like_themselves(tmp_path, inputs, name):
     source = inputs / name
     packed = tmp_path / "odd.ckpt8"

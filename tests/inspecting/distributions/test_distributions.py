@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from updates_kit import adam_update
 
 import ckpt8
 from ckpt8.container.reader import ContainerReader
@@ -40,6 +41,11 @@ def test_values_are_counted_by_octave(dtype):
     assert found.not_finite == 3
     assert found.negative == sum(value < 0 and math.isfinite(value) for value in values)
     assert found.total == len(values)
+    # Counts add up wherever they are cut.
+    parts = Histogram()
+    for part in x.split(1234):
+        parts.merge(Histogram.of(part))
+    assert parts == found
 
 
 def test_subnormals_have_octaves_and_what_fp32_has_not_is_in_the_last_ones():
@@ -47,14 +53,6 @@ def test_subnormals_have_octaves_and_what_fp32_has_not_is_in_the_last_ones():
     assert as_counter(tiny) == {-149: 1, -148: 1, -127: 1}
     wide = Histogram.of(torch.tensor([1e-300, 1e300], dtype=torch.float64)).to_json()
     assert as_counter(wide) == {LOWEST: 1, 127: 1}
-
-
-def test_counts_add_up_wherever_they_are_cut():
-    x = torch.randn(10_000, generator=torch.Generator().manual_seed(5))
-    parts = Histogram()
-    for part in x.split(1234):
-        parts.merge(Histogram.of(part))
-    assert parts == Histogram.of(x)
 
 
 def test_entropy_of_codes():
@@ -97,19 +95,24 @@ def test_samples_are_bounded_aligned_and_spread(numel, tensors):
             assert spans[-1][1] > (numel - 1) // 2**20 * 2**20
 
 
-@pytest.fixture
-def packed(inputs, tmp_path):
+@pytest.fixture(scope="module")
+def packed(inputs, tmp_path_factory):
     """The GPT with AdamW, compressed: (original, container)."""
-    original, container = inputs / "gpt_adamw.pt", tmp_path / "gpt.ckpt8"
+    original, container = inputs / "gpt_adamw.pt", tmp_path_factory.mktemp("packed") / "gpt.ckpt8"
     ckpt8.compress(original, container)
     return original, container
 
 
+@pytest.fixture(scope="module")
+def found(packed):
+    """The distributions of the container, against its original."""
+    with ContainerReader(packed[1]) as reader:
+        return container_distributions(reader, packed[0])
+
+
 @pytest.mark.slow
-def test_a_container_against_values_that_torch_loads(packed):
+def test_a_container_against_values_that_torch_loads(packed, found):
     original, container = packed
-    with ContainerReader(container) as reader:
-        found = container_distributions(reader, original)
     assert found["sample"]["full"]
     for side, tree in (("before", torch.load(original)), ("after", ckpt8.load(container))):
         states = tree["optimizer"]["state"].values()
@@ -121,13 +124,7 @@ def test_a_container_against_values_that_torch_loads(packed):
         # Tied weights are stored once.
         values["weight"] = list({w.data_ptr(): w for w in values["weight"]}.values())
         rule = tree["optimizer"]["param_groups"][0]
-        b1, b2 = rule["betas"]
-        values["update"] = [
-            state["exp_avg"].double().flatten()
-            / (1 - b1 ** state["step"].item())
-            / ((state["exp_avg_sq"].double().flatten() / (1 - b2 ** state["step"].item())).sqrt() + rule["eps"])
-            for state in states
-        ]
+        values["update"] = [adam_update(state, rule).flatten() for state in states]
         for what, tensors in values.items():
             all_values = torch.cat(tensors).tolist()
             counted = found["histograms"][what][side]
@@ -175,12 +172,12 @@ def test_an_original_that_is_another_is_refused(packed, inputs):
 
 
 @pytest.mark.slow
-def test_codes_are_those_that_the_definition_gives(packed):
-    original, container = packed
-    with ContainerReader(container) as reader:
-        codes = {row["role"]: row for row in container_distributions(reader)["codes"]}
+def test_codes_are_those_that_the_definition_gives(packed, found):
+    codes = {row["role"]: row for row in found["codes"]}
+    with ContainerReader(packed[1]) as reader:
+        assert container_distributions(reader)["codes"] == found["codes"]
     counts = Counter()
-    for state in torch.load(original)["optimizer"]["state"].values():
+    for state in torch.load(packed[0])["optimizer"]["state"].values():
         if state["exp_avg"].numel() >= 4096:
             groups = state["exp_avg"].view(-1, 32)
             bits = groups.abs().amax(1).view(torch.int32)
@@ -189,27 +186,22 @@ def test_codes_are_those_that_the_definition_gives(packed):
             code = (127 * (2 * n / (1 + n.abs())) + 0.5).floor().clamp(-127, 127)
             counts.update(code.int().flatten().tolist())
     row = codes["moment1"]
-    assert {row["first"] + k: count for k, count in enumerate(row["counts"]) if count} == counts
+    assert as_counter(row) == counts
     assert (row["levels"], row["total"]) == (255, sum(counts.values()))
     assert codes["weight"]["part"] == "rho"
     assert codes["moment2"]["counts"][0] == 0
 
 
 @pytest.mark.slow
-def test_what_a_preset_would_do_is_what_it_does(packed):
+def test_what_a_preset_would_do_is_what_it_does(packed, found):
     """Everything of so small a checkpoint is looked at, so that the prediction is exact."""
-    original, container = packed
-    raw = checkpoint_distributions(original)
-    facts = inspect_container(container)
+    raw = checkpoint_distributions(packed[0])
     assert raw["sample"]["full"]
-    with ContainerReader(container) as reader:
-        real = container_distributions(reader, original)
-    assert raw["histograms"] == real["histograms"]
-    assert raw["codes"] == real["codes"]
-    for what, error in facts["errors"].items():
+    assert (raw["histograms"], raw["codes"]) == (found["histograms"], found["codes"])
+    for what, error in inspect_container(packed[1])["errors"].items():
         assert raw["errors"][what] == (None if error is None else pytest.approx(error, rel=1e-9))
-    for mine, theirs in zip(raw["worst"]["update"], real["worst"]["update"], strict=True):
+    for mine, theirs in zip(raw["worst"]["update"], found["worst"]["update"], strict=True):
         assert (mine["name"], mine["histograms"]) == (theirs["name"], theirs["histograms"])
-    for mine, theirs in zip(raw["layers"], real["layers"], strict=True):
+    for mine, theirs in zip(raw["layers"], found["layers"], strict=True):
         assert mine["bytes"] == theirs["bytes"]
         assert mine["update"] == (theirs["update"] and pytest.approx(theirs["update"], rel=1e-9))

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +19,17 @@ from ckpt8.inspecting.container import inspect_container
 from ckpt8.inspecting.runs import find
 
 
-@pytest.fixture
-def golden(inputs):
-    """The containers that earlier states of the code wrote, and those of a chain."""
-    return inputs.parent / "golden"
-
-
 def by_name(folder):
     return {record.name: record for record in ckpt8.runs(folder)}
+
+
+def raw_and_packed(path):
+    """The records of a checkpoint alone in its folder, and of the container that takes its place."""
+    (raw,) = ckpt8.runs(path.parent)
+    ckpt8.compress(path)
+    path.unlink()
+    (packed,) = ckpt8.runs(path.parent)
+    return raw, packed
 
 
 def test_a_run_half_of_which_is_compressed(tmp_path):
@@ -52,33 +56,27 @@ def test_a_run_half_of_which_is_compressed(tmp_path):
 
 
 @pytest.fixture
-def chain(golden, tmp_path):
+def chain(inputs, tmp_path):
     for k in range(3):
-        shutil.copy(golden / f"chain_{k}.archive.ckpt8", tmp_path / f"step-{k}.ckpt8")
+        shutil.copy(inputs.parent / f"golden/chain_{k}.archive.ckpt8", tmp_path / f"step-{k}.ckpt8")
     return tmp_path
 
 
-def test_a_base_under_another_name_is_known_by_its_seal(chain):
+def test_a_base_under_another_name_is_known_by_its_seal_and_a_missing_one_is_a_fault(chain, monkeypatch):
+    """Readers do not find one in the folder of another run, unless that is named."""
     assert [record.base for record in ckpt8.runs(chain)] == [None, "step-0.ckpt8", "step-1.ckpt8"]
-
-
-def test_a_missing_base_is_a_fault_of_the_delta(chain):
-    (chain / "step-0.ckpt8").unlink()
-    run = ckpt8.runs(chain)
-    assert [record.base for record in run] == ["missing", "step-1.ckpt8"]
-    assert run.problems == ["step-1.ckpt8: its base is missing"]
-
-
-def test_a_base_in_the_folder_of_another_run_is_missing_unless_that_is_named(chain, monkeypatch):
-    """Readers do not find it there."""
     other = chain / "other"
     other.mkdir()
     (chain / "step-0.ckpt8").rename(other / "step-0.ckpt8")
-    assert {record.name: record.base for record in ckpt8.runs(chain)}["step-1.ckpt8"] == "missing"
+    assert by_name(chain)["step-1.ckpt8"].base == "missing"
     with pytest.raises(InputError, match="is missing"):
         ckpt8.verify(chain / "step-1.ckpt8")
     monkeypatch.setenv("CKPT8_BASE_DIR", str(other))
-    assert {record.name: record.base for record in ckpt8.runs(chain)}["step-1.ckpt8"] == "other/step-0.ckpt8"
+    assert by_name(chain)["step-1.ckpt8"].base == "other/step-0.ckpt8"
+    (other / "step-0.ckpt8").unlink()
+    run = ckpt8.runs(chain)
+    assert [record.base for record in run] == ["missing", "step-1.ckpt8"]
+    assert run.problems == ["step-1.ckpt8: its base is missing"]
 
 
 def test_bases_that_are_kept_for_a_checkpoint_that_is_gone(chain):
@@ -102,15 +100,13 @@ def test_bases_that_are_kept_for_a_checkpoint_that_is_gone(chain):
     assert run.totals()["stored_bytes"] == first.stored_bytes + second.stored_bytes + third.stored_bytes
 
 
+CALLBACK = "ModelCheckpoint{'monitor': 'val_loss'}"
+
+
 def lightning(score, monitor="val_loss"):
     state = {"monitor": monitor, "best_model_score": score, "current_score": score, "best_model_path": "x"}
-    return {
-        "pytorch-lightning_version": "2.6.6",
-        "global_step": 70,
-        "epoch": 3,
-        "state_dict": {"w": torch.randn(80, 80)},
-        "callbacks": {"ModelCheckpoint{'monitor': 'val_loss'}": state},
-    }
+    progress = {"pytorch-lightning_version": "2.6.6", "global_step": 70, "epoch": 3}
+    return {**progress, "state_dict": {"w": torch.randn(80, 80)}, "callbacks": {CALLBACK: state}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -118,23 +114,23 @@ def lightning(score, monitor="val_loss"):
 def test_the_score_of_lightning_is_a_tensor(dtype, apart, tmp_path):
     tree = lightning(torch.tensor(-0.40625, dtype=dtype))
     if apart:
-        tree["callbacks"]["ModelCheckpoint{'monitor': 'val_loss'}"]["best_model_score"] = torch.tensor(0.25)
+        tree["callbacks"][CALLBACK]["best_model_score"] = torch.tensor(0.25)
     torch.save(tree, tmp_path / "epoch=3.ckpt")
-    (raw,) = ckpt8.runs(tmp_path)
-    ckpt8.compress(tmp_path / "epoch=3.ckpt")
-    (tmp_path / "epoch=3.ckpt").unlink()
-    (packed,) = ckpt8.runs(tmp_path)
-    for record in (raw, packed):
+    for record in raw_and_packed(tmp_path / "epoch=3.ckpt"):
         assert (record.step, record.epoch, record.val_loss, record.loss) == (70, 3, -0.40625, None)
 
 
 def test_a_score_that_is_no_loss_is_not_shown_as_one(tmp_path):
     torch.save(lightning(torch.tensor(0.9), "val_acc"), tmp_path / "a.ckpt")
     torch.save(lightning(torch.tensor(0.9), "train_loss"), tmp_path / "b.ckpt")
-    assert [(record.loss, record.val_loss) for record in ckpt8.runs(tmp_path)] == [
-        (None, None),
-        (pytest.approx(0.9), None),
-    ]
+    losses = [(record.loss, record.val_loss) for record in ckpt8.runs(tmp_path)]
+    assert losses == [(None, None), (pytest.approx(0.9), None)]
+
+
+def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
+    raw, packed = raw_and_packed(Path(shutil.copy(inputs / "legacy.pt", tmp_path)))
+    assert (raw.format, raw.step, raw.step_from) == ("torch-legacy", 300, "file")
+    assert (packed.step, packed.loss, packed.step_from) == (raw.step, raw.loss, "file")
 
 
 def test_directories_of_trainer(inputs, tmp_path):
@@ -176,16 +172,9 @@ def test_the_step_in_the_file_then_in_the_name_then_that_of_the_optimizer(tmp_pa
     torch.save({"module": tree["model"], "global_steps": 55}, tmp_path / "checkpoint-60" / "model.pt")
     torch.save(tree["optimizer"], tmp_path / "checkpoint-60" / "optimizer.pt")
     ckpt8.convert(tmp_path / "model-7.pt", tmp_path / "step_80", to="dcp")
-    expected = {
-        "checkpoint-9.pt": (12, "file"),
-        "epoch_9.pt": (3, "optimizer"),
-        "model-7.ckpt8": (7, "name"),
-        "model.ckpt8": (3, "optimizer"),
-        "llama-7b_lr3e-4.pt": (3, "optimizer"),
-        "weights-40.pth": (40, "name"),
-        "checkpoint-60": (55, "file"),
-        "step_80": (80, "name"),
-    }
+    expected = dict.fromkeys(("epoch_9.pt", "model.ckpt8", "llama-7b_lr3e-4.pt"), (3, "optimizer"))
+    expected |= {"model-7.ckpt8": (7, "name"), "weights-40.pth": (40, "name"), "step_80": (80, "name")}
+    expected |= {"checkpoint-9.pt": (12, "file"), "checkpoint-60": (55, "file")}
     assert {name: (record.step, record.step_from) for name, record in by_name(tmp_path).items()} == expected
     assert by_name(tmp_path)["epoch_9.pt"].epoch == 9
     ckpt8.compress(tmp_path / "checkpoint-60")
@@ -250,29 +239,20 @@ def test_a_file_that_is_cut_off_is_a_row(keep, tmp_path):
     assert found["step-30.ckpt8"].seal is None
 
 
-def test_every_flipped_bit_of_a_head_is_damage(tmp_path):
+def test_every_flipped_bit_of_a_head_and_of_a_skeleton_is_damage(tmp_path):
     train(tmp_path, (1,), compressed=(1,))
     path = tmp_path / "step-10.ckpt8"
     content = path.read_bytes()
     head = 8 + int.from_bytes(content[:8], "little")
-    for at in [*range(0, head, max(1, head // 25)), *range(len(content) - 60, len(content), 7)]:
+    # A flip in a skeleton is seen where it is read.
+    skeleton = head + json.loads(content[8:head])["ckpt8.skeleton/bytes"]["data_offsets"][0]
+    for at in [*range(0, head, max(1, head // 25)), *range(len(content) - 60, len(content), 7), skeleton + 20]:
         flipped = bytearray(content)
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
         (record,) = ckpt8.runs(tmp_path)
         assert record.damage is not None, at
-
-
-def test_a_flip_in_a_skeleton_is_seen_where_it_is_read(tmp_path):
-    train(tmp_path, (1,), compressed=(1,))
-    path = tmp_path / "step-10.ckpt8"
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    start = json.loads(content[8 : 8 + length])["ckpt8.skeleton/bytes"]["data_offsets"][0]
-    at = 8 + length + start + 20
-    path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
-    (record,) = ckpt8.runs(tmp_path)
-    assert "checksum" in record.damage
+        assert at < skeleton or at > len(content) - 61 or "checksum" in record.damage
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -350,13 +330,3 @@ def test_a_link_to_a_checkpoint_beside_it_is_no_other(tmp_path):
     (tmp_path / "run" / "first.ckpt").symlink_to("../elsewhere.ckpt")
     (tmp_path / "run" / "again").symlink_to(".")
     assert [each.name for each in find(tmp_path / "run").places] == ["epoch=3.ckpt", "first.ckpt"]
-
-
-def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
-    shutil.copy(inputs / "legacy.pt", tmp_path)
-    (raw,) = ckpt8.runs(tmp_path)
-    ckpt8.compress(tmp_path / "legacy.pt")
-    (tmp_path / "legacy.pt").unlink()
-    (packed,) = ckpt8.runs(tmp_path)
-    assert (raw.format, raw.step, raw.step_from) == ("torch-legacy", 300, "file")
-    assert (packed.step, packed.loss, packed.step_from) == (raw.step, raw.loss, "file")

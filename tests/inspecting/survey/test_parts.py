@@ -73,9 +73,9 @@ def test_groups_of_a_sample_are_those_of_the_tensor(role, row):
     ]
     scales = torch.stack(groups)
     halves = (scales.sqrt() if role is Role.MOMENT2 else scales).half()
-    assert (tally.groups, tally.zero_scales) == (len(groups), int((halves == 0).sum()))
-    assert tally.subnormal_scales == int(((halves > 0) & (halves < 2.0**-14)).sum())
-    assert 0 < tally.subnormal_scales < tally.groups
+    assert (tally.counts["groups"], tally.counts["zero_scales"]) == (len(groups), int((halves == 0).sum()))
+    assert tally.counts["subnormal_scales"] == int(((halves > 0) & (halves < 2.0**-14)).sum())
+    assert 0 < tally.counts["subnormal_scales"] < tally.counts["groups"]
 
 
 def look_at(tree, path, *, full=True, **options):

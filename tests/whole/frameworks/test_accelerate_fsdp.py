@@ -6,23 +6,13 @@ import os
 
 import pytest
 import torch
+from sharded_kit import LAST, SAVED, batch, check_resumed, keep, loss_of, network, ranks_of, shard_on_cpu
+
+import ckpt8
+from ckpt8.core.errors import InputError, UsageError
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from sharded_kit import (  # noqa: E402
-    LAST,
-    SAVED,
-    batch,
-    check_resumed,
-    keep,
-    loss_of,
-    network,
-    ranks_of,
-    shard_on_cpu,
-)
-
-import ckpt8  # noqa: E402
-from ckpt8.core.errors import InputError, UsageError  # noqa: E402
 from ckpt8.integrations.accelerate import load_state, save_state  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -136,9 +126,8 @@ def test_without_fsdp_accelerate_is_named(tmp_path):
 
 
 def _on_gpu(rank, world, folder):
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {name: str(value) for name, value in environment.items()}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world)) | {"MASTER_PORT": "29517"}
     for version in (1, 2):
         for kind in KINDS:
             run = begin(version, kind, cpu=False)

@@ -33,8 +33,8 @@ def test_lossless_is_the_same_directory(name, inputs, tmp_path):
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_flash_changes_weights_and_moments_alone(name, inputs, tmp_path):
-    optimizer = DIRECTORIES[name][0]
+def test_flash_changes_weights_and_moments_alone_and_states_the_error_of_the_update(name, inputs, tmp_path):
+    optimizer, kinds, step = DIRECTORIES[name]
     manifest, restored = through(inputs / name, tmp_path, "flash")
     before, after = files(inputs / name), files(restored)
     assert {file for file in before if before[file] != after[file]} == {"model.safetensors", optimizer}
@@ -46,16 +46,9 @@ def test_flash_changes_weights_and_moments_alone(name, inputs, tmp_path):
         torch.testing.assert_close(weights[1][key], tensor, rtol=1.55e-5, atol=0)
     states = [torch.load(folder / optimizer, weights_only=True) for folder in (inputs / name, restored)]
     assert states[0]["param_groups"] == states[1]["param_groups"]
-
-
-@pytest.mark.parametrize("name", DIRECTORIES)
-def test_the_error_in_update_space(name, inputs, tmp_path):
-    optimizer, kinds, step = DIRECTORIES[name]
-    manifest, restored = through(inputs / name, tmp_path, "flash")
     assert {parameter.rule["kind"] for parameter in manifest.parameters} == kinds
     if step:
         assert {parameter.rule["step"] for parameter in manifest.parameters} == {step}
-    states = [torch.load(folder / optimizer, weights_only=True) for folder in (inputs / name, restored)]
     nmse, worst, _ = update_errors(*states, stable_update if kinds == {"stable_adamw"} else adam_update)
     errors = inspect_container(tmp_path / f"{name}.ckpt8")["errors"]
     stated = errors["update"]

@@ -25,11 +25,9 @@ class Game(lightning.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.maker = torch.nn.Sequential(
-            torch.nn.Linear(64, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, 64)
-        )
-        self.judge = torch.nn.Sequential(
-            torch.nn.Linear(64, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, 1)
+        self.maker, self.judge = (
+            torch.nn.Sequential(torch.nn.Linear(64, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, size))
+            for size in (64, 1)
         )
         self.losses = []
 

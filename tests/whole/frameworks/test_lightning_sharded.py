@@ -21,8 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 HALF, END = "epoch=0.ckpt", "epoch=1.ckpt"
 CASES = {
-    **{f"fsdp-{preset}": ("fsdp", preset, True) for preset in PRESETS},
-    **{f"parallel-{preset}": ("parallel", preset, True) for preset in PRESETS},
+    **{f"{kind}-{preset}": (kind, preset, True) for kind in ("fsdp", "parallel") for preset in PRESETS},
     **{f"parallel-{preset}-whole": ("parallel", preset, False) for preset in PRESETS},
 }
 MOVED = ["fsdp-lossless", "fsdp-archive", "parallel-lossless", "parallel-archive", "parallel-archive-whole"]
@@ -69,18 +68,15 @@ def strategy_of(kind, preset, by_slices, plain=False):
     options = {} if plain else {"preset": preset}
     if kind == "fsdp":
         return (FSDPStrategy if plain else PackedFSDP)(**options, state_dict_type="sharded" if by_slices else "full")
-    return (ModelParallelStrategy if plain else PackedModelParallel)(
-        **options,
-        data_parallel_size=dist.get_world_size(),
-        tensor_parallel_size=1,
-        save_distributed_checkpoint=by_slices,
-    )
+    options |= {"data_parallel_size": dist.get_world_size(), "tensor_parallel_size": 1}
+    return (ModelParallelStrategy if plain else PackedModelParallel)(**options, save_distributed_checkpoint=by_slices)
 
 
 def fit(folder, kind, preset, by_slices, *, seed=0, ckpt_path=None, plain=False):
     """Losses of the second half of a run that saves after each of two epochs, from the start or from a checkpoint."""
     saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, enable_version_counter=False)
     model = Net(kind, seed)
+    off = ("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
     trainer = lightning.Trainer(
         max_epochs=LAST // SAVED,
         accelerator="cpu",
@@ -88,10 +84,7 @@ def fit(folder, kind, preset, by_slices, *, seed=0, ckpt_path=None, plain=False)
         strategy=strategy_of(kind, preset, by_slices, plain),
         plugins=[] if by_slices else [Ckpt8CheckpointIO(preset=preset)],
         callbacks=[saving],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
+        **dict.fromkeys(off, False),
     )
     trainer.fit(model, ckpt_path=ckpt_path)
     return [loss for step, loss in sorted(model.losses.items()) if step >= SAVED]

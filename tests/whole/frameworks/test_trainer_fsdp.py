@@ -18,11 +18,7 @@ import trainer_kit  # noqa: E402
 from sharded_kit import LAST, SAVED, check_resumed, keep, kept, ranks_of, shard_on_cpu  # noqa: E402
 
 import ckpt8  # noqa: E402
-from ckpt8.integrations.transformers import (  # noqa: E402
-    Ckpt8Callback,
-    Ckpt8TrainerMixin,
-    restored_checkpoint,
-)
+from ckpt8.integrations.transformers import Ckpt8Callback, Ckpt8TrainerMixin, restored_checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
@@ -58,12 +54,8 @@ def trainer(folder, version, kind, way, preset, **arguments):
     settings = {"max_steps": LAST, "save_steps": SAVED, "fsdp": True, "fsdp_config": config, **arguments}
     settings["per_device_train_batch_size"] = 8 // dist.get_world_size()
     callbacks = [Ckpt8Callback(preset=preset, keep_original=False, strict=True)] if way == "callback" else []
-    made = trainer_kit.trainer(
-        folder,
-        callbacks,
-        kind=partial(ShardedTrainer, preset=preset) if way == "mixin" else transformers.Trainer,
-        **settings,
-    )
+    trainer_class = partial(ShardedTrainer, preset=preset) if way == "mixin" else transformers.Trainer
+    made = trainer_kit.trainer(folder, callbacks, kind=trainer_class, **settings)
     assert made.accelerator.distributed_type == "FSDP"
     return made
 
@@ -169,10 +161,8 @@ def train_adapters(folder):
 def test_of_a_model_with_adapters_the_base_is_not_packed(tmp_path):
     pytest.importorskip("peft")
     ranks_of(train_adapters)(2, str(tmp_path))
-    plain = torch.distributed.checkpoint.FileSystemReader(
-        tmp_path / "plain" / f"checkpoint-{SAVED}" / "pytorch_model_fsdp_0"
-    )
-    saved = set(plain.read_metadata().state_dict_metadata)
+    plain = tmp_path / "plain" / f"checkpoint-{SAVED}" / "pytorch_model_fsdp_0"
+    saved = set(torch.distributed.checkpoint.FileSystemReader(plain).read_metadata().state_dict_metadata)
     assert len(saved) == 4
     for name in LORA:
         assert kept(tmp_path, f"{name}-resumed") == kept(tmp_path, f"{name}-expected")
