@@ -177,16 +177,13 @@ def _not_surveyed(manifest: Manifest) -> dict[str, Any]:
 def _measure_again(stored: Stored, original: Path) -> list[str]:
     """Replace the stored errors by measured ones; return the names of lossless storages that differ."""
     from ckpt8.core.workers import Workers
-    from ckpt8.inspecting.verify import Measured, compare
-
-    differing = []
-
-    def take(reader: ContainerReader, measured: Measured) -> None:
-        measured.replace_stated(reader.manifest)
-        differing.extend(measured.differing)
+    from ckpt8.inspecting.verify import compare
 
     with Workers() as workers:
-        values, _ = compare(stored, original, workers, take)
+        measured, values, _ = compare(stored, original, workers)
+    for reader, errors in zip(containers_of(stored), measured, strict=True):
+        errors.replace_stated(reader.manifest)
+    differing = [name for errors in measured for name in errors.differing]
     return differing + [line.partition(": differs")[0] for line in values]
 
 

@@ -85,16 +85,11 @@ class Histogram(ErrorStats):
         counts = _count(torch.frexp(values).exponent.sub_(1).clamp_(LOWEST, HIGHEST), LOWEST)
         return cls(len(finite) - len(values), len(wide) - len(finite), int((values < 0).sum()), counts)
 
-    @property
-    def total(self) -> int:
-        """How many values were counted, with zeros, NaN and Inf."""
-        return self.counts.total() + self.zero + self.not_finite
-
     def to_json(self) -> dict[str, Any]:
         """Plain values; ``counts`` begins with the octave ``first`` and ends with the last one in use."""
         octaves = range(min(self.counts), max(self.counts) + 1) if self.counts else range(0)
         return {
-            "total": self.total,
+            "total": self.counts.total() + self.zero + self.not_finite,
             "zero": self.zero,
             "negative": self.negative,
             "not_finite": self.not_finite,

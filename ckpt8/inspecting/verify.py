@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -373,27 +373,22 @@ _DIFFERS = "differs from the original"
 
 
 def compare(
-    stored: Stored,
-    original: Path,
-    workers: Workers,
-    take: Callable[[ContainerReader, Measured], None],
-    progress: Progress = lambda _: None,
-    steps: int = 0,
-) -> tuple[list[str], ReplayFigures | None]:
+    stored: Stored, original: Path, workers: Workers, progress: Progress = lambda _: None, steps: int = 0
+) -> tuple[list[Measured], list[str], ReplayFigures | None]:
     """Compare a container, or those of ranks one after the other, with the original, and replay ``steps``.
 
-    ``take`` gets each container with what is measured of it. Returns lines on values of ranks that differ, and the
-    figures of replayed steps. Raises as ``measure``.
+    Returns what is measured of each container, lines on values of ranks that differ, and the figures of replayed steps.
+    Raises as ``measure``.
     """
     if isinstance(stored, ContainerReader):
-        take(stored, measure(stored, original, workers, progress))
-        return [], replay_files(stored, original, steps, workers) if steps else None
+        measured = [measure(stored, original, workers, progress)]
+        return measured, [], replay_files(stored, original, steps, workers) if steps else None
     with open_source(original, containers=False) as source:
         originals = Originals(stored, source, workers)
-        for reader, bundle in zip(stored.readers, originals.bundles, strict=True):
-            take(reader, measure_source(reader, bundle, workers, progress))
+        pairs = zip(stored.readers, originals.bundles, strict=True)
+        measured = [measure_source(reader, bundle, workers, progress) for reader, bundle in pairs]
         values = [*_differing_values(stored, originals, workers)]
-        return values, _replay_ranks(stored, originals, steps, workers) if steps else None
+        return measured, values, _replay_ranks(stored, originals, steps, workers) if steps else None
 
 
 def _replay_ranks(joined: JoinedReader, originals: Originals, steps: int, workers: Workers) -> ReplayFigures:
@@ -525,28 +520,24 @@ def verify(
     if max_replay_error is not None and not resume_steps:
         raise UsageError("a limit on the replay error needs steps to replay; give --resume-steps N")
     with without_collection(), open_stored(Path(source), kernels=True) as stored, Workers(threads) as workers:
-        readers, tables = containers_of(stored), dict[Path, Manifest]()
+        readers, tables = containers_of(stored), list[Manifest]()
         for reader in readers:
             check_frames(reader, workers, progress)
-            tables[reader.path] = check_table(reader, workers)
+            tables.append(check_table(reader, workers))
         manifests = [reader.manifest for reader in readers]
         stated = [record.error for manifest in manifests for record in manifest.storages]
         stated += [
             error for manifest in manifests for record in manifest.parameters for error in (record.error, record.steps)
         ]
-        failures, unmeasured = list[str](), 0
-
-        def check(reader: ContainerReader, measured: Measured) -> None:
-            nonlocal unmeasured
-            unmeasured += sum(reader.manifest.storages[index].error is None for index in measured.storages)
-            prefix = "" if isinstance(stored, ContainerReader) else f"{reader.path.name}: "
-            problems = [*table_differences(tables[reader.path], measured.table), *check_statistics(reader, measured)]
-            failures.extend(prefix + problem for problem in problems)
-            measured.replace_stated(reader.manifest)
-
-        figures = None
+        failures, unmeasured, figures = list[str](), 0, None
         if original is not None:
-            values, figures = compare(stored, Path(original), workers, check, progress, resume_steps)
+            measured, values, figures = compare(stored, Path(original), workers, progress, resume_steps)
+            for reader, table, errors in zip(readers, tables, measured, strict=True):
+                unmeasured += sum(reader.manifest.storages[index].error is None for index in errors.storages)
+                prefix = "" if isinstance(stored, ContainerReader) else f"{reader.path.name}: "
+                problems = [*table_differences(table, errors.table), *check_statistics(reader, errors)]
+                failures += [prefix + problem for problem in problems]
+                errors.replace_stated(reader.manifest)
             failures += values
         failures += [] if figures is None else figures.failures(max_replay_error)
         parts = [record.parts for manifest in manifests for record in manifest.storages]
