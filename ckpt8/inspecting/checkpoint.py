@@ -99,9 +99,8 @@ def inspect_checkpoint(
 
 def _roles(manifest: Manifest) -> list[dict[str, Any]]:
     """Sizes by role and type; the bytes outside the storages come last."""
-    rows = sizes_by("dtype", manifest)
-    for row in rows:
-        del row["stored_bytes"]
+    sizes = sizes_by("dtype", manifest)
+    rows = [{key: value for key, value in row.items() if key != "stored_bytes"} for row in sizes]
     outside = [{**row, "storages": 0} for row in rows if row["role"] in (SKELETON_ROLE, FILE_ROLE)]
     return [row for row in rows if row["role"] not in (SKELETON_ROLE, FILE_ROLE)] + outside[::-1]
 

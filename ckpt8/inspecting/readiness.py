@@ -411,12 +411,13 @@ def _snr(snrs: Iterable[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
 
 
 def _text(number_format: NumberFormat, report: dict[str, Any], failing: Sequence[dict[str, Any]]) -> str:
+    if report["verdict"] == READY:
+        return f"ready ({snr_text(report[RAW])})"
+    how = f"ready with {number_format.scaling} scaling"
+    if not failing:
+        return f"{how} ({snr_text(report[SCALED])})"
     few = f"{len(failing)} of {report['tensors']} tensors ({_worst_failing(number_format, failing)})"
-    if report["verdict"] == NOT_READY:
-        return f"not ready, {few}"
-    kind = RAW if report["verdict"] == READY else SCALED
-    how = "ready" if kind == RAW else f"ready with {number_format.scaling} scaling"
-    return f"{how} but for {few}" if failing and kind == SCALED else f"{how} ({snr_text(report[kind])})"
+    return f"not ready, {few}" if report["verdict"] == NOT_READY else f"{how} but for {few}"
 
 
 def snr_text(total: dict[str, Any]) -> str:
@@ -440,8 +441,6 @@ def _worst_failing(number_format: NumberFormat, failing: Sequence[dict[str, Any]
         figure = float(tensor["formats"][number_format.id][SCALED][reason])
         return _REASONS.index(reason), -figure if reason == "snr_db" else figure, tensor["label"]
 
-    if not failing:
-        return ""
     rank, figure, label = max((badness(tensor) for tensor in failing), key=lambda badness_of: badness_of[:2])
     if _REASONS[rank] == "snr_db":
         return f"worst {label} {snr(-figure)} dB"
