@@ -198,29 +198,25 @@ def low_bit_state(manifest: Manifest) -> list[dict[str, Any]]:
     )
 
 
-def moment_names(manifest: Manifest) -> list[dict[str, str]]:
-    """For every parameter the names of its moments' storages by slot."""
-    storages = manifest.storages
-    return [
-        {slot: storages[index].name for slot, index in parameter.moments.items()} for parameter in manifest.parameters
-    ]
-
-
 def shown_names(manifest: Manifest) -> list[dict[str, Any]]:
     """``name`` and ``named`` of every parameter, see ``display_names``."""
     given = [
-        (parameter.name, list(names.values()))
-        for parameter, names in zip(manifest.parameters, moment_names(manifest), strict=True)
+        (parameter.name, [manifest.storages[index].name for index in parameter.moments.values()])
+        for parameter in manifest.parameters
     ]
     return display_names(given, directory=manifest.directory is not None)
 
 
 def parameter_facts(manifest: Manifest) -> list[dict[str, Any]]:
     """For every parameter with moments its name, their names, its update rule, or the reason why it has none."""
-    rows = zip(shown_names(manifest), moment_names(manifest), manifest.parameters, strict=True)
     return [
-        {**shown, "moments": names, "rule": read_rule(parameter.rule), "reason": parameter.reason}
-        for shown, names, parameter in rows
+        {
+            **shown,
+            "moments": {slot: manifest.storages[index].name for slot, index in parameter.moments.items()},
+            "rule": read_rule(parameter.rule),
+            "reason": parameter.reason,
+        }
+        for shown, parameter in zip(shown_names(manifest), manifest.parameters, strict=True)
     ]
 
 

@@ -136,9 +136,8 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
         measured.storages.update(errors.streams)
         parameter = unit.parameter
         index = parameter_of.get(frozenset(parameter.moments.values())) if parameter else None
-        if errors.update is not None and parameter is not None and index is not None:
-            measured.parameters[index] = errors.update, parameter
         if parameter is not None and index is not None:
+            measured.parameters |= {} if errors.update is None else {index: (errors.update, parameter)}
             steps = steps_record(parameter.step, errors.steps)
             measured.steps |= {} if steps is None else {index: steps}
     source.check_unchanged()

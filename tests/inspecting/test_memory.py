@@ -28,10 +28,8 @@ def runs(scratch):
     found = {}
     for name in ("first", "second"):
         weights = {f"{k}.weight": torch.randn(WIDTH, WIDTH) for k in range(LAYERS)}
-        state = {
-            k: {"exp_avg": torch.randn(WIDTH, WIDTH), "exp_avg_sq": torch.rand(WIDTH, WIDTH)}
-            for k in range(LAYERS // 2)
-        }
+        moments = [(torch.randn(WIDTH, WIDTH), torch.rand(WIDTH, WIDTH)) for _ in range(LAYERS // 2)]
+        state = {k: {"exp_avg": m, "exp_avg_sq": v} for k, (m, v) in enumerate(moments)}
         if name == "second":
             weights["1.weight"] = weights["1.weight"].t()
         found[name] = scratch / f"{name}.pt"
@@ -42,15 +40,16 @@ def runs(scratch):
     return found
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "changed"), [("first", "second", 8), ("second", "packed", 8), ("packed", "packed", 0)]
-)
-def test_a_comparison(runs, a, b, changed):
-    compared = """
+COMPARE = """
 compared = ckpt8.diff(sys.argv[1], sys.argv[2], threads=2)
 found = {"changed": len(compared.changed), "tensors": len(compared.tensors)}
 """
-    found = run_measured(INSPECT, compared, runs[a], runs[b])
+PAIRS = [("first", "second", 8), ("second", "packed", 8), ("packed", "packed", 0)]
+
+
+@pytest.mark.parametrize(("a", "b", "changed"), PAIRS)
+def test_a_comparison(runs, a, b, changed):
+    found = run_measured(INSPECT, COMPARE, runs[a], runs[b])
     assert (found["changed"], found["tensors"]) == (changed, 8)
     assert found["extra"] < 300e6
 
