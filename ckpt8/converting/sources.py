@@ -148,8 +148,7 @@ _MAX_INDEX_BYTES = 64 << 20
 
 def _is_model_directory(members: Bundle) -> bool:
     """Whether there is a file of weights, or an index of some, at the top."""
-    names = {member.path for member in members.opened}
-    return any(name in names for name in _MODEL_FILES) or any(_is_index(name) for name in names)
+    return any(member.path in _MODEL_FILES or _is_index(member.path) for member in members.opened)
 
 
 def _assemble_model(members: Bundle) -> Content:

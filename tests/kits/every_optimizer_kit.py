@@ -8,7 +8,7 @@ import inspect
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,14 +19,11 @@ WIDTH = 64
 """One matrix of 4096 elements, the smallest that packages keep in 8 bits."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    **{
+        name: {"momentum": 0.9}
+        for name in ("LARS", "LARS32bit", "LARS8bit", "PytorchLARS", "SGD", "SGD32bit", "SGD8bit")
+    },
     "CAME": {"lr": 1e-3},
-    "LARS": {"momentum": 0.9},
-    "LARS32bit": {"momentum": 0.9},
-    "LARS8bit": {"momentum": 0.9},
-    "PytorchLARS": {"momentum": 0.9},
-    "SGD": {"momentum": 0.9},
-    "SGD32bit": {"momentum": 0.9},
-    "SGD8bit": {"momentum": 0.9},
     "Ranger21": {"num_iterations": 10},
     "BSAM": {"num_data": 8},
 }
@@ -41,13 +38,7 @@ MUON = frozenset({"AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon"})
 NO_TRITON = frozenset({"optimi"})
 """Packages whose kernels need a GPU unless they are switched off."""
 
-WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "Lookahead": lambda each: {"optimizer": each},
-    "ScheduleFreeWrapper": lambda each: {"optimizer": each},
-    "TRAC": lambda each: {"optimizer": each},
-    "OrthoGrad": lambda each: {"optimizer": each},
-    "Magma": lambda each: {"optimizer": each},
-}
+WRAPPERS = frozenset({"Lookahead", "Magma", "OrthoGrad", "ScheduleFreeWrapper", "TRAC"})
 """Classes around another optimizer."""
 
 
@@ -93,7 +84,7 @@ def build(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Op
         settings.setdefault("lr", 1e-3)
     settings = {key: value for key, value in settings.items() if key in parameters}
     if kind.__name__ in WRAPPERS:
-        return kind(**WRAPPERS[kind.__name__](torch.optim.AdamW(model.parameters(), lr=1e-3)))
+        return kind(optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3))
     if "model" in parameters and "params" not in parameters:
         return kind(model, **settings)
     if "base_optimizer" in parameters:

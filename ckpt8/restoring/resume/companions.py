@@ -24,7 +24,7 @@ import torch
 from ckpt8.checkpoint.sources.objects import ValueBuilder
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes
 from ckpt8.checkpoint.vocabulary import is_average, words
-from ckpt8.core.errors import ResumeError, UsageError
+from ckpt8.core.errors import ResumeError, UsageError, require
 from ckpt8.core.public import described
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
@@ -74,8 +74,7 @@ class Companion:
         entries = [(path, node) for path, node in iter_nodes(tree) if isinstance(node, dict) and id(node) not in taken]
         if self.at is not None:
             there = [(path, node) for path, node in entries if format_path(path) == self.at]
-            if not there:
-                raise UsageError(f"resume: {self.what}_at={self.at!r} leads to no dictionary in the file")
+            require(there, f"resume: {self.what}_at={self.at!r} leads to no dictionary in the file", UsageError)
             return there
         is_named = _NAMES[self.what]
         alike = [(path, node) for path, node in entries if keys and node.keys() == keys]
@@ -88,13 +87,14 @@ class Companion:
 def given_companion(what: str, live: Any, at: str | None) -> Companion | None:
     """The companion of an argument, None where none was given. Raises UsageError for an object without a state."""
     if live is None:
-        if at is not None:
-            raise UsageError(f"resume: {what}_at is given, and {what} is not")
+        require(at is None, f"resume: {what}_at is given, and {what} is not", UsageError)
         return None
-    if isinstance(live, type) or not all(
-        callable(getattr(live, name, None)) for name in ("state_dict", "load_state_dict")
-    ):
-        raise UsageError(f"resume: {what} is {described(live)}; give an object with state_dict and load_state_dict")
+    takes_state = all(callable(getattr(live, name, None)) for name in ("state_dict", "load_state_dict"))
+    require(
+        takes_state and not isinstance(live, type),
+        f"resume: {what} is {described(live)}; give an object with state_dict and load_state_dict",
+        UsageError,
+    )
     return Companion(what, live, at)
 
 

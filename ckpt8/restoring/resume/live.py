@@ -113,9 +113,8 @@ def _mismatch(ref: TensorRef, tensor: Tensor, *, is_half: bool) -> str | None:
         return f"was saved with shape {list(ref.shape)}, here it has {list(shape)}"
     if ref.dtype.torch != tensor.dtype and not (is_half and ref.dtype is DType.FLOAT32):
         return f"was saved as {ref.dtype.label}, here it is {str(tensor.dtype).removeprefix('torch.')}"
-    if ref.conj or ref.neg:
-        return "was saved as a conjugate or negative view, which resume does not support"
-    return None
+    is_view = ref.conj or ref.neg
+    return "was saved as a conjugate or negative view, which resume does not support" if is_view else None
 
 
 STRUCTURE = frozenset({"params", "param_names", CHECKS})

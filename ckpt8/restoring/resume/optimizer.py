@@ -230,9 +230,8 @@ def _shape_problem(what: str, shape: tuple[int, ...], here: tuple[int, ...], pro
     is_part = len(shape) == len(here) and (
         any(mine == size for mine, size in pairs) or all(mine <= size for mine, size in pairs)
     )
-    if broadcasts or (projected and is_part):
-        return None
-    return f"{what} was saved with shape {list(shape)}, here it has {list(here)}"
+    fits = broadcasts or (projected and is_part)
+    return None if fits else f"{what} was saved with shape {list(shape)}, here it has {list(here)}"
 
 
 _FORM = {"state", "param_groups"}

@@ -389,10 +389,11 @@ class _Plan:
 
         if given.keys or any(given.at) or (given.many and not all_fit()):
             candidates = find_trees(self._source.checkpoint.tree)
-        if given.many:
-            chosen = match_several(self._source.path, given, candidates, fits)
-        else:
-            chosen = [self._choose_model(given.objects[0], candidates, given.at[0])]
+        chosen = (
+            match_several(self._source.path, given, candidates, fits)
+            if given.many
+            else [self._choose_model(given.objects[0], candidates, given.at[0])]
+        )
         filled: dict[int, TensorRef] = {}
         for number, (label, candidate) in enumerate(zip(given.labels, chosen, strict=True)):
             self._weights.append(plan(number, candidate))
@@ -436,10 +437,11 @@ class _Plan:
             model = owned[candidate].model
             return 2 if model is not None and has(number, model) else 1
 
-        if given.many:
-            chosen = match_several(path, given, candidates, fits)
-        else:
-            chosen = [_only_fitting(path, candidates_at(path, candidates, given.at[0], "optimizer_at"), fits)]
+        chosen = (
+            match_several(path, given, candidates, fits)
+            if given.many
+            else [_only_fitting(path, candidates_at(path, candidates, given.at[0], "optimizer_at"), fits)]
+        )
         for number, (label, candidate) in enumerate(zip(given.labels, chosen, strict=True)):
             state = plan(number, candidate)
             self.problems += [f"{label} {problem}" for problem in state.problems]
