@@ -127,12 +127,12 @@ def test_several_models(tmp_path):
     rest = ckpt8.resume(path, other)
     assert same(snapshot(other, None), snapshot(model, None))
     assert torch.equal(rest["critic"]["weight"], alone.weight)
-    path = write(tmp_path, {"state_dict": model.state_dict(), "state_dict_other": Net(seed=4).state_dict()})
-    refused(path, other, None, re.escape("(state_dict, state_dict_other); choose with model_at="), UsageError)
-    rest = ckpt8.resume(path, other, model_at="state_dict_other")
+    path = write(tmp_path, {"state_dict": model.state_dict(), "model": Net(seed=4).state_dict()})
+    refused(path, other, None, re.escape("(state_dict, model); choose with model_at="), UsageError)
+    rest = ckpt8.resume(path, other, model_at="model")
     assert same(snapshot(other, None), snapshot(Net(seed=4), None))
     assert list(rest) == ["state_dict"]
-    with pytest.raises(UsageError, match="model_at='x' is not one of state_dict, state_dict_other"):
+    with pytest.raises(UsageError, match="model_at='x' is not one of state_dict, model"):
         ckpt8.resume(path, other, model_at="x")
 
 
