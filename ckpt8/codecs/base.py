@@ -70,22 +70,10 @@ TILE = 1 << 18
 
 
 @lru_cache(maxsize=256)
-def pieces(codec: Codec, dtype: DType, numel: int, step: int = TILE) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
-    """Cut a flat tensor into runs of ``step`` elements: the slice of each run, and its slice of every part."""
-    runs = []
-    part_start = dict.fromkeys(codec.layout(TensorSpec("", Role.OTHER, dtype, (numel,))), 0)
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        run = codec.layout(TensorSpec("", Role.OTHER, dtype, (stop - start,)))
-        cuts = {name: slice(part_start[name], part_start[name] + part.numel) for name, part in run.items()}
-        runs.append((slice(start, stop), cuts))
-        part_start = {name: cut.stop for name, cut in cuts.items()}
-    return tuple(runs)
-
-
-def take(parts: Mapping[str, torch.Tensor], cuts: Mapping[str, slice]) -> Parts:
-    """Views of ``parts`` at ``cuts``."""
-    return {name: parts[name][cut] for name, cut in cuts.items()}
+def pieces(codec: Codec, dtype: DType, numel: int) -> tuple[tuple[slice, Mapping[str, slice]], ...]:
+    """Cut a flat tensor into tiles: the slice of each, and its slice of every part."""
+    runs = (slice(start, min(start + TILE, numel)) for start in range(0, numel, TILE))
+    return tuple((run, codec.cuts(dtype, run)) for run in runs)
 
 
 Direction = Literal["encode", "decode"]
@@ -255,17 +243,18 @@ class Codec(ABC):
 
         ``first`` is the index of the first element of the chunk, ``dtype`` the type of its elements.
         """
-        before, own = (
-            self.layout(TensorSpec("", Role.OTHER, dtype, (count,))) for count in (run.start, run.stop - run.start)
-        )
-        cuts = {name: slice(before[name].numel, before[name].numel + own[name].numel) for name in parts}
-        return take(parts, cuts)
+        return {name: parts[name][cut] for name, cut in self.cuts(dtype, run).items()}
+
+    def cuts(self, dtype: DType, run: slice) -> dict[str, slice]:
+        """Where the elements ``run`` of a tensor, from a multiple of 32 on, lie in every part."""
+        before, upto = (self.layout(TensorSpec("", Role.OTHER, dtype, (count,))) for count in (run.start, run.stop))
+        return {name: slice(part.numel, upto[name].numel) for name, part in before.items()}
 
     def _tiles(self, spec: TensorSpec, parts: Parts, backend: backends.Backend) -> Iterator[tuple[slice, Parts]]:
         """The slice and the parts of every tile. Kernels other than torch's take a tensor whole."""
         if spec.numel > TILE and backend == "torch" and not self.by_chunk:
             for run, cuts in pieces(self, spec.dtype, spec.numel):
-                yield run, take(parts, cuts)
+                yield run, {name: parts[name][cut] for name, cut in cuts.items()}
         elif spec.numel or backend != "torch":
             yield slice(0, spec.numel), parts
 

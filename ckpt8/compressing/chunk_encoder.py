@@ -288,8 +288,7 @@ class LiveEncoder(DeviceEncoder):
         self._live = live
         devices = {storage.device for storage in live.values() if storage.device.type == make.kind}
         self._transfers = {device: make(device) for device in devices}
-        pinned = next(iter(self._transfers.values())).pinned
-        super().__init__(checkpoint, measure=measure, pinned=pinned, base=base)
+        super().__init__(checkpoint, measure=measure, pinned=next(iter(self._transfers.values())).pinned, base=base)
 
     def _launched(self, work: Iterable[Work], workers: Workers) -> Iterator[Work | _Landing]:  # noqa: ARG002
         for item in work:

@@ -36,7 +36,7 @@ from ckpt8.codecs.error_stats import (
 from ckpt8.codecs.lattice import Lattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.compressing.plan import Measured, Parameter, Refusal, Replay, Share, Unit, read_factors, read_tensor
+from ckpt8.compressing.plan import Measured, Parameter, Refusal, Share, Unit, read_factors, read_tensor
 from ckpt8.compressing.policy import carry
 from ckpt8.core.tensors import Parts, Role
 
@@ -270,7 +270,8 @@ class ErrorMeter:
             errors.update = None
             return
         statistics = {key: read_tensor(self._checkpoint, *where) for key, where in replay.statistics.items()}
-        errors.update = _replayed_error(replay, original | statistics, decoded | statistics, replay.order)
+        updates = replay.rule.first_updates(original | statistics, decoded | statistics, replay.order)
+        errors.update = update_error(*updates, 1.0)
 
     def _factors(self, parameter: Parameter | None) -> _Factors:
         """CAME's factored terms; none of them for other rules."""
@@ -356,7 +357,8 @@ class ChunkErrors:
                 was, there = ({key: x.clone() for key, x in side.items()} for side in (was, there))
                 errors.pieces.append((was, there))
             else:
-                errors.update.merge(_replayed_error(replay, was, there, Order((len(pairs[0][0]),))))
+                updates = replay.rule.first_updates(was, there, Order((len(pairs[0][0]),)))
+                errors.update.merge(update_error(*updates, 1.0))
 
     def _step_error(
         self,
@@ -395,7 +397,3 @@ def scaled_steps(unit: Unit, sums: StepError) -> StepError:
         scales.moment1 * sums.moment1 if moments["moment1"] in lossy else 0.0,
         scales.moment2 * sums.moment2 if moments.get(parameter.denominator or "") in lossy else 0.0,
     )
-
-
-def _replayed_error(replay: Replay, original: Moments, decoded: Moments, order: Order) -> UpdateError:
-    return update_error(*replay.rule.first_updates(original, decoded, order), 1.0)

@@ -150,18 +150,18 @@ def _stream(
         dtype = DType.UINT8  # kept as bytes; torch here may not even know the type
     roles = {view.role for view in views}
     role = roles.pop() if len(roles) == 1 else Role.OTHER
-    spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
+    spec, refs = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,)), [view.ref for view in views]
+    fills = len(refs) == 1 and refs[0].nbytes == storage.nbytes and is_dense(refs[0])
+    reason = None
     if plain_bytes:
         return Stream(index, spec, storage, LOSSLESS), False
     if key in structure.opaque:
-        return Stream(index, spec, storage, LOSSLESS, "used by something other than a tensor"), False
-    if roles:
-        return Stream(index, spec, storage, LOSSLESS, "shared by tensors of several roles"), False
-    refs = [view.ref for view in views]
-    gaps = [] if len(refs) == 1 and refs[0].nbytes == storage.nbytes and is_dense(refs[0]) else _gaps(spec.numel, refs)
-    if not all(_is_padding(source, storage, dtype, gap) for gap in gaps):
-        return Stream(index, spec, storage, LOSSLESS, "not fully covered by its tensors"), False
-    return Stream(index, spec, storage, LOSSLESS), True
+        reason = "used by something other than a tensor"
+    elif roles:
+        reason = "shared by tensors of several roles"
+    elif not fills and not all(_is_padding(source, storage, dtype, gap) for gap in _gaps(spec.numel, refs)):
+        reason = "not fully covered by its tensors"
+    return Stream(index, spec, storage, LOSSLESS, reason), reason is None
 
 
 def choose(stream: Stream, views: Sequence[NamedTensor], policy: Policy) -> Stream:
@@ -186,9 +186,8 @@ def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:
 
 def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
     """Whether a gap holds few elements, all zero. Every codec keeps zeros exactly."""
-    if len(gap) > _MOST_PADDING:
-        return False
-    return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
+    is_short = len(gap) <= _MOST_PADDING
+    return is_short and not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
 
 
 def set_companions(plan: Plan) -> None:

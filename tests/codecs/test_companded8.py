@@ -147,9 +147,6 @@ def test_the_model_rounds_as_ieee_does():
         assert float(root(Fraction(value))) == fp32(math.sqrt(value))
 
 
-# --- samples ----------------------------------------------------------------------------------------------------
-
-
 def decades(codec, groups: int, seed: int, low: float = -45, high: float = 38) -> torch.Tensor:
     """Groups whose magnitudes run from 1e-45 to 1e38, with all kinds of spread inside a group."""
     generator = torch.Generator().manual_seed(seed)
@@ -186,9 +183,6 @@ def awkward(codec) -> torch.Tensor:
         [0.1, 0.2, sign * 0.3, 1e-9, 0.0],
     ]
     return torch.tensor([value for group in groups for value in group])
-
-
-# --- exactly the model ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -238,9 +232,6 @@ def test_bits_equal_the_model_where_the_code_changes(codec):
     assert_as_modelled(codec, x)
     codes = codec.encode(x)["codes"].to(torch.int32)
     assert set(codes.tolist()) == set(range(-codec.Q if codec.signed else 1, codec.Q + 1))
-
-
-# --- scales -----------------------------------------------------------------------------------------------------
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
@@ -323,9 +314,6 @@ def test_the_floor_of_second_moments(codec):
     assert codec.encode(torch.zeros(40))["scales"].to(torch.int32).tolist() == [0, 0]
 
 
-# --- the error --------------------------------------------------------------------------------------------------
-
-
 def expand(codec, y: torch.Tensor) -> torch.Tensor:
     """phi^-1 in float64, for 0 <= y."""
     if codec.signed:
@@ -387,9 +375,6 @@ def test_the_worst_relative_errors_are_those_of_the_levels():
         assert expected * 0.98 < worst < expected * 1.001
 
 
-# --- order and sign ---------------------------------------------------------------------------------------------
-
-
 @each
 def test_decoding_keeps_order(codec):
     generator = torch.Generator().manual_seed(3)
@@ -419,9 +404,6 @@ def test_odd_symmetry_up_to_ties(codec):
         assert bool(((place - place.floor() - 0.5).abs() < 2e-5).all())
     off = codec.encode(boundaries(codec))["codes"].int() + codec.encode(-boundaries(codec))["codes"].int()
     assert 0 < int(off.sum()) < len(off) // 4
-
-
-# --- second moments are never lost ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", [*UNSIGNED, Companded8(signed=False, Q=1), Companded8(signed=False, Q=255, p=0.5)])
@@ -458,9 +440,6 @@ def test_dead_rows_stay_compressed():
         decoded = decode(codec, codec.encode(v))
         assert bool((decoded > 0).all())
         assert float(decoded.max()) < 2.0**-100  # sqrt is below 1e-15: nothing beside an eps of 1e-8
-
-
-# --- coding again -----------------------------------------------------------------------------------------------
 
 
 def assert_stable(codec, parts, dtype) -> None:
@@ -505,9 +484,6 @@ def test_every_bf16_as_the_largest_is_stable(codec):
     assert_stable(codec, codec.encode(x), DType.BFLOAT16)
 
 
-# --- bf16 -------------------------------------------------------------------------------------------------------
-
-
 @each
 def test_bf16_is_widened_first_and_rounded_last(codec):
     x = torch.cat([decades(codec, 2001, seed=9, high=37), awkward(codec)]).bfloat16()
@@ -519,9 +495,6 @@ def test_bf16_is_widened_first_and_rounded_last(codec):
     pattern = full.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     nearest_even = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
     assert torch.equal(narrow.view(torch.int16).to(torch.int64) & 0xFFFF, nearest_even)
-
-
-# --- refusals and parameters ------------------------------------------------------------------------------------
 
 
 def refused(codec, values) -> bool:

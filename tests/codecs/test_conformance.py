@@ -116,9 +116,6 @@ def both_ways(codec, dtype, numel, seed=0):
     return spec, x, parts, decode(codec, parts, spec)
 
 
-# --- registry ---------------------------------------------------------------------------------------------------
-
-
 def test_ids_are_unique_and_those_of_the_classes():
     ids = [codec_id for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED, *codecs.RELATIONS)]
     assert len(set(ids)) == len(ids)
@@ -199,9 +196,6 @@ def test_unknown_configurations_are_unsupported(config):
         codec_from_config(config)
 
 
-# --- the text form ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "codec"),
     [
@@ -260,9 +254,6 @@ def test_unavailable_backends_are_usage_errors(codec_id):
         encode(codec, x, backend="abacus")
     with pytest.raises(UsageError):
         decode(codec, encode(codec, x), spec, backend="abacus")
-
-
-# --- layout, cutting, out= --------------------------------------------------------------------------------------
 
 
 @each_codec
@@ -392,9 +383,6 @@ def test_other_memory_layouts_mean_flat_order(codec):
             assert_same_parts(encode(codec, x), encode(codec, flat)), name
 
 
-# --- values -----------------------------------------------------------------------------------------------------
-
-
 @each_codec
 def test_values_keep_their_type_and_stay_near(codec):
     """A coarse check that no codec loses the values altogether; the exact bounds stand in its own tests."""
@@ -455,9 +443,6 @@ def with_bits(x: torch.Tensor, position: int | slice, bits: int) -> torch.Tensor
 
 
 POSITIONS = {1: (0,), 33: (0, 7, 31, 32, slice(None)), TILE + 33: (5, TILE - 1, TILE, TILE + 32, slice(64, 96))}
-
-
-# --- what is kept of an earlier state --------------------------------------------------------------------------
 
 
 INHERITING = [codec for codec in CODECS_UNDER_TEST if codec.inherited]
@@ -522,9 +507,6 @@ def test_lossless_keeps_payload_bits(dtype):
                 y = with_bits(x, position, bits)
                 spec = TensorSpec("w", Role.OTHER, dtype, (numel,))
                 assert torch.equal(raw(decode(codec, encode(codec, y), spec)), raw(y))
-
-
-# --- lossless/1, byte for byte ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DType)

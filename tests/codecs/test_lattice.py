@@ -17,9 +17,6 @@ CPU = torch.device("cpu")
 COUNT = 1 << 21
 
 
-# --- the dither -------------------------------------------------------------------------------------------------
-
-
 def by_definition(index, salt):
     """t of one element, in Python's integers."""
     word = (1 << 32) - 1
@@ -59,9 +56,6 @@ def test_salts_one_bit_apart_give_independent_dithers(salt):
     t = centred(salt)
     for bit in range(32):
         assert abs(float((t * centred(salt ^ (1 << bit))).mean()) * 12) < 0.003, bit
-
-
-# --- the lattice ------------------------------------------------------------------------------------------------
 
 
 def test_steps_are_quarter_octaves():

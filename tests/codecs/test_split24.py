@@ -158,9 +158,6 @@ def test_every_bf16_is_exact(levels):
     assert torch.equal(bits_of(codec.decode(parts, spec(len(hi)))), hi << 16)
 
 
-# --- against the model ------------------------------------------------------------------------------------------
-
-
 def _patterns(count: int) -> list[int]:
     """Random finite patterns, and those at ties: of hi (d = +-32768) and of rho (d = +-16384)."""
     rng = random.Random(24)
@@ -234,9 +231,6 @@ def test_every_pair_encodes_to_itself(levels):
         hi = torch.arange(first, min(first + 4096, LARGEST_HI + 1))
         _reencode(hi, levels)
         _reencode(hi | 0x8000, levels)
-
-
-# --- refusals and parameters ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sign", [0, SIGN])

@@ -150,9 +150,6 @@ def test_a_copy_whose_elements_are_fewer_or_lie_elsewhere(tmp_path):
     assert copies == {k: v for k, v in expected(net, "ema.{}", "model.{}").items() if k != "ema.0.weight"}
 
 
-# Codecs
-
-
 @pytest.mark.slow
 def test_a_copy_has_the_step_of_its_weight_and_a_dither_of_its_own(tmp_path):
     net = make_net()

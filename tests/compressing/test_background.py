@@ -246,9 +246,6 @@ def test_a_failed_save_does_not_stop_the_next(tmp_path, gate):
     assert list(tmp_path.iterdir()) == [target]
 
 
-# What is known at once is raised at once
-
-
 @pytest.mark.parametrize(
     ("tree", "name", "options", "error"),
     [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from disk_kit import flip_bit
 from hostile_kit import pack, unpack
-from reference_kit import LAYOUTS, MATRICES, SHAPES, VECTORS, adamw, codecs, copies, masters
+from reference_kit import LAYOUTS, MATRICES, SHAPES, VECTORS, adamw, codecs, copies, masters, same, written
 
 import ckpt8
 from ckpt8.codecs.lossless import Lossless
@@ -28,16 +28,6 @@ def tree_of(layout, dtype, weights):
     elif dtype is torch.float16:
         tree[key] = {name: w.half() for name, w in weights.items()}
     return tree
-
-
-def written(tree, folder, **options):
-    torch.save(tree, folder / "run.pt")
-    manifest = ckpt8.compress(folder / "run.pt", folder / "run.ckpt8", force=True, **{"preset": "archive", **options})
-    return manifest, folder / "run.ckpt8"
-
-
-def same(one, other):
-    return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
 
 
 def masters_in(layout, tree):
@@ -64,7 +54,7 @@ def test_copies_are_the_rounded_decoded_masters(layout, dtype, tmp_path):
     """As torch rounds them; those of matrices are not what they were."""
     weights = masters()
     tree = tree_of(layout, dtype, weights)
-    manifest, path = written(tree, tmp_path)
+    manifest, path = written(tree, tmp_path, preset="archive")
     kinds = {tensor.name: manifest.storages[tensor.storage].codec["id"] for tensor in manifest.tensors}
     assert {kind for name, kind in kinds.items() if name.endswith(tuple(f"el.{each}" for each in MATRICES))} <= {
         "reference/2"
@@ -91,13 +81,13 @@ def test_one_element_that_differs(dtype, tmp_path):
     tree = {"model": copied, "optimizer": adamw(list(weights.values()), master_param=weights.values())}
     kept = copied["a"].clone()
     copied["a"].view(-1).view(torch.int16)[7000] += 1
-    manifest, path = written(tree, tmp_path)
+    manifest, path = written(tree, tmp_path, preset="archive")
     name = "fp16" if dtype is torch.float16 else "bf16"
     assert codecs(manifest)["model.a"] == ("lossless/1", f"differs from its fp32 master rounded to {name}")
     assert codecs(manifest)["model.b"] == ("reference/2", None)
     assert same(ckpt8.load(path)["model"]["a"], copied["a"])
     copied["a"].copy_(kept)
-    manifest, path = written(tree, tmp_path)
+    manifest, path = written(tree, tmp_path, preset="archive")
     copied["a"].view(-1).view(torch.int16)[7000] += 1
     torch.save(tree, tmp_path / "run.pt")
     assert ckpt8.verify(path, tmp_path / "run.pt").failures[0] == "model.a: differs from the original"
@@ -119,7 +109,7 @@ def test_live_objects(tmp_path):
 
 @pytest.mark.slow
 def test_damage_of_a_master_is_told_of_its_copy_and_salvaged(tmp_path):
-    manifest, path = written(tree_of("master_param", torch.bfloat16, masters()), tmp_path)
+    manifest, path = written(tree_of("master_param", torch.bfloat16, masters()), tmp_path, preset="archive")
     with ContainerReader(path) as reader:
         index = next(k for k, record in enumerate(manifest.storages) if record.name.endswith("state.0.master_param"))
         offset = reader.places[index]["codes"].offsets[0]
@@ -136,16 +126,13 @@ def test_a_live_model_takes_its_copies(tmp_path):
     weights = {name: p.detach().float() + torch.randn(p.shape) * 1e-5 for name, p in model.named_parameters()}
     tree = {"model": {name: w.bfloat16() for name, w in weights.items()}}
     tree["optimizer"] = adamw(list(weights.values()), master_param=weights.values())
-    manifest, path = written(tree, tmp_path)
+    manifest, path = written(tree, tmp_path, preset="archive")
     assert codecs(manifest)["model.0.weight"] == ("reference/2", None)
     ckpt8.resume(path, model=model)
     kept = ckpt8.load(path)["optimizer"]["state"]
     for k, (name, w) in enumerate(model.state_dict().items()):
         assert same(w, kept[k]["master_param"].bfloat16())
         assert same(w, tree["model"][name]) == name.endswith("bias")
-
-
-# The codec
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
@@ -186,7 +173,7 @@ def parts(tmp_path_factory):
     weights = masters(shapes=shapes)
     tree = {"model": {k: w.bfloat16() for k, w in weights.items()}}
     tree["optimizer"] = adamw(list(weights.values()), master_param=weights.values())
-    _, path = written(tree, tmp_path_factory.mktemp("small"))
+    _, path = written(tree, tmp_path_factory.mktemp("small"), preset="archive")
     return unpack(path.read_bytes())
 
 

@@ -142,9 +142,6 @@ def frames(path):
         return {each.name: (each.codec, {k: (t.lengths, t.crcs) for k, t in each.parts.items()}) for each in storages}
 
 
-# The stand-in
-
-
 @pytest.mark.by_default("flash-options0")
 @pytest.mark.parametrize(("preset", "options"), CASES)
 def test_live_tensors_of_a_device_give_the_file_of_the_cpu(preset, options, tmp_path, stand_in, monkeypatch):
@@ -383,9 +380,6 @@ def test_resume_uploads_parts_and_decodes_them_there(preset, optimizer_of, tmp_p
     for mine, theirs in zip(found[0].parameters(), expected[0].parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert same(found[1].state_dict()["state"], expected[1].state_dict()["state"])
-
-
-# Which device
 
 
 def test_an_unknown_device_is_refused(tmp_path):

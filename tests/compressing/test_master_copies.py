@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from reference_kit import LAYOUTS, adamw, codecs, copies, masters, rounded
+from reference_kit import LAYOUTS, adamw, codecs, copies, masters, rounded, same, written
 from safetensors.torch import save_file
 
 import ckpt8
@@ -32,16 +32,6 @@ REFERENCES = {torch.bfloat16: "reference/1", torch.float16: "reference16/1"}
 FRAME = 1 << 20
 
 
-def same(one, other):
-    return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
-
-
-def written(tree, folder, **options):
-    torch.save(tree, folder / "run.pt")
-    manifest = ckpt8.compress(folder / "run.pt", folder / "run.ckpt8", force=True, **options)
-    return manifest, folder / "run.ckpt8"
-
-
 def tree_in(dtype, layout, weights):
     """A layout with copies as a trainer in ``dtype`` rounds them: those in fp16 from the masters, not from bf16."""
     tree = LAYOUTS[layout](weights)
@@ -55,9 +45,6 @@ def of_copies(manifest, dtype=DType.BFLOAT16):
     """The distinct (codec, reason) of the storages that only tensors of that type have."""
     narrow = {tensor.storage for tensor in manifest.tensors if tensor.dtype is dtype}
     return {(manifest.storages[index].codec["id"], manifest.storages[index].reason) for index in narrow}
-
-
-# Rounding
 
 
 def test_masters_are_rounded_as_torch_and_split24_do():
@@ -86,9 +73,6 @@ def test_runs_are_cut_where_asked():
 
 def spread(storage, start, length):
     return [(storage, start + (k if storage is not None else 0)) for k in range(length)]
-
-
-# Layouts
 
 
 @pytest.mark.by_default(
@@ -326,9 +310,6 @@ def test_a_master_is_copied_four_times_at_most(tmp_path):
     assert not ckpt8.verify(path, tmp_path / "run.pt").failures
 
 
-# Live objects, the background, devices
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["megatron", "flat buffer"])
 def test_live_objects(layout, tmp_path):
@@ -376,9 +357,6 @@ def test_the_device_path(asked, tmp_path, monkeypatch):
         assert of_copies(manifest) == {("reference/1", None)}
         assert all(same(copies(ckpt8.load(tmp_path / "live" / "run.ckpt8"))[k], v) for k, v in copies(tree).items())
     assert Deferred.made
-
-
-# Resuming, damage
 
 
 # Copies in fp16

@@ -109,9 +109,6 @@ def test_the_rate_is_that_of_the_group_and_a_tenth_of_the_first_at_least(tmp_pat
     assert found == [1e-3, 1e-3, 0.125, 0.125, 2e-4, 2e-4, zero, nan]
 
 
-# Optimizers
-
-
 def test_two_optimizers_of_one_file(tmp_path):
     generator, discriminator = make_net(), make_net()
     tree = {
@@ -148,9 +145,6 @@ def test_a_rule_that_is_not_known(tmp_path):
     assert set(steps(plan)) == {"the optimizer is not one whose update rule is known"}
 
 
-# Weights
-
-
 def test_elements_in_another_order_or_place_are_not_paired(tmp_path):
     net = make_net()
     optimizer, model = trained(net).state_dict(), net.state_dict()
@@ -181,9 +175,6 @@ def test_weights_in_bf16_beside_moments_in_fp32(tmp_path):
     optimizer = trained(net).state_dict()
     plan = saved({"model": net.bfloat16().state_dict(), "optimizer": optimizer}, tmp_path)
     assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
-
-
-# Masters
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -269,9 +260,6 @@ def test_what_follows_a_master_is_no_padding_of_it(case, tmp_path):
     plan = saved(tree, tmp_path)
     reason = f"its weight has {count} elements and its moments have {count + 9}: one of them is padded"
     assert set(pairs(plan).values()) == {reason}
-
-
-# Plans
 
 
 def test_plans_of_several_budgets_are_those_of_each(tmp_path):

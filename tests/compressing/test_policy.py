@@ -28,8 +28,6 @@ def _numel(shape):
     return total
 
 
-# --- presets ----------------------------------------------------------------------------------------------------
-
 TABLE = {
     "flash": [Split24(R=127), Companded8(Q=127), Companded8(signed=False, Q=255, p=1), Lossless()],
     "compact": [Split24(), Companded8(), Companded8(signed=False, Q=255), Lossless()],
@@ -93,9 +91,6 @@ def test_presets_only_touch_the_types_that_codecs_take(dtype):
         assert other == (Lossless(), None)
 
 
-# --- small tensors and buffers ----------------------------------------------------------------------------------
-
-
 SMALL = [(), (0,), (0, 100_000), (1,), (4095,), (4096,), (65_535,), (1, 4095), (63, 65), (5, 9, 91)]
 """65 x 63 and 5 x 9 x 91 are 4095."""
 
@@ -135,9 +130,6 @@ def test_buffers_stay_exact(buffer):
         Lossless(),
         "buffer",
     )
-
-
-# --- rules ------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_rule_that_matches_wins():

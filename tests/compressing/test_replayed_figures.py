@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,49 +58,24 @@ def clipped(blocks, whole, *, step, lr, momentum, weight_decay):
         yield {**new, "late": late * 0.999 + grad * 1e-3, "z": z}
 
 
+def card_of(name, form, **facts):
+    facts |= {"settings": {"lr": 1, "momentum": 1, "weight_decay": 1}, "matrix": form, "needs": ("momentum",)}
+    return Card(rule_id=name, name=name.title(), cls=f"test_replayed_figures:{name.title()}", **facts)
+
+
+MATRIX = Form("test_replayed_figures:whole_matrix", (StateTensor("whole_buffer", "moment1"),), "replayed", "matrix")
+SEVERAL = StateTensor("early", "moment1"), StateTensor("late", "moment1_2"), StateTensor("z", "weight", packable=False)
+CLIPPED = Form("test_replayed_figures:clipped", SEVERAL, "replayed", "tensor")
 CARDS = {
-    "whole matrix": Card(
-        rule_id="whole",
-        name="Whole",
-        cls="test_replayed_figures:Whole",
-        settings={"lr": 1, "momentum": 1, "weight_decay": 1},
-        matrix=Form(
-            "test_replayed_figures:whole_matrix", (StateTensor("whole_buffer", "moment1"),), "replayed", "matrix"
-        ),
-        needs=("momentum",),
-        average=lambda given: (given["momentum"], 1.0),
-    ),
-    "several moments": Card(
-        rule_id="clipped",
-        name="Clipped",
-        cls="test_replayed_figures:Clipped",
-        settings={"lr": 1, "momentum": 1, "weight_decay": 1},
-        matrix=Form(
-            "test_replayed_figures:clipped",
-            (
-                StateTensor("early", "moment1"),
-                StateTensor("late", "moment1_2"),
-                StateTensor("z", "weight", packable=False),
-            ),
-            "replayed",
-            "tensor",
-        ),
-        needs=("momentum",),
-        gradient_rms=lambda state, given, step: state["early"].abs() + 1e-3 * step,
+    "whole matrix": card_of("whole", MATRIX, average=lambda given: (given["momentum"], 1.0)),
+    "several moments": card_of(
+        "clipped", CLIPPED, gradient_rms=lambda state, given, step: state["early"].abs() + 1e-3 * step
     ),
 }
 """Cards of this file alone: a step that takes the whole matrix, and one with a sum over the tensor and a weight."""
 
-SETTINGS = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.99),
-    "momentum": 0.9,
-    "dampening": 0.0,
-    "nesterov": True,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "momentum_decay": 4e-3,
-}
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.99), "momentum": 0.9, "dampening": 0.0, "nesterov": True, "eps": 1e-8}
+SETTINGS |= {"weight_decay": 0.1, "momentum_decay": 4e-3}
 """Plausible settings for a card, by name."""
 
 
@@ -122,8 +96,13 @@ def replayed_forms() -> list[tuple[Card, Form]]:
     return [(card, form) for card in cards for form in card.forms if form.update == "replayed"]
 
 
-def checkpoint_of(card, form, *, shape=SHAPE, stored=lambda x: x, **changes) -> dict[str, object]:
-    """State as a run leaves it: momenta of every scale, squares above them; ``stored`` gives it another layout."""
+def checkpoint_of(card, form=None, *, shape=SHAPE, stored=lambda x: x, **changes) -> dict[str, object]:
+    """State as a run leaves it: momenta of every scale, squares above them; ``stored`` gives it another layout.
+
+    ``card`` may be a name; the form is that for matrices if none is given.
+    """
+    card = known.CARDS[card] if isinstance(card, str) else card
+    form = form or card.matrix
     generator = torch.Generator().manual_seed(7)
     rows = 10 ** torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator)
     state: dict[str, object] = {"step": torch.tensor(float(STEP))}
@@ -139,18 +118,9 @@ def checkpoint_of(card, form, *, shape=SHAPE, stored=lambda x: x, **changes) -> 
     return {"model": {"w": weight}, "optimizer": {"state": {0: state}, "param_groups": [group]}}
 
 
-@contextmanager
-def test_cards():
-    with registered(*CARDS.values()):
-        yield
-
-
-test_cards.__test__ = False
-
-
 @pytest.fixture(autouse=True)
 def _cards():
-    with test_cards():
+    with registered(*CARDS.values()):
         yield
 
 
@@ -191,8 +161,7 @@ def test_every_card_states_the_first_replayed_step(tmp_path, card, form):
 @pytest.mark.parametrize("preset", ["flash", "compact"])
 def test_lion(tmp_path, preset):
     """A sign turns a small error of the momentum into one as large as the update: this must be told."""
-    lion = known.CARDS["lion"]
-    compress(tmp_path, checkpoint_of(lion, lion.matrix), preset=preset)
+    compress(tmp_path, checkpoint_of("lion"), preset=preset)
     stated = agree(tmp_path)
     assert stated["max_error"] == 2.0
     errors = inspect_container(tmp_path / "run.ckpt8")["errors"]
@@ -210,9 +179,8 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_wherever_a_block_lies(tmp_path, layout):
-    lion = known.CARDS["lion"]
     rules = ["optimizer.*.exp_avg=companded8"] if layout == "bf16" else []
-    compress(tmp_path, checkpoint_of(lion, lion.matrix, **LAYOUTS[layout]), rules=rules)
+    compress(tmp_path, checkpoint_of("lion", **LAYOUTS[layout]), rules=rules)
     if layout == "fp64":
         assert inspect_container(tmp_path / "run.ckpt8")["errors"]["moment1"] is None
     else:
@@ -223,7 +191,7 @@ def test_wherever_a_block_lies(tmp_path, layout):
 def test_a_whole_step_wherever_it_lies(tmp_path, layout):
     card = CARDS["several moments"] if layout == "another order" else CARDS["whole matrix"]
     rules = ["optimizer.*.z=split24"] if layout == "another order" else []
-    compress(tmp_path, checkpoint_of(card, card.matrix, **LAYOUTS[layout]), rules=rules)
+    compress(tmp_path, checkpoint_of(card, **LAYOUTS[layout]), rules=rules)
     agree(tmp_path)
 
 
@@ -231,8 +199,7 @@ def test_a_whole_step_wherever_it_lies(tmp_path, layout):
 @pytest.mark.parametrize("background", [False, True])
 def test_objects_in_memory(tmp_path, card, background):
     """The figure is that of the tensors as they were when ``save`` returned."""
-    card = known.CARDS[card]
-    tree = checkpoint_of(card, card.matrix)
+    tree = checkpoint_of(card)
     compress(tmp_path, tree)
     stated = agree(tmp_path)
     pending = ckpt8.save(tree, tmp_path / "run.ckpt8", background=background)
@@ -243,18 +210,12 @@ def test_objects_in_memory(tmp_path, card, background):
     assert inspect_container(tmp_path / "run.ckpt8")["errors"]["replayed"] == stated
 
 
+NEEDS_WEIGHT = "its step needs the weight, which compression does not read beside it; verify --resume-steps replays it"
+NO_SETTINGS = "hyperparameters are missing from the parameter group, or out of range"
 UNKNOWN = {
     "too large": ("whole", {}, "its step takes the whole tensor, and that has more than 70,000 elements"),
-    "a penalty": (
-        "lion",
-        {"weight_decouple": False},
-        "its step needs the weight, which compression does not read beside it; verify --resume-steps replays it",
-    ),
-    "no settings": (
-        "whole",
-        {"momentum": "much"},
-        "hyperparameters are missing from the parameter group, or out of range",
-    ),
+    "a penalty": ("lion", {"weight_decouple": False}, NEEDS_WEIGHT),
+    "no settings": ("whole", {"momentum": "much"}, NO_SETTINGS),
     "another optimizer": ("lion", {"betas": 0.9}, "the optimizer is not one whose update rule is known"),
 }
 
@@ -263,8 +224,7 @@ UNKNOWN = {
 def test_an_unknown_step_is_told_and_stays_lossless_under_a_bound(tmp_path, monkeypatch, run_command, case):
     card, changes, reason = UNKNOWN[case]
     monkeypatch.setattr("ckpt8.compressing.parameters.LARGEST_MATRIX", 70_000)
-    card = known.CARDS[card]
-    tree = checkpoint_of(card, card.matrix, **changes)
+    tree = checkpoint_of(card, **changes)
     [parameter] = compress(tmp_path, tree).parameters
     assert (parameter.rule, parameter.reason, parameter.error) == (None, reason, None)
     errors = inspect_container(tmp_path / "run.ckpt8")["errors"]
@@ -276,8 +236,7 @@ def test_an_unknown_step_is_told_and_stays_lossless_under_a_bound(tmp_path, monk
 
 
 def test_the_bound_is_on_the_replayed_figure(tmp_path):
-    lion = known.CARDS["lion"]
-    tree = checkpoint_of(lion, lion.matrix)
+    tree = checkpoint_of("lion")
     assert [each.reason for each in compress(tmp_path, tree, max_update_error=2.0).storages if each.reason] == []
     stored = compress(tmp_path, tree, max_update_error=1.9).storages
     assert [each.reason for each in stored if each.reason] == ["update error exceeds 1.9"]
@@ -286,8 +245,7 @@ def test_the_bound_is_on_the_replayed_figure(tmp_path):
 
 def test_reports_name_the_figure(tmp_path, run_command):
     """A file with both kinds: AdamW in update space, Lion replayed. Neither is added to the other."""
-    lion, adamw = known.CARDS["lion"], known.CARDS["adamw"]
-    one, other = checkpoint_of(lion, lion.matrix), checkpoint_of(adamw, adamw.matrix, amsgrad=False)
+    one, other = checkpoint_of("lion"), checkpoint_of("adamw", amsgrad=False)
     del other["optimizer"]["state"][0]["max_exp_avg_sq"]
     compress(tmp_path, {"lion": one["optimizer"], "adamw": other["optimizer"]})
     errors = inspect_container(tmp_path / "run.ckpt8")["errors"]
@@ -312,7 +270,7 @@ def test_reports_name_the_figure(tmp_path, run_command):
 def test_a_file_of_before_is_measured_as_it_states(tmp_path, monkeypatch):
     """Files that call Lion's rule ``momentum`` state the error of its momentum, and still verify."""
     lion = known.CARDS["lion"]
-    tree = checkpoint_of(lion, lion.matrix)
+    tree = checkpoint_of(lion)
     torch.save(tree, tmp_path / "run.pt")
     with monkeypatch.context() as patch:
         patch.setitem(known.CARDS, "lion", replace(lion, matrix=replace(lion.matrix, update="momentum")))
@@ -330,7 +288,6 @@ def test_a_file_of_before_is_measured_as_it_states(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_stated_figure_is_checked(tmp_path, monkeypatch):
     for name, factor, fails in (("lion", 1 + 1e-6, True), ("whole", 1.005, False), ("whole", 1.05, True)):
-        card = known.CARDS[name]
         read = container_reader.read_manifest
 
         def changed(*arguments, read=read, factor=factor):
@@ -338,7 +295,7 @@ def test_a_stated_figure_is_checked(tmp_path, monkeypatch):
             manifest.parameters[0].error["sum_square_error"] *= factor
             return manifest
 
-        compress(tmp_path, checkpoint_of(card, card.matrix))
+        compress(tmp_path, checkpoint_of(name))
         with monkeypatch.context() as patch:
             patch.setattr(container_reader, "read_manifest", changed)
             assert bool(replay(tmp_path).failures) == fails
@@ -370,7 +327,7 @@ def test_seeds_are_those_of_the_definition():
 def test_a_vector_where_the_step_takes_a_matrix(tmp_path):
     """A flat buffer, say, or a bias: the rule is not called with it."""
     card = CARDS["whole matrix"]
-    [parameter] = compress(tmp_path, checkpoint_of(card, card.matrix, shape=(70_000,))).parameters
+    [parameter] = compress(tmp_path, checkpoint_of(card, shape=(70_000,))).parameters
     assert parameter.reason == "its step takes a matrix, and its state is a vector"
     assert set(replay(tmp_path).resume["skipped"].values()) == {parameter.reason}
 
@@ -379,7 +336,7 @@ def test_a_slice_where_the_step_takes_the_whole_tensor(tmp_path):
     """Two slices of a distributed checkpoint: each is half a matrix."""
     for name, reason in (("whole", "its step takes the whole tensor, and the file has a slice of it"), ("lion", None)):
         card = known.CARDS[name]
-        tree = checkpoint_of(card, card.matrix, shape=(600, 260))
+        tree = checkpoint_of(card, shape=(600, 260))
         key = card.matrix.tensors[0].key
         halves = [((start, 0), (300, 260)) for start in (0, 300)]
         cut = {f"optimizer.state.w.{key}": (tree["optimizer"]["state"][0][key], halves)}
@@ -395,7 +352,7 @@ def test_no_update_is_drawn_from_moments_alone(tmp_path, name):
     """A momentum was drawn as Lion's update, which is a sign."""
     card = known.CARDS[name]
     changes = {option: values[0] for option, values in card.choices.items()}
-    compress(tmp_path, checkpoint_of(card, card.matrix, **changes))
+    compress(tmp_path, checkpoint_of(card, **changes))
     with ContainerReader(tmp_path / "run.ckpt8", kernels=True) as reader:
         drawn = [container_distributions(reader), checkpoint_distributions(tmp_path / "run.pt", full=True)]
     assert all({*each["histograms"]} & {"moment1", "moment2"} and "update" not in each["histograms"] for each in drawn)

@@ -79,43 +79,33 @@ def test_small_tensors_stay_exact_and_rules_win(tmp_path):
     assert torch.equal(ckpt8.load(path)["model"]["0.weight"], tree["model"]["0.weight"])
 
 
-def without_rate(tree):
-    del tree["optimizer"]["param_groups"][0]["lr"]
+SPOILT = {
+    "no rate": "its learning rate is missing",
+    "rate zero": "its learning rate is zero",
+    "no moments": "a budget cannot count the steps of its optimizer",
+    "at rest": "has not moved anything",
+}
 
 
-def with_rate_zero(tree):
-    tree["optimizer"]["param_groups"][0]["lr"] = 0.0
-
-
-def without_moments(tree):
-    for state in tree["optimizer"]["state"].values():
-        del state["exp_avg_sq"]
-
-
-def at_rest(tree):
-    for state in tree["optimizer"]["state"].values():
-        state["exp_avg"].zero_()
-        state["exp_avg_sq"].zero_()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (without_rate, "its learning rate is missing"),
-        (with_rate_zero, "its learning rate is zero"),
-        (without_moments, "a budget cannot count the steps of its optimizer"),
-        (at_rest, "has not moved anything"),
-    ],
-)
-def test_without_a_step_there_is_no_budget(spoil, says, tmp_path):
+@pytest.mark.parametrize("how", SPOILT)
+def test_without_a_step_there_is_no_budget(how, tmp_path):
     tree = trained()
-    spoil(tree)
+    (group,) = tree["optimizer"]["param_groups"]
+    group["lr"] = 0.0 if how == "rate zero" else group["lr"]
+    if how == "no rate":
+        del group["lr"]
+    for state in tree["optimizer"]["state"].values():
+        if how == "no moments":
+            del state["exp_avg_sq"]
+        elif how == "at rest":
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
     storages, path = compressed(tree, tmp_path)
     flash, _ = compressed(tree, tmp_path, "flash", preset="flash")
     assert ids(storages) == ids(flash)
     for name in ("optimizer.state.0.exp_avg", "model.0.weight"):
         assert storages[name].reason.startswith("no budget: ")
-    assert says in storages["optimizer.state.0.exp_avg"].reason
+    assert SPOILT[how] in storages["optimizer.state.0.exp_avg"].reason
     assert ckpt8.load(path).keys() == tree.keys()
 
 
@@ -140,16 +130,6 @@ def test_a_weight_that_cannot_be_told_apart_says_so(tmp_path):
         assert "no budget: the state of its shape: cannot be told apart" in storages[f"model.{name}"].reason
 
 
-def spoiled(name):
-    """A checkpoint whose second layer has one value that its codec refuses, and its first none."""
-    tree = trained()
-    if name == "weight":
-        tree["model"]["1.weight"][7, 9] = 1e12
-    else:
-        tree["optimizer"]["state"][2][name][7, 9] = {"exp_avg": 1e30, "exp_avg_sq": -1.0}[name]
-    return tree
-
-
 def test_an_exact_tensor_with_nan_does_not_spoil_the_sums_of_the_others(tmp_path):
     tree = trained()
     k = compressed(tree, tmp_path)[0]["model.0.weight"].codec["k"]
@@ -165,7 +145,9 @@ FALLS = {"weight": {"model.1.weight"}, "exp_avg": STATE, "exp_avg_sq": STATE | {
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", FALLS)
 def test_a_refused_weight_or_state_falls_back_alone_to_what_keeps_the_budget(name, background, tmp_path):
-    tree = spoiled(name)
+    tree = trained()
+    spoilt = tree["model"] if name == "weight" else tree["optimizer"]["state"][2]
+    spoilt["1.weight" if name == "weight" else name][7, 9] = {"weight": 1e12, "exp_avg": 1e30, "exp_avg_sq": -1.0}[name]
     result = ckpt8.save(tree, tmp_path / "run.ckpt8", preset="archive", background=background)
     manifest = result.result() if background else result
     storages = {each.name: each for each in manifest.storages}

@@ -67,22 +67,17 @@ def energies(was, there, rule: str, denominator: str = "moment2") -> dict[str, f
     }
 
 
-DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16}
-
-
 def unit_of(values, codecs, rule: UpdateRule, **options) -> Unit:
     """A unit of these tensors, and its parameter."""
-    places = {key: k for k, key in enumerate(values)}
-    streams = tuple(
-        Stream(
-            k, TensorSpec(key, ROLES[key], DTYPES[x.dtype], (len(x),)), StorageInfo(key, DTYPES[x.dtype], 0, 0), codec
-        )
-        for (k, (key, x)), codec in zip(enumerate(values.items()), codecs, strict=True)
-    )
+    places, streams = {key: k for k, key in enumerate(values)}, []
+    for (key, x), codec in zip(values.items(), codecs, strict=True):
+        dtype = DType.from_label(str(x.dtype))
+        spec = TensorSpec(key, ROLES[key], dtype, (len(x),))
+        streams.append(Stream(places[key], spec, StorageInfo(key, dtype, 0, 0), codec))
     step = OptimizerStep(0, LR, BETA1, BETA2, places.get("weight"), None)
     moments = {key: k for key, k in places.items() if key != "weight"}
     numel = len(next(iter(values.values())))
-    return Unit(streams, Parameter("p", moments, rule, None, (numel,), step=step, **options))
+    return Unit(tuple(streams), Parameter("p", moments, rule, None, (numel,), step=step, **options))
 
 
 def measured(unit: Unit, values, backend="torch") -> tuple[UnitErrors, dict[str, torch.Tensor]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+import ckpt8
+
 SHAPES = {
     "embed.weight": (300, 128),
     "layers.0.up.weight": (257, 128),
@@ -115,3 +117,14 @@ def copies(tree):
 def codecs(manifest):
     """Id of the codec and the reason by the name of the storage."""
     return {record.name: (record.codec["id"], record.reason) for record in manifest.storages}
+
+
+def same(one, other):
+    """Whether tensors of 16-bit floats have the same bits."""
+    return torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
+
+
+def written(tree, folder, **options):
+    """The manifest of the compressed checkpoint, and its path."""
+    torch.save(tree, folder / "run.pt")
+    return ckpt8.compress(folder / "run.pt", folder / "run.ckpt8", force=True, **options), folder / "run.ckpt8"
