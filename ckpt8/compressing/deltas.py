@@ -91,17 +91,15 @@ class OpenBase(Closing):
             raise BrokenBaseError(str(exc)) from exc
 
     def record(self, target: Path) -> BaseRecord:
-        """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode."""
-        own, path = self._stated, relative_path(self.path, target)
+        """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode.
+
+        The path is from the folder of ``target``, or of what that leads to, with slashes.
+        """
+        own, base = self._stated, Path(os.path.realpath(self.path.parent)) / self.path.name
+        path = Path(os.path.relpath(base, Path(os.path.realpath(target)).parent)).as_posix()
         if not is_unicode(path):
             raise UsageError(f"{self.path}: a file whose name is no Unicode cannot be a base; rename it")
         return BaseRecord(seal=own.seal, path=path, key=own.key, place=self._place, links=own.links + 1)
-
-
-def relative_path(base: Path, target: Path) -> str:
-    """The path of ``base`` from the folder of ``target``, or of what that leads to, with slashes."""
-    home = os.path.realpath(base.parent)
-    return Path(os.path.relpath(Path(home) / base.name, Path(os.path.realpath(target)).parent)).as_posix()
 
 
 def check_base(record: BaseRecord | None, target: Path) -> None:

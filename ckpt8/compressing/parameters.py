@@ -201,8 +201,7 @@ class _Steps:
         self._streams = plan.streams
         self._index = {stream.storage.key: stream.index for stream in self._streams}
         self._views = views_of(plan.tensors)
-        self._masters = plan.masters
-        self._chosen = plan.chosen
+        self._masters, self._chosen = plan.masters, plan.chosen
         self._taken = {index for parameter in parameters for index in parameter.streams}
         self.stepless: dict[int, str] = {}
         self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)

@@ -137,12 +137,16 @@ def test_the_codecs_under_test_hold_every_registered_one_and_every_preset():
 
 
 @each_codec
-def test_configuration_survives_json(codec):
+def test_codecs_are_frozen_values_whose_configuration_survives_json(codec):
     stored = json.loads(json.dumps(config_of(codec)))
     assert stored["id"] == codec.id
     assert set(stored) == {"id"} | {field.name for field in dataclasses.fields(codec)}
     assert codec_from_config(stored) == codec
     assert type(codec_from_config(stored)) is type(codec)
+    assert hash(codec) == hash(codec_from_config(config_of(codec)))
+    for field in dataclasses.fields(codec):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(codec, field.name, getattr(codec, field.name))
 
 
 def test_stored_parameters_reach_the_codec():
@@ -150,14 +154,6 @@ def test_stored_parameters_reach_the_codec():
     config = {"id": "companded8/1", "signed": False, "Q": 63, "p": 0.5}
     assert codec_from_config(config) == Companded8(signed=False, Q=63, p=0.5)
     assert codec_from_config({"id": "lossless/1"}) == Lossless()
-
-
-@each_codec
-def test_codecs_are_frozen_values(codec):
-    assert hash(codec) == hash(codec_from_config(config_of(codec)))
-    for field in dataclasses.fields(codec):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(codec, field.name, getattr(codec, field.name))
 
 
 UNKNOWN = {

@@ -122,17 +122,15 @@ def test_small_tensors_that_would_be_lossless_anyway_have_no_reason():
 )
 def test_buffers_stay_exact(buffer):
     assert buffer in BUFFERS
+    kept = Lossless(), "buffer"
     for name in (f"model.layer.{buffer}", f"state_dict.{buffer}", buffer):
-        assert choose(Policy(), Role.WEIGHT, names=[name]) == (Lossless(), "buffer")
+        assert choose(Policy(), Role.WEIGHT, names=[name]) == kept
     for name in (f"model.{buffer}.weight", f"model.{buffer}_proj", f"model.my_{buffer}"):
         assert choose(Policy(), Role.WEIGHT, names=[name]) == (Split24(), None)
-    assert choose(Policy(), Role.WEIGHT, names=("model.w", f"ema.{buffer}"), shapes=(BIG, BIG)) == (
-        Lossless(),
-        "buffer",
-    )
+    assert choose(Policy(), Role.WEIGHT, names=("model.w", f"ema.{buffer}"), shapes=(BIG, BIG)) == kept
 
 
-def test_the_first_rule_that_matches_wins():
+def test_the_first_rule_that_matches_any_name_of_a_storage_wins():
     policy = Policy.of("flash", ["model.head.*=lossless", "model.*=split24(R=7)", "*=split24(R=1)"])
     assert choose(policy, Role.WEIGHT, names=["model.head.weight"]) == (Lossless(), None)
     assert choose(policy, Role.WEIGHT, names=["model.body.weight"]) == (Split24(R=7), None)
@@ -140,9 +138,6 @@ def test_the_first_rule_that_matches_wins():
     reverse = Policy.of("flash", ["model.*=split24(R=7)", "model.head.*=lossless"])
     assert choose(reverse, Role.WEIGHT, names=["model.head.weight"]) == (Split24(R=7), None)
     assert choose(reverse, Role.WEIGHT, names=["ema.weight"]) == (Split24(), None)
-
-
-def test_a_rule_matches_any_of_the_names_of_a_storage():
     policy = Policy.of("flash", ["*.lm_head.weight=lossless"])
     names = ("model.wte.weight", "model.lm_head.weight")
     assert choose(policy, Role.WEIGHT, names=names, shapes=(BIG, BIG)) == (Lossless(), None)
