@@ -503,9 +503,11 @@ def chain(
 
 def _left_alone(skipped: Mapping[Path, str], packed: Sequence[str]) -> list[str]:
     """A line for each reason why something in the folder is left as it is."""
-    names = grouped((reason, path.name) for path, reason in skipped.items())
     return [
-        *(f"{listed(paths, _LISTED)}: left alone: {reason}" for reason, paths in names.items()),
+        *(
+            f"{listed(names, _LISTED)}: left alone: {reason}"
+            for reason, names in grouped((reason, path.name) for path, reason in skipped.items()).items()
+        ),
         *([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else []),
     ]
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 Backend = Literal["torch", "triton", "numba"]
-_BACKENDS = get_args(Backend)
 
 OLDEST_TRITON = (3, 6)
 """Older versions flush subnormal numbers to zero in ``div_rn`` and ``sqrt_rn``, and lose small second moments."""
@@ -69,7 +68,7 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
     Raises UsageError when an explicit request cannot be met.
     """
     require(
-        requested in (None, *_BACKENDS),
+        requested in (None, *get_args(Backend)),
         f"backend {requested!r} does not exist; use 'torch', 'triton' or 'numba'",
         UsageError,
     )

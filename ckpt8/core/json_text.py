@@ -31,10 +31,7 @@ MAX_DEPTH = 128
 """The deepest nesting; that of real files is ten."""
 
 _BYTE, _BRACKET, _COMMA, _QUOTE, _COLON = 10, 68, 8, 8, 160
-_ESCAPED = re.compile(rb'\\[\\"]')
-_STRING = re.compile(rb'"[^"]*"')
 _NO_MARKS = bytes(set(range(256)) - set(b'[]{},:"'))
-_NO_BRACKETS = b',:"'
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 
 
@@ -57,11 +54,11 @@ def check_json(text: bytes, where: str, allowed: int) -> None:
 
 def _measured(text: bytes) -> tuple[int, bytes]:
     """The cost, and the brackets outside of strings, all of them square."""
-    marks = (_ESCAPED.sub(b"", text) if b"\\" in text else text).translate(None, _NO_MARKS)
+    marks = (re.sub(rb'\\[\\"]', b"", text) if b"\\" in text else text).translate(None, _NO_MARKS)
     quotes = marks.count(b'"')
-    marks = _STRING.sub(b"", marks.replace(b'""', b""))
+    marks = re.sub(rb'"[^"]*"', b"", marks.replace(b'""', b""))
     size = _BYTE * len(text) + _COMMA * marks.count(b",") + _COLON * marks.count(b":") + _QUOTE * quotes
-    return size + _BRACKET * (marks.count(b"[") + marks.count(b"{")), marks.translate(_SQUARE, _NO_BRACKETS)
+    return size + _BRACKET * (marks.count(b"[") + marks.count(b"{")), marks.translate(_SQUARE, b',:"')
 
 
 def parse_json(text: bytes, where: str, allowed: int | None = None) -> Any:

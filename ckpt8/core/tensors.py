@@ -175,15 +175,13 @@ class PartSpec:
 
 
 SMALL_NUMEL = 4096
-
-SMALL_VECTOR_NUMEL = 65_536
-"""Biases and norms: below these sizes (the second for 1-D tensors) a tensor costs little and stays exact."""
+"""Biases and norms: below this size, 1-D tensors below 65,536, a tensor costs little and stays exact."""
 
 
 def is_small(shape: tuple[int, ...]) -> bool:
     """Whether a tensor of this shape is a bias, a norm or otherwise too small to be worth an error."""
     numel = prod(shape)
-    return numel < SMALL_NUMEL or (len(shape) <= 1 and numel < SMALL_VECTOR_NUMEL)
+    return numel < SMALL_NUMEL or (len(shape) <= 1 and numel < 65_536)
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -48,12 +48,11 @@ _UNITS = {
     **{f"{prefix}b": 1000**k for k, prefix in enumerate("kmgt", 1)},
     **{f"{prefix}ib": 1024**k for k, prefix in enumerate("kmgt", 1)},
 }
-_SIZE = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([a-z]*)")
 
 
 def parse_size(text: str, option: str) -> int:
     """Bytes of ``1.5GB``, ``250 MB``, ``8GiB`` or ``2.5e8``. Raises UsageError that names the option."""
-    match = _SIZE.fullmatch(text.strip().lower())
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
     count = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     require(1 <= count < 1 << 62, f"{option} {text}: expected a number of bytes, as in 1.5GB or 2.5e8", UsageError)
     return int(count)

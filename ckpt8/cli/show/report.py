@@ -545,8 +545,10 @@ class Report:
         """Write the report of what ``inspect`` found. Raises InputError, OutputError."""
         distributions = self._distributions or checkpoint_distributions(self._path, full=self._full)
         replay = None if self._replay is None else read_replay(self._replay, facts.get("stored_bytes"))
-        sources = [*files_of(self._path, damaged_too=True), *filter(None, (self._original, self._replay))]
-        self._page.write(page(facts, distributions, replay), sources)
+        self._page.write(
+            page(facts, distributions, replay),
+            [*files_of(self._path, damaged_too=True), *filter(None, (self._original, self._replay))],
+        )
 
 
 def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str, Any] | None) -> str:

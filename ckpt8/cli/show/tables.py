@@ -24,9 +24,6 @@ _WORDS = (
 )
 """Columns of words."""
 
-_BREAKS = re.compile(r"[^.:/_]*[.:/_]?")
-"""A piece of a name, up to the next separator."""
-
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LONGEST, _SHORTEST = 40, 8
 """Columns of a bar."""
@@ -109,7 +106,8 @@ def _parts(text: str, width: int) -> Iterator[str]:
         if cell_len(word) <= width:
             yield f"{word} "
             continue
-        *parts, last = filter(None, _BREAKS.findall(word))
+        # A name breaks after its separators.
+        *parts, last = filter(None, re.findall(r"[^.:/_]*[.:/_]?", word))
         for part in parts:
             yield from _cut(part, width)
         *pieces, end = _cut(last, width)

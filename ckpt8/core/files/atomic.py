@@ -186,7 +186,6 @@ _sources: ContextVar[tuple[os.stat_result, ...]] = ContextVar("_sources", defaul
 _noted: ContextVar[list[str] | None] = ContextVar("_noted", default=None)
 
 _STATUS = Path("/proc/self/status")
-_UMASK = re.compile(rb"^Umask:\s*([0-7]+)$", re.MULTILINE)
 _changing_umask = threading.Lock()
 
 
@@ -227,7 +226,7 @@ def mode_of_output(*, directory: bool, group: int | None = None, replaced: os.st
 
 def _umask() -> int:
     with suppress(OSError):
-        if match := _UMASK.search(_STATUS.read_bytes()):
+        if match := re.search(rb"^Umask:\s*([0-7]+)$", _STATUS.read_bytes(), re.MULTILINE):
             return int(match[1], 8)
     # The system tells it only to those who change it, for all threads.
     with _changing_umask:

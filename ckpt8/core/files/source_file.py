@@ -22,8 +22,6 @@ from ckpt8.core.errors import InputError, UsageError, require
 
 __all__ = ["combine", "crc32"]
 
-# A path has lost one of the two slashes.
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)
 _TOOLS = {
     "http": "curl -LO",
     "https": "curl -LO",
@@ -35,7 +33,8 @@ _TOOLS = {
 
 def refuse_url(path: Path) -> None:
     """Raise UsageError for a URL, unless there is a folder of its first name."""
-    match = _URL.fullmatch(os.fspath(path))
+    # A path has lost one of the two slashes.
+    match = re.fullmatch(r"([a-z][a-z0-9+.-]+):/+(.*)", os.fspath(path), re.IGNORECASE | re.DOTALL)
     if match is None or os.path.lexists(path.parts[0]):
         return
     scheme, rest = match.groups()
