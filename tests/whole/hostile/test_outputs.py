@@ -301,6 +301,19 @@ def test_nothing_else_is_replaced(write, name, sources, tmp_path):
     assert "\n" not in said
 
 
+def test_a_container_that_calls_itself_documents_beside_documents(tmp_path, run_command):
+    """And one that is called so."""
+    make(tmp_path / "Documents", DOCUMENTS)
+    path = packed_directory(tmp_path, "Documents", "run.ckpt8")
+    before = snapshot(tmp_path / "Documents")
+    assert run_command("restore", path, "--force")[0] == 0
+    assert names(tmp_path) == ["Documents", "run", "run.ckpt8"]
+    code, out, err = run_command("restore", path.rename(tmp_path / "Documents.ckpt8"), "--force")
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert "'thesis.pdf'" in err
+    assert snapshot(tmp_path / "Documents") == before
+
+
 def test_what_comes_back_may_be_replaced_whatever_it_holds(tmp_path):
     """Files that no framework writes are written again."""
     root = tmp_path / "run"
