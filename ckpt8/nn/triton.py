@@ -141,24 +141,26 @@ def matmul_kernel(
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and states of a matrix by row; rows of codes are padded."""
+    codes = _empty(*x.shape, x.device)
+    return codes, _row_states(x, codes)
+
+
+def _row_states(x: Tensor, codes: Tensor | None) -> Tensor:
+    """The states of a matrix by row. Fills ``codes``, if there are to be any."""
     rows, columns = x.shape
-    codes = _empty(rows, columns, x.device)
     states = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
+        padded = columns if codes is None else codes.shape[1]
         with on_device(x.device):
-            rows_kernel[(rows,)](raw(x.contiguous()), codes, states, columns, codes.shape[1], **row_options(columns))
-    return codes, states
+            rows_kernel[(rows,)](raw(x.contiguous()), codes, states, columns, padded, **row_options(columns))
+    return states
 
 
 def tensor_state(x: Tensor) -> Tensor:
     """The state of a whole matrix, fp32 without dimensions."""
-    rows, columns = x.shape
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    states = torch.empty(rows, dtype=torch.float32, device=x.device)
-    with on_device(x.device):
-        rows_kernel[(rows,)](raw(x.contiguous()), None, states, columns, columns, **row_options(columns))
-    return states.amax()
+    return _row_states(x, None).amax()
 
 
 def quantise_tensor(x: Tensor, state: Tensor, *, transposed: bool = False) -> Tensor:

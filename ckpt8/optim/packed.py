@@ -43,7 +43,6 @@ from ckpt8.optim.cards import Card
 from ckpt8.optim.known_optimizers import card_of
 from ckpt8.optim.packed_tensor import (
     CHECKS,
-    Block,
     Moment,
     PackedTensor,
     StateLayout,
@@ -179,8 +178,6 @@ def layout_problem(
 
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
-Cut = tuple[int, int, Block]
-"""First element, last element + 1, and the block as the rule sees it."""
 
 
 class GradientRelease(ExitStack):
@@ -303,12 +300,6 @@ class PackedOptimizer(torch.optim.Optimizer):
             for index, pair in enumerate((group, param) for group in self.param_groups for param in group["params"])
         ]
 
-    def cuts(self, shape: torch.Size, load: Callable[..., list[torch.Tensor]]) -> list[Cut]:
-        """The blocks of a tensor: rows where it has row averages. ``load(start, stop, shape, names)`` reads one."""
-        if self.factored(tuple(shape)):
-            return row_blocks(tuple(shape), load)
-        return flat_blocks(shape.numel(), load, self.tile)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, check it, and keep its codecs as stored configurations. Raises UsageError."""
         super().add_param_group(param_group)
@@ -374,8 +365,10 @@ class PackedOptimizer(torch.optim.Optimizer):
         weights, grad = param.detach().reshape(-1), param.grad.reshape(-1)
         factor, key = -grad_factor if group["maximize"] else grad_factor, stream_key(group["seed"], index, step)
         tensor = PackedTensor(weights, grad, *self.views(group, param, state), key, factor)
-        cuts = self.cuts(param.shape, tensor.load)
-        whole = {name: state[name] for name in self.factored(tuple(param.shape))}
+        shape = tuple(param.shape)
+        whole = {name: state[name] for name in self.factored(shape)}
+        # Rows where there are row averages.
+        cuts = row_blocks(shape, tensor.load) if whole else flat_blocks(param.numel(), tensor.load, self.tile)
         arguments = {name: group[name] for name in self.rule_arguments} | {"lr": float(group["lr"])}
         results = resolve(self.card.form(param.dim()).rule)(
             [block for _, _, block in cuts], whole, step=step, **self.card.fixed, **arguments

@@ -43,13 +43,8 @@ def ranks_of(plans):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"replicas": 2},
-        {"replicas": 7},
-        {"replicas": 64},
-        {"replicas": 4, "shards": 4},
-        {"shards": 4, "tensor_parallel": 4},
-        {"replicas": 2, "shards": 3, "tensor_parallel": 2},
-        {"shards": 6},
+        *({"replicas": 2}, {"replicas": 7}, {"replicas": 64}, {"replicas": 4, "shards": 4}),
+        *({"shards": 4, "tensor_parallel": 4}, {"replicas": 2, "shards": 3, "tensor_parallel": 2}, {"shards": 6}),
     ],
     ids=str,
 )
@@ -262,19 +257,27 @@ def test_tied_weights_are_with_each_other():
         assert {found["model.free"]} != family
 
 
-def test_plans_that_are_kept_from_the_last_save_stay_together(monkeypatch):
+UNCHANGED = SavePlan([], usable=False)
+
+
+@pytest.fixture
+def planner(monkeypatch):
+    """One that keeps the plans of the last save."""
     for cache in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
         monkeypatch.setattr(SavePlanner, cache, {})
-    planner = Ckpt8SavePlanner(enable_plan_caching=True)
+    return Ckpt8SavePlanner(enable_plan_caching=True)
+
+
+def test_plans_that_are_kept_from_the_last_save_stay_together(planner):
     plans = mesh_plans(SHAPES, replicas=3)
     first, metadata = planner.create_global_plan(plans)
     assert together(first, SHAPES) == 1
-    unchanged, again = planner.create_global_plan([SavePlan([], usable=False)] * 3)
+    unchanged, again = planner.create_global_plan([UNCHANGED] * 3)
     assert not any(plan.usable for plan in unchanged)
     assert again is metadata
     # Rank 1 comes without the last layer: its plan is new, and those of the others are those of the last save.
     kept = [item for item in plans[1].items if "layers.1" not in item.index.fqn]
-    planner.create_global_plan([SavePlan([], usable=False), plan_of(*kept), SavePlan([], usable=False)])
+    planner.create_global_plan([UNCHANGED, plan_of(*kept), UNCHANGED])
     assert together(planner.global_plan, SHAPES) == 1
     assert homes(planner.global_plan).keys() == homes(plans).keys()
     assert not any("layers.1" in item.index.fqn for item in planner.global_plan[1].items)
@@ -287,15 +290,12 @@ def test_state_dicts_that_are_not_flattened_are_shared_as_well():
     assert len(set(loads(shared))) == 1
 
 
-def test_plans_with_copies_are_kept_from_the_last_save(monkeypatch):
-    for cache in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_metadata"):
-        monkeypatch.setattr(SavePlanner, cache, {})
-    planner = Ckpt8SavePlanner(enable_plan_caching=True)
+def test_plans_with_copies_are_kept_from_the_last_save(planner):
     plans = mesh_plans(CAME_SHAPES, shards=3, items=came_items)
     first = planner.create_global_plan(plans)[0]
     less = plan_of(*(item for item in plans[1].items if not item.index.fqn.endswith("4.weight.exp_avg_sq_col")))
-    for changed in (SavePlan([], usable=False), less):
-        planner.create_global_plan([SavePlan([], usable=False), changed, SavePlan([], usable=False)])
+    for changed in (UNCHANGED, less):
+        planner.create_global_plan([UNCHANGED, changed, UNCHANGED])
         gone = {(1, "4.weight", "exp_avg_sq_col")} if changed is less else set()
         assert copies(planner.global_plan) == copies(first) - gone
     assert gone < copies(first)

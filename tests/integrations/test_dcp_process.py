@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_kit import make, state_of, train, whole
+from packed_kit import INDEX, names_in
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -22,7 +24,11 @@ from ckpt8.integrations.dcp import Ckpt8StorageReader, Ckpt8StorageWriter
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("again", [lambda each: pickle.loads(pickle.dumps(each)), copy.deepcopy])
+def pickled(each):
+    return pickle.loads(pickle.dumps(each))
+
+
+@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
 def test_a_copied_writer_and_reader_do_the_same(tmp_path, again):
     state = {"model": {"w": torch.randn(80, 80), "v": torch.randn(80, 80)}}
     options = {"preset": "compact", "rules": ["*v=split24(R=15)", "model.w=lossless"], "threads": 1, "stats": False}
@@ -34,8 +40,7 @@ def test_a_copied_writer_and_reader_do_the_same(tmp_path, again):
     found = {"model": {"w": torch.zeros(80, 80), "v": torch.zeros(80, 80)}}
     dcp.load(found, storage_reader=again(Ckpt8StorageReader(tmp_path / "y", threads=1)))
     assert torch.equal(found["model"]["w"], state["model"]["w"])
-    files = [(tmp_path / name / "__0_0.ckpt8").read_bytes() for name in ("x", "y")]
-    assert files[0] == files[1]
+    assert (tmp_path / "x" / "__0_0.ckpt8").read_bytes() == (tmp_path / "y" / "__0_0.ckpt8").read_bytes()
     with pytest.raises(BaseException, match="overwrite is False"):
         dcp.save(state, storage_writer=again(writer))
 
@@ -44,25 +49,22 @@ def test_a_copied_writer_and_reader_do_the_same(tmp_path, again):
     InputError("a"), OutputError("b"), UsageError("c"), ResumeError("d", ("one", "two")),
 ])  # fmt: skip
 def test_errors_keep_their_class_and_text(error):
-    other = pickle.loads(pickle.dumps(error))
-    assert type(other) is type(error)
-    assert str(other) == str(error)
+    other = pickled(error)
+    assert (type(other), str(other)) == (type(error), str(error))
     assert getattr(other, "problems", None) == getattr(error, "problems", None)
 
 
-def test_the_lightning_plugin(tmp_path):
-    lightning = pytest.importorskip("ckpt8.integrations.lightning")
-    plugin = lightning.Ckpt8CheckpointIO()
-    for again in (pickle.loads(pickle.dumps(plugin)), copy.deepcopy(plugin)):
-        again.save_checkpoint({"x": torch.arange(5)}, tmp_path / "a.ckpt")
-        assert torch.equal(again.load_checkpoint(tmp_path / "a.ckpt")["x"], torch.arange(5))
+@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
+def test_the_lightning_plugin(tmp_path, again):
+    plugin = again(pytest.importorskip("ckpt8.integrations.lightning").Ckpt8CheckpointIO())
+    plugin.save_checkpoint({"x": torch.arange(5)}, tmp_path / "a.ckpt")
+    assert torch.equal(plugin.load_checkpoint(tmp_path / "a.ckpt")["x"], torch.arange(5))
 
 
-def test_the_callback_of_trainer():
-    transformers = pytest.importorskip("ckpt8.integrations.transformers")
-    callback = transformers.Ckpt8Callback(keep_original=False)
-    for other in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
-        assert vars(other).keys() == vars(callback).keys()
+@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
+def test_the_callback_of_trainer(again):
+    callback = pytest.importorskip("ckpt8.integrations.transformers").Ckpt8Callback(keep_original=False)
+    assert vars(again(callback)).keys() == vars(callback).keys()
 
 
 def saved_and_loaded(each):
@@ -95,7 +97,7 @@ def test_a_copied_optimizer_steps_as_the_original(name, again):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("again", [lambda each: pickle.loads(pickle.dumps(each)), copy.deepcopy])
+@pytest.mark.parametrize("again", [pickled, copy.deepcopy])
 def test_a_copied_int8_layer_gives_the_same(again):
     model = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.Linear(80, 80))
     assert ckpt8.nn.switchback(model)
@@ -105,18 +107,15 @@ def test_a_copied_int8_layer_gives_the_same(again):
 
 def test_what_saves_and_resume_give(tmp_path):
     manifest = ckpt8.save({"w": torch.ones(3), "path": Path("x")}, tmp_path / "a.ckpt8")
-    assert pickle.loads(pickle.dumps(manifest)) == manifest
+    assert pickled(manifest) == manifest
     rest = ckpt8.resume(tmp_path / "a.ckpt8")
-    assert pickle.loads(pickle.dumps(rest))["path"].name == rest["path"].name
+    assert pickled(rest)["path"].name == rest["path"].name
 
 
 def save_twice(rank, folder):
     """Two saves with one writer, as torchtitan makes them, both read back; then one that is refused."""
 
-    def save(state, writer, **options):
-        return dcp.async_save(
-            state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS, **options
-        )
+    save = partial(dcp.async_save, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
 
     def state_at(seen):
         scales = torch.arange(64).to(torch.uint16) * seen  # which pickle alone cannot hold
@@ -128,7 +127,7 @@ def save_twice(rank, folder):
     for name, seen in (("first", 7), ("second", 8)):
         state = state_at(seen)
         before = whole(state)
-        pending = save(state, writer, checkpoint_id=str(folder / name))
+        pending = save(state, storage_writer=writer, checkpoint_id=str(folder / name))
         for parameter in model.parameters():
             parameter.data.mul_(2)
         pending.result()
@@ -141,7 +140,7 @@ def save_twice(rank, folder):
         assert all(torch.equal(after[key], value) for key, value in before.items())
     refused = Ckpt8StorageWriter(folder / "first", overwrite=False)
     try:
-        save(state_at(9), refused).result()
+        save(state_at(9), storage_writer=refused).result()
     except BaseException as exc:  # torch's CheckpointException is no Exception
         text = str(exc)
     else:
@@ -154,8 +153,7 @@ def save_twice(rank, folder):
 def test_a_background_process_saves(tmp_path, world):
     run_ranks(save_twice, world, tmp_path)
     for name in ("first", "second"):
-        files = sorted(path.name for path in (tmp_path / name).iterdir())
-        assert files == [*(f"__{rank}_0.ckpt8" for rank in range(world)), "ckpt8-dcp.json"]
+        assert names_in(tmp_path / name) == [*(f"__{rank}_0.ckpt8" for rank in range(world)), INDEX]
     for rank in range(world):
         error = (tmp_path / f"error-{rank}.txt").read_text()
         assert f"{tmp_path / 'first'}: holds a checkpoint, and overwrite is False; give another directory" in error

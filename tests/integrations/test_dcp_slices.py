@@ -38,7 +38,7 @@ def stored(tensors, tmp_path_factory):
     path = tmp_path_factory.mktemp("slices") / "x.ckpt8"
     ckpt8.save(tensors, path, preset="lossless", stats=False)
     with ContainerReader(path) as reader, Workers(2) as workers:
-        yield reader, workers
+        yield reader, workers, {record.name: record.storage for record in reader.manifest.tensors}
 
 
 def boxes(shape, count):
@@ -61,9 +61,8 @@ def part(tensor, offsets, lengths):
 @pytest.mark.by_default("long rows", "small", "scalar")
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_box_is_what_narrow_gives(name, tensors, stored):
-    reader, workers = stored
-    tensor = tensors[name]
-    storage = next(record.storage for record in reader.manifest.tensors if record.name == name)
+    (reader, workers, storages), tensor = stored, tensors[name]
+    storage = storages[name]
     for offsets, lengths in boxes(tuple(tensor.shape), 6):
         expected = part(tensor, offsets, lengths)
         plain = torch.full(lengths, torch.nan)
@@ -78,12 +77,10 @@ def test_a_box_is_what_narrow_gives(name, tensors, stored):
 
 @pytest.mark.slow
 def test_integers_are_read_from_their_bytes(tensors, stored):
-    reader, workers = stored
-    counts = tensors["counts"]
-    storage = next(record.storage for record in reader.manifest.tensors if record.name == "counts")
+    (reader, workers, storages), counts = stored, tensors["counts"]
     for offsets, lengths in boxes(tuple(counts.shape), 5):
         for target in (torch.empty(lengths, dtype=torch.int64), torch.empty((*lengths, 2), dtype=torch.int32)[..., 0]):
-            fill_box(reader, storage, DType.INT64, counts.shape, target, offsets, workers)
+            fill_box(reader, storages["counts"], DType.INT64, counts.shape, target, offsets, workers)
             assert torch.equal(target.long(), part(counts, offsets, lengths))
 
 
@@ -99,8 +96,7 @@ def test_integers_are_read_from_their_bytes(tensors, stored):
     ],
 )
 def test_only_the_chunks_that_are_needed_are_decoded(name, offsets, lengths, chunks, tensors, stored, monkeypatch):
-    reader, workers = stored
-    storage = next(record.storage for record in reader.manifest.tensors if record.name == name)
+    reader, workers, storages = stored
     decoded = set()
     decode = reader.decode_chunk
 
@@ -109,81 +105,71 @@ def test_only_the_chunks_that_are_needed_are_decoded(name, offsets, lengths, chu
         return decode(storage, chunk, out)
 
     monkeypatch.setattr(reader, "decode_chunk", counting)
-    fill_box(reader, storage, DType.FLOAT32, tensors[name].shape, torch.empty(lengths), offsets, workers)
+    fill_box(reader, storages[name], DType.FLOAT32, tensors[name].shape, torch.empty(lengths), offsets, workers)
     assert decoded == chunks
 
 
+def filled(names, pieces, known=(), objects=()):
+    """The object of a file with the number of its piece in every slot. ``known`` are other values by name."""
+    tree = build(Naming([*names, *known], objects), pieces, dict.fromkeys(names) | dict(known))
+    assert {tensor.ref.key for tensor in classify(tree).tensors} == set(map(str, range(len(pieces))))
+    return fill_slots(tree, range(9))
+
+
+W, MOMENTS = "optimizer.state.w", ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
+
+
 def test_slices_of_one_tensor_and_names_that_collide():
-    names = ["model.w", "w", "model", "optimizer.state.w.exp_avg", "optimizer.state.w.step"]
-    naming = Naming(names, ["epoch"])
-    items = [("model.w", (0, 0)), ("model.w", (4, 0)), ("w", (0,)), ("model", ()), ("optimizer.state.w.exp_avg", (0,))]
-    items += [("optimizer.state.w.exp_avg", (4,)), ("w", (0,))]
-    known = {"optimizer.state.w.step": torch.tensor(5.0), "optimizer.param_groups.w.betas": (0.9, 0.99)}
-    tree = build(naming, [(*item, (), ()) for item in items], known | dict.fromkeys(names[:4]))
-    assert fill_slots(tree, range(9))["model"] == {"w": 0, "w@4x0": 1}
-    assert fill_slots(tree, range(9))["weights"] == {"w": 2, "w@0": 6}
-    assert fill_slots(tree, range(9))["optimizer"]["state"] == {
-        "w": {"exp_avg": 4, "step": 5.0},
-        "w@4": {"exp_avg": 5, "step": 5.0},
+    known = {f"{W}.step": torch.tensor(5.0), "optimizer.param_groups.w.betas": (0.9, 0.99)}
+    items = [("model.w", (0, 0)), ("model.w", (4, 0)), ("w", (0,)), ("model", ()), (MOMENTS[0], (0,))]
+    items += [(MOMENTS[0], (4,)), ("w", (0,))]
+    found = filled(["model.w", "w", "model", MOMENTS[0]], [(*item, (), ()) for item in items], known, ["epoch"])
+    assert found["model"] == {"w": 0, "w@4x0": 1}
+    assert found["weights"] == {"w": 2, "w@0": 6}
+    assert found["optimizer"] == {
+        "state": {"w": {"exp_avg": 4, "step": 5.0}, "w@4": {"exp_avg": 5, "step": 5.0}},
+        "param_groups": [{"params": ["w", "w@4"], "betas": (0.9, 0.99)}],
     }
-    assert fill_slots(tree, range(9))["optimizer"]["param_groups"] == [{"params": ["w", "w@4"], "betas": (0.9, 0.99)}]
-    assert {tensor.ref.key for tensor in classify(tree).tensors} == set(map(str, range(len(items))))
 
 
 def test_the_state_of_a_slice_states_the_shape_of_its_parameter():
-    names = ["optimizer.state.w.exp_avg", "optimizer.state.b.exp_avg"]
-    pieces = [(names[0], (3, 0), (3, 4), (9, 4)), (names[1], (0,), (4,), (4,))]
-    tree = build(Naming(names), pieces, dict.fromkeys(names))
-    assert fill_slots(tree, range(9))["optimizer"]["state"] == {
-        "w": {"exp_avg": 0, "whole_shape": [9, 4]},
-        "b": {"exp_avg": 1},
-    }
+    names = [MOMENTS[0], "optimizer.state.b.exp_avg"]
+    found = filled(names, [(names[0], (3, 0), (3, 4), (9, 4)), (names[1], (0,), (4,), (4,))])
+    assert found["optimizer"]["state"] == {"w": {"exp_avg": 0, "whole_shape": [9, 4]}, "b": {"exp_avg": 1}}
 
 
 def test_averages_are_with_the_moments_of_their_slices():
-    state = "optimizer.state.w"
-    items = [(f"{state}.exp_avg_sq_col", (0,)), (f"{state}.exp_avg_sq_row", (6,)), (f"{state}.exp_avg_sq_row", (3,))]
-    items += [(f"{state}.exp_avg", (3, 0)), (f"{state}.exp_avg", (6, 0)), ("optimizer.state.v.exp_avg_sq_row", (0,))]
-    shapes = [((4,), (4,)), *[((3,), (9,))] * 2, *[((3, 4), (9, 4))] * 2, ((5,), (5,))]
-    pieces = [(*item, *shape) for item, shape in zip(items, shapes, strict=True)]
-    tree = build(Naming([name for name, _ in items]), pieces, {})
-    assert fill_slots(tree, range(9))["optimizer"]["state"] == {
+    pieces = [
+        (f"{W}.exp_avg_sq_col", (0,), (4,), (4,)),
+        *((f"{W}.exp_avg_sq_row", (row,), (3,), (9,)) for row in (6, 3)),
+        *((f"{W}.exp_avg", (row, 0), (3, 4), (9, 4)) for row in (3, 6)),
+        ("optimizer.state.v.exp_avg_sq_row", (0,), (5,), (5,)),
+    ]
+    assert filled([name for name, *_ in pieces], pieces)["optimizer"]["state"] == {
         "w": {"exp_avg": 3, "exp_avg_sq_row": 2, "exp_avg_sq_col": 0, "whole_shape": [9, 4]},
         "w@6x0": {"exp_avg": 4, "exp_avg_sq_row": 1, "exp_avg_sq_col": 0, "whole_shape": [9, 4]},
         "v": {"exp_avg_sq_row": 5},
     }
-    assert {tensor.ref.key for tensor in classify(tree).tensors} == set(map(str, range(len(items))))
 
 
 def test_scalars_of_the_state_and_of_the_group_that_another_rank_stores():
-    names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
     # As optimi's StableAdamW keeps them.
-    state = {"optimizer.state.w.eps_sq": torch.tensor(0.5), "optimizer.state.w.kahan_comp": None}
     group = {"beta1": 0.9, "step": torch.tensor(5, dtype=torch.int32), "params": ["w"]}
-    known = {
-        **dict.fromkeys(names),
-        **state,
-        **{f"optimizer.param_groups.0.{key}": each for key, each in group.items()},
+    known = {f"{W}.eps_sq": torch.tensor(0.5), f"{W}.kahan_comp": None}
+    known |= {f"optimizer.param_groups.0.{key}": each for key, each in group.items()}
+    assert filled(MOMENTS, [(name, (4,), (), ()) for name in MOMENTS], known)["optimizer"] == {
+        "state": {"w": {"exp_avg": 0, "exp_avg_sq": 1, "eps_sq": 0.5, "kahan_comp": None}},
+        "param_groups": [{"params": ["w"], "beta1": 0.9, "step": 5}],
     }
-    tree = build(Naming([*names, *state]), [(name, (4,), (), ()) for name in names], known)
-    moments = {"exp_avg": 0, "exp_avg_sq": 1}
-    assert fill_slots(tree, range(9))["optimizer"]["state"] == {"w": {**moments, "eps_sq": 0.5, "kahan_comp": None}}
-    assert fill_slots(tree, range(9))["optimizer"]["param_groups"] == [{"params": ["w"], "beta1": 0.9, "step": 5}]
 
 
 def test_no_rule_is_claimed_where_moments_are_in_another_file():
-    names = ["optimizer.state.w.exp_avg", "optimizer.state.w.exp_avg_sq"]
-    known = dict.fromkeys(names) | {"optimizer.param_groups.w.betas": (0.9, 0.99)}
-    tree = build(Naming(names), [(names[0], (0,), (), ())], known)
-    assert fill_slots(tree, range(9))["optimizer"]["param_groups"] == []
+    found = filled(MOMENTS, [(MOMENTS[0], (0,), (), ())], {"optimizer.param_groups.w.betas": (0.9, 0.99)})
+    assert found["optimizer"]["param_groups"] == []
 
 
 def test_a_model_with_a_module_named_state():
     naming = Naming(["ssm.state.weight", "optimizer.state.ssm.state.weight.exp_avg"])
     assert naming.place("ssm.state.weight") == ("weights", "ssm.state.weight")
-    assert naming.place("optimizer.state.ssm.state.weight.exp_avg") == (
-        "optimizer",
-        "state",
-        "ssm.state.weight",
-        "exp_avg",
-    )
+    place = ("optimizer", "state", "ssm.state.weight", "exp_avg")
+    assert naming.place("optimizer.state.ssm.state.weight.exp_avg") == place

@@ -71,8 +71,22 @@ def trainer(folder, steps, plugins, callbacks=(), module=L):
     )
 
 
-def keep(folder, **options):
-    return L.pytorch.callbacks.ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, **options)
+def keep(folder, every=2, **options):
+    return L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=every, **options)
+
+
+def first_half(folder, plugins, **options):
+    """A run that is saved at its end, in the folder of its other files; the path of that file."""
+    model = Net()
+    trainer(folder, SAVED, plugins, [keep(folder, save_top_k=1, **options)]).fit(model, batches())
+    return model, folder / f"step={SAVED}.ckpt"
+
+
+def second_half(folder, plugins, path):
+    """A new model that goes on from there, and its trainer."""
+    model, resumed = Net(), trainer(folder, LAST, plugins)
+    resumed.fit(model, batches(), ckpt_path=str(path))
+    return model, resumed
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +102,7 @@ def whole(tmp_path_factory):
     [("lossless", 0, False), ("flash", 1e-4, True), ("compact", 3e-3, False), ("archive", 3e-2, True)],
 )
 def test_a_run_goes_on(preset, drift, background, whole, tmp_path):
-    plugin = Ckpt8CheckpointIO(preset=preset, background=background)
-    first = Net()
-    trainer(tmp_path, SAVED, [plugin], [keep(tmp_path, save_top_k=1)]).fit(first, batches())
-    path = tmp_path / f"step={SAVED}.ckpt"
+    first, path = first_half(tmp_path, [Ckpt8CheckpointIO(preset=preset, background=background)])
     assert first.losses == whole[:SAVED]
     assert is_container(path)
     assert not ckpt8.verify(path).failures
@@ -99,9 +110,7 @@ def test_a_run_goes_on(preset, drift, background, whole, tmp_path):
         manifest = file.manifest
     assert manifest.preset == preset
     assert {record.rule["kind"] for record in manifest.parameters} == {"adam"}
-    second = Net()
-    resumed = trainer(tmp_path, LAST, [Ckpt8CheckpointIO()])
-    resumed.fit(second, batches(), ckpt_path=str(path))
+    second, resumed = second_half(tmp_path, [Ckpt8CheckpointIO()], path)
     assert len(second.losses) == LAST - SAVED
     found = max(abs(a - b) for a, b in zip(second.losses, whole[SAVED:], strict=True))
     assert found <= drift
@@ -110,11 +119,9 @@ def test_a_run_goes_on(preset, drift, background, whole, tmp_path):
 
 
 def test_a_run_without_the_plugin_goes_on_with_it(whole, tmp_path):
-    trainer(tmp_path, SAVED, [], [keep(tmp_path, save_top_k=1)]).fit(Net(), batches())
-    path = tmp_path / f"step={SAVED}.ckpt"
+    _, path = first_half(tmp_path, [])
     assert not is_container(path)
-    model = Net()
-    trainer(tmp_path, LAST, [Ckpt8CheckpointIO()]).fit(model, batches(), ckpt_path=str(path))
+    model, _ = second_half(tmp_path, [Ckpt8CheckpointIO()], path)
     assert model.losses == whole[SAVED:]
 
 
@@ -122,9 +129,8 @@ def test_lightnings_own_thread_around_the_plugin(whole, tmp_path):
     from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
     plugin = AsyncCheckpointIO(Ckpt8CheckpointIO(preset="lossless"))
-    trainer(tmp_path, SAVED, [plugin], [keep(tmp_path, save_top_k=1)]).fit(Net(), batches())
-    model = Net()
-    trainer(tmp_path, LAST, [plugin]).fit(model, batches(), ckpt_path=str(tmp_path / f"step={SAVED}.ckpt"))
+    _, path = first_half(tmp_path, [plugin])
+    model, _ = second_half(tmp_path, [plugin], path)
     assert model.losses == whole[SAVED:]
 
 
@@ -182,34 +188,31 @@ def test_nothing_in_a_pickle_is_executed(tmp_path):
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):
-    io = Ckpt8CheckpointIO()
-    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
-        io.load_checkpoint(tmp_path / "nothing.ckpt")
-    (tmp_path / "text.ckpt").write_text("no checkpoint")
-    with pytest.raises(InputError, match=r"text.ckpt: cannot be loaded"):
-        io.load_checkpoint(tmp_path / "text.ckpt")
-    with pytest.raises(InputError, match="is a directory"):
-        io.load_checkpoint(tmp_path)
-    with pytest.raises(UsageError, match="is not a path of the file system"):
-        io.save_checkpoint({}, "s3://bucket/x.ckpt")
-    with pytest.raises(UsageError, match="storage_options"):
-        io.save_checkpoint({}, tmp_path / "x.ckpt", storage_options={})
-    with pytest.raises(UsageError, match="preset 'best'"):
-        Ckpt8CheckpointIO(preset="best")
-    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'last\.ckpt'"):
-        Ckpt8CheckpointIO(base="last.ckpt")
-    with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
-        Ckpt8CheckpointIO(budget=11)
-    with pytest.raises(UsageError, match="a bound on the update error is a number from 0 on, not -1"):
-        Ckpt8CheckpointIO(max_update_error=-1)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be written"):
-        io.save_checkpoint({}, tmp_path / "file" / "x.ckpt")
-    io.save_checkpoint({"w": torch.ones(3)}, tmp_path / "x.ckpt")
-    content = (tmp_path / "x.ckpt").read_bytes()
-    (tmp_path / "x.ckpt").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(InputError, match="does not match the seal"):
-        io.load_checkpoint(tmp_path / "x.ckpt")
+    io, damaged = Ckpt8CheckpointIO(), tmp_path / "damaged.ckpt"
+    for name in ("text.ckpt", "file"):
+        (tmp_path / name).write_text("no checkpoint")
+    io.save_checkpoint({"w": torch.ones(3)}, damaged)
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for error, said, call, *arguments in (
+        (FileNotFoundError, "Checkpoint file not found", io.load_checkpoint, tmp_path / "nothing.ckpt"),
+        (InputError, r"text.ckpt: cannot be loaded", io.load_checkpoint, tmp_path / "text.ckpt"),
+        (InputError, "is a directory", io.load_checkpoint, tmp_path),
+        (InputError, "does not match the seal", io.load_checkpoint, damaged),
+        (UsageError, "is not a path of the file system", io.save_checkpoint, {}, "s3://bucket/x.ckpt"),
+        (UsageError, "storage_options", io.save_checkpoint, {}, tmp_path / "x.ckpt", {}),
+        (OutputError, "cannot be written", io.save_checkpoint, {}, tmp_path / "file" / "x.ckpt"),
+    ):
+        with pytest.raises(error, match=said):
+            call(*arguments)
+    for said, options in (
+        ("preset 'best'", {"preset": "best"}),
+        (r"base is 'auto' or None, not 'last\.ckpt'", {"base": "last.ckpt"}),
+        (r"a budget is a number of steps from 0\.01 to 10, not 11", {"budget": 11}),
+        ("a bound on the update error is a number from 0 on, not -1", {"max_update_error": -1}),
+    ):
+        with pytest.raises(UsageError, match=said):
+            Ckpt8CheckpointIO(**options)
 
 
 def test_what_fails_in_the_background_is_raised_later(tmp_path, monkeypatch):
@@ -230,15 +233,21 @@ def test_what_fails_in_the_background_is_raised_later(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_save_under_way_is_waited_for(tmp_path, monkeypatch):
-    go_on = threading.Event()
-    finish = ContainerWriter.finish
+@pytest.fixture
+def go_on(monkeypatch):
+    """What every save waits for before it finishes its file; set at first."""
+    event, finish = threading.Event(), ContainerWriter.finish
+    event.set()
 
     def slow(self, *args):
-        go_on.wait()
+        event.wait()
         finish(self, *args)
 
     monkeypatch.setattr(ContainerWriter, "finish", slow)
+    return event
+
+
+def test_a_save_under_way_is_waited_for(go_on, tmp_path):
     io = Ckpt8CheckpointIO(background=True)
     for name, action in (("x.ckpt", io.load_checkpoint), ("y.ckpt", io.remove_checkpoint)):
         go_on.clear()
@@ -289,19 +298,13 @@ def test_fabric_saves_and_loads(tmp_path):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.items())
 
 
-def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(tmp_path, monkeypatch):
+def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(go_on, tmp_path):
     """As in a function that ends with a save of Fabric: nobody waits for it."""
     plugin, state = Ckpt8CheckpointIO(preset="lossless", base="auto", background=True), torch.arange(1e5)
     checkpoint = {"model": {"w": state}}
     plugin.save_checkpoint(checkpoint, tmp_path / "1.ckpt")
     plugin.teardown()
-    go_on, finish = threading.Event(), ContainerWriter.finish
-
-    def slow(self, *args):
-        go_on.wait()
-        finish(self, *args)
-
-    monkeypatch.setattr(ContainerWriter, "finish", slow)
+    go_on.clear()
     plugin.save_checkpoint(checkpoint, tmp_path / "2.ckpt")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -327,18 +330,14 @@ class Seen(Ckpt8CheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def fit(folder, plugin, steps, **options):
-    keep = L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=2, **options)
-    trainer(folder, steps, [plugin], [keep]).fit(Net(), batches())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_what_is_removed_breaks_no_chain(mode, background, tmp_path):
     """Of the greatest steps all but the last two are removed; of the least, each new one but for ``last.ckpt``."""
     folder, plugin = tmp_path / "run", Seen(background=background)
-    fit(folder, plugin, 6, monitor="step", mode=mode, save_last=True)
+    callback = keep(folder, every=1, save_top_k=2, monitor="step", mode=mode, save_last=True)
+    trainer(folder, 6, [plugin], [callback]).fit(Net(), batches())
     kept = sorted(path for path in folder.iterdir() if path.is_file())
     steps = (5, 6) if mode == "max" else (1, 2)
     assert [path.name for path in kept] == ["last.ckpt", *(f"step={step}.ckpt" for step in steps)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packed_kit import names_in
 
 from ckpt8.integrations import sharded
 from ckpt8.integrations.sharded import Ckpt8StrategyMixin
@@ -35,7 +36,7 @@ def checkpoint(epoch):
 def test_a_save_that_fails_leaves_the_rest_of_the_checkpoint_before(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     Packed().save_checkpoint(checkpoint(1), path)
-    before = sorted(each.name for each in path.iterdir())
+    before = names_in(path)
 
     def fails(*_):
         raise OSError("the disk is gone")
@@ -44,7 +45,7 @@ def test_a_save_that_fails_leaves_the_rest_of_the_checkpoint_before(tmp_path, mo
     with pytest.raises(OSError, match="the disk is gone"):
         Packed().save_checkpoint(checkpoint(2), path)
     assert torch.load(path / "meta.pt")["epoch"] == 1
-    assert sorted(each.name for each in path.iterdir()) == before
+    assert names_in(path) == before
 
 
 @pytest.mark.parametrize("names", [["last.ckpt"], ["last.ckpt/meta.pt", "last.ckpt/__0_0.distcp"]])
@@ -67,7 +68,7 @@ def test_a_checkpoint_of_another_kind_goes_when_the_new_one_is_written(names, tm
     assert all(torch.load(tmp_path / name)["epoch"] == 1 for name in names)
     Packed().save_checkpoint(checkpoint(2), path)
     assert torch.load(path / "meta.pt")["epoch"] == 2
-    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert names_in(tmp_path) == ["last.ckpt"]
     assert not (path / "__0_0.distcp").exists()
 
 

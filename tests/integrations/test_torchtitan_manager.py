@@ -7,17 +7,8 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_kit import (
-    LAST,
-    PRESETS,
-    SAVED,
-    batch,
-    check_resumed,
-    keep,
-    loss_of,
-    network,
-    ranks_of,
-)
+from packed_kit import INDEX, names_in
+from sharded_kit import LAST, PRESETS, SAVED, batch, check_resumed, keep, loss_of, network, ranks_of
 
 import ckpt8
 from ckpt8.core.errors import UsageError
@@ -121,9 +112,9 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in CASES), ("lossless", 3), ("archive", 3)])
 def test_the_run_goes_on(name, ranks, runs):
-    assert sorted(path.name for path in (runs / name / "checkpoint").iterdir()) == ["step-4", "step-8"]
-    files = sorted(path.name for path in (runs / name / "checkpoint" / f"step-{SAVED}").iterdir())
-    assert files == ["__0_0.ckpt8", "__1_0.ckpt8", "ckpt8-dcp.json"]
+    folder = runs / name / "checkpoint"
+    assert names_in(folder) == ["step-4", "step-8"]
+    assert names_in(folder / f"step-{SAVED}") == ["__0_0.ckpt8", "__1_0.ckpt8", INDEX]
     check_resumed(CASES[name][0], runs, f"{name}-{ranks}", expected=f"{name}-expected", other="other", moved=ranks != 2)
 
 

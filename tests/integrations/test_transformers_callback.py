@@ -112,15 +112,9 @@ def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch)
         return compress(source, target, **options)
 
     monkeypatch.setattr("ckpt8.integrations.transformers.compress", slow)
-    arguments = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"}
-    run = trainer(
-        tmp_path,
-        [Ckpt8Callback(background=True)],
-        save_total_limit=1,
-        max_steps=8,
-        **({"save_steps": 2} if strategy == "steps" else arguments),
-    )
-    run.train()
+    best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"}
+    arguments = best if strategy == "best" else {"save_steps": 2}
+    trainer(tmp_path, [Ckpt8Callback(background=True)], save_total_limit=1, max_steps=8, **arguments).train()
     assert len(done) > 2
     assert names_in(tmp_path) == [done[-1], f"{done[-1]}.ckpt8"]
     assert not ckpt8.verify(tmp_path / f"{done[-1]}.ckpt8", tmp_path / done[-1]).failures
@@ -130,13 +124,8 @@ def test_what_is_being_read_is_not_rotated_away(strategy, tmp_path, monkeypatch)
 @pytest.mark.parametrize("limit", [1, 2])
 def test_a_checkpoint_that_is_no_longer_the_best_is_removed(limit, tmp_path):
     """With a limit of 1 Trainer removes it before the callback does."""
-    run = trainer(
-        tmp_path,
-        [Ckpt8Callback(keep_original=False, strict=True)],
-        **EVALUATED,
-        save_total_limit=limit,
-        max_steps=6,
-    )
+    callback = Ckpt8Callback(keep_original=False, strict=True)
+    run = trainer(tmp_path, [callback], **EVALUATED, save_total_limit=limit, max_steps=6)
     run.train()
     best = run.state.best_model_checkpoint
     assert best is not None
@@ -290,14 +279,14 @@ def test_ranks_wait_for_each_other(tmp_path):
 
 
 def test_arguments_are_checked_before_the_run():
-    with pytest.raises(UsageError, match="preset 'best'"):
-        Ckpt8Callback(preset="best")
-    with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
-        Ckpt8Callback(budget=11)
-    with pytest.raises(UsageError, match="rule"):
-        Ckpt8Callback(rules=["nonsense"])
-    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'run\.ckpt8'"):
-        Ckpt8Callback(base="run.ckpt8")
+    for said, options in (
+        ("preset 'best'", {"preset": "best"}),
+        (r"a budget is a number of steps from 0\.01 to 10, not 11", {"budget": 11}),
+        ("rule", {"rules": ["nonsense"]}),
+        (r"base is 'auto' or None, not 'run\.ckpt8'", {"base": "run.ckpt8"}),
+    ):
+        with pytest.raises(UsageError, match=said):
+            Ckpt8Callback(**options)
 
 
 @pytest.mark.parametrize(
@@ -332,10 +321,12 @@ def test_ckpt8_itself_imports_no_framework(run_program):
 # Chains that the callback writes
 
 
-def run_chain(folder, **arguments):
+def run_chain(folder, *, keep_original=True, resume=None, **arguments):
     settings = {"save_steps": 2, "max_steps": 14, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
-    callback = Ckpt8Callback(preset="archive", base="auto")
-    trainer(folder, [callback], **{**settings, "save_total_limit": 2, **arguments}).train()
+    callback = Ckpt8Callback(preset="archive", base="auto", keep_original=keep_original)
+    trained = trainer(folder, [callback], **{**settings, "save_total_limit": 2, **arguments})
+    trained.train(resume_from_checkpoint=resume)
+    return trained
 
 
 @pytest.mark.slow
@@ -364,31 +355,14 @@ def test_without_hard_links_every_container_is_whole(tmp_path, monkeypatch):
     assert record(tmp_path / "checkpoint-4.ckpt8") is None
 
 
-def run(folder, callback, resume=None, **arguments):
-    settings = {"save_steps": 2, "max_steps": 14, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
-    settings["save_total_limit"] = 2
-    trained = trainer(folder, [callback], **{**settings, **arguments})
-    trained.train(resume_from_checkpoint=resume)
-    return trained
-
-
-def chained(**options):
-    return Ckpt8Callback(preset="archive", base="auto", **options)
+WORST = {**EVALUATED, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+"""The loss that is to be as large as possible is that of the first evaluation."""
 
 
 @pytest.mark.slow
 def test_the_best_checkpoint_stays_whole(tmp_path):
-    best = run(
-        tmp_path,
-        chained(keep_original=False),
-        eval_strategy="steps",
-        eval_steps=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,
-        save_total_limit=1,
-        max_steps=8,
-    ).state.best_model_checkpoint
+    trained = run_chain(tmp_path, keep_original=False, **WORST, save_total_limit=1, max_steps=8)
+    best = trained.state.best_model_checkpoint
     kept = [name for name in names_in(tmp_path) if name.endswith(".ckpt8")]
     assert f"{os.path.basename(best)}.ckpt8" in kept  # noqa: PTH119
     for name in kept:
@@ -408,37 +382,24 @@ def test_a_run_that_is_killed_goes_on(tmp_path, monkeypatch):
 
         patch.setattr("ckpt8.integrations.transformers.compress", killed)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, chained(keep_original=False))
+            run_chain(tmp_path, keep_original=False)
     assert names_in(tmp_path) == ["bases", "checkpoint-4.ckpt8", "checkpoint-6.ckpt8", "checkpoint-8"]
     for step in (4, 6):
         assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
     (tmp_path / "checkpoint-8").rename(tmp_path / "half")
     with temporary_checkpoint(tmp_path) as path:
         assert path == str(tmp_path / "checkpoint-6")
-        run(tmp_path, chained(keep_original=False), resume=path, max_steps=10)
+        run_chain(tmp_path, keep_original=False, resume=path, max_steps=10)
     for step in (8, 10):
         assert not ckpt8.verify(tmp_path / f"checkpoint-{step}.ckpt8").failures
-
-
-def test_the_base_is_auto_or_none():
-    with pytest.raises(UsageError, match=r"base is 'auto' or None, not 'run\.ckpt8'"):
-        Ckpt8Callback(base="run.ckpt8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2])
 @pytest.mark.parametrize("background", [False, True])
 def test_the_best_checkpoint_stays_where_trainer_looks_for_it(background, limit, tmp_path):
-    # The loss that is to be as large as possible is that of the first evaluation.
-    run = trainer(
-        tmp_path,
-        [Ckpt8Callback(keep_original=False, background=background)],
-        **EVALUATED,
-        metric_for_best_model="eval_loss",
-        greater_is_better=True,
-        save_total_limit=limit,
-        max_steps=6,
-    )
+    callback = Ckpt8Callback(keep_original=False, background=background)
+    run = trainer(tmp_path, [callback], **WORST, save_total_limit=limit, max_steps=6)
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert names_in(tmp_path) == ["checkpoint-2", "checkpoint-2.ckpt8", "checkpoint-6.ckpt8"]

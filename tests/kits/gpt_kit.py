@@ -114,31 +114,6 @@ class RunConfig:
         return self.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
-def config_for_bytes(nbytes: int) -> GPTConfig:
-    """Choose layers and width so that a fp32 AdamW checkpoint has about ``nbytes`` bytes.
-
-    That is 12 bytes per parameter. Of the shapes within 3 % (else the nearest) take the one whose width is nearest 64
-    per layer. Raises ValueError if none is within 5 %.
-    """
-    shapes = [
-        GPTConfig(n_layer=layers, n_head=max(1, width // 64), n_embd=width)
-        for width in (*range(32, 128, 32), *range(128, 4097, 64))
-        for layers in range(1, 97)
-        if 12 * 12 * layers * width * width < 2 * nbytes and width % max(1, width // 64) == 0
-    ]
-    if not shapes:
-        raise ValueError(f"no network is as small as {nbytes} bytes")
-
-    def badness(config: GPTConfig) -> tuple[float, float]:
-        error = abs(12 * config.n_params / nbytes - 1)
-        return max(error, 0.03), abs(math.log(config.n_embd / config.n_layer / 64))
-
-    best = min(shapes, key=badness)
-    if badness(best)[0] > 0.05:
-        raise ValueError(f"no network makes a checkpoint of {nbytes} bytes")
-    return best
-
-
 class Block(nn.Module):
     """One pre-norm transformer block: causal self-attention, then a feed-forward network."""
 

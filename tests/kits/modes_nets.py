@@ -65,7 +65,6 @@ NETS = {
     "uneven": Net,
     "even": lambda: Net(256),
     "uneven8": lambda: Net(521),  # shards of eight ranks that are large enough to be packed
-    "even8": lambda: Net(520),
     "tied": lambda: Net(tied=True),
     "frozen": lambda: Net(frozen=True),
     "bf16": lambda: Net().bfloat16(),

@@ -26,25 +26,11 @@ def trainer(
 ):
     """``model`` makes one of a configuration; ``arguments`` are those of TrainingArguments."""
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=256,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        attention_dropout=dropout,
-    )
-    settings = {
-        "max_steps": LAST,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 1e-2,
-        "save_steps": 4,
-        "logging_steps": 1,
-        **arguments,
-    }
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "max_position_embeddings": 32}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, attention_dropout=dropout)
+    settings = {"max_steps": LAST, "per_device_train_batch_size": 8, "learning_rate": 1e-2}
+    settings |= {"save_steps": 4, "logging_steps": 1, **arguments}
     data = [{"input_ids": row, "labels": row} for row in rows()]
     return kind(
         model=model(config),

@@ -108,14 +108,10 @@ def test_what_is_left_alone():
 
 @pytest.mark.parametrize("path", ["lm_head", "module.lm_head", "_orig_mod.model.classifier"])
 def test_heads_by_default(path):
-    model = nn.Module()
-    here = model
     *outer, last = path.split(".")
-    for name in outer:
-        here.add_module(name, nn.Module())
-        here = here.get_submodule(name)
-    here.add_module(last, nn.Linear(4, 4))
-    here.add_module("overhead", nn.Linear(4, 4))
+    model = nn.ModuleDict({last: nn.Linear(4, 4), "overhead": nn.Linear(4, 4)})
+    for name in reversed(outer):
+        model = nn.ModuleDict({name: model})
     body = ".".join([*outer, "overhead"])
     assert switchback(copy.deepcopy(model)) == [body]
     assert switchback(copy.deepcopy(model), ()) == [path, body]

@@ -55,13 +55,10 @@ def test_packed_steps_are_the_plain_ones():
 
 
 def test_its_momentum_is_compressed_and_the_error_of_the_update_is_measured(tmp_path):
-    net = model()
-    optimizer = PlainEma(net.parameters())
-    advance(net, optimizer, 0, 2)
-    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    manifest = ckpt8.compress(tmp_path / "a.pt", threads=1)
-    assert {each.rule["kind"] for each in manifest.parameters} == {"momentum"}
-    shown = inspect_container(tmp_path / "a.ckpt8", tensors=True)
+    _, _, path = run(tmp_path)
+    with ckpt8.open(path.with_suffix(".ckpt8")) as file:
+        assert {each.rule["kind"] for each in file.manifest.parameters} == {"momentum"}
+    shown = inspect_container(path.with_suffix(".ckpt8"), tensors=True)
     [row] = [each for each in shown["tensors"] if each["name"] == "optimizer.state.4.velocity"]
     assert row["role"] == "moment1"
     assert "companded8" in row["codec"]

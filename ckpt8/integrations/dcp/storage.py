@@ -157,16 +157,18 @@ def index_of(directory: Path, metadata: Metadata, files: Sequence[RankFile], sav
     if missing:
         raise OutputError(f"{directory}: {missing[0]}: no rank has stored it; nothing was replaced")
     paths = metadata.planner_data
-    if paths is not None and not (
-        isinstance(paths, Mapping)
-        and all(
-            isinstance(name, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
-            for name, path in paths.items()
-        )
-    ):
-        raise UsageError(
-            "the planner keeps data that JSON cannot hold; use torch's DefaultSavePlanner, or one derived from it"
-        )
+    require(
+        paths is None
+        or (
+            isinstance(paths, Mapping)
+            and all(
+                isinstance(name, str) and isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
+                for name, path in paths.items()
+            )
+        ),
+        "the planner keeps data that JSON cannot hold; use torch's DefaultSavePlanner, or one derived from it",
+        UsageError,
+    )
     names = [file.file for file in files]
     tensors = {
         name: GlobalTensor(DType.from_label(str(value.properties.dtype)), tuple(value.size), layouts[name], names)
@@ -524,11 +526,11 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     def _requests(self, item: ReadItem, planner: LoadPlanner) -> Iterator[tuple[str, Callable[[_RankFile], None]]]:
         """What reads an item, each from the file of that name. Raises InputError for what is not stored."""
         name, index = item.storage_index.fqn, self._index
+        not_stored = f"{self.path}: {name}: is not stored"
         if item.type is LoadItemType.BYTE_IO and name in index.objects:
             yield index.objects[name].file, partial(self._read_value, planner, item)
             return
-        if item.type is LoadItemType.BYTE_IO or name not in index.tensors:
-            raise self._not_stored(name)
+        require(item.type is not LoadItemType.BYTE_IO and name in index.tensors, not_stored)
         tensor = index.tensors[name]
         first = item.storage_index.offset or (0,) * len(item.lengths)
         offsets = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
@@ -537,14 +539,10 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             f"{self.path}: {name}: has shape {tensor.shape}, and more of it is asked for",
         )
         boxes = tensor.overlapping(offsets, item.lengths)
-        if not boxes and all(item.lengths):
-            raise self._not_stored(name)
+        require(boxes or not all(item.lengths), not_stored)
         target = _Target(item, tensor, (offsets, tuple(item.lengths)), len(boxes))
         for box in boxes:
             yield box.file, partial(self._read_slice, planner, target, box)
-
-    def _not_stored(self, name: str) -> InputError:
-        return InputError(f"{self.path}: {name}: is not stored")
 
     def _read_value(self, planner: LoadPlanner, item: ReadItem, file: _RankFile) -> None:
         name, clean = item.storage_index.fqn, io.BytesIO()
