@@ -141,7 +141,7 @@ def matmul_kernel(
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and states of a matrix by row; rows of codes are padded."""
-    codes = _empty(*x.shape, x.device)
+    codes = _empty(x.shape[0], x.shape[1], x.device)
     return codes, _row_states(x, codes)
 
 
