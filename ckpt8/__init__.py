@@ -11,8 +11,11 @@ Names are resolved when first used, so that importing the package does not impor
 the imports below instead; ``tests/core/test_public.py`` holds the two lists equal.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
+if sys.platform == "win32":
+    raise ImportError("ckpt8 does not run on Windows: it locks files and renames folders as only POSIX can; use WSL")
 if TYPE_CHECKING:
     from ckpt8 import nn, optim
     from ckpt8.chaining.chain import chain

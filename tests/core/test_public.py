@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import runpy
+import sys
 from importlib import import_module
 
 import pytest
@@ -26,3 +28,9 @@ def test_the_imports_for_type_checkers_name_the_objects_that_are_found(package):
     assert seen.keys() == set(package.__all__) - {"__version__", "OPTIMIZERS"}
     for name, thing in seen.items():
         assert getattr(package, name) is thing, name
+
+
+def test_windows_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="Windows"):
+        runpy.run_path(ckpt8.__file__)

@@ -21,7 +21,7 @@ def test_links_and_paths_lead_to_files(page):
 
 
 def test_the_readme_is_for_five_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_every_command_is_in_the_readme_and_no_other():
