@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ckpt8.chaining.chain import chain
     from ckpt8.checkpoint.tree import Global, Inert
     from ckpt8.compressing.compress import compress, save
-    from ckpt8.container.decoding import open_container as open  # noqa: A004 - as builtins do, and safetensors
     from ckpt8.container.writer import rebase
     from ckpt8.converting.convert import convert
     from ckpt8.core.errors import (
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ckpt8.inspecting.diff import diff
     from ckpt8.inspecting.runs import runs
     from ckpt8.inspecting.verify import verify
+    from ckpt8.restoring.opened import open_container as open  # noqa: A004 - as torch has load and save
     from ckpt8.restoring.restore import load, restore
     from ckpt8.restoring.resume.resume import resume
 else:
@@ -54,7 +54,7 @@ _LOCATIONS = {
     "diff": "ckpt8.inspecting.diff:diff",
     "save": "ckpt8.compressing.compress:save",
     "load": "ckpt8.restoring.restore:load",
-    "open": "ckpt8.container.decoding:open_container",
+    "open": "ckpt8.restoring.opened:open_container",
     "restore": "ckpt8.restoring.restore:restore",
     "rebase": "ckpt8.container.writer:rebase",
     "resume": "ckpt8.restoring.resume.resume:resume",

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import IO, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -43,6 +43,7 @@ from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, refuse_source
+from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import checked
@@ -309,7 +310,7 @@ def _refuse_place(source: Path, target: Path) -> None:
 @overload
 def save(
     obj: object,
-    target: str | os.PathLike[str],
+    target: str | os.PathLike[str] | IO[bytes],
     *,
     preset: str | None = ...,
     budget: float | None = ...,
@@ -327,7 +328,7 @@ def save(
 @overload
 def save(
     obj: object,
-    target: str | os.PathLike[str],
+    target: str | os.PathLike[str] | IO[bytes],
     *,
     preset: str | None = ...,
     budget: float | None = ...,
@@ -345,7 +346,7 @@ def save(
 @checked
 def save(
     obj: object,
-    target: str | os.PathLike[str],
+    target: str | os.PathLike[str] | IO[bytes],
     *,
     preset: str | None = None,
     budget: float | None = None,
@@ -363,7 +364,7 @@ def save(
     Tensors are packed on the device that they are on, CPU or GPU. Arguments are those of ``compress``, except that an
     existing file is replaced unless ``force`` is False. A name such as ``b.pt`` gets a warning: torch.load cannot read
     a container. Raises OutputError, and UsageError for wrong arguments and for
-    an object that cannot be pickled.
+    an object that cannot be pickled. ``target`` may be a binary file such as ``io.BytesIO``, which gets the container.
 
     With ``background`` it returns a ``PendingSave`` once all tensors are packed in memory: in flash 5.1 bytes a
     parameter, for the 12 of fp32 and AdamW. You may then change the tensors; the file gets the old values. A thread
@@ -373,6 +374,14 @@ def save(
     >>> ckpt8.save({"model": model.state_dict()}, "model.ckpt8").preset
     'flash'
     """
+    if not isinstance(target, (str, os.PathLike)):
+        if background or base is not None:
+            raise UsageError("save: background and base need a path as the target, not a file object")
+        with path_to_write(target) as path:
+            return save(
+                obj, path, preset=preset, budget=budget, rules=rules, threads=threads, stats=stats,
+                max_update_error=max_update_error,
+            )  # fmt: skip
     target = Path(target)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error)

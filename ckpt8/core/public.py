@@ -71,6 +71,11 @@ def is_path(value: object) -> bool:
         return False
 
 
+def is_file(value: object) -> bool:
+    """Whether a value is a file object to read from or write to."""
+    return not isinstance(value, type) and any(callable(getattr(value, name, None)) for name in ("read", "write"))
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -108,6 +113,10 @@ def _optional(accepts: Callable[[object], bool]) -> Callable[[object], bool]:
 _KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
     "str | os.PathLike[str]": (is_path, "a path, as text or a pathlib.Path"),
     "str | os.PathLike[str] | None": (_optional(is_path), "a path, as text or a pathlib.Path"),
+    "str | os.PathLike[str] | IO[bytes]": (
+        lambda value: is_path(value) or is_file(value),
+        "a path, as text or a pathlib.Path, or a binary file",
+    ),
     "Sequence[str | os.PathLike[str]]": (functools.partial(_are_all, accepts=is_path), "a list of paths"),
     "str": (_is_text, "a text"),
     "str | None": (_optional(_is_text), "a text"),

@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -17,15 +17,17 @@ from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.parameters import join_weights
 from ckpt8.checkpoint.meaning.state_dicts import find, is_packed, weight_checks
-from ckpt8.checkpoint.sources.stored_member import load_source, member_index
+from ckpt8.checkpoint.sources.stored_member import load_plain, load_source, member_index
 from ckpt8.codecs import Codec
 from ckpt8.container.bases import sources_of
+from ckpt8.container.header import CONTAINER, is_container
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded, refuse_directory
 from ckpt8.core.errors import UsageError, require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
+from ckpt8.core.files.file_objects import path_to_read
 from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.optim.packed_tensor import weight_check
@@ -152,14 +154,20 @@ def restore_original(
 
 @checked
 def load(
-    path: str | os.PathLike[str],
-    *,
+    path: str | os.PathLike[str] | IO[bytes],
     map_location: Any = None,
+    *,
+    weights_only: bool = True,
     member: str | None = None,
     unpack: bool = False,
     threads: int | None = None,
 ) -> Any:
     """Load what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give for the original.
+
+    ``path`` may also be an original of torch or safetensors, and a binary file such as ``io.BytesIO``. Arrays and
+    scalars of numpy are loaded as well. A file that has any comes on the CPU, unless ``map_location`` names a device,
+    with tensors in place of parameters. ``weights_only`` is for those who write it for torch: False is refused, as
+    nothing here unpickles.
 
     A container of several files needs ``member``, the path of one of them. A file of a distributed checkpoint gives the
     slices of tensors in it by name: ``wte.weight[0:64,:]``. To load such a checkpoint as a whole, restore it and use
@@ -175,6 +183,11 @@ def load(
     >>> ckpt8.load("run.ckpt8")["model"]["weight"].shape
     torch.Size([128, 128])
     """
+    if not weights_only:
+        raise UsageError("load: weights_only is False; leave it out: ckpt8 never runs what a pickle names")
+    if not isinstance(path, (str, os.PathLike)):
+        with path_to_read(path) as copied:
+            return load(copied, map_location, member=member, unpack=unpack, threads=threads)
     if (directory := find_sharded(Path(path))) is not None:
         if member is not None or unpack:
             advice = "leave out member" if not unpack else "convert it to torch with dtype float32 to unpack it"
@@ -183,6 +196,11 @@ def load(
         from ckpt8.restoring.sharded import load_directory
 
         return load_directory(directory, map_location, threads)
+    if Path(path).suffix != CONTAINER and not is_container(Path(path)):
+        if member is not None:
+            raise UsageError(f"{path}: is one checkpoint and no .ckpt8; leave out member")
+        obj, tree = load_plain(Path(path), map_location)
+        return unpack_tree(obj, tree, str(path)) if unpack else obj
     with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
         obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.readers import READERS, get_reader
+from ckpt8.checkpoint.readers import READERS, get_reader, open_checkpoint
 from ckpt8.checkpoint.readers.rebuild import make_tensor
-from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, load_member
+from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, load_allowed, load_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.container import header
@@ -116,14 +117,23 @@ def load_source(reader: ContainerReader, index: int, file: MemberFile, map_locat
     if kind in TORCH_FORMATS:
         return load_member(file, source, kind, map_location)
     checkpoint = (slices_of_member if kind == DCP else read_member)(reader, index, source)
-    return _load_named(checkpoint, file, map_location), checkpoint.tree
+    return _load_named(checkpoint, file.name, map_location), checkpoint.tree
 
 
-def _load_named(checkpoint: OpenCheckpoint, file: MemberFile, map_location: Any) -> dict[str, torch.Tensor]:
-    """The tensors of ``file`` by name, from a ``checkpoint`` whose sizes are checked. Raises InputError, UsageError."""
+def load_plain(path: Path, map_location: Any) -> tuple[Any, Any]:
+    """``load_source`` of a checkpoint that is no container. Raises InputError."""
+    with open_checkpoint(path) as checkpoint:
+        if checkpoint.format not in TORCH_FORMATS:
+            return _load_named(checkpoint, str(path), map_location), checkpoint.tree
+        with path.open("rb") as file:
+            return load_allowed(file, str(path), map_location), checkpoint.tree
+
+
+def _load_named(checkpoint: OpenCheckpoint, where: str, map_location: Any) -> dict[str, torch.Tensor]:
+    """The tensors by name, from a ``checkpoint`` whose sizes are checked. Raises InputError, UsageError."""
     if not isinstance(map_location, (type(None), str, torch.device)):
         raise UsageError(
-            f"{file.name}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
+            f"{where}: is loaded tensor by tensor and takes a device for map_location, not {map_location!r}"
         )
     places = {storage.key: storage for storage in checkpoint.storages}
     loaded = {}

@@ -1,0 +1,259 @@
+"""The tensors of an open container, or of a directory of containers of ranks, by name: what ``ckpt8.open`` gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt8.codecs.error_stats import ErrorStats, read_error
+from ckpt8.container.decoding import decode_tensor, fill_box
+from ckpt8.container.facts import figures, tensor_facts
+from ckpt8.container.joined import JoinedReader
+from ckpt8.container.manifest import Manifest, TensorRecord
+from ckpt8.container.reader import ContainerReader
+from ckpt8.container.sharded import GlobalTensor, Slice
+from ckpt8.core.closing import Closing
+from ckpt8.core.errors import UnsupportedError, UsageError, require
+from ckpt8.core.public import checked
+from ckpt8.core.tensors import Role, view_of_box
+from ckpt8.core.text import listed
+
+
+class Tensors(Closing):
+    """The tensors of an open checkpoint by name, as ``safetensors.safe_open`` gives them.
+
+    Iteration, ``len`` and ``in`` go over the names; ``file[name]`` is ``file.get_tensor(name)``.
+    """
+
+    _device: torch.device | str
+    _tensors: Mapping[str, Any]
+
+    def keys(self) -> list[str]:
+        """Names of all tensors, in the order of the checkpoint. Values that are no plain tensors are not listed."""
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """One tensor. Raises UsageError for an unknown name."""
+        raise NotImplementedError
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor to be cut: ``file.get_slice(name)[:10]``. Raises UsageError for an unknown name."""
+        return TensorSlice(self, name)
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the checkpoint states about itself, as texts; None where it states nothing."""
+        return None
+
+    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        raise NotImplementedError
+
+    def _fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> bool:  # noqa: ARG002
+        """Fill ``target`` with a box of the tensor; False where only the whole of it can be had."""
+        return False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.get_tensor(name)
+
+    def _unknown(self, path: Path, name: str) -> UsageError:
+        near = get_close_matches(name, self._tensors, 3, 0.5)
+        return UsageError(f"{path}: has no tensor {name!r}" + (f"; near it are {listed(near)}" if near else ""))
+
+
+class TensorSlice:
+    """A tensor of an open checkpoint that is read when it is cut. See ``Tensors.get_slice``."""
+
+    def __init__(self, tensors: Tensors, name: str) -> None:
+        self._tensors, self._name = tensors, name
+        self._dtype, self._shape = tensors._layout(name)
+
+    def get_shape(self) -> list[int]:
+        """The shape of the whole tensor."""
+        return list(self._shape)
+
+    def get_dtype(self) -> torch.dtype:
+        """The element type."""
+        return self._dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) <= len(self._shape) and all(isinstance(part, slice) and part.step is None for part in parts):
+            full = [slice(None)] * (len(self._shape) - len(parts))
+            ranges = [range(*part.indices(size)) for part, size in zip((*parts, *full), self._shape, strict=True)]
+            target = torch.empty([len(cut) for cut in ranges], dtype=self._dtype, device=self._tensors._device)
+            if self._tensors._fill(self._name, tuple(cut.start for cut in ranges), target):
+                return target
+        return self._tensors.get_tensor(self._name)[index]
+
+
+class CheckpointFile(Tensors):
+    """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``.
+
+    >>> with ckpt8.open("run.ckpt8") as file:
+    ...     "model.weight" in file.keys()
+    True
+    """
+
+    def __init__(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
+        self._reader, self._device = ContainerReader(Path(path)), device
+        self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything the container states about itself."""
+        return self._reader.manifest
+
+    def _record(self, name: str) -> TensorRecord:
+        if name not in self._tensors:
+            raise self._unknown(self._reader.path, name)
+        return self._tensors[name]
+
+    def metadata(self) -> dict[str, str]:
+        """The names and the preset of what is in the container."""
+        manifest = self.manifest
+        return {"preset": manifest.preset, "source": manifest.directory or manifest.members[0].path}
+
+    @checked
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Decode one tensor, with its shape, strides and flags. Raises UsageError for an unknown name."""
+        return decode_tensor(self._reader, self._record(name)).to(self._device)
+
+    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        record = self._record(name)
+        return record.dtype.torch, tuple(record.shape)
+
+    def _fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> bool:
+        record = self._record(name)
+        whole = record.numel * record.dtype.itemsize
+        if not record.is_contiguous or record.flags or self._reader.manifest.storages[record.storage].nbytes != whole:
+            return False
+        fill_box(self._reader, record.storage, record.dtype, record.shape, target, offsets)
+        return True
+
+    @checked
+    def stats(self, name: str) -> dict[str, Any]:
+        """Role, codec, sizes in bytes and error of one tensor. Raises UsageError for an unknown name."""
+        return tensor_facts(self._reader.manifest, self._record(name))
+
+
+class CheckpointDirectory(Tensors):
+    """A directory that ``Ckpt8StorageWriter`` wrote, opened as ``CheckpointFile`` opens one file; a context manager.
+
+    Its tensors are those of the whole state dict, under the names of torch.distributed.checkpoint:
+    ``optimizer.state.wte.weight.exp_avg``. See ``open``.
+    """
+
+    def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
+        self._joined, self._device = JoinedReader(path), device
+        index = self._joined.index
+        order = dict.fromkeys([*(name for name in index.paths or {} if name in index.tensors), *index.tensors])
+        self._tensors = {
+            name: tensor
+            for name, tensor in ((name, index.tensors[name]) for name in order)
+            if tensor.is_whole or all(tensor.pickled(box) is None for box in tensor.boxes())
+        }
+
+    def close(self) -> None:
+        """Close all files."""
+        self._joined.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything that the containers state about themselves, as one."""
+        return self._joined.manifest
+
+    def _tensor(self, name: str) -> GlobalTensor:
+        if name in self._tensors:
+            return self._tensors[name]
+        index = self._joined.index
+        require(
+            name not in index.tensors and name not in index.objects,
+            f"{self._joined.path}: {name!r} is kept as torch.save writes it, not as a plain tensor; load it with "
+            "ckpt8.load",
+            UnsupportedError,
+        )
+        raise self._unknown(self._joined.path, name)
+
+    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        tensor = self._tensor(name)
+        return tensor.dtype.torch, tuple(tensor.shape)
+
+    @checked
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Put one tensor together. Only its own slices are read, chunk by chunk.
+
+        Raises UsageError for an unknown name, UnsupportedError for a value that is no plain tensor, and InputError for
+        damage.
+        """
+        tensor = self._tensor(name)
+        out = torch.empty(tensor.shape, dtype=tensor.dtype.torch, device="cpu")
+        for box in tensor.boxes():
+            target = view_of_box(out, (box.offsets, box.sizes))
+            reader, record = self._joined.by_name[box.file], self._record(name, box)
+            if record.is_contiguous:
+                fill_box(reader, record.storage, record.dtype, record.shape, target)
+            else:
+                target.copy_(decode_tensor(reader, record))
+        return out.to(self._device)
+
+    def _record(self, name: str, box: Slice) -> TensorRecord:
+        return self._joined.slices[box.file][name, box.offsets]
+
+    @checked
+    def stats(self, name: str) -> dict[str, Any]:
+        """Role, codec, sizes in bytes and error of one tensor, over all of its ``slices``. Raises as ``get_tensor``."""
+        tensor, joined = self._tensor(name), self._joined
+        records = [replace(self._record(name, box), storage=joined.storage_of(name, box)) for box in tensor.boxes()]
+        own = [tensor_facts(joined.manifest, record) for record in records]
+        if not own:  # a tensor without elements, which no container holds
+            return {
+                "role": Role.OTHER.value,
+                "dtype": tensor.dtype.label,
+                **dict.fromkeys(("codec", "reason")),
+                **dict.fromkeys(("elements", "bytes", "stored_bytes", "slices"), 0),
+                "parts": {},
+                "masters": [],
+                "error": None,
+            }
+        parts = dict.fromkeys(part for record in own for part in record["parts"])
+        return {
+            **own[0],
+            **{
+                key: ", ".join(dict.fromkeys(record[key] for record in own if record[key] is not None)) or None
+                for key in ("codec", "reason")
+            },
+            **{key: sum(record[key] for record in own) for key in ("elements", "bytes", "stored_bytes")},
+            "parts": {part: sum(record["parts"].get(part, 0) for record in own) for part in parts},
+            "masters": list(dict.fromkeys(master for record in own for master in record["masters"])),
+            "error": _error(joined.manifest, records),
+            "slices": len(own),
+        }
+
+
+def _error(manifest: Manifest, records: Sequence[TensorRecord]) -> dict[str, Any] | None:
+    """The figures of the error of all slices together; None unless that of each was measured, and alike."""
+    errors: list[Any] = [read_error(manifest.storages[record.storage].error) for record in records]
+    total = errors[0]
+    for error in errors[1:]:
+        if not isinstance(total, ErrorStats) or type(error) is not type(total):
+            return None
+        total.merge(error)
+    return figures(total) if total else None

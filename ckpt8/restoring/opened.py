@@ -1,0 +1,70 @@
+"""``ckpt8.open``: the tensors of a checkpoint by name, one at a time, whether ckpt8, torch or safetensors wrote it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ckpt8.checkpoint.meaning.roles import classify
+from ckpt8.checkpoint.readers import open_checkpoint
+from ckpt8.checkpoint.sources.objects import RestBuilder
+from ckpt8.container.header import CONTAINER, is_container
+from ckpt8.container.opened import CheckpointDirectory, CheckpointFile, Tensors
+from ckpt8.container.sharded import find_sharded
+from ckpt8.core.public import checked
+
+
+class PlainFile(Tensors):
+    """A checkpoint that torch or safetensors wrote, opened as ``CheckpointFile`` opens its container, with the same names."""
+
+    def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
+        self._path, self._device = path, device
+        with ExitStack() as opened:
+            self._checkpoint = opened.enter_context(open_checkpoint(path))
+            self._tensors = {tensor.name: tensor.ref for tensor in classify(self._checkpoint.tree).tensors}
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._opened.close()
+
+    def metadata(self) -> dict[str, str]:
+        """The format of the file."""
+        return {"format": self._checkpoint.format}
+
+    @checked
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor. Raises UsageError for an unknown name, InputError where the file cannot be read."""
+        if name not in self._tensors:
+            raise self._unknown(self._path, name)
+        tensor: torch.Tensor = RestBuilder(self._checkpoint).build(self._tensors[name])
+        return tensor.to(self._device)
+
+    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        if name not in self._tensors:
+            raise self._unknown(self._path, name)
+        return self._tensors[name].dtype.torch, self._tensors[name].shape
+
+
+@checked
+def open_container(
+    path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+) -> CheckpointFile | CheckpointDirectory | PlainFile:
+    """Open a checkpoint lazily, as ``safetensors.safe_open`` does. Raises InputError for damage.
+
+    It may be a ``.ckpt8``, an original of torch or safetensors, or a directory that ``Ckpt8StorageWriter`` wrote, whose
+    tensors are put together from the slices of all ranks. ``in``, iteration and ``len`` go over the names; ``f[name]``,
+    ``get_tensor(name)`` and ``get_slice(name)[:10]`` give tensors on ``device``.
+
+    >>> with ckpt8.open("run.ckpt8") as file:
+    ...     file["model.weight"].dtype
+    torch.float32
+    """
+    path = Path(path)
+    if (directory := find_sharded(path)) is not None:
+        return CheckpointDirectory(directory, device)
+    is_ours = path.suffix == CONTAINER or is_container(path)
+    return CheckpointFile(path, device) if is_ours else PlainFile(path, device)
