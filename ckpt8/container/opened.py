@@ -108,6 +108,8 @@ class CheckpointFile(Tensors):
     True
     """
 
+    _tensors: dict[str, TensorRecord]
+
     def __init__(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
         self._reader, self._device = ContainerReader(Path(path)), device
         self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
@@ -160,6 +162,8 @@ class CheckpointDirectory(Tensors):
     Its tensors are those of the whole state dict, under the names of torch.distributed.checkpoint:
     ``optimizer.state.wte.weight.exp_avg``. See ``open``.
     """
+
+    _tensors: dict[str, GlobalTensor]
 
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
         self._joined, self._device = JoinedReader(path), device

@@ -18,7 +18,7 @@ from ckpt8.core.public import checked
 
 
 class PlainFile(Tensors):
-    """A checkpoint that torch or safetensors wrote, opened as ``CheckpointFile`` opens its container, with the same names."""
+    """A file of torch or safetensors, opened as ``CheckpointFile`` opens its container, with the same names."""
 
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
         self._path, self._device = path, device
