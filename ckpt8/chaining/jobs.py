@@ -128,6 +128,8 @@ def remove_verified(
             with suppress(OSError):
                 rename_new(aside, source)
             raise
+    except Ckpt8Error:
+        raise
     except OSError as exc:
         raise OutputError(f"{source}: cannot be removed: {exc.strerror}") from exc
     _remove(going)
@@ -441,11 +443,11 @@ class Job:
                 error = exc
         if difference is not None:
             error = CheckFailedError(
-                f"{self.target}: {difference}; {self.source} stays as it is, --force compresses it anew"
+                f"{self.target}: {difference}; {self.source} stays as it is, force=True compresses it anew"
             )
         elif error is None and self.doubted and progress is not None and not self._is_of_source(progress):
             error = OutputError(
-                f"{self.target}: was not made from {self.source} as it is now; --force replaces it, or move it away"
+                f"{self.target}: was not made from {self.source} as it is now; force=True replaces it, or move it away"
             )
         if error is not None and not self.force:
             raise error

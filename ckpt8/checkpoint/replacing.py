@@ -32,7 +32,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, SourceFile, reading
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -96,7 +96,7 @@ def checkpoint_directory(written: Collection[str] = ()) -> Callable[[Path], str]
         contents = _contents(path, frozenset(written))
         require(
             contents.problem is None,
-            f"{path}: {contents.problem}; --force replaces checkpoints only: remove it, or give another name",
+            f"{path}: {contents.problem}; force=True replaces checkpoints only: remove it, or give another name",
             OutputError,
         )
         return f"{path}: {contents.files:,} files, {contents.nbytes:,} bytes"
@@ -361,7 +361,11 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
 
     A hidden entry, a container and what ranks have packed are neither. A folder that is one checkpoint has none.
     """
-    try:
+    require(
+        folder.is_dir() or not folder.exists(),
+        f"{folder}: is no folder; give that of a run, or ckpt8 compress a checkpoint",
+    )
+    with reading(folder):
         with os.scandir(folder) as entries:
             by_name = sorted(entries, key=lambda entry: entry.name)
         names = [entry.name for entry in by_name if entry.is_file()]
@@ -369,10 +373,6 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
             return []
         parts = set(parts_in(folder, filter(_is_visible, names)))
         return [run_entry for entry in by_name if (run_entry := _run_entry(entry, parts)) is not None]
-    except NotADirectoryError as exc:
-        raise InputError(f"{folder}: is no folder; give that of a run, or ckpt8 compress a checkpoint") from exc
-    except OSError as exc:
-        raise InputError(f"{folder}: cannot be read: {exc.strerror}") from exc
 
 
 def run_in(folder: Path) -> list[str]:

@@ -329,7 +329,7 @@ def _said(error: Exception) -> tuple[str, int]:
     if isinstance(error, UnexpectedError):
         return _said(error.args[0])
     if isinstance(error, Ckpt8Error):
-        return str(error), error.exit_code
+        return str(error).replace("force=True", "--force"), error.exit_code
     if (missing := _missing(error)) is not None:
         return f"not enough {missing} for this process; raise its limit, or give fewer --threads", INTERNAL
     text = printable(str(error))

@@ -45,7 +45,7 @@ from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import InputError, RefusedError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, RefusedError, UsageError
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import described, is_path
 from ckpt8.core.tensors import Parts, Role
@@ -278,6 +278,8 @@ def _links(kept: KeptBases, base: Path, target: Path, *, is_needed: bool) -> boo
     """Whether a base may be one: it was linked, or need not be. Warns once for each folder. Raises InputError."""
     try:
         kept.link(base)
+    except Ckpt8Error:
+        raise
     except OSError as exc:
         if not is_unlinked(target):
             _unlinked.add(os.path.realpath(target.parent))

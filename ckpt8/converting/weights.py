@@ -138,6 +138,8 @@ def unpack_optimizer(data: Composite, optimizer: Candidate) -> dict[str, Any]:
     """
     try:
         return unpack(optimizer.node, partial(step_number, data), partial(_moments, data))
+    except UsageError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise InputError(f"{data.label}: {optimizer.path}: a malformed packed optimizer state ({exc})") from exc
 

@@ -27,7 +27,7 @@ class CheckFailedError(Ckpt8Error):
     """
 
 
-class UsageError(Ckpt8Error):
+class UsageError(Ckpt8Error, ValueError):
     """An argument cannot be used: an unknown codec, a malformed rule, an unknown tensor name (exit code 2).
 
     >>> try:
@@ -38,6 +38,10 @@ class UsageError(Ckpt8Error):
     """
 
     exit_code = 2
+
+
+class WrongTypeError(UsageError, TypeError):
+    """An argument has a type or value that its parameter does not take (exit code 2)."""
 
 
 class ResumeError(UsageError):
@@ -84,6 +88,10 @@ class InputError(Ckpt8Error):
     """
 
     exit_code = 3
+
+
+class MissingError(InputError, FileNotFoundError):
+    """The input is not there (exit code 3)."""
 
 
 class UnsupportedError(InputError):

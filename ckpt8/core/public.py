@@ -11,7 +11,7 @@ from importlib import import_module
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import WrongTypeError
 from ckpt8.core.text import shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,7 +40,7 @@ def checked(function: F) -> F:
             if name in known:
                 accepts, wanted = known[name]
                 if not accepts(value):
-                    raise UsageError(f"{called}: {name} is {described(value)}; give {wanted}")
+                    raise WrongTypeError(f"{called}: {name} is {described(value)}; give {wanted}")
         return function(*args, **kwargs)
 
     return cast("F", call)

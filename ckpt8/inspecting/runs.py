@@ -114,18 +114,15 @@ def _path(above: str, name: str) -> str:
 def _listed(folder: Path) -> tuple[list[str], list[str]]:
     """The names of files and folders, without hidden ones, and without links to others below this folder."""
     files, folders = [], []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name == METADATA or not entry.name.startswith("."):
-                    # A link to something below its folder, such as ``last.ckpt``, is another name for that.
-                    target = (folder / entry.name).resolve() if entry.is_symlink() else None
-                    if entry.is_dir():
-                        folders += [entry.name] if target is None else []
-                    elif target is None or not target.is_relative_to(folder.resolve()):
-                        files.append(entry.name)
-    except OSError as exc:
-        raise InputError(f"{folder}: cannot be read: {exc.strerror}") from exc
+    with reading(folder), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name == METADATA or not entry.name.startswith("."):
+                # A link to something below its folder, such as ``last.ckpt``, is another name for that.
+                target = (folder / entry.name).resolve() if entry.is_symlink() else None
+                if entry.is_dir():
+                    folders += [entry.name] if target is None else []
+                elif target is None or not target.is_relative_to(folder.resolve()):
+                    files.append(entry.name)
     return sorted(files), sorted(folders)
 
 

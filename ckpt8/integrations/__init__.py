@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt8.core.errors import OutputError, UsageError, require
+from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
 
 
 def missing(module: str, package: str) -> ImportError:
@@ -52,6 +52,8 @@ def removing(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except Ckpt8Error:
+        raise
     except FileNotFoundError:
         pass
     except OSError as exc:

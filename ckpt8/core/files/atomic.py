@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ckpt8.core.closing import Closing, setting
-from ckpt8.core.errors import OutputError, require
+from ckpt8.core.errors import Ckpt8Error, OutputError, require
 from ckpt8.core.files.source_file import refuse_url
 
 SUFFIX = ".ckpt8-partial"
@@ -281,6 +281,8 @@ class AtomicOutput(Closing):
         """Turn an OSError of the body into an OutputError."""
         try:
             yield
+        except Ckpt8Error:
+            raise
         except OSError as exc:
             needs = f"; it needs {self._room()}" if exc.errno in _NO_ROOM and self._room is not None else ""
             raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{needs}") from exc
@@ -316,7 +318,7 @@ class AtomicOutput(Closing):
 
 
 def _exists(target: Path) -> OutputError:
-    return OutputError(f"{target}: exists; use --force to replace it, or give another name")
+    return OutputError(f"{target}: exists; use force=True to replace it, or give another name")
 
 
 def sync_directory(path: Path) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from isal.isal_zlib import crc32
 from isal.isal_zlib import crc32_combine as combine
 
-from ckpt8.core.errors import InputError, UsageError, require
+from ckpt8.core.errors import Ckpt8Error, InputError, MissingError, UsageError, require
 
 __all__ = ["combine", "crc32"]
 
@@ -52,8 +52,11 @@ def reading(name: object) -> Iterator[None]:
     """Turn an OSError of the block into an InputError: ``name`` cannot be read."""
     try:
         yield
+    except Ckpt8Error:
+        raise
     except OSError as exc:
-        raise InputError(f"{name}: cannot be read: {exc.strerror}") from exc
+        error = MissingError if isinstance(exc, FileNotFoundError) else InputError
+        raise error(f"{name}: cannot be read: {exc.strerror}") from exc
 
 
 @dataclass(frozen=True, slots=True)
