@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ckpt8 import __version__
 from ckpt8.cli.commands import (
@@ -36,7 +36,7 @@ from ckpt8.cli.guard import (
     waited,
 )
 from ckpt8.core.errors import CheckFailedError, UsageError, require
-from ckpt8.core.text import printable, size
+from ckpt8.core.text import listed, printable, size
 
 
 def _version(value: bool) -> None:
@@ -273,6 +273,28 @@ EXIT_CODES = (
 )
 
 
+_SECOND = {"restore": ("output", "-o"), "rebase": ("output", "-o"), "verify": ("against", "--against")}
+_SECOND["inspect"] = _SECOND["verify"]
+"""What a second argument of a command is meant for: the name of a parameter, and its option."""
+
+
+class _Command(TyperCommand):
+    """A command that says which option an argument too many belongs to."""
+
+    allow_extra_args = True
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments. Raises UsageError for one too many."""
+        super().parse_args(ctx, args)
+        if not (extra := [str(text) for text in ctx.args]) or ctx.resilient_parsing:
+            return extra
+        name, option = _SECOND.get(self.name or "", ("", ""))
+        text = listed(extra)
+        if len(extra) == 1 and name and ctx.params.get(name) is None:
+            raise UsageError(f"{text}: {self.name} takes one path; give this one with its option: {option} {text}")
+        raise UsageError(f"{text}: more arguments than {self.name} takes; ckpt8 {self.name} --help lists them")
+
+
 class _Commands(TyperGroup):
     """All commands. With ``--json`` each prints one object, also where its arguments are wrong."""
 
@@ -303,7 +325,7 @@ def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
     )
     made.callback()(_global)
     for command in commands:
-        made.command()(command)
+        made.command(cls=_Command)(command)
     return made
 
 

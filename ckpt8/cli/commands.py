@@ -224,6 +224,8 @@ def compress(
     highest of all failures.
     """
     require(stats or not remove, "--remove verifies by the statistics of a container; leave out --no-stats", UsageError)
+    if len(src) > 1 and output is None and is_new_container(src[-1]):
+        raise UsageError(f"{src[-1]}: is not there; to write a container of that name: -o {src[-1]}")
     options: dict[str, Any] = {
         "preset": preset,
         "budget": budget,
@@ -259,6 +261,13 @@ def compress(
         with collected(src, output, Settings(options, remove), force=force, dry=dry_run) as jobs:
             tally = run_jobs(jobs, "compress", quiet=as_json, dry=dry_run)
         _end(tally, {**tally.to_json(), "seconds": elapsed()}, as_json=as_json)
+
+
+def is_new_container(path: Path) -> bool:
+    """Whether ``path`` has the name of a container, and nothing has that name."""
+    from ckpt8.container.header import CONTAINER
+
+    return path.suffix == CONTAINER and not os.path.lexists(path)
 
 
 def _compress_one(

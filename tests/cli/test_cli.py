@@ -246,6 +246,32 @@ def test_usage_errors(kind, run, small, tmp_path):
     assert files(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    {
+        "restore SRC b.pt": "-o b.pt",
+        "rebase SRC b.ckpt8": "-o b.ckpt8",
+        "verify SRC run.pt": "--against run.pt",
+        "inspect SRC run.pt": "--against run.pt",
+        "compress SRC new.ckpt8": "-o new.ckpt8",
+        "restore SRC b.pt -o c.pt": "--help",
+        "restore SRC b.pt c.pt": "--help",
+        "chain . more": "--help",
+    }.items(),
+)
+def test_an_argument_too_many_is_told_its_option(command, option, run, packed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    words = [packed.name if word == "SRC" else word for word in command.split()]
+    err = run.refused(2, *words)
+    assert re.fullmatch(r"ckpt8: [^\n]+\n", err)
+    assert option in err
+    assert files(tmp_path) == before
+    # What it says to do is what the command takes.
+    if not option.startswith("--help") and words[0] in ("restore", "verify"):
+        assert run(*words[:2], *option.split())[0] == 0
+
+
 # What does not hold: 1
 
 
