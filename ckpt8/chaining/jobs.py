@@ -28,13 +28,14 @@ from ckpt8.container.facts import total_errors
 from ckpt8.container.header import is_container, stated_seal
 from ckpt8.container.manifest import Manifest, original_name
 from ckpt8.container.reader import ContainerReader
+from ckpt8.container.steps import step_facts
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import any_file, noting_replaced, remove, rename_new, sync_directory
 from ckpt8.core.files.source_file import reading
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.checkpoint import predicted_bytes
-from ckpt8.inspecting.facts import asked_words, step_facts
+from ckpt8.inspecting.facts import asked_words
 from ckpt8.inspecting.verify import verify
 
 Look = tuple[tuple[str, int, int, int, int], ...]
@@ -274,7 +275,7 @@ def _rules(texts: Sequence[str]) -> str:
 class Outcome:
     """What became of a checkpoint: ``bytes`` of ``source`` and ``stored`` bytes of ``target``, None while it has none.
 
-    ``steps`` is the error in steps that it states, and what is under no budget: see ``facts``; None without a
+    ``steps`` is the error in steps that it states, and what is under no budget: see ``container.steps``; None without a
     budget. ``present``: the container was there already. ``removed``: the source is gone. ``replaced`` says what the
     container took the place of. ``error``: what failed, after which the source is as it was.
 

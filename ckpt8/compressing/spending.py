@@ -42,8 +42,9 @@ from ckpt8.codecs.vscaled import LARGEST, VScaled
 from ckpt8.compressing.parameters import is_plain
 from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Plan, Share, Stream, Unit, read_factors, views_of
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
-from ckpt8.container.facts import CAPPED, NO_BUDGET, NO_PARAMETER
+from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.frames import FRAME
+from ckpt8.container.steps import CAPPED, NO_BUDGET
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.tensors import DType, Role

@@ -8,15 +8,10 @@ from typing import Any, Literal
 from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, MomentError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
+from ckpt8.container.steps import NOT_MEASURED
 from ckpt8.core.tensors import Role
 
 NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
-NOT_MEASURED = "its error was not measured, or is not finite"
-NO_BUDGET = "no budget: "
-"""Begins the reason why a storage keeps the codec of the preset under a budget."""
-
-CAPPED = "capped: the budget allows coarser steps than the size of these weights"
-"""The reason of weights whose lattice is finer than a budget asks for."""
 
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 

@@ -26,8 +26,9 @@ from ckpt8.compressing.plan import Plan, Refusal, Unit, join, read_elements
 from ckpt8.compressing.planning import plan_policies
 from ckpt8.compressing.policy import PRESETS, Budget, Policy
 from ckpt8.container import frames, header, symbols
-from ckpt8.container.facts import FILE_ROLE, NO_BUDGET, NOT_MEASURED, SKELETON_ROLE, codec_name
+from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.steps import NO_BUDGET, NOT_MEASURED, step_figures
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.grouping import grouped
@@ -39,7 +40,6 @@ from ckpt8.inspecting.facts import (
     parameter_facts,
     sizes_by,
     skeleton_roles,
-    step_figures,
     unrecognised,
     whole_shapes,
 )

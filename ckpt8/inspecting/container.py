@@ -32,6 +32,7 @@ from ckpt8.container.joined import Stored, containers_of, open_stored
 from ckpt8.container.manifest import DCP, FILE, Manifest
 from ckpt8.container.manifest_json import plain_json
 from ckpt8.container.reader import ContainerReader, SkeletonFile
+from ckpt8.container.steps import step_facts
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError
 from ckpt8.core.grouping import grouped
@@ -53,7 +54,6 @@ from ckpt8.inspecting.facts import (
     parameter_facts,
     shown_names,
     sizes_by,
-    step_facts,
     unrecognised,
     whole_shapes,
 )

@@ -33,11 +33,11 @@ from ckpt8.container.header import CONTAINER, container_names, is_container
 from ckpt8.container.joined import read_index
 from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.sharded import INDEX, is_part
+from ckpt8.container.steps import step_figures
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import reading, refuse_url
 from ckpt8.core.public import checked
-from ckpt8.inspecting.facts import step_figures
 from ckpt8.inspecting.heads import (
     Facts,
     Progress,

@@ -53,6 +53,7 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import SliceKey
+from ckpt8.container.steps import step_facts
 from ckpt8.converting.sources import assemble_distributed
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
@@ -62,7 +63,6 @@ from ckpt8.core.tensors import Parts
 from ckpt8.core.text import box_text, shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff_sides import Equality, Leaves
-from ckpt8.inspecting.facts import step_facts
 from ckpt8.inspecting.replay import ReplayedStepError, ReplayFigures, ReplaySource, replay, replay_files
 from ckpt8.inspecting.tensor_table import check_table, table_differences
 from ckpt8.inspecting.tensors import describe
@@ -474,7 +474,7 @@ class Verification:
     """The result of ``verify``. ``failures`` is empty if all holds; ``against`` says whether there was an original.
 
     ``resume`` holds the figures of the replayed steps, see ``ReplayFigures.to_json``, and ``steps`` the measured error
-    in steps of a container under a budget, see ``facts``. ``links`` are the paths of the files that a delta needs,
+    in steps of a container under a budget, see ``container.steps``. ``links`` are the paths of the files that a delta needs,
     its base first. Of these all that it needs holds.
     """
 

@@ -11,7 +11,7 @@ from hostile_kit import pack, unpack
 from torch import nn
 
 import ckpt8
-from ckpt8.inspecting import facts as expected
+from ckpt8.container import steps as expected
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.inspecting.container import inspect_container
 

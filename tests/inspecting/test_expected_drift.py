@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt8.codecs.error_stats import StepError
-from ckpt8.inspecting.facts import NOISE, RISE, expected_drift
+from ckpt8.container.steps import NOISE, RISE, expected_drift
 
 BENCH = Path(__file__).parents[2] / "fixtures/bench"
 RUNS = json.loads((BENCH / "drift.json").read_text())

@@ -24,11 +24,11 @@ from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, Weigh
 from ckpt8.codecs.lattice import Lattice
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.container.facts import CAPPED, total_errors
+from ckpt8.container import steps as expected
+from ckpt8.container.facts import total_errors
 from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
+from ckpt8.container.steps import CAPPED, step_facts, step_figures
 from ckpt8.core.tensors import DType, Role
-from ckpt8.inspecting import facts as expected
-from ckpt8.inspecting.facts import step_facts, step_figures
 
 BUDGET = {"steps": 1.0, "u_max": 1.0, "cap": 0.25}
 

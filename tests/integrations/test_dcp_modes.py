@@ -19,7 +19,7 @@ from modes_nets import Run
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt8
-from ckpt8.container.facts import NO_BUDGET
+from ckpt8.container.steps import NO_BUDGET
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp import Ckpt8SavePlanner
 

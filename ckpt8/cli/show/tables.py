@@ -14,8 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ckpt8.cli.guard import print_lines
+from ckpt8.container.steps import PARTS
 from ckpt8.core.text import counted, percent, size
-from ckpt8.inspecting.facts import PARTS
 
 _GAP = "  "
 _WORDS = (

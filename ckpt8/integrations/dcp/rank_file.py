@@ -40,9 +40,9 @@ from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.collecting import RankFile
-from ckpt8.container.facts import NO_BUDGET
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import OBJECTS, Shape, SliceKey, slices_of
+from ckpt8.container.steps import NO_BUDGET
 from ckpt8.core.backend import part_of
 from ckpt8.core.errors import UsageError, require
 from ckpt8.core.tensors import Box, DType
