@@ -474,8 +474,8 @@ class Verification:
     """The result of ``verify``. ``failures`` is empty if all holds; ``against`` says whether there was an original.
 
     ``resume`` holds the figures of the replayed steps, see ``ReplayFigures.to_json``, and ``steps`` the measured error
-    in steps of a container under a budget, see ``container.steps``. ``links`` are the paths of the files that a delta needs,
-    its base first. Of these all that it needs holds.
+    in steps of a container under a budget, see ``container.steps``. ``links`` are the paths of the files that a delta
+    needs, its base first. Of these all that it needs holds.
     """
 
     frames: int
