@@ -541,7 +541,7 @@ def rebase(
     with progress_bar(f"rebase {src.name}", src, enabled=not as_json) as progress:
         target = run(src, output, force=force, threads=threads, progress=progress)
     seconds, after = elapsed(), target.stat().st_size if target.is_file() else before
-    was = "needed no base" if base is None else f"needs {base.path} no more"
+    was = "needed no base" if base is None else f"no longer needs {base.path}"
     line = f"{target}: {was}, {size(before)} -> {size(after)} in {waited():.2f} s"
     present(
         {

@@ -347,7 +347,7 @@ class Salvage(Restored):
         for tensor in self.lost:
             # In words the last element is one of them, as in "0 to 4".
             runs = ", ".join(f"{start} to {stop - 1}" for start, stop in tensor.elements)
-            lost = f"elements {runs} of the {tensor.count} in its storage are lost"
+            lost = f"lost elements {runs} of {tensor.count} in its storage"
             lines.append(f"  {tensor.name}: {lost if runs else 'intact, but a safetensors file cannot hold it'}")
         return lines
 

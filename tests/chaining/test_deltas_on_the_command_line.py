@@ -126,7 +126,7 @@ def test_rebase(run, run_command):
     found = bases(run)
     last = next(name for name, base in found.items() if base and name not in found.values())
     out = run_command.shown("rebase", run / last)
-    assert f"needs {found[last]} no more" in out
+    assert f"no longer needs {found[last]}" in out
     assert bases(run)[last] is None
     assert not ckpt8.verify(run / last, run / last.replace(".ckpt8", ".pt")).failures
     facts = json.loads(run_command("rebase", run / last, "--json")[1])

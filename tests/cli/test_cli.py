@@ -614,7 +614,7 @@ def test_a_checkpoint_without_tensors_and_a_rule_that_matches_nothing_are_refuse
 @pytest.mark.slow
 def test_names_of_files_reach_the_terminal_escaped(run, small, tmp_path):
     """One that erases the line and starts another, in whatever prints a path."""
-    source = tmp_path / "a\x1b[2Kred\nseal holds.pt"
+    source = tmp_path / "a\x1b[2Kred\nsealed.pt"
     shutil.copyfile(small, source)
     packed = source.with_suffix(".ckpt8")
     other = tmp_path / "b\x1b[2Kred\nb.safetensors"

@@ -35,7 +35,7 @@ def test_a_table_at_any_width_json_and_a_page(run, run_command, monkeypatch, tmp
         assert "step-30.ckpt8: holds" in err
         assert max(map(len, out.splitlines())) <= width
         flat = " ".join(out.split())
-        for words in ("step-10.pt", "preset archive", f"{record.ratio:.2f}x", f"{record.steps:.3g}", "seal holds"):
+        for words in ("step-10.pt", "preset archive", f"{record.ratio:.2f}x", f"{record.steps:.3g}", "sealed"):
             assert words in flat
         assert "3 checkpoints: 1 key, 1 raw;" in flat
         assert "1 damaged" in flat

@@ -133,7 +133,7 @@ def test_only_the_chunk_is_lost_and_views_of_the_rest_are_whole(large, tmp_path)
     assert [(each.name, each.elements, each.count) for each in found.lost] == [
         ("model.w", [[2 * FRAME, 3 * FRAME]], 7 * FRAME // 2)
     ]
-    last = f"  model.w: elements {2 * FRAME} to {3 * FRAME - 1} of the {7 * FRAME // 2} in its storage are lost"
+    last = f"  model.w: lost elements {2 * FRAME} to {3 * FRAME - 1} of {7 * FRAME // 2} in its storage"
     assert found.lines()[0] == f"{tmp_path / 'x.pt'}: {found.tensors} tensors intact, 1 not recovered in full"
     assert found.lines()[-1] == last
     assert_all_but(["model.w"], tmp_path / "x.pt", large.with_name("whole.pt"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def test_every_command_is_in_the_readme_and_no_other():
 
     table = re.findall(r"^\| `ckpt8 (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert table == [command.name or command.callback.__name__ for command in app.registered_commands]
+
+
+def test_the_python_reference_is_that_of_the_docstrings():
+    make = runpy.run_path(str(ROOT / "fixtures" / "make_reference.py"))
+    assert make["TARGET"].read_text() == make["page"](), "run python fixtures/make_reference.py"
 
 
 def test_the_wheel_ships_licence_guide_and_format():

@@ -37,7 +37,7 @@ _MOST_GROUPS = 16
 _MOST_ROWS = 4
 
 FLAG_TITLES = {
-    FOREIGN: "names in a pickle that torch.load refuses with weights_only, and without it may call",
+    FOREIGN: "classes and functions in a pickle that torch.load(weights_only=True) refuses",
     "nan": "NaN",
     "inf": "Inf",
     "negative_moment2": "second moments below zero",
@@ -218,7 +218,7 @@ def looked_at(sample: Mapping[str, Any], flags: Sequence[Mapping[str, Any]]) -> 
     if not total:
         return "the checkpoint has no floating-point tensors to look at"
     if not count:
-        return f"not looked for: none of the {counted(total, 'element')} was read; --full reads all"
+        return f"not checked: inspect did not read the {counted(total, 'element')}; --full reads them"
     if sample["full"]:
         return f"looked at all {counted(total, 'element')}" + ("" if is_flagged else ": none")
     seen = f"looked at {percent(count / total)} of {counted(total, 'element')}; --full reads all"

@@ -69,7 +69,7 @@ def state(row: Row) -> str:
         return "damaged"
     if row["base"] == "missing":
         return "no base"
-    return "" if row["kind"] == "raw" else "seal holds"
+    return "" if row["kind"] == "raw" else "sealed"
 
 
 def local_time(time: str) -> str:

@@ -179,7 +179,7 @@ def bars(shares: Sequence[Share], width: int, *, ascii_only: bool = False) -> It
             yield _GAP + drawn.ljust(max(length, 0)) + figures
 
 
-HEALS = "its error heals: gradients renew the momentum within about ten steps, and the loss drift counts that"
+HEALS = "this error fades: gradients renew the momentum within about ten steps, and the loss drift counts that"
 
 
 def step_lines(steps: Mapping[str, Any]) -> list[str]:

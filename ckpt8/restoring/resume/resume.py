@@ -470,7 +470,7 @@ class _Plan:
         if len(fitting) != 1:
             paths = listed((candidate.path for candidate in fitting or candidates), _SHOWN)
             raise UsageError(
-                f"{self._source.path}: holds {len(candidates)} state dicts that may be meant ({paths}); "
+                f"{self._source.path}: holds {len(candidates)} state dicts that fit or could fit ({paths}); "
                 "choose with model_at="
             )
         return fitting[0]

@@ -131,7 +131,7 @@ def test_flags_are_shown_where_there_are_any(packed, inspect, tmp_path):
     assert "one = other: 32 elements" in shown
     facts |= {"flags": [], "sample": {"elements": 0, "of": 200, "full": False}}
     shown = assert_inert(page(facts, tree["distributions"], None).encode())
-    assert "not looked for: none of the 200 elements was read; --full reads all" in shown
+    assert "not checked: inspect did not read the 200 elements; --full reads them" in shown
 
 
 def test_no_bar_is_wider_than_the_page(inspect, tmp_path):
