@@ -1,4 +1,4 @@
-"""For accelerate: every rank packs its own slices of what FSDP shards, in place of torch's plain files.
+"""For accelerate: packed models and optimizers in place of plain files. Under FSDP every rank packs its own slices.
 
     from ckpt8.integrations.accelerate import load_state, save_state
 
@@ -46,7 +46,7 @@ def save_state(
     The other arguments are those of ``ckpt8.save``. With ``adapter_only`` models of peft are saved without their base,
     as Trainer saves them; ``accelerator.save_state`` has no such choice. Ranks write slices, whatever
     ``state_dict_type`` says. Returns the folder of the checkpoint. Raises OutputError, and UsageError where accelerate
-    does not run FSDP.
+    runs neither FSDP nor one process.
 
     >>> from ckpt8.integrations.accelerate import save_state
     >>> save_state(accelerator, "run/step-500", preset="archive")  # doctest: +SKIP
@@ -76,8 +76,8 @@ def load_state(
 ) -> None:
     """Load what ``save_state`` wrote into the accelerator, at any world size. Every rank calls it.
 
-    Leaves a checkpoint that accelerate wrote to accelerate. Raises UsageError where accelerate does not run FSDP,
-    InputError for damage, which torch wraps in its CheckpointException.
+    Leaves a checkpoint that accelerate wrote to accelerate. Raises UsageError where accelerate runs
+    neither FSDP nor one process, InputError for damage, which torch wraps in its CheckpointException.
 
     >>> from ckpt8.integrations.accelerate import load_state
     >>> load_state(accelerator, "run/step-500")  # doctest: +SKIP
@@ -110,11 +110,12 @@ def _refuse_container(path: Path) -> None:
 def _taken_over(accelerator: Any, name: str) -> Iterator[list[tuple[Any, list[Any]]]]:
     """The models of accelerate with their optimizers; accelerate sees none of them meanwhile.
 
-    Raises UsageError without FSDP, and where it is not clear which optimizer belongs to which model.
+    Raises UsageError where accelerate runs neither FSDP nor one process, and where it is not clear which optimizer
+    belongs to which model.
     """
     require(
-        accelerator.distributed_type == "FSDP",
-        f"{name}: accelerate runs {accelerator.distributed_type}, not FSDP; use accelerator.{name}, and "
+        accelerator.distributed_type in ("FSDP", "NO"),
+        f"{name}: accelerate runs {accelerator.distributed_type}, not FSDP or one process; use accelerator.{name}, and "
         "ckpt8.compress for the folder that it writes",
         UsageError,
     )

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -59,7 +61,9 @@ def save_packed(folder: Path, state: dict[str, Any], options: Mapping[str, Any])
 
     ``options`` are those of Ckpt8StorageWriter.
     """
-    state_dict_saver.save(state, storage_writer=Ckpt8StorageWriter(folder, **options), planner=Ckpt8SavePlanner())
+    writer = Ckpt8StorageWriter(folder, **options)
+    with _alone_or_not() as alone:
+        state_dict_saver.save(state, storage_writer=writer, planner=Ckpt8SavePlanner(), no_dist=alone)
 
 
 def state_to_pack(model: Any, optimizers: Any, *, adapter_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,12 +125,21 @@ def load_optimizers(folder: Path, key: str, model: Any, optimizers: Any, *, thre
 def _read(folder: Path, key: str, state: Any, strict: bool, threads: int | None) -> Any:
     """``state``, with the values that ``folder`` has under ``key``."""
     wanted = {key: state}
-    state_dict_loader.load(
-        wanted,
-        storage_reader=Ckpt8StorageReader(folder, threads=threads),
-        planner=DefaultLoadPlanner(allow_partial_load=not strict),
-    )
+    reader, planner = Ckpt8StorageReader(folder, threads=threads), DefaultLoadPlanner(allow_partial_load=not strict)
+    with _alone_or_not() as alone:
+        state_dict_loader.load(wanted, storage_reader=reader, planner=planner, no_dist=alone)
     return wanted[key]
+
+
+@contextlib.contextmanager
+def _alone_or_not() -> Iterator[bool]:
+    """Whether this process belongs to no group: torch.distributed.checkpoint then works without, and warns of it."""
+    if dist.is_initialized():
+        yield False
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield True
 
 
 def _is_of_peft(model: Any) -> bool:

@@ -109,12 +109,15 @@ def test_a_plain_checkpoint_is_left_to_accelerate(saved):
     check_resumed("lossless", saved, "2-plain-2", expected="2-expected", other="2-other", moved=False)
 
 
-def test_without_fsdp_accelerate_is_named(tmp_path):
+def test_without_fsdp_accelerate_is_named(tmp_path, monkeypatch):
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator.prepare(network())
-    with pytest.raises(UsageError, match=r"save_state: accelerate runs .*NO, not FSDP; use accelerator\.save_state"):
-        save_state(accelerator, tmp_path / "state")
+    with monkeypatch.context() as ddp:
+        ddp.setattr(accelerator.state, "distributed_type", accelerate.DistributedType.MULTI_CPU)
+        words = r"save_state: accelerate runs .*MULTI_CPU, not FSDP or one process; use accelerator\.save_state"
+        with pytest.raises(UsageError, match=words):
+            save_state(accelerator, tmp_path / "state")
     with pytest.raises(UsageError, match="is not a path of the file system"):
         save_state(accelerator, "s3://bucket/state")
     assert not (tmp_path / "state").exists()

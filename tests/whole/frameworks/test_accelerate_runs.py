@@ -8,6 +8,8 @@ from frameworks_kit import PRESETS, check_goes_on, quiet, through
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
+from ckpt8.integrations.accelerate import load_state, save_state  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAVED, LAST = 5, 10
@@ -26,7 +28,7 @@ class Counter:
         self.seen = state["seen"]
 
 
-def losses(*, save_to=None, load_from=None, seed=0, **options):
+def losses(*, save_to=None, load_from=None, seed=0, packed=False, **options):
     """Train a network on noisy data, from the start or from a directory; losses after ``SAVED``, steps that it saw."""
     accelerator = accelerate.Accelerator(cpu=True)
     torch.manual_seed(seed)
@@ -40,12 +42,12 @@ def losses(*, save_to=None, load_from=None, seed=0, **options):
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     torch.manual_seed(100)
     if load_from is not None:
-        accelerator.load_state(str(load_from))
+        load_state(accelerator, load_from) if packed else accelerator.load_state(str(load_from))
     data = torch.randn(256, 80, generator=torch.Generator().manual_seed(1))
     found = []
     for step in range(0 if load_from is None else SAVED, LAST):
         if save_to is not None and step == SAVED:
-            accelerator.save_state(str(save_to), **options)
+            save_state(accelerator, save_to, **options) if packed else accelerator.save_state(str(save_to), **options)
         noisy = data + torch.randn(data.shape) / 10
         loss = (model(noisy) - data.roll(1, 1)).square().mean()
         accelerator.backward(loss)
@@ -77,6 +79,17 @@ def test_the_run_goes_on(preset, trained, tmp_path):
     for name in formats.keys() - {"optimizer.bin"}:
         assert (restored / name).read_bytes() == (checkpoint / name).read_bytes(), name
     found, seen = losses(load_from=restored)
+    assert seen == LAST
+    check_goes_on(preset, found, expected, other)
+
+
+@pytest.mark.parametrize("preset", ["lossless", "flash"])
+def test_one_process_packs_without_fsdp(preset, trained, tmp_path):
+    expected, other, _ = trained
+    found, _ = losses(save_to=tmp_path / "state", packed=True, preset=preset)
+    assert found == expected
+    assert sorted(path.name for path in (tmp_path / "state" / "ckpt8").iterdir()) == ["__0_0.ckpt8", "ckpt8-dcp.json"]
+    found, seen = losses(load_from=tmp_path / "state", packed=True)
     assert seen == LAST
     check_goes_on(preset, found, expected, other)
 
