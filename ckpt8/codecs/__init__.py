@@ -1,19 +1,38 @@
 """Codecs turn a tensor into named parts and back, and say what error they make. Imports core only.
 
-To add a codec:
+To add a codec, say ``half/1``, which would store fp32 as fp16:
 
-1. Write its package: in ``__init__.py`` a frozen dataclass that derives from ``base.Codec``, with ``id``, ``accepts``
-   and ``layout``, which imports no torch; and ``reference.py`` with ``encode(x, parts)`` and ``decode(parts, out)``
-   in plain torch. A value that it cannot keep, such as NaN or one out of range, raises RefusedError: the tensor then
-   takes the next codec. A lossy codec sets ``measured_as``, without which its error is not measured; ``base.Codec``
-   lists the other facts. Parts are integers; int32 is for symbols, which ``container/symbols.py`` packs.
-2. Add its line to ``CODECS``. The class is imported when it is first needed, and ``--rule GLOB=NAME`` uses it. A preset
-   does if ``compressing/policy.py`` says so.
-3. Describe its bytes in a section of ``container/FORMAT.md``. Files with it need a new minor version: see
-   ``Manifest.version`` and the constants of ``container/header.py``.
-4. Let ``fixtures/golden/make_golden.py`` write a file with it.
+1. Write its package, ``codecs/half/``; ``companded8`` is an example. ``__init__.py`` imports no torch. It has a
+   frozen dataclass that derives from ``base.Codec``, with ``id``, ``accepts`` and ``layout``; its fields, if any, are
+   what a file stores. ``reference.py`` has ``encode(x, parts)``, which fills the parts, and ``decode(parts, out)``,
+   which fills ``out``, in plain torch: both get flat tiles. The other facts in ``base.Codec`` have defaults that fit
+   most codecs.
 
-``tests/codecs/test_conformance.py`` then tests the codec against the contract.
+   * Let ``accepts`` take ``Role.OTHER`` too, the role of tensors that ckpt8 does not recognise but a rule names.
+   * Parts are integers: int8, uint8, int16 or uint16. int32 is for symbols, which ``container/symbols.py`` packs.
+     Bits of a float are stored as those of an integer: ``half.view(torch.int16)``.
+   * A lossy codec sets ``measured_as``, without which its error is not measured: "moment" for moments, "weight" for
+     weights, and "lattice" for weights in even steps. Let ``accepts`` take only roles that fit.
+   * For values that it cannot keep, NaN and Inf among them, ``encode`` raises RefusedError("holds NaN or ..."). The
+     tensor then takes the next codec, at last lossless, and the other moments of its parameter do too. The report
+     shows the text.
+
+2. Add its line to ``CODECS``. ``--rule '*.exp_avg=half'`` uses it now: a rule has the name without the number. It is
+   imported when it is first needed. A preset uses it if ``compressing/policy.py`` says so.
+   ``tests/codecs/test_conformance.py`` tests it against the contract. If it has fields, add values that it does not
+   take to ``UNKNOWN`` there. Its own tests stand in ``tests/codecs/test_half.py``.
+3. Files with it need a new minor version of the format: a constant in ``container/header.py``, and a line at the top
+   of ``needs`` in ``Manifest.version``, such as ``HALF_VERSION: "half/1" in ids``. That counts storages in packs and
+   deltas.
+4. Describe it in ``container/FORMAT.md``: title and versions on top, the table under Codecs, and a section that says
+   how to decode. Add the version to ``guide/changelog.md`` and the name to Rules in ``guide/formats.md``. Search the
+   tests for the last version, as some list all.
+5. Add it to ``tests/kits/plain_codecs.py`` (its decoding) and ``plain_reader.py`` (its layout, and
+   ``lowest_version``): they read a container with numpy, from ``FORMAT.md`` alone.
+6. Add a source of a few KB and its presets to ``sources`` of ``fixtures/golden/make_golden.py``; it gives
+   ``compress`` no rules yet. It writes the file. ``tests/whole/test_golden.py`` lists the codecs and versions, and
+   limits all files to 1.85 MB; ``tests/container/test_format.py`` reads each with the plain reader. The case ``runs``
+   of ``tests/whole/test_behaviour.py`` changes with a new file: that module says how to record it.
 """
 
 import re
