@@ -156,6 +156,7 @@ def restore(
         present(salvaged.to_json(), lambda console: print_lines(console, salvaged.lines()), as_json=as_json)
         require(salvaged.complete, f"{src}: not everything in it was recovered for certain", CheckFailedError)
         return
+    api.refuse_plain(src)
     with open_stored(src) as stored:
         total = sum(member.size for member in stored.manifest.members)
         foreign = [foreign_name for reader in containers_of(stored) for foreign_name in names_in_container(reader)]
@@ -180,7 +181,9 @@ def restore(
 
 @finding_bases
 def verify(
-    src: Container,
+    src: Annotated[
+        Path, typer.Argument(readable=False, metavar="SRC", help="A .ckpt8, or a plain checkpoint or directory.")
+    ],
     against: Annotated[
         Path | None,
         typer.Option(readable=False, metavar="ORIGINAL", help="Measure every error figure again, against ORIGINAL."),
@@ -200,7 +203,10 @@ def verify(
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Check every byte of SRC, and with --against every error figure that it states."""
+    """Check every byte of SRC, and with --against every error figure that it states.
+
+    Of a plain checkpoint it checks what can be checked: each CRC, that every byte can be read, and the structure.
+    """
     from dataclasses import asdict
 
     from ckpt8.cli.show.results import show_verified
@@ -219,8 +225,11 @@ def verify(
             threads=threads,
             progress=progress,
         )
+    facts = asdict(result)
+    if result.plain is None:
+        del facts["plain"]
     present(
-        {"path": str(src), **asdict(result)},
+        {"path": str(src), **facts},
         lambda console: show_verified(console, src, against, result),
         as_json=as_json,
     )

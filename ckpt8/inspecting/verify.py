@@ -63,6 +63,7 @@ from ckpt8.core.tensors import Parts
 from ckpt8.core.text import box_text, shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff_sides import Equality, Leaves
+from ckpt8.inspecting.plain import PlainChecks, check_plain, is_plain
 from ckpt8.inspecting.replay import ReplayedStepError, ReplayFigures, ReplaySource, replay, replay_files
 from ckpt8.inspecting.tensor_table import check_table, table_differences
 from ckpt8.inspecting.tensors import describe
@@ -475,7 +476,8 @@ class Verification:
 
     ``resume`` holds the figures of the replayed steps, see ``ReplayFigures.to_json``, and ``steps`` the measured error
     in steps of a container under a budget, see ``container.steps``. ``links`` are the paths of the files that a delta
-    needs, its base first. Of these all that it needs holds.
+    needs, its base first. Of these all that it needs holds. Of a plain checkpoint ``plain`` says what
+    was checked.
     """
 
     frames: int
@@ -487,6 +489,7 @@ class Verification:
     resume: dict[str, Any] | None = None
     steps: dict[str, Any] | None = None
     links: tuple[str, ...] = ()
+    plain: PlainChecks | None = None
 
 
 @checked
@@ -505,6 +508,9 @@ def verify(
     plain directory of torch.distributed.checkpoint, cut in any way. Of a delta this checks the files below it, too, as
     far as it needs them.
 
+    Of a plain checkpoint, a file of torch or safetensors or a directory, this checks each checksum that there is, reads
+    every byte, and says in ``plain`` what no checksum covers. It states no figures, so that there is no ``original``.
+
     It then replays ``resume_steps`` steps of the optimizer on both; a replay error, the largest NMSE of an update,
     above ``max_replay_error`` is a failure. Raises InputError for damage, CheckFailedError for another original,
     UsageError for arguments that ask for nothing. A statistic that does not hold is in ``failures``.
@@ -518,6 +524,15 @@ def verify(
         raise UsageError(f"a limit of the replay error is a number from 0 on, not {max_replay_error}")
     if max_replay_error is not None and not resume_steps:
         raise UsageError("a limit on the replay error needs steps to replay; give --resume-steps N")
+    if is_plain(Path(source)):
+        with without_collection():
+            checks = check_plain(Path(source), progress)
+        if original is not None:
+            raise UsageError(
+                f"{source}: is a plain checkpoint, which states no errors to measure; compare the two with "
+                f"ckpt8 diff {source} {original}"
+            )
+        return Verification(0, checks.nbytes, False, 0, 0, (), plain=checks)
     with without_collection(), open_stored(Path(source), kernels=True) as stored, Workers(threads) as workers:
         readers, tables = containers_of(stored), list[Manifest]()
         for reader in readers:

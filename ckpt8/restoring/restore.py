@@ -17,6 +17,7 @@ from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.parameters import join_weights
 from ckpt8.checkpoint.meaning.state_dicts import find, is_packed, weight_checks
+from ckpt8.checkpoint.readers import is_plain_file
 from ckpt8.checkpoint.sources.stored_member import load_plain, load_source, member_index
 from ckpt8.codecs import Codec
 from ckpt8.container.bases import sources_of
@@ -109,6 +110,11 @@ def restore(
     return restore_original(source, target, force=force, threads=threads, progress=progress).path
 
 
+def refuse_plain(source: Path) -> None:
+    """Raise InputError for a checkpoint of torch or safetensors."""
+    require(not is_plain_file(source), f"{source}: is a plain checkpoint already, and needs no restoring")
+
+
 def restore_original(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None,
@@ -119,6 +125,7 @@ def restore_original(
 ) -> Restored:
     """Restore an undamaged source; also says which names the container states and what was replaced."""
     source = Path(source)
+    refuse_plain(source)
     if (packed := find_sharded(source)) is not None:
         from ckpt8.restoring.sharded import restore_directory
 

@@ -26,7 +26,7 @@ from typing import cast
 
 from ckpt8.checkpoint.readers.entries import refuse_lone_shard, refuse_share
 from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
-from ckpt8.container.header import HEAD_BYTES, begins_container
+from ckpt8.container.header import CONTAINER, HEAD_BYTES, begins_container
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile, reading, refuse_url
@@ -71,6 +71,21 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
             opened = reader.read(file)
             refuse_share(opened.tree, str(path))
         yield opened
+
+
+def is_plain_file(path: Path) -> bool:
+    """Whether a file begins as a checkpoint of torch or safetensors does; False where nothing is there.
+
+    A container with a damaged head can look like safetensors, so that no ``.ckpt8`` is taken for it. Raises InputError,
+    or UsageError for a URL.
+    """
+    refuse_url(path)
+    with reading(path):
+        if not path.is_file() or not path.stat().st_size:
+            return False
+    with closing(SourceFile(ByteRange.of(path))) as file:
+        reader = match_reader(file)
+    return reader is not None and (path.suffix != CONTAINER or reader is not get_reader("safetensors"))
 
 
 def _as_source(path: Path) -> ByteRange:

@@ -235,6 +235,9 @@ def show_converted(console: Console, report: Report, seconds: float) -> None:
 
 def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:
     """Print the result, and the figures of replayed steps."""
+    if result.plain is not None:
+        print_lines(console, [f"{src}: {result.plain.line()}"])
+        return
     text = f"{src}: intact, all {result.frames:,} frames and the seal ({size(result.nbytes)})"
     if result.against and not result.failures:
         text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
