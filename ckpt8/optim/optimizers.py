@@ -12,7 +12,7 @@ import torch
 
 from ckpt8.codecs.companded8.reference import divide, square_root
 from ckpt8.core.errors import UsageError, require
-from ckpt8.optim.packed import PackedOptimizer, Params
+from ckpt8.optim.packed import PackedOptimizer, Params, check_torch_arguments
 from ckpt8.optim.packed_tensor import Block, Blocks, Factored, Updates, Values, clipping, inverse_root, power, root_mean
 
 
@@ -58,6 +58,9 @@ def adam(
 class AdamW(PackedOptimizer):
     """AdamW on packed state. Arguments are those of ``torch.optim.AdamW``; PackedOptimizer lists the others.
 
+    Code written for ``torch.optim.AdamW`` runs unchanged, but for ``amsgrad=True`` and ``differentiable=True``, which
+    are refused by name, and ``fused=True`` on a CPU, where there are no kernels.
+
     >>> optimizer = ckpt8.optim.AdamW(model.parameters(), lr=1e-3)
     >>> model(torch.ones(1, 128)).sum().backward()
     >>> optimizer.step()
@@ -74,8 +77,10 @@ class AdamW(PackedOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         **packing: Any,
     ) -> None:
+        check_torch_arguments({"amsgrad": amsgrad})
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **packing)
 
 
@@ -99,9 +104,13 @@ class Adam(AdamW):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
         **packing: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **packing)
+        check_torch_arguments({"decoupled_weight_decay": decoupled_weight_decay})
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **packing)
 
 
 def debiased(beta: float, step: int) -> float:

@@ -102,6 +102,23 @@ def _check_number(key: str, value: Any, limit: float) -> None:
         raise UsageError(f"{key} must be a number in [0, {limit:g}), not {value!r}")
 
 
+_UNSUPPORTED = {
+    "amsgrad": "its largest second moment has no packed form; torch.optim.AdamW has it",
+    "differentiable": "the step changes packed state, through which no gradient flows; torch.optim has it",
+    "decoupled_weight_decay": "ckpt8.optim.AdamW decays so",
+}
+"""Arguments of torch's optimizers that must be False here, and what to say of True."""
+
+
+def check_torch_arguments(given: Mapping[str, Any]) -> None:
+    """Raise UsageError for arguments of torch's optimizers that mean something that these cannot do."""
+    for key in ("fused", "foreach", "capturable", *_UNSUPPORTED):
+        value = given.get(key)
+        require(value is None or isinstance(value, bool), f"{key} must be True or False, not {value!r}", UsageError)
+        if value and key in _UNSUPPORTED:
+            raise UsageError(f"{key}=True is not supported; {_UNSUPPORTED[key]}")
+
+
 Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
 """Element type and shape of every entry of a saved state; None for an entry that is no tensor."""
 
@@ -194,6 +211,9 @@ class PackedOptimizer(torch.optim.Optimizer):
     ``moment1``, ``moment2``: ``companded8(...)`` or ``lossless`` (fp32), as text or as a stored configuration.
     ``maximize``: ascend instead of descend. ``seed``: the seed of stochastic rounding.
     ``fused``: True demands the kernels, False forbids them, None uses them on CUDA devices. It is not saved.
+    ``capturable``: True demands the kernels, too, whose steps a CUDA graph can capture.
+    ``foreach``: taken as torch's optimizers take it, and changes nothing: blocks are updated one after the other.
+    ``differentiable``: must be False.
 
     Raises UsageError for arguments, parameters and gradients that it does not take: complex, integer, float64, sparse.
     """
@@ -214,8 +234,16 @@ class PackedOptimizer(torch.optim.Optimizer):
         maximize: bool = False,
         seed: int = 0,
         fused: bool | None = None,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
-        self.fused = fused
+        check_torch_arguments(
+            {"fused": fused, "foreach": foreach, "capturable": capturable, "differentiable": differentiable}
+        )
+        if capturable and fused is False:
+            raise UsageError("capturable=True with fused=False is not supported; only the kernels can be captured")
+        self.fused = capturable or fused
         packing = {"master": master, "moment1": moment1, "moment2": moment2, "maximize": maximize, "seed": seed}
         super().__init__(params, {**defaults, **packing, "rule": self.rule_id})
 
@@ -302,6 +330,7 @@ class PackedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, check it, and keep its codecs as stored configurations. Raises UsageError."""
+        check_torch_arguments(param_group)
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
