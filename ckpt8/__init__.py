@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from ckpt8.inspecting.diff import diff
+    from ckpt8.inspecting.inspection import inspect
     from ckpt8.inspecting.runs import runs
     from ckpt8.inspecting.verify import verify
     from ckpt8.restoring.opened import open_container as open  # noqa: A004 - as torch has load and save
@@ -52,6 +53,7 @@ _LOCATIONS = {
     "Global": "ckpt8.checkpoint.tree:Global",
     "Inert": "ckpt8.checkpoint.tree:Inert",
     "diff": "ckpt8.inspecting.diff:diff",
+    "inspect": "ckpt8.inspecting.inspection:inspect",
     "save": "ckpt8.compressing.compress:save",
     "load": "ckpt8.restoring.restore:load",
     "open": "ckpt8.restoring.opened:open_container",
@@ -88,6 +90,7 @@ __all__ = [
     "compress",
     "convert",
     "diff",
+    "inspect",
     "load",
     "nn",
     "open",

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt8.chaining.jobs import Job, Look, Outcome, Settings, finishing, last_change, look_at, source_name
+from ckpt8.chaining.jobs import Job, Look, Outcomes, Settings, finishing, last_change, look_at, source_name
 from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
 from ckpt8.compressing.compress import checked_options, default_target
@@ -292,7 +292,7 @@ def chain(
     threads: int | None = None,
     force: bool = False,
     progress: Progress = lambda _: None,
-) -> list[Outcome]:
+) -> Outcomes:
     """Compress every checkpoint of a run: each beside itself, oldest first, as a delta where that is smaller.
 
     Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there,
@@ -321,7 +321,7 @@ def chain(
         rest=REST if rest is None else rest,
     )
     run.keep_bases()
-    return [job.run(progress) for jobs in run.jobs() for job in jobs]
+    return Outcomes(job.run(progress) for jobs in run.jobs() for job in jobs)
 
 
 def chain_options(

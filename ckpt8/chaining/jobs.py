@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from ckpt8.container.steps import step_facts
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import any_file, noting_replaced, remove, rename_new, sync_directory
 from ckpt8.core.files.source_file import reading
+from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
 from ckpt8.inspecting.checkpoint import predicted_bytes
@@ -271,8 +272,8 @@ def _rules(texts: Sequence[str]) -> str:
     return f"the rules {listed(texts)}" if texts else "no rules"
 
 
-@dataclass(slots=True)
-class Outcome:
+@dataclass(slots=True, repr=False)
+class Outcome(Summarised):
     """What became of a checkpoint: ``bytes`` of ``source`` and ``stored`` bytes of ``target``, None while it has none.
 
     ``steps`` is the error in steps that it states, and what is under no budget: see ``container.steps``; None without a
@@ -296,6 +297,26 @@ class Outcome:
     predicted: int | None = None
     would_remove: bool = False
     error: Exception | None = None
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        became = "not done" if self.stored is None else shrunk(self.bytes, self.stored)
+        notes = {", was there already": self.present, ", source removed": self.removed}
+        told = became + "".join(note for note, holds in notes.items() if holds)
+        yield "Outcome", f"{self.source} -> {self.target}: {self.error or told}"
+
+
+class Outcomes(Summarised, list[Outcome]):
+    """What became of every checkpoint of a run, oldest first."""
+
+    __slots__ = ()
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        failed = [outcome for outcome in self if outcome.error is not None]
+        packed = [outcome for outcome in self if outcome.stored is not None]
+        before, after = sum(outcome.bytes for outcome in packed), sum(outcome.stored or 0 for outcome in packed)
+        yield "Outcomes", f"{counted(len(self), 'checkpoint')}, {len(failed):,} failed"
+        yield "size", shrunk(before, after)
+        yield "failed", listed((outcome.error for outcome in failed), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,16 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
+from reprlib import recursive_repr
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType, Role, Strided, contiguous_stride
-from ckpt8.core.text import box_text
+from ckpt8.core.text import box_text, shortened
+
+_LONGEST_REPR = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +103,7 @@ class TensorRef(Strided):
         return cls(key, dtype, 0, shape, contiguous_stride(shape))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Inert:
     """An object whose class was not imported: the name of the class and all that the file says about the object.
 
@@ -116,6 +119,11 @@ class Inert:
     state: Any = None
     items: list[Any] = field(default_factory=list)
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @recursive_repr()
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.__slots__)
+        return shortened(f"Inert({values})", _LONGEST_REPR)
 
 
 @dataclass(frozen=True, slots=True)

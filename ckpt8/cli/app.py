@@ -94,6 +94,7 @@ def inspect(
     every element; at those of a .ckpt8 with --full only. --json prints them as flags, with sample and layers.
     """
     from ckpt8.container.joined import is_stored
+    from ckpt8.inspecting.inspection import facts_of
 
     report = None
     if html is not None:
@@ -102,23 +103,16 @@ def inspect(
         report = Report(html, path, original=against, replay=replay, full=full, force=force)
     elif replay is not None:
         raise UsageError("--replay is shown in a report; give --html FILE")
-    if is_stored(path):
-        from ckpt8.inspecting.container import inspect_container
-
-        facts = inspect_container(
-            path, tensors=tensors, original=against, full=full, visit=report.visit if report else None
+    with progress_bar(f"inspect {path.name}", path, enabled=full and not as_json and not is_stored(path)) as progress:
+        facts = facts_of(
+            path,
+            tensors=tensors,
+            full=full,
+            against=against,
+            readiness=readiness,
+            visit=report.visit if report else None,
+            progress=progress,
         )
-    elif against is not None and not readiness:
-        raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
-    else:
-        from ckpt8.inspecting.checkpoint import inspect_checkpoint
-
-        with progress_bar(f"inspect {path.name}", path, enabled=full and not as_json) as progress:
-            facts = inspect_checkpoint(path, tensors=tensors, full=full, progress=progress)
-    if readiness:
-        from ckpt8.inspecting.readiness import inspect_readiness
-
-        facts["readiness"] = inspect_readiness(path, full=full, original=against)
     if report is not None:
         report.write(facts)
     if as_json:

@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack
 from dataclasses import replace
@@ -47,6 +47,7 @@ from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import checked
+from ckpt8.core.summary import Summarised
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
 
@@ -117,7 +118,7 @@ class _Job:
         warnings.warn(f"{self.target}: was not saved: {error}", RuntimeWarning, stacklevel=2)
 
 
-class PendingSave:
+class PendingSave(Summarised):
     """A save in the background. As a context manager it waits for the file at the end of the block.
 
     When the save fails and nobody has asked for its result before the handle is gone, a RuntimeWarning says so.
@@ -126,6 +127,11 @@ class PendingSave:
     def __init__(self, job: _Job) -> None:
         self._job = job
         weakref.finalize(self, job.drop)
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        error = self._job.future.exception() if self.done() else None
+        state = "failed" if error else "written" if self.done() else "being written"
+        yield "PendingSave", f"{self._job.target}: {state}"
 
     def done(self) -> bool:
         """Whether the save has finished or failed."""

@@ -280,11 +280,13 @@ class JoinedReader(Closing):
     @cached_property
     def manifest(self) -> Manifest:
         """The manifests of all files as one, with the names of the whole state dict."""
-        return join_manifests(
+        joined = join_manifests(
             self.path.resolve().name,
             [(name, reader.manifest) for name, reader in self.by_name.items()],
             {name: tensor.shape for name, tensor in self.index.tensors.items()},
         )
+        joined.stored_nbytes = self.size
+        return joined
 
     @cached_property
     def _firsts(self) -> list[int]:

@@ -20,13 +20,13 @@ as s + 1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ckpt8.codecs import BUDGETED, RELATIONS
+from ckpt8.codecs import BUDGETED, RELATIONS, codec_from_config
 from ckpt8.container.header import (
     BITS_VERSION,
     BUDGET_VERSION,
@@ -36,8 +36,11 @@ from ckpt8.container.header import (
     REFERENCE_VERSION,
     SHARED_VERSION,
 )
+from ckpt8.container.steps import NO_ERROR, error_in_words, step_facts
 from ckpt8.core.json_text import Fields, as_count, as_object, as_text, below, or_null
+from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.tensors import DType, PartSpec, Role, Strided, TensorSpec
+from ckpt8.core.text import counted, listed, size
 
 MOST_LINKS = 255
 """The most containers below a delta."""
@@ -376,12 +379,13 @@ class MemberRecord:
     crc_fields: list[list[int]]
 
 
-@dataclass(slots=True)
-class Manifest:
+@dataclass(slots=True, repr=False)
+class Manifest(Summarised):
     """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory.
 
     ``budget`` holds the fields of ``compressing.policy.Budget``, None without one. ``base`` is that of a delta.
-    ``key_reason`` says why a new file is none although a base was looked for; it is not stored.
+    ``key_reason`` says why a new file is none although a base was looked for; it is not stored. ``stored_nbytes`` are
+    the bytes of the container; None for one that is not written yet.
     """
 
     writer: str
@@ -399,6 +403,45 @@ class Manifest:
     base: BaseRecord | None = None
     slices: list[SliceRecord] = field(default_factory=list)
     key_reason: str | None = field(default=None, compare=False)
+    stored_nbytes: int | None = field(default=None, init=False, compare=False)
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        name = self.directory or listed((member.path for member in self.members), 1)
+        yield "Manifest", f"{name}, {counted(len(self.tensors), 'tensor')}"
+        yield "size", size(self.nbytes) if self.stored_nbytes is None else shrunk(self.nbytes, self.stored_nbytes)
+        yield "made with", f"preset {self.preset}" + (f", budget {self.budget['steps']:g}" if self.budget else "")
+        yield "error", error_in_words(self._step_figures()) or "not measured in steps of the optimizer"
+        yield "base", self.base.path if self.base else self.key_reason or ""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the original."""
+        return sum(member.size for member in self.members)
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times smaller than the original the container is; None for one that is not written yet."""
+        return self.nbytes / self.stored_nbytes if self.stored_nbytes else None
+
+    @property
+    def error_in_steps(self) -> float | None:
+        """The error in steps of the optimizer; None where it was not measured, 0.0 where every tensor is exact."""
+        steps: float | None = self._step_figures()["steps"]
+        return steps
+
+    @property
+    def expected_drift(self) -> tuple[float, float] | None:
+        """From where to where the loss of a resumed run is expected to drift; None where nothing is known of it.
+
+        Some runs drift further where ``repr`` says ``or more``.
+        """
+        drift = self._step_figures()["drift"]
+        return None if drift is None else (drift["low"], drift["high"])
+
+    def _step_figures(self) -> Mapping[str, Any]:
+        if all(codec_from_config(record.codec).measured_as is None for record in self.storages):
+            return NO_ERROR
+        return step_facts(self, lambda names: len(list(names))) or {"steps": None, "drift": None}
 
     @property
     def version(self) -> str:

@@ -21,18 +21,25 @@ from ckpt8.container.sharded import GlobalTensor, Slice
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import UnsupportedError, UsageError, require
 from ckpt8.core.public import checked
+from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import Role, view_of_box
-from ckpt8.core.text import listed
+from ckpt8.core.text import counted, listed
 
 
-class Tensors(Closing):
+class Tensors(Summarised, Closing):
     """The tensors of an open checkpoint by name, as ``safetensors.safe_open`` gives them.
 
     Iteration, ``len`` and ``in`` go over the names; ``file[name]`` is ``file.get_tensor(name)``.
     """
 
+    _path: Path
     _device: torch.device | str
     _tensors: Mapping[str, Any]
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        yield type(self).__name__, f"{self._path}: {counted(len(self), 'tensor')}"
+        yield "metadata", ", ".join(f"{key} {value}" for key, value in (self.metadata() or {}).items())
+        yield "names", listed(self._tensors)
 
     def keys(self) -> list[str]:
         """Names of all tensors, in the order of the checkpoint. Values that are no plain tensors are not listed."""
@@ -111,7 +118,8 @@ class CheckpointFile(Tensors):
     _tensors: dict[str, TensorRecord]
 
     def __init__(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-        self._reader, self._device = ContainerReader(Path(path)), device
+        self._path, self._device = Path(path), device
+        self._reader = ContainerReader(self._path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
 
     def close(self) -> None:
@@ -166,7 +174,8 @@ class CheckpointDirectory(Tensors):
     _tensors: dict[str, GlobalTensor]
 
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
-        self._joined, self._device = JoinedReader(path), device
+        self._path, self._device = path, device
+        self._joined = JoinedReader(path)
         index = self._joined.index
         order = dict.fromkeys([*(name for name in index.paths or {} if name in index.tensors), *index.tensors])
         self._tensors = {

@@ -116,6 +116,7 @@ class ContainerReader(Closing):
             with without_collection():
                 entries, stored = self._open_header()
                 self.manifest = self._open_manifest(stored)
+                self.manifest.stored_nbytes = self.size
                 nbytes = sum(record.nbytes for record in self.manifest.storages)
                 self.backend: Backend | None = for_checkpoint(nbytes) if kernels else "torch"
                 self.places = self._locate({entry.name: entry for entry in entries})

@@ -97,6 +97,29 @@ def _drift(energy: float, step: float) -> float:
     return NOISE * math.sqrt(energy) + RISE * energy / math.sqrt(step)
 
 
+NO_ERROR: Mapping[str, Any] = {"steps": 0.0, "drift": ExpectedDrift(0.0, 0.0, 0.0)._asdict()}
+"""The figures of a container whose tensors are all lossless."""
+
+
+def interval(drift: Mapping[str, float] | None) -> str:
+    """The interval of an expected loss drift; a dash where nothing is predicted."""
+    if drift is None:
+        return "-"
+    if not drift["mean"]:
+        return "0"
+    low = f"{drift['low']:.3g} to" if drift["low"] else "up to"
+    return f"{low} {drift['high']:.3g}" + (" or more" if drift["is_open"] else "")
+
+
+def error_in_words(figures: Mapping[str, Any] | None) -> str:
+    """The error in steps and the loss drift to expect, in a line; empty where no error in steps is known."""
+    if figures is NO_ERROR:
+        return "none, every tensor is kept bit for bit"
+    if figures is None or figures["steps"] is None:
+        return ""
+    return f"{figures['steps']:.3g} steps of the optimizer, expected loss drift {interval(figures['drift'])}"
+
+
 def number(record: Mapping[str, Any], key: str) -> float:
     """A number from 0 on that a record states; 0 for anything else."""
     value = record.get(key)

@@ -114,6 +114,7 @@ class ContainerWriter(Closing):
             write_all_at(self._descriptor, [head], 0)
         self._check_readable()
         self._output.publish(last_look)
+        manifest.stored_nbytes = self._data_start + start + header.SEAL_BYTES
         return seal
 
     def _check_readable(self) -> None:

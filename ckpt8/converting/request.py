@@ -18,15 +18,17 @@ from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.sources import open_content
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Guard, write_at
+from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import DType
+from ckpt8.core.text import counted, listed, size
 from ckpt8.core.workers import Progress
 
 _TYPES = {dtype.label: dtype for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, *LARGEST)}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8_e4m3fn"}
 
 
-@dataclass(slots=True)
-class Report:
+@dataclass(slots=True, repr=False)
+class Report(Summarised):
     """What was written. ``casts`` counts tensors by ``FROM -> TO``, ``aliases`` are names left out of tied weights.
 
     ``quantized`` is that of ``quantizing.summary``, or None. ``replaced`` says what the target replaced, or None.
@@ -46,6 +48,14 @@ class Report:
     replaced: str | None = None
     weights_snr: float | None = None
     warning: str | None = None
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        yield "Report", f"{self.target}: {self.format} of {counted(self.tensors, 'tensor')}, {size(self.bytes)}"
+        yield "casts", ", ".join(f"{count:,} {cast}" for cast, count in self.casts.items())
+        yield "tied", listed(self.aliases)
+        yield "left out", listed(self.dropped)
+        yield "notes", listed(self.notes, 1)
+        yield "warning", self.warning or ""
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""

@@ -25,7 +25,9 @@ from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.grouping import grouped
 from ckpt8.core.public import checked
+from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import DType, Role
+from ckpt8.core.text import listed, size
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.container import read_json
 from ckpt8.inspecting.diff_sides import Equality, Found, Leaves, Side, Tensor, align, collect, make_sides, naming, text
@@ -111,8 +113,8 @@ def _facts(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class Difference:
+@dataclass(slots=True, repr=False)
+class Difference(Summarised):
     """The differences between two checkpoints. ``a`` and ``b`` describe each of them.
 
     ``tensors`` are those that both have, equal or not. ``values`` are other values that both have and that differ;
@@ -133,6 +135,16 @@ class Difference:
     files_only_b: list[str] = field(default_factory=list)
     equal_files: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        yield "Difference", verdict(self.to_json())
+        for side, facts in (("A", self.a), ("B", self.b)):
+            kind = f"{'ckpt8 of ' if facts['ckpt8'] else ''}{facts['layout']}"
+            yield side, f"{facts['path']}, {kind}, {size(facts['bytes'])}"
+        for tensor in self.changed[:1]:
+            relative = None if tensor.change is None else tensor.change.relative
+            yield "most", f"{tensor.a.name}" + ("" if relative is None else f" differs by {relative:.3g} of its size")
+        yield "notes", listed(self.notes, 1)
 
     @property
     def identical(self) -> bool:
@@ -206,6 +218,31 @@ class Difference:
             },
             "notes": self.notes,
         }
+
+
+def verdict(facts: dict[str, Any]) -> str:
+    """One line: identical, or how many tensors, values and files differ, and how many only one side has."""
+    both = facts["tensors"]["both"]
+    kinds = {
+        "tensors": (sum(not tensor["identical"] for tensor in both), len(both), facts["tensors"]),
+        "other values": _counted(facts["values"]),
+        "other files": _counted(facts["files"]),
+    }
+    if facts["identical"]:
+        counts = ", ".join(f"{total:,} {what}" for what, (_, total, _) in kinds.items() if total)
+        return f"identical: {counts}; tensors bit for bit"
+    parts = []
+    for what, (differ, total, values) in kinds.items():
+        words = [f"{differ:,} of {total:,} differ" if differ else f"all {total:,} equal"] if total else []
+        words += [f"{len(values[key]):,} only in {key[-1].upper()}" for key in ("only_a", "only_b") if values[key]]
+        if words:
+            parts.append(f"{what}: {', '.join(words)}")
+    return f"different: {'; '.join(parts)}"
+
+
+def _counted(values: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    changed = len(values["changed"])
+    return changed, changed + values["equal"], values
 
 
 def _relative(tensor: TensorDifference) -> float:

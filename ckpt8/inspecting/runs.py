@@ -38,6 +38,8 @@ from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import reading, refuse_url
 from ckpt8.core.public import checked
+from ckpt8.core.summary import Summarised
+from ckpt8.core.text import counted, size
 from ckpt8.inspecting.heads import (
     Facts,
     Progress,
@@ -149,8 +151,8 @@ def _is_whole(files: Iterable[str], folders: Iterable[str], *, is_top: bool) -> 
 Kind = Literal["key", "delta", "raw"]
 
 
-@dataclass(slots=True)
-class RunRecord:
+@dataclass(slots=True, repr=False)
+class RunRecord(Summarised):
     """One checkpoint of a run; ``name`` is its path below the directory, ``run`` the folder of the run in that.
 
     A checkpoint that is there both compressed and as it was is one record, that of the container: ``raw`` names the
@@ -183,6 +185,11 @@ class RunRecord:
     base: str | None = None
     damage: str | None = None
 
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        times = "" if self.ratio is None else f", {self.ratio:.2f} times smaller"
+        step = "" if self.step is None else f", step {self.step:,}"
+        yield "RunRecord", f"{self.name}: {self.problem or f'{self.kind}{step}, {size(self.stored_bytes)}{times}'}"
+
     @property
     def ratio(self) -> float | None:
         """How many times smaller than its original a container is; None for other checkpoints."""
@@ -203,8 +210,8 @@ MISSING = "missing"
 """The base of a delta that cannot be found."""
 
 
-@dataclass(slots=True)
-class Run:
+@dataclass(slots=True, repr=False)
+class Run(Summarised):
     """The checkpoints of a directory in the order of their steps, run by run; iterates over them.
 
     ``bases_bytes`` are those of bases that are kept for deltas alone, of checkpoints that are gone.
@@ -213,6 +220,16 @@ class Run:
     path: str
     checkpoints: list[RunRecord]
     bases_bytes: int = 0
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        totals, steps = self.totals(), [record.step for record in self.checkpoints if record.step is not None]
+        yield "Run", f"{self.path}: {counted(len(self), 'checkpoint')}"
+        ends = dict.fromkeys((min(steps), max(steps))) if steps else ()
+        yield "steps", " to ".join(f"{step:,}" for step in ends)
+        yield "kinds", ", ".join(f"{totals[kind]:,} {kind}" for kind in ("key", "delta", "raw") if totals[kind])
+        smaller = "" if totals["ratio"] is None else f"; containers are {totals['ratio']:.2f} times smaller"
+        yield "size", size(totals["stored_bytes"] + totals["raw_bytes"]) + smaller
+        yield "problems", f"{len(self.problems):,}, the first: {self.problems[0]}" if self.problems else ""
 
     def __iter__(self) -> Iterator[RunRecord]:
         return iter(self.checkpoints)

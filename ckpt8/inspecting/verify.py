@@ -53,14 +53,15 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import SliceKey
-from ckpt8.container.steps import step_facts
+from ckpt8.container.steps import error_in_words, step_facts
 from ckpt8.converting.sources import assemble_distributed
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, combine
 from ckpt8.core.public import checked
+from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import Parts
-from ckpt8.core.text import box_text, shown
+from ckpt8.core.text import box_text, counted, listed, shown, size
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff_sides import Equality, Leaves
 from ckpt8.inspecting.plain import PlainChecks, check_plain, is_plain
@@ -470,8 +471,8 @@ def _steps_disagreement(measured: dict[str, Any] | None, stated: dict[str, Any])
     return mine.disagreement(theirs)
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification(Summarised):
     """The result of ``verify``. ``failures`` is empty if all holds; ``against`` says whether there was an original.
 
     ``resume`` holds the figures of the replayed steps, see ``ReplayFigures.to_json``, and ``steps`` the measured error
@@ -490,6 +491,18 @@ class Verification:
     steps: dict[str, Any] | None = None
     links: tuple[str, ...] = ()
     plain: PlainChecks | None = None
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        count, against = (
+            len(self.failures),
+            f"{self.statistics:,} statistics compared, {self.unmeasured:,} tensors have none",
+        )
+        yield "Verification", f"{counted(count, 'failure')}" if count else "holds"
+        yield "failures", listed(self.failures, 1)
+        yield "checked", f"{counted(self.frames, 'frame')}, {size(self.nbytes)}"
+        yield "original", against if self.against else "none was given to compare with"
+        yield "error", error_in_words(self.steps)
+        yield "needs", listed(self.links, 1)
 
 
 @checked

@@ -43,6 +43,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, require
 from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Check, Guard, default_path, refuse_source, write_at
 from ckpt8.core.files.source_file import combine, crc32
+from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import counted, listed, size
 from ckpt8.core.workers import Buffers, Progress, Workers
@@ -121,8 +122,8 @@ class MemberWriter:
 R = TypeVar("R", bound="Restored")
 
 
-@dataclass(kw_only=True, slots=True)
-class Restored:
+@dataclass(kw_only=True, slots=True, repr=False)
+class Restored(Summarised):
     """``path`` was written. ``original`` is the name of the original that the container states.
 
     ``other_name`` is ``original`` where the default path has another name. ``replaced`` says what was there before.
@@ -134,6 +135,10 @@ class Restored:
     other_name: str | None
     replaced: str | None = None
     left: Sequence[str] = ()
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        for number, line in enumerate(self.lines()):
+            yield "" if number else type(self).__name__, line
 
     @classmethod
     def at(cls: type[R], sources: Sequence[Path], given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
@@ -308,7 +313,7 @@ class SalvagedMember:
     written: str | None
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, repr=False)
 class Salvage(Restored):
     """What was recovered: ``tensors`` counts tensors that were written intact, ``lost`` lists what was not.
 

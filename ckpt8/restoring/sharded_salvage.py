@@ -71,7 +71,7 @@ class LostValue:
         return f"  {self.name}: not written, {lacks}: {'; '.join(places[:_SHOWN])}{more}"
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, repr=False)
 class SalvagedDirectory(Restored):
     """What was recovered: ``tensors`` and ``values`` count those that were written, ``lost`` lists the others.
 

@@ -39,7 +39,6 @@ from ckpt8.cli.show.tables import (
     drift_text,
     figure_phrases,
     healing_line,
-    interval,
     number,
     option_of,
     outside_phrases,
@@ -48,6 +47,7 @@ from ckpt8.cli.show.tables import (
 )
 from ckpt8.container.bases import files_of
 from ckpt8.container.joined import Stored
+from ckpt8.container.steps import interval
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.source_file import reading, refuse_url

@@ -14,6 +14,7 @@ from rich.markup import escape
 from ckpt8.cli.guard import print_lines
 from ckpt8.cli.show.tables import Table, measured_lines, number, shape_text, show_optimizers, show_table
 from ckpt8.core.text import counted, listed, printable_tree, shortened, size
+from ckpt8.inspecting.diff import verdict
 from ckpt8.inspecting.facts import ROLE_WORDS
 
 if TYPE_CHECKING:
@@ -70,31 +71,6 @@ def show_diff(console: Console, facts: dict[str, Any], *, tensors: bool) -> None
     _show_tensors(console, facts["tensors"]["both"], everything=tensors)
     _show_not_finite(console, facts["tensors"]["both"])
     _show_list(console, "notes", facts["notes"])
-
-
-def verdict(facts: dict[str, Any]) -> str:
-    """One line: identical, or how many tensors, values and files differ, and how many only one side has."""
-    both = facts["tensors"]["both"]
-    kinds = {
-        "tensors": (sum(not tensor["identical"] for tensor in both), len(both), facts["tensors"]),
-        "other values": _counted(facts["values"]),
-        "other files": _counted(facts["files"]),
-    }
-    if facts["identical"]:
-        counts = ", ".join(f"{total:,} {what}" for what, (_, total, _) in kinds.items() if total)
-        return f"identical: {counts}; tensors bit for bit"
-    parts = []
-    for what, (differ, total, values) in kinds.items():
-        words = [f"{differ:,} of {total:,} differ" if differ else f"all {total:,} equal"] if total else []
-        words += [f"{len(values[key]):,} only in {key[-1].upper()}" for key in ("only_a", "only_b") if values[key]]
-        if words:
-            parts.append(f"{what}: {', '.join(words)}")
-    return f"different: {'; '.join(parts)}"
-
-
-def _counted(values: dict[str, Any]) -> tuple[int, int, dict[str, Any]]:
-    changed = len(values["changed"])
-    return changed, changed + values["equal"], values
 
 
 def _sentences(facts: dict[str, Any]) -> Iterable[str]:

@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ckpt8.cli.guard import print_lines
-from ckpt8.container.steps import PARTS
+from ckpt8.container.steps import PARTS, interval
 from ckpt8.core.text import counted, percent, size
 
 _GAP = "  "
@@ -313,13 +313,3 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
 def option_of(name: str) -> str:
     """The option of ``compress`` that a prediction is about."""
     return f"--{name}" if name.startswith("budget ") else f"--preset {name}"
-
-
-def interval(drift: Mapping[str, float] | None) -> str:
-    """The interval of an expected loss drift; a dash where nothing is predicted."""
-    if drift is None:
-        return "-"
-    if not drift["mean"]:
-        return "0"
-    low = f"{number(drift['low'])} to" if drift["low"] else "up to"
-    return f"{low} {number(drift['high'])}" + (" or more" if drift["is_open"] else "")
