@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt8.container.joined import Stored, is_stored
 from ckpt8.container.steps import error_in_words
@@ -14,7 +14,9 @@ from ckpt8.core.errors import UsageError
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed, size
-from ckpt8.core.workers import Progress
+
+if TYPE_CHECKING:
+    from ckpt8.core.workers import Progress
 
 
 class Inspection(Summarised, dict[str, Any]):
