@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ckpt8 import __version__
 from ckpt8.cli.commands import (
@@ -28,11 +28,13 @@ from ckpt8.cli.commands import (
 from ckpt8.cli.guard import (
     console,
     guarded,
+    louder,
     one_object,
     present,
     print_json,
     print_lines,
     progress_bar,
+    quieter,
     waited,
 )
 from ckpt8.core.errors import CheckFailedError, UsageError, require
@@ -47,7 +49,7 @@ def _version(value: bool) -> None:
 
 def _global(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
@@ -281,10 +283,28 @@ _SECOND["inspect"] = _SECOND["verify"]
 """What a second argument of a command is meant for: the name of a parameter, and its option."""
 
 
+def _volume_option(names: list[str], change: Callable[[], None], text: str) -> TyperOption:
+    def run(ctx: Any, _: object, given: bool) -> None:
+        if given and not ctx.resilient_parsing:
+            change()
+
+    return TyperOption(
+        param_decls=names, type=bool, is_flag=True, default=False, expose_value=False, callback=run, help=text
+    )
+
+
 class _Command(TyperCommand):
-    """A command that says which option an argument too many belongs to."""
+    """A command with ``--quiet`` and ``--verbose``. It says which option an argument too many belongs to."""
 
     allow_extra_args = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.params = [
+            *self.params,
+            _volume_option(["--quiet", "-q"], quieter, "No progress, and nothing on stdout but --json."),
+            _volume_option(["--verbose", "-v"], louder, "Show all rows of a report, and say what ckpt8 falls back to."),
+        ]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments. Raises UsageError for one too many."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ckpt8.cli.guard import console, present, print_json, print_lines, progress_bar, waited
+from ckpt8.cli.guard import console, is_quiet, present, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable, size
@@ -652,6 +652,6 @@ def bench(
 
 def _say(text: str) -> None:
     """Show the current operation on one line of a terminal."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not is_quiet():
         sys.stderr.write(f"\r\x1b[K{printable(text)}")
         sys.stderr.flush()

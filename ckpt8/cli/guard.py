@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -47,6 +48,12 @@ A new key leaves the number as it is. A program that reads the output checks ``s
 
 stated: dict[str, Any] = {}
 """What the running command states, printed at its end: only then it is known whether it fails, and how long it took."""
+
+_QUIET, _NORMAL, _VERBOSE = range(-1, 2)
+_volume: ContextVar[int] = ContextVar("_volume", default=_NORMAL)
+"""How much the running command prints."""
+_undone: list[Callable[[], object]] = []
+"""What to call when the command ends."""
 
 _begun: ContextVar[float | None] = ContextVar("_begun", default=None)
 
@@ -70,6 +77,48 @@ def waited() -> float:
     return now - (_begun.get() or now)
 
 
+def quieter() -> None:
+    """Print nothing on stdout but JSON, and no progress, until the command ends."""
+    _volume.set(_QUIET)
+
+
+def louder() -> None:
+    """Print whole reports, and on stderr what the library says, until the command ends."""
+    import logging
+
+    class ToStderr(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            sys.stderr.write(f"ckpt8: {printable(record.getMessage())}\n")
+
+    logger, handler = logging.getLogger("ckpt8"), ToStderr()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    _undone.extend((partial(logger.removeHandler, handler), partial(logger.setLevel, level)))
+    _volume.set(_VERBOSE)
+
+
+def is_quiet() -> bool:
+    """Whether the command has ``--quiet``."""
+    return _volume.get() == _QUIET
+
+
+def most(count: int) -> int:
+    """How many rows a report shows before it says how many more there are: ``count``, with ``--verbose`` all."""
+    return sys.maxsize if _volume.get() == _VERBOSE else count
+
+
+@contextmanager
+def _usual_volume() -> Iterator[None]:
+    """What a command inside changes with ``quieter`` and ``louder`` ends with the block."""
+    with setting(_volume, _NORMAL):
+        try:
+            yield
+        finally:
+            while _undone:
+                _undone.pop()()
+
+
 def console() -> Console:
     """The console on stdout. It wraps lines on a terminal only: a log or a pipe gets whole names.
 
@@ -78,7 +127,7 @@ def console() -> Console:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 500
-    return Console(highlight=False, emoji=False, width=width)
+    return Console(highlight=False, emoji=False, width=width, quiet=is_quiet())
 
 
 def present(facts: Mapping[str, Any], show: Callable[[Console], object], *, as_json: bool) -> None:
@@ -104,7 +153,7 @@ def progress_bar(
     A full bar is ``total`` bytes, or those of ``sources``; ``done`` of them are done already. Silent unless stderr is a
     terminal.
     """
-    if not enabled or not sys.stderr.isatty():
+    if not enabled or is_quiet() or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
@@ -242,7 +291,7 @@ def one_object(*, as_json: bool) -> Iterator[None]:
     measured the ``seconds`` of its work, ``total_seconds`` are those that a person waited.
     """
     stated.clear()
-    with waiting(), noting_replaced() as replaced:
+    with waiting(), _usual_volume(), noting_replaced() as replaced:
         try:
             yield
         except StdoutError:

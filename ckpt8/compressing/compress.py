@@ -46,6 +46,7 @@ from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, ref
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
+from ckpt8.core.log import log
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import listed
@@ -460,11 +461,14 @@ def _compress(
             policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
             try:
                 with choose_base(asked, target, source, plan, policy, kept, options.threads) as (plan, base, reason):
+                    if base is None and reason is not None:
+                        log.info("%s: is stored whole: %s", target, reason)
                     measures = options.stats and plan.is_lossy
                     encoder = choose_encoder(source, live or {}, device, measure=measures, base=base)
                     record = None if base is None else base.record(target)
                     result = write(Compressor(source, plan, options, encoder, record, damage or reason))
             except OverBudgetError as exc:
+                log.info("%s: exceeds its budget where a sample did not; it is compressed again", target)
                 measured, options = exc.measured, replace(options, progress=no_progress)
             except BrokenBaseError as exc:
                 if not isinstance(asked, Auto):

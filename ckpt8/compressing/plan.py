@@ -18,6 +18,7 @@ from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRe
 from ckpt8.codecs import Codec
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import header
+from ckpt8.core.log import log
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 
@@ -187,6 +188,9 @@ class Unit:
         whose = "the state of its parameter " if len(falling) > 1 and refusal.storage is not None else ""
         falling = [stream for stream in falling if stream.fallback_codec] or [s for s in falling if s.codec != LOSSLESS]
         after = {stream.index: stream.fallback(f"{whose}{refusal.reason}") for stream in falling}
+        for stream in falling:
+            codec = after[stream.index].codec
+            log.info("storage %s: %s in place of %s: %s", stream.storage.key, codec.id, stream.codec.id, refusal.reason)
         return replace(self, streams=tuple(after.get(stream.index, stream) for stream in self.streams))
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ckpt8.core.closing import setting
 from ckpt8.core.errors import UsageError, require
+from ckpt8.core.log import log
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ def _fault_of_numba() -> str | None:
     try:
         from numba import config
     except Exception as exc:
+        log.info("numba cannot be imported, so that torch takes its place: %s", exc)
         return f"needs the package numba, which cannot be imported: {exc}"
     return "needs numba to compile, which NUMBA_DISABLE_JIT forbids" if vars(config)["DISABLE_JIT"] else None
 

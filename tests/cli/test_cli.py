@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 import os
 import pickle
 import random
@@ -521,6 +522,33 @@ def test_every_command_has_help_and_the_version_is_the_packages(run):
     # That of convert names every format that is written.
     shown = run("convert", "--help")[1].partition("--dtype")[0]
     assert set(WRITERS) <= set(shown.replace("│", " ").replace(",", " ").replace(".", " ").split())
+
+
+def test_quiet_prints_errors_alone_and_verbose_all_rows_and_what_falls_back(run, small, packed, tmp_path):
+    logger = logging.getLogger("ckpt8")
+    before = logger.level, list(logger.handlers)
+    for words in (("inspect", packed), ("verify", packed), ("compress", small, "--force"), ("diff", small, small)):
+        assert run(*words)[1]
+        assert run(*words, "-q") == (0, "", "")
+    assert json.loads(run.shown("verify", packed, "-q", "--json"))["failures"] == []
+    assert_refused(run("verify", tmp_path / "none.ckpt8", "--quiet"), 3)
+    assert run.shown("-V") == run.shown("--version")
+    # Rows that a report folds.
+    a, b = ({f"{name}.x": torch.full((2, 2), value) for name in "abcdefghijklmnop"} for value in (0.0, 1.0))
+    torch.save(a, tmp_path / "a.pt")
+    torch.save(b, tmp_path / "b.pt")
+    assert "p.x" not in run("diff", tmp_path / "a.pt", tmp_path / "b.pt")[1]
+    out = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "-v")[1]
+    assert all(f"{name}.x" in out for name in "abcdefghijklmnop")
+    # A second moment below zero is none, so that its codec refuses it.
+    state = torch.load(small)
+    state["optimizer"]["state"][0]["exp_avg_sq"].fill_(-1.0)
+    torch.save(state, small)
+    code, _, err = run("compress", small, "--force", "-v")
+    assert code == 0
+    assert re.search(r"^ckpt8: storage \S+: \S+ in place of \S+: \S", err, re.MULTILINE)
+    assert run("compress", small, "--force")[2] == ""
+    assert (logger.level, logger.handlers) == before
 
 
 def test_help_version_runs_and_inspect_of_a_container_import_nothing_heavy(packed):

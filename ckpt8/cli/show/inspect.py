@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ckpt8.checkpoint.meaning.optimizer_state import line as low_bit_line
 from ckpt8.checkpoint.meaning.parameter_names import shown
+from ckpt8.cli.guard import most
 from ckpt8.cli.show.tables import (
     Share,
     bars,
@@ -103,12 +104,12 @@ def show_hyperparameters(console: Console, rows: Sequence[Mapping[str, Any]]) ->
         lines = [": ".join(filter(None, (optimizer if len(optimizers) > 1 else "", _listed(shared))))] if shared else []
         lines += [
             f"{_listed(own)}: {counted(group['parameters'], 'parameter')}"
-            for group in groups[:_MOST_ROWS]
+            for group in groups[: most(_MOST_ROWS)]
             if (
                 own := {key: group["options"][key] for key in _SHOWN_OPTIONS if key in group["options"].keys() - shared}
             )
         ]
-        lines += [f"and {len(groups) - _MOST_ROWS:,} more groups"] if len(groups) > _MOST_ROWS else []
+        lines += [f"and {len(groups) - _MOST_ROWS:,} more groups"] if len(groups) > most(_MOST_ROWS) else []
         say(console, *lines, indent="  ")
 
 
@@ -127,7 +128,11 @@ def _value(value: Any) -> str:
 def show_layers(console: Console, groups: Sequence[Mapping[str, Any]]) -> None:
     """Print the bytes of each layer as bars. Consecutive layers of equal sizes share a line."""
     joined = list(_joined(groups))
-    kept = sorted(joined, key=lambda row: -row["bytes"])[: _MOST_GROUPS - 1] if len(joined) > _MOST_GROUPS else joined
+    kept = (
+        sorted(joined, key=lambda row: -row["bytes"])[: _MOST_GROUPS - 1]
+        if len(joined) > most(_MOST_GROUPS)
+        else joined
+    )
     rows = [row for row in joined if row in kept]
     if rest := [row["bytes"] for row in joined if row not in kept]:
         rows.append({"label": counted(len(rest), "smaller group"), "bytes": sum(rest)})
@@ -184,7 +189,7 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
     console.print()
     say(console, "Red flags", style="bold")
     say(console, looked_at(sample, flags))
-    for kind, title, extent, lines in flags_by_kind(flags, 3):
+    for kind, title, extent, lines in flags_by_kind(flags, most(3)):
         say(console, f"{title}: {extent}", style="yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
         say(console, *lines, indent="    ")
 
@@ -261,7 +266,7 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
     _show_contents(console, facts)
     if facts["directory"] is not None:
         # There may be a thousand files of ranks.
-        first = facts["members"] if facts["ranks"] is None else facts["members"][:16]
+        first = facts["members"] if facts["ranks"] is None else facts["members"][: most(16)]
         show_table(
             console,
             ("member", "format", "original", "stored"),

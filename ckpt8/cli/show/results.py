@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
-from ckpt8.cli.guard import print_lines
+from ckpt8.cli.guard import most, print_lines
 from ckpt8.cli.show.tables import Table, measured_lines, number, shape_text, show_optimizers, show_table
 from ckpt8.core.text import counted, listed, printable_tree, shortened, size
 from ckpt8.inspecting.diff import verdict
@@ -107,9 +107,9 @@ def _show_list(console: Console, title: str, rows: Sequence[str]) -> None:
         counts = Counter(map(_pattern, rows))
         shown = ((row, _pattern(row), counts[_pattern(row)]) for row in rows)
         lines = list(dict.fromkeys(f"{name}  ({count:,} of them)" if count > 3 else row for row, name, count in shown))
-        for line in lines[:_LISTED]:
+        for line in lines[: most(_LISTED)]:
             console.print(f"  {line}", soft_wrap=True, markup=False)
-        _show_more(console, len(lines) - _LISTED)
+        _show_more(console, len(lines) - most(_LISTED))
 
 
 def _pattern(row: str) -> str:
@@ -139,14 +139,14 @@ def _show_values(console: Console, facts: dict[str, Any]) -> None:
         for (pattern, a, b), names in alike.items()
     ]
     if rows:
-        show_table(console, ("value", "A", "B"), rows[:_VALUES], left=True)
-        _show_more(console, len(rows) - _VALUES)
+        show_table(console, ("value", "A", "B"), rows[: most(_VALUES)], left=True)
+        _show_more(console, len(rows) - most(_VALUES))
 
 
 def _show_rows(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int) -> None:
     if rows:
-        show_table(console, columns, rows[:limit])
-        _show_more(console, len(rows) - limit)
+        show_table(console, columns, rows[: most(limit)])
+        _show_more(console, len(rows) - most(limit))
 
 
 def _show_tensors(console: Console, tensors: Sequence[dict[str, Any]], *, everything: bool) -> None:

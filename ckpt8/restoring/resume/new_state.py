@@ -39,6 +39,7 @@ from ckpt8.codecs.companded8 import GROUP
 from ckpt8.container.symbols import unpack_parts
 from ckpt8.core.errors import RefusedError, UsageError, require
 from ckpt8.core.gpu import CudaTransfer, Mark, copy_to_row, row_bytes, row_views
+from ckpt8.core.log import log
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Buffers, assign
 from ckpt8.optim import state_conversion as foreign
@@ -342,7 +343,8 @@ class PackedPlanner:
                 for start, parts in encoded if stored is None else stored.chunks(ref, "codes", "scales"):
                     assign(codes.view(-1), start, parts["codes"])
                     assign(scales, start // GROUP, parts["scales"])
-            except RefusedError:
+            except RefusedError as exc:
+                log.info("%s of a parameter stays in fp32: %s", name, exc)
                 del state[f"{name}_codes"], state[f"{name}_scales"]
                 state[name] = torch.empty(ref.shape, dtype=torch.float32, device=codes.device)
                 streamer.copy(ref, state[name])
