@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import former_presets
 import pytest
@@ -42,6 +43,7 @@ def _codecs():
 
 
 CODECS_UNDER_TEST = _codecs()
+FORMAT = (Path(codecs.__file__).parents[1] / "container" / "FORMAT.md").read_text()
 CUT_ANYWHERE = [codec for codec in CODECS_UNDER_TEST if not codec.by_chunk]
 LOSSY = [codec for codec in CODECS_UNDER_TEST if codec.measured_as is not None]
 each_codec = pytest.mark.parametrize("codec", CODECS_UNDER_TEST, ids=repr)
@@ -116,7 +118,7 @@ def both_ways(codec, dtype, numel, seed=0):
     return spec, x, parts, decode(codec, parts, spec)
 
 
-def test_ids_are_unique_and_those_of_the_classes():
+def test_ids_are_unique_those_of_the_classes_and_in_the_format():
     ids = [codec_id for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED, *codecs.RELATIONS)]
     assert len(set(ids)) == len(ids)
     named = [codec_id for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED)]
@@ -124,6 +126,7 @@ def test_ids_are_unique_and_those_of_the_classes():
     for codec_id in ids:
         assert codec_class(codec_id).id == codec_id
         assert codec_id.partition("/")[2].isdigit()
+        assert f"`{codec_id}`" in FORMAT, f"{codec_id} has no section in FORMAT.md"
 
 
 def test_the_codecs_under_test_hold_every_registered_one_and_every_preset():
