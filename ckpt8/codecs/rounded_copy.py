@@ -107,7 +107,8 @@ class Reference(Codec, Copied):
     def _differences(self, x: torch.Tensor, rounded: torch.Tensor | None) -> Parts:
         """No parts: ``x`` is, bit for bit, ``rounded`` of its own type."""
         if rounded is not None and not bool((_bits(x) == _bits(rounded)).all()):
-            raise RefusedError(f"differs from its fp32 master rounded to {_dtype_name(x)}")
+            name = "fp16" if x.dtype == DType.FLOAT16.torch else "bf16"
+            raise RefusedError(f"differs from its fp32 master rounded to {name}")
         return {}
 
     def decode(
@@ -188,10 +189,6 @@ class LatticeReference(Reference):
     def is_lossy(self) -> bool:
         """True: it follows its masters, whatever these lose. Nothing is measured of it."""
         return True
-
-
-def _dtype_name(x: torch.Tensor) -> str:
-    return "fp16" if x.dtype == DType.FLOAT16.torch else "bf16"
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:

@@ -88,10 +88,6 @@ def content_of(members: Bundle) -> Content:
     return content
 
 
-def _is_single_file(members: Bundle) -> bool:
-    return members.directory is None
-
-
 def _assemble_file(members: Bundle) -> Content:
     require(members.checkpoints, f"{members.path}: holds no checkpoint that can be converted")
     data, checkpoint = Composite(str(members.path)), members.checkpoints[0].checkpoint
@@ -229,7 +225,7 @@ def _named(tree: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 LAYOUTS: Mapping[str, tuple[Callable[[Bundle], bool], Callable[[Bundle], Content]]] = {
-    SINGLE_FILE: (_is_single_file, _assemble_file),
+    SINGLE_FILE: (lambda members: members.directory is None, _assemble_file),
     "deepspeed-universal": (deepspeed.is_universal, deepspeed.assemble_universal),
     "deepspeed-partitions": (deepspeed.holds_partitions, deepspeed.refuse_partitions),
     "dcp": (_is_distributed, assemble_distributed),

@@ -71,11 +71,6 @@ def _load(job: Job) -> Callable[[], object]:
     ]
 
 
-def _torch_load(job: Job) -> Callable[[], object]:
-    """``torch.load`` of the same members."""
-    return lambda: [_load_file(file) for file in job.source.files]
-
-
 def _save(job: Job) -> Callable[[], object]:
     """``ckpt8.save`` of the objects in memory."""
     settle(kernels=True)
@@ -107,7 +102,7 @@ OPERATIONS: dict[str, Operation] = {
     "restore": partial(_ours, lambda job: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)),
     "verify": partial(_ours, lambda job: ckpt8.verify(job.container, threads=job.threads)),
     "load": _load,
-    "torch.load": _torch_load,
+    "torch.load": lambda job: lambda: [_load_file(file) for file in job.source.files],
     "save": _save,
     "torch.save": _torch_save,
 }

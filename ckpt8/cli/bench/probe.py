@@ -302,16 +302,13 @@ def _zipnn(job: Job) -> Callable[[], object]:
     return _packed(pack, job)
 
 
-def _start(job: Job) -> Callable[[], object]:  # noqa: ARG001
-    """The start of each command on tensors: Python, torch and numba."""
-    return partial(subprocess.run, python("from ckpt8.core.workers import settle; settle(kernels=True)"), check=True)
-
-
+# What every command on tensors starts: Python, torch and numba.
+_IMPORTS = python("from ckpt8.core.workers import settle; settle(kernels=True)")
 OPERATIONS: dict[str, Operation] = {
     "cp": _copy,
     "zstd -1": partial(_packed, partial(_zstd, 1)),
     "zstd -3": partial(_packed, partial(_zstd, 3)),
     ZIPNN: _zipnn,
-    START: _start,
+    START: lambda _: partial(subprocess.run, _IMPORTS, check=True),
 }
 """The operations of this module by their names in the report."""
