@@ -271,6 +271,24 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 """The functions of all commands, in the order of ``--help``."""
 
 
+EXAMPLES: dict[str, tuple[str, str]] = {
+    "compress": ("ckpt8 compress run.pt", "ckpt8 compress run/*.pt --preset archive --remove"),
+    "chain": ("ckpt8 chain run/ --preset archive --remove", "ckpt8 chain run/ --watch --remove --keep-raw 2"),
+    "runs": ("ckpt8 runs run/", "ckpt8 runs run/ --html run.html"),
+    "inspect": ("ckpt8 inspect run.pt", "ckpt8 inspect run.ckpt8 --against run.pt --html report.html"),
+    "restore": ("ckpt8 restore run.ckpt8 -o back.pt", "ckpt8 restore broken.ckpt8 --salvage -o rest.pt"),
+    "verify": ("ckpt8 verify run.pt", "ckpt8 verify run.ckpt8 --against run.pt --resume-steps 3"),
+    "rebase": ("ckpt8 rebase run/step-300.ckpt8", "ckpt8 rebase run/step-300.ckpt8 -o whole.ckpt8"),
+    "convert": (
+        "ckpt8 convert run.ckpt8 model.safetensors",
+        "ckpt8 convert run.ckpt8 model/ --to trainer --dtype bfloat16",
+    ),
+    "diff": ("ckpt8 diff a.ckpt8 b.ckpt8", "ckpt8 diff run.pt run.ckpt8 --tensors"),
+    "bench": ("ckpt8 bench run.pt", "ckpt8 bench --size 1GB --threads 4"),
+}
+"""Two lines that the help of each command ends with."""
+
+
 EXIT_CODES = (
     "0 ok, 1 a check fails, diff finds a difference or salvage loses something, 2 usage, 3 the input is damaged or no "
     "checkpoint, 4 the output cannot be written, 70 ckpt8 has a defect or lacks memory, 130 and 143 SIGINT and SIGTERM "
@@ -348,7 +366,7 @@ def make_app(commands: Iterable[Callable[..., None]]) -> typer.Typer:
     )
     made.callback()(_global)
     for command in commands:
-        made.command(cls=_Command)(command)
+        made.command(cls=_Command, epilog="\n  ".join(["Examples:", *EXAMPLES[command.__name__]]))(command)
     return made
 
 

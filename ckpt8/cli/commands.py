@@ -27,6 +27,16 @@ from ckpt8.core.text import counted, listed, printable, size
 if TYPE_CHECKING:
     from ckpt8.cli.jobs import Tally
 
+
+def _completed(*values: str) -> Callable[[str], list[str]]:
+    """What completes an option in a shell: those of ``values`` that begin so."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+PRESETS = ("flash", "compact", "archive", "lossless")
+FORMATS = ("torch", "safetensors", "trainer", "dcp", "flashoptim", "compressed-tensors", "ckpt8")
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8")
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing output: a file, or a checkpoint directory.")]
 Threads = Annotated[int | None, typer.Option(min=1, max=256, help="Worker threads. Default: one per core, at most 8.")]
@@ -36,6 +46,7 @@ Preset = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
+        autocompletion=_completed(*PRESETS),
         help="flash, compact (smaller), archive (smallest) or lossless (bit-exact). Default: flash. compact is a "
         "budget of 0.15, archive of 1.",
     ),
@@ -52,7 +63,10 @@ Rules = Annotated[
     list[str] | None,
     typer.Option(metavar="GLOB=CODEC", help="Store tensors whose path matches GLOB with CODEC. The first match wins."),
 ]
-Device = Annotated[str, typer.Option(help="Pack on the cpu or on cuda. auto is the cpu.")]
+Device = Annotated[
+    str,
+    typer.Option(autocompletion=_completed("auto", "cpu", "cuda"), help="Pack on the cpu or on cuda. auto is the cpu."),
+]
 Remove = Annotated[
     bool,
     typer.Option("--remove", help="Remove a checkpoint once its container was verified against it, never otherwise."),
@@ -368,6 +382,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="FORMAT",
+            autocompletion=_completed(*FORMATS),
             help="torch, safetensors, trainer, dcp, flashoptim, compressed-tensors or ckpt8. Default: what DST's name "
             "says.",
         ),
@@ -376,18 +391,25 @@ def convert(
         str | None,
         typer.Option(
             metavar="D",
+            autocompletion=_completed(*DTYPES),
             help="Type of the weights: float32, bfloat16, float16. Default: as they are; safetensors get fp32 as bf16. "
             "float8_e4m3fn and int8 quantise linear layers and write a directory for inference.",
         ),
     ] = None,
     scale: Annotated[
         str | None,
-        typer.Option(metavar="S", help="Scales of quantised weights: absmax, or unit (powers of two, float8)."),
+        typer.Option(
+            metavar="S",
+            autocompletion=_completed("absmax", "unit"),
+            help="Scales of quantised weights: absmax, or unit (powers of two, float8).",
+        ),
     ] = None,
     per: Annotated[
         str | None,
         typer.Option(
-            metavar="P", help="A scale for each channel (a row; default of float8) or tensor (default of int8)."
+            metavar="P",
+            autocompletion=_completed("channel", "tensor"),
+            help="A scale for each channel (a row; default of float8) or tensor (default of int8).",
         ),
     ] = None,
     keep: Annotated[
@@ -624,7 +646,12 @@ def bench(
             readable=False, metavar="DIR", help="A folder on the disk to measure. Default: the one for temporary files."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu measures files, cuda kernels and optimizer steps.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            autocompletion=_completed("cpu", "cuda"), help="cpu measures files, cuda kernels and optimizer steps."
+        ),
+    ] = "cpu",
     parameters: Annotated[int, typer.Option(min=1, help="With cuda: how many parameters a step updates.")] = 1 << 30,
     threads: Threads = None,
     repeat: Annotated[int, typer.Option(min=1, help="How many rounds to time. bench reports medians.")] = 3,

@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -25,9 +26,13 @@ import torch
 from disk_kit import flip_bit
 from members_kit import tampered
 from run_kit import SmallRun
+from typer.main import get_command
 
 import ckpt8
+from ckpt8.cli import commands
+from ckpt8.cli.app import EXAMPLES, app
 from ckpt8.cli.guard import progress_bar
+from ckpt8.compressing.policy import PRESETS
 from ckpt8.converting.writers import WRITERS
 from ckpt8.inspecting.container import inspect_container
 
@@ -549,6 +554,39 @@ def test_quiet_prints_errors_alone_and_verbose_all_rows_and_what_falls_back(run,
     assert re.search(r"^ckpt8: storage \S+: \S+ in place of \S+: \S", err, re.MULTILINE)
     assert run("compress", small, "--force")[2] == ""
     assert (logger.level, logger.handlers) == before
+
+
+def test_every_help_ends_with_two_examples_that_parse(run):
+    group = get_command(app)
+    for name, command in group.commands.items():
+        out = run.shown(name, "--help")
+        tail = [line.strip() for line in out.strip().splitlines()][-3:]
+        assert tail[0] == "Examples:"
+        assert tail[1:] == list(EXAMPLES[name])
+        for line in tail[1:]:
+            program, first, *words = shlex.split(line)
+            assert (program, first) == ("ckpt8", name)
+            with command.make_context(name, words):  # raises where it does not parse
+                pass
+    assert EXAMPLES.keys() == group.commands.keys()
+
+
+def test_values_are_completed():
+    def complete(line):
+        words = {"_CKPT8_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+        program = "import sys; sys.argv = ['ckpt8']; from ckpt8.cli.app import main; main()"
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(
+            command, env=os.environ | words, capture_output=True, text=True, timeout=60, check=False
+        )
+        return result.stdout.split()
+
+    assert set(complete("ckpt8 compress --preset ")) == set(PRESETS)
+    assert complete("ckpt8 convert run.pt x --to saf") == ["safetensors"]
+    assert "bfloat16" in complete("ckpt8 convert run.pt x --dtype ")
+    # What is completed is what there is.
+    assert set(commands.PRESETS) == set(PRESETS)
+    assert set(commands.FORMATS) == set(WRITERS)
 
 
 def test_help_version_runs_and_inspect_of_a_container_import_nothing_heavy(packed):
