@@ -477,8 +477,7 @@ class Verification(Summarised):
 
     ``resume`` holds the figures of the replayed steps, see ``ReplayFigures.to_json``, and ``steps`` the measured error
     in steps of a container under a budget, see ``container.steps``. ``links`` are the paths of the files that a delta
-    needs, its base first. Of these all that it needs holds. Of a plain checkpoint ``plain`` says what
-    was checked.
+    needs, its base first. Of these all that it needs holds. Of a plain checkpoint ``plain`` says what was checked.
     """
 
     frames: int
@@ -493,14 +492,12 @@ class Verification(Summarised):
     plain: PlainChecks | None = None
 
     def _summary(self) -> Iterator[tuple[str, str]]:
-        count, against = (
-            len(self.failures),
-            f"{self.statistics:,} statistics compared, {self.unmeasured:,} tensors have none",
-        )
-        yield "Verification", f"{counted(count, 'failure')}" if count else "holds"
+        against = f"{self.statistics:,} statistics compared, {self.unmeasured:,} tensors have none"
+        yield "Verification", counted(len(self.failures), "failure") if self.failures else "holds"
         yield "failures", listed(self.failures, 1)
-        yield "checked", f"{counted(self.frames, 'frame')}, {size(self.nbytes)}"
-        yield "original", against if self.against else "none was given to compare with"
+        frames = f"{counted(self.frames, 'frame')}, {size(self.nbytes)}"
+        yield "checked", frames if self.plain is None else self.plain.line()
+        yield "original", against if self.against else "none was given to compare with" if self.plain is None else ""
         yield "error", error_in_words(self.steps)
         yield "needs", listed(self.links, 1)
 

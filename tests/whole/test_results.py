@@ -10,6 +10,7 @@ import torch
 import ckpt8
 
 HOSTILE = '<script>alert("x")</script>\x1b[2J\u202e' + "n" * 100_000
+ORIGINAL, PACKED = "<b>\u202e.pt", "<b>\u202e.ckpt8"
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +18,9 @@ def folder(tmp_path_factory):
     """A checkpoint of 3,000 tensors, one with a hostile name, its container, and a copy that differs everywhere."""
     folder = tmp_path_factory.mktemp("results")
     tensors = {HOSTILE: torch.randn(16)} | {f"layers.{k}.weight": torch.randn(16) for k in range(2999)}
-    torch.save(tensors, folder / "<b>.pt")
+    torch.save(tensors, folder / ORIGINAL)
     torch.save({name: tensor + len(name) for name, tensor in tensors.items()}, folder / "other.pt")
-    ckpt8.compress(folder / "<b>.pt")
+    ckpt8.compress(folder / ORIGINAL)
     return folder
 
 
@@ -41,18 +42,19 @@ def opened(path):
 
 
 RESULTS = {
-    "compress": lambda folder, new: ckpt8.compress(folder / "<b>.pt", new),
-    "save": lambda folder, new: ckpt8.save(torch.load(folder / "<b>.pt"), new),
-    "pending": lambda folder, new: ckpt8.save(torch.load(folder / "<b>.pt"), new, background=True),
-    "manifest": lambda folder, new: opened(folder / "<b>.ckpt8").manifest,
-    "container": lambda folder, new: opened(folder / "<b>.ckpt8"),
-    "plain": lambda folder, new: opened(folder / "<b>.pt"),
-    "diff": lambda folder, new: ckpt8.diff(folder / "<b>.pt", folder / "other.pt"),
-    "verify": lambda folder, new: ckpt8.verify(folder / "<b>.ckpt8", folder / "<b>.pt"),
+    "compress": lambda folder, new: ckpt8.compress(folder / ORIGINAL, new),
+    "save": lambda folder, new: ckpt8.save(torch.load(folder / ORIGINAL), new),
+    "pending": lambda folder, new: ckpt8.save(torch.load(folder / ORIGINAL), new, background=True),
+    "manifest": lambda folder, new: opened(folder / PACKED).manifest,
+    "container": lambda folder, new: opened(folder / PACKED),
+    "plain": lambda folder, new: opened(folder / ORIGINAL),
+    "diff": lambda folder, new: ckpt8.diff(folder / ORIGINAL, folder / "other.pt"),
+    "verify": lambda folder, new: ckpt8.verify(folder / PACKED, folder / ORIGINAL),
+    "verify plain": lambda folder, new: ckpt8.verify(folder / ORIGINAL),
     "runs": lambda folder, new: ckpt8.runs(folder),
     "record": lambda folder, new: next(iter(ckpt8.runs(folder))),
-    "convert": lambda folder, new: ckpt8.convert(folder / "<b>.pt", new.with_suffix(".safetensors")),
-    "inspect": lambda folder, new: ckpt8.inspect(folder / "<b>.ckpt8", tensors=True),
+    "convert": lambda folder, new: ckpt8.convert(folder / ORIGINAL, new.with_suffix(".safetensors")),
+    "inspect": lambda folder, new: ckpt8.inspect(folder / PACKED, tensors=True),
     "inert": lambda folder, new: ckpt8.Inert("a.B", state=dict.fromkeys(range(3000), "<" * 9)),
 }
 
@@ -74,9 +76,9 @@ def test_a_result_prints_as_a_few_lines(name, folder, tmp_path):
 
 
 def test_what_failed_and_what_differs_is_shown(folder, trained, tmp_path):
-    difference = ckpt8.diff(folder / "<b>.pt", folder / "other.pt")
+    difference = ckpt8.diff(folder / ORIGINAL, folder / "other.pt")
     assert "3,000 of 3,000 differ" in repr(difference)
-    assert "&lt;b&gt;.pt" in difference._repr_html_()
+    assert "&lt;b&gt;" in difference._repr_html_()
     (tmp_path / "step-1.pt").write_bytes(trained.read_bytes())
     (tmp_path / "step-2.pt").write_bytes(trained.read_bytes()[:-40])
     outcomes = ckpt8.chain(tmp_path, rest=0)
