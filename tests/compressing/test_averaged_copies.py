@@ -134,6 +134,12 @@ def test_two_models_that_are_both_trained(tmp_path):
     assert saved(tree, tmp_path) == {}
 
 
+def test_an_average_that_may_be_of_either_of_two_models(tmp_path):
+    one, other = make_net(), make_net(1)
+    tree = {"netA": one.state_dict(), "netB": other.state_dict(), "optA": trained(one), "optB": trained(other)}
+    assert saved({**tree, "ema": averaged(one).state_dict()}, tmp_path) == {}
+
+
 def test_frozen_layers_that_are_alike_and_another_model(tmp_path):
     """Layers 3 and 4 have the same names and shapes; one of them is frozen."""
     net, other = make_net(), nn.Sequential(nn.Linear(96, 65), nn.Linear(65, 96))

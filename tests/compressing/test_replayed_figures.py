@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -414,3 +415,22 @@ def test_a_replay_tells_rules_that_need_a_gradient_from_others(tmp_path, run_com
     assert first["update_nmse"] != pytest.approx(found["steps"][0]["update_nmse"], rel=0.01)
     arguments = (tmp_path / "run.ckpt8", "--against", tmp_path / "run.pt", "--resume-steps", 1)
     assert "first step of the 1 parameter whose step needs a gradient: NMSE " in run_command("verify", *arguments)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("rmsprop", partial(torch.optim.RMSprop, alpha=0.9)),
+        ("adadelta", partial(torch.optim.Adadelta, rho=0.8)),
+    ],
+)
+def test_the_size_of_gradients_that_never_changes_is_found_in_the_average_of_their_squares(name, make):
+    sizes = torch.tensor([1e-3, 0.5, 7.0])
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = make([parameter])
+    for step in range(1, 4):
+        parameter.grad = sizes * (-1) ** step
+        optimizer.step()
+    card = next(card for card in known.CARDS.values() if card.rule_id == name)
+    scale = card.gradient_rms(optimizer.state[parameter], optimizer.param_groups[0], 3)
+    torch.testing.assert_close(scale, sizes)

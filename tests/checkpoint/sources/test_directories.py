@@ -252,6 +252,16 @@ def test_links_that_lead_out(root, tmp_path):
             ckpt8.compress(root, force=True)
 
 
+def test_where_a_link_leads_is_text(root):
+    """The manifest states the target of a link that stays inside, whether anything is there or not."""
+    target = os.fsdecode(b"blob\xff")
+    (root / "link").symlink_to(target)
+    save_file({"w": torch.randn(80, 80)}, root / "model.safetensors")
+    with pytest.raises(InputError, match="link: where it leads is not valid UTF-8; make the link anew"):
+        ckpt8.compress(root)
+    assert sorted(path.name for path in root.parent.iterdir()) == [root.name]
+
+
 def test_what_a_directory_may_not_hold(root):
     with pytest.raises(InputError, match="an empty directory"):
         ckpt8.compress(root)
