@@ -41,13 +41,13 @@ from ckpt8.container.bases import looked_for_in
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
-from ckpt8.core.errors import InputError, OutputError, UsageError
+from ckpt8.core.errors import InputError, OutputError, UsageError, WrongTypeError, require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, refuse_source
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.log import log
-from ckpt8.core.public import checked
+from ckpt8.core.public import checked, described
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
@@ -384,6 +384,7 @@ def save(
     if not isinstance(target, (str, os.PathLike)):
         if background or base is not None:
             raise UsageError("save: background and base need a path as the target, not a file object")
+        require(callable(getattr(target, "write", None)), f"save: {described(target)} takes no bytes", WrongTypeError)
         with path_to_write(target) as path:
             return save(
                 obj, path, preset=preset, budget=budget, rules=rules, threads=threads, stats=stats,

@@ -60,9 +60,9 @@ class Tensors(Summarised, Closing):
     def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         raise NotImplementedError
 
-    def _fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> bool:  # noqa: ARG002
-        """Fill ``target`` with a box of the tensor; False where only the whole of it can be had."""
-        return False
+    def _box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor | None:  # noqa: ARG002
+        """A box of the tensor; None where only the whole of it can be had."""
+        return None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -101,9 +101,9 @@ class TensorSlice:
         if len(parts) <= len(self._shape) and all(isinstance(part, slice) and part.step is None for part in parts):
             full = [slice(None)] * (len(self._shape) - len(parts))
             ranges = [range(*part.indices(size)) for part, size in zip((*parts, *full), self._shape, strict=True)]
-            target = torch.empty([len(cut) for cut in ranges], dtype=self._dtype, device=self._tensors._device)
-            if self._tensors._fill(self._name, tuple(cut.start for cut in ranges), target):
-                return target
+            place = tuple(cut.start for cut in ranges), tuple(map(len, ranges))
+            if (box := self._tensors._box(self._name, *place)) is not None:
+                return box
         return self._tensors.get_tensor(self._name)[index]
 
 
@@ -150,13 +150,14 @@ class CheckpointFile(Tensors):
         record = self._record(name)
         return record.dtype.torch, tuple(record.shape)
 
-    def _fill(self, name: str, offsets: tuple[int, ...], target: torch.Tensor) -> bool:
+    def _box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor | None:
         record = self._record(name)
         whole = record.numel * record.dtype.itemsize
         if not record.is_contiguous or record.flags or self._reader.manifest.storages[record.storage].nbytes != whole:
-            return False
+            return None
+        target = torch.empty(sizes, dtype=record.dtype.torch, device=self._device)
         fill_box(self._reader, record.storage, record.dtype, record.shape, target, offsets)
-        return True
+        return target
 
     @checked
     def stats(self, name: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.choice import FLOATS, HEADS, Content
 from ckpt8.core.errors import InputError, UsageError, require
-from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.files.source_file import reading, refuse_url
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.core.tensors import DType
 
@@ -294,11 +294,9 @@ def read_config(content: Content, given: Path | None) -> dict[str, Any] | None:
 
 def _read_file(path: Path) -> bytearray:
     refuse_url(path)
-    try:
+    with reading(path):
         _check_size(str(path), path.stat().st_size)
         return bytearray(path.read_bytes())
-    except OSError as exc:
-        raise InputError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
 
 
 def _check_size(where: str, size: int) -> None:

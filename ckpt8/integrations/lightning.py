@@ -30,7 +30,8 @@ from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import InputError, OutputError, UsageError, require
+from ckpt8.core.errors import OutputError, UsageError, require
+from ckpt8.core.files.source_file import reading
 from ckpt8.core.public import checked, lazy_names
 from ckpt8.core.workers import Workers
 from ckpt8.integrations import local_path, missing, removing
@@ -185,11 +186,8 @@ def opened(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     source = Path(path)
     require(not source.is_dir(), f"{source}: is a directory; Ckpt8CheckpointIO reads checkpoints that are one file")
     if not is_container(source):
-        try:
-            with source.open("rb") as plain:
-                yield plain
-        except OSError as exc:
-            raise InputError(f"{source}: cannot be read: {exc.strerror}") from exc
+        with reading(source), source.open("rb") as plain:
+            yield plain
         return
     with ContainerReader(source) as reader, Workers() as workers:
         yield cast("IO[bytes]", MemberFile(reader, member_index(reader, None), workers))

@@ -26,10 +26,10 @@ from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded, refuse_directory
-from ckpt8.core.errors import UsageError, require
+from ckpt8.core.errors import UsageError, WrongTypeError, require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
 from ckpt8.core.files.file_objects import path_to_read
-from ckpt8.core.public import checked
+from ckpt8.core.public import checked, described
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.optim.packed_tensor import weight_check
 from ckpt8.optim.state_conversion import join_weight, unpack
@@ -193,6 +193,7 @@ def load(
     if not weights_only:
         raise UsageError("load: weights_only is False; leave it out: ckpt8 never runs what a pickle names")
     if not isinstance(path, (str, os.PathLike)):
+        require(callable(getattr(path, "read", None)), f"load: {described(path)} cannot be read", WrongTypeError)
         with path_to_read(path) as copied:
             return load(copied, map_location, member=member, unpack=unpack, threads=threads)
     if (directory := find_sharded(Path(path))) is not None:

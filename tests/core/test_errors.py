@@ -60,3 +60,15 @@ def test_an_input_that_is_missing_inside_an_output_is_no_error_of_the_output(tmp
     with pytest.raises(MissingError), AtomicFile(tmp_path / "a", force=False) as output, output.guard():
         raise MissingError("none.pt: cannot be read")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_block_that_reads_a_file_of_lightning_keeps_its_own_errors(tmp_path):
+    lightning = pytest.importorskip("ckpt8.integrations.lightning")
+    torch.save({}, tmp_path / "a.ckpt")
+    with (
+        pytest.raises(FileNotFoundError, match=r"none\.ckpt: cannot be read"),
+        lightning.opened(tmp_path / "none.ckpt"),
+    ):
+        pass
+    with pytest.raises(FileNotFoundError, match=r"none\.pt: cannot be read"), lightning.opened(tmp_path / "a.ckpt"):
+        ckpt8.load(tmp_path / "none.pt")

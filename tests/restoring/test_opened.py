@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gzip
 import io
 import tempfile
 import warnings
@@ -110,6 +113,62 @@ def test_file_objects_are_taken_as_torch_takes_them(kind, paths, tmp_path):
     with paths[kind].open("rb") as file:
         for loaded in (ckpt8.load(buffer), ckpt8.load(file)):
             assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_file_that_unpacks_is_read_through_it(paths, tmp_path):
+    with gzip.open(tmp_path / "a.pt.gz", "wb") as out:
+        out.write(paths["torch"].read_bytes())
+    with gzip.open(tmp_path / "a.pt.gz") as file, io.BufferedReader(gzip.open(tmp_path / "a.pt.gz")) as other:
+        for loaded in (ckpt8.load(file), ckpt8.load(other)):
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_slice_takes_no_more_memory_than_the_file_has(tmp_path):
+    torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "a.pt")
+    with ckpt8.open(tmp_path / "a.pt") as file:
+        assert file.get_slice("w")[:].shape == (1 << 40,)
+
+
+class Broken:
+    """A file whose disk fails, or that cannot be written to."""
+
+    def read(self, size=-1):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+class Full:
+    """A file that cannot be read."""
+
+    def write(self, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_file_object_that_fails_ends_in_one_line(paths, tmp_path):
+    closed = io.BytesIO()
+    closed.close()
+    with contextlib.ExitStack() as opened:
+        for file, error, message in (
+            (closed, ckpt8.InputError, "the BytesIO: cannot be read: "),
+            (Broken(), ckpt8.InputError, "the Broken: cannot be read: Input/output error"),
+            (Full(), TypeError, "a Full cannot be read"),
+            (opened.enter_context((tmp_path / "new").open("wb")), ckpt8.InputError, r"new: cannot be read: "),
+            (
+                opened.enter_context(paths["torch"].open(encoding="utf-8")),
+                ckpt8.UsageError,
+                r"b\.pt: is open for texts",
+            ),
+        ):
+            with pytest.raises(error, match=message) as refusal:
+                ckpt8.load(file)
+            assert isinstance(refusal.value, ckpt8.UsageError if error is TypeError else error)
+        for file, error, message in (
+            (closed, ckpt8.OutputError, "the BytesIO: cannot be written: "),
+            (Broken(), TypeError, "a Broken takes no bytes"),
+            (Full(), ckpt8.OutputError, "the Full: cannot be written: No space left on device"),
+            (opened.enter_context(paths["torch"].open("rb")), ckpt8.OutputError, r"b\.pt: cannot be written: "),
+        ):
+            with pytest.raises(error, match=message):
+                ckpt8.save(TENSORS, file)
 
 
 def test_a_container_goes_into_a_file_object(tmp_path):

@@ -402,8 +402,8 @@ def dict_key(key: Any) -> Any:
     return key
 
 
-def set_entry(target: dict[Any, Any], key: Any, value: Any) -> None:
-    """``target[key] = value`` in constant time. Raises ValueError for keys that would make it slower.
+def check_hashes(target: dict[Any, Any]) -> None:
+    """Raise ValueError where the keys of a growing dictionary are made to collide; call it before each new one.
 
     The hash of a number is no secret: keys can be made to share one, and a dictionary of them takes quadratic time.
     """
@@ -412,6 +412,11 @@ def set_entry(target: dict[Any, Any], key: Any, value: Any) -> None:
         _, most = Counter(map(hash, target)).most_common(1)[0]
         if most > MAX_SAME_HASH:
             raise ValueError("the keys of a dictionary are made to collide")
+
+
+def set_entry(target: dict[Any, Any], key: Any, value: Any) -> None:
+    """``target[key] = value`` in constant time. Raises ValueError for keys that would make it slower."""
+    check_hashes(target)
     target[key if type(key) is str else dict_key(key)] = value
 
 

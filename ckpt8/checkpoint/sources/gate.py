@@ -152,7 +152,7 @@ def _judge(
 
 def _load(file: IO[bytes], where: str, map_location: Any, checkpoint: OpenCheckpoint, calls: TorchCalls) -> Any:
     if calls.arrays:
-        return TreeBuilder(checkpoint, map_location).tree()
+        return _translated(lambda: TreeBuilder(checkpoint, map_location).tree(), where, file)
     file.seek(0)
     loaded = _translated(lambda: torch.load(file, map_location=map_location, weights_only=True), where, file)
     # torch does not always pass on the error of a read.

@@ -22,7 +22,7 @@ import torch
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.torch_zip import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
-from ckpt8.core.errors import OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import Partial
 
 Read = Callable[[int, memoryview], None]
@@ -134,6 +134,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         with torch_writes():
             yield
+    except Ckpt8Error:
+        raise
     except (pickle.PicklingError, AttributeError, TypeError) as exc:
         reason = (str(exc).splitlines() or [""])[0]
         raise UsageError(

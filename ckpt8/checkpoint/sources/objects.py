@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.readers.rebuild import WRAPPED
+from ckpt8.checkpoint.readers.rebuild import WRAPPED, check_hashes
 from ckpt8.checkpoint.readers.torch_rules import ARRAYS, COUNTER, DATA_ALLOWANCE, DATA_FACTOR, TYPED
 from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef, iter_nodes
 from ckpt8.container.frames import bytes_of, host_bytes
@@ -122,12 +122,23 @@ class RestBuilder:
         for key, value in node.items():
             name = self._key(key)
             if name is not CONSUMED and (built := self._child(key, value)) is not CONSUMED:
+                if name is not key:
+                    self._check_key(made, name)
                 made[name] = built
         if isinstance(node, StatefulDict) and isinstance(node.state, dict) and "_metadata" in node.state:
             metadata = self._child("_metadata", node.state["_metadata"])
             if metadata is not CONSUMED:
                 made._metadata = metadata  # type: ignore[attr-defined]
         return CONSUMED if self._is_used_up(node.values()) else made
+
+    @staticmethod
+    def _check_key(made: dict[Any, Any], name: Any) -> None:
+        """Raise InputError for a key that has no hash, or that makes the dictionary slow."""
+        try:
+            hash(name)
+            check_hashes(made)
+        except (TypeError, ValueError) as exc:
+            raise InputError(f"the checkpoint has a dictionary whose keys are no keys: {exc}") from exc
 
     def _load(self, key: str) -> torch.Tensor:
         if key not in self._loaded:
@@ -153,7 +164,7 @@ class RestBuilder:
         if (plain := plain_object(node)) is not None:
             self._room -= getattr(plain, "nbytes", 0)
             require(self._room >= 0, "the checkpoint has the same data in many arrays of numpy")
-            return plain
+            return plain if isinstance(plain, torch.device) else _own(node, plain)
         if _is_counter(node):
             counts: Counter[Any] = Counter()
             self._built[id(node)] = (node, counts)
@@ -204,6 +215,7 @@ class TreeBuilder(RestBuilder):
 
     def __init__(self, checkpoint: Checkpoint, map_location: Any = None) -> None:
         super().__init__(checkpoint)
+        self._makers[StorageRef] = self._storage
         self._restore = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
 
     def _load(self, key: str) -> torch.Tensor:
@@ -211,6 +223,14 @@ class TreeBuilder(RestBuilder):
             storage = self._restore(super()._load(key).untyped_storage(), "cpu")
             self._loaded[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._loaded[key]
+
+    def _storage(self, ref: StorageRef) -> torch.TypedStorage:
+        """What torch makes of any storage in a file, with the element type that the file gives it."""
+        size = ref.dtype.itemsize
+        part = self._load(ref.key).untyped_storage()
+        if ref.offset or ref.numel * size != part.nbytes():
+            part = part[ref.offset * size : (ref.offset + ref.numel) * size]
+        return torch.TypedStorage(wrap_storage=part, dtype=ref.dtype.torch, _internal=True)  # type: ignore[no-untyped-call]
 
 
 def dtype_of(node: Global) -> Any:
@@ -222,7 +242,7 @@ def dtype_of(node: Global) -> Any:
 
 
 def plain_object(node: Inert) -> Any:
-    """The device of torch, or the array or scalar of numpy, that ``node`` stands for; None for anything else."""
+    """The device of torch that ``node`` stands for, or the array of numpy, not copied; None for anything else."""
     if node.name != "torch.device":
         return _numpy(node)
     with suppress(RuntimeError, TypeError):
@@ -231,7 +251,7 @@ def plain_object(node: Inert) -> Any:
 
 
 def _numpy(node: Inert) -> Any:
-    """A numpy array or scalar; None for anything that is not built, and where there is no numpy."""
+    """The array or, without a shape, the scalar in the bytes of ``node``; None for what is not built."""
     try:
         if node.name in ARRAYS:
             kind = node.args[0]
@@ -250,10 +270,19 @@ def _numpy(node: Inert) -> Any:
         import numpy as np
 
         flat: Any = np.frombuffer(data, dtype=known)
-        array = flat.reshape(shape, order=order).copy(order="K")
-        return array[()] if node.name in _NUMPY_SCALAR else array
+        return flat.reshape(shape, order=order)
     except (ImportError, ValueError, TypeError, IndexError, OverflowError):
         return None
+
+
+def _own(node: Inert, array: Any) -> Any:
+    """``array`` in memory of its own, or the scalar that it holds. Raises InputError."""
+    if node.name not in _NUMPY_SCALAR:
+        return array.copy(order="K")
+    try:
+        return array[()]
+    except (ValueError, SystemError) as exc:
+        raise InputError("the checkpoint has a text of numpy that is not Unicode") from exc
 
 
 def _numpy_dtype(node: Any) -> Any:

@@ -6,15 +6,16 @@ file. An open file of the disk that is read from its beginning is read in place.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
 
 
 @contextmanager
@@ -24,11 +25,9 @@ def path_to_read(file: IO[bytes]) -> Iterator[Path]:
         yield own
         return
     with _temporary(file) as path:
-        with path.open("wb") as out:
-            try:
-                shutil.copyfileobj(file, out)
-            except TypeError as exc:
-                raise UsageError(f"{_name(file)}: is open for texts; open it with 'rb'") from exc
+        with _writing(tempfile.gettempdir()), path.open("wb") as out:
+            while content := _read(file):
+                out.write(content)
         yield path
 
 
@@ -42,17 +41,15 @@ def path_to_write(file: IO[bytes]) -> Iterator[Path]:
                 shutil.copyfileobj(content, file)
             except TypeError as exc:
                 raise UsageError(f"{_name(file)}: is open for texts; open it with 'wb'") from exc
-            except OSError as exc:
-                raise OutputError(f"{_name(file)}: cannot be written: {exc.strerror or exc}") from exc
+            except (OSError, ValueError) as exc:  # a ValueError is that of a closed file
+                raise OutputError(f"{_name(file)}: cannot be written: {getattr(exc, 'strerror', 0) or exc}") from exc
 
 
 @contextmanager
 def _temporary(file: IO[bytes]) -> Iterator[Path]:
     """A path in a new folder that goes with the block. Messages name ``file`` in its place."""
-    try:
+    with _writing(tempfile.gettempdir()):
         folder = tempfile.TemporaryDirectory(prefix="ckpt8-")
-    except OSError as exc:
-        raise OutputError(f"{tempfile.gettempdir()}: cannot be written: {exc.strerror or exc}") from exc
     with folder as name:
         path = Path(name, "checkpoint")
         try:
@@ -65,12 +62,44 @@ def _temporary(file: IO[bytes]) -> Iterator[Path]:
 
 
 def _own_path(file: IO[bytes]) -> Path | None:
-    """The path of an open file of the disk at its beginning, None for any other."""
+    """The path of an open file of the disk at its beginning, None for any other, such as one that unpacks it."""
     with suppress(OSError, AttributeError, TypeError, ValueError):
+        if not isinstance(getattr(file, "raw", file), io.FileIO) or not file.readable():
+            return None
         path = Path(file.name)
         if file.tell() == 0 and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return path
     return None
+
+
+_PIECE = 1 << 20
+
+
+def _read(file: Any) -> Any:
+    """The next bytes of ``file``. Raises UsageError for a file of texts, InputError where it cannot be read."""
+    try:
+        content = file.read(_PIECE)
+    except UnicodeError:
+        content = None
+    except (OSError, ValueError) as exc:  # a ValueError is that of a closed file
+        raise InputError(f"{_name(file)}: cannot be read: {getattr(exc, 'strerror', 0) or exc}") from exc
+    require(
+        isinstance(content, (bytes, bytearray, memoryview)),
+        f"{_name(file)}: is open for texts; open it with 'rb'",
+        UsageError,
+    )
+    return content
+
+
+@contextmanager
+def _writing(where: str) -> Iterator[None]:
+    """Turn an OSError of the block into an OutputError: ``where`` cannot be written."""
+    try:
+        yield
+    except Ckpt8Error:
+        raise
+    except OSError as exc:
+        raise OutputError(f"{where}: cannot be written: {exc.strerror or exc}") from exc
 
 
 def _name(file: IO[bytes]) -> str:

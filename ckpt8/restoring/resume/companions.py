@@ -1,8 +1,8 @@
 """What a loop keeps beside model and optimizer: scheduler, gradient scaler, average of the weights, random states.
 
 A companion takes its entry by its own ``load_state_dict``. The path that was given chooses the entry; then a dictionary
-with exactly the keys of the live ``state_dict()``, and a key above it that names the companion; then the keys, then
-the name alone. The first of these that exactly one entry meets decides, and where none does nothing is loaded.
+with exactly the keys of the live ``state_dict()``: the one below a key that names the companion, or the only one. The
+name alone decides where no dictionary has these keys. Of several that fit alike none is loaded.
 
 Random states are known by their form: the Mersenne twister of Python, of numpy, and of torch on the CPU, the offsets of
 a CUDA generator.
@@ -15,11 +15,13 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 
 from ckpt8.checkpoint.sources.objects import ValueBuilder
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes
@@ -65,7 +67,8 @@ class Companion:
             which = f"may be any of {paths}" if found else "has no entry in the file"
             return [f"{self.what} {which}; choose with {self.what}_at="]
         path, node = found[0]
-        if problem := values.problem(f"{self.what} at {format_path(path)}", node):
+        where = f"{self.what} at {format_path(path)}"
+        if problem := values.problem(where, node) or self._misplaced(where, node):
             return [problem]
         self.node, self.value = node, values.build(node)
         return []
@@ -80,8 +83,25 @@ class Companion:
         alike = [(path, node) for path, node in entries if keys and node.keys() == keys]
         both = [(path, node) for path, node in alike if any(map(is_named, path))]
         named = [(path, node) for path, node in entries if path and is_named(path[-1])]
-        choices = [both, alike, named]
-        return next((some for some in choices if len(some) == 1), next(filter(None, choices), []))
+        return both if len(both) == 1 else alike or named
+
+    def _misplaced(self, where: str, node: Mapping[Any, Any]) -> str | None:
+        """Why a scheduler of torch must not take an entry, of which it makes an attribute for every key."""
+        kind = type(self.live)
+        if not isinstance(self.live, lr_scheduler.LRScheduler):
+            return None
+        others = [key for key in node if key not in self.live.state_dict()]
+        wrong = [key for key in others if type(key) is not str or key == "optimizer" or callable(getattr(kind, key, 0))]
+        return f"{where} is no state of a {kind.__name__}: it has {listed(map(described, wrong))}" if wrong else None
+
+    def undo(self, state: dict[str, Any], attributes: Mapping[str, Any]) -> None:
+        """Give back an old ``state`` and, as far as it does not have them, the old ``attributes``."""
+        with suppress(Exception):  # the error that led here matters
+            self.live.load_state_dict(state)
+        if (now := getattr(self.live, "__dict__", None)) is not None:
+            for key in now.keys() - attributes.keys():
+                del now[key]
+            now.update((key, value) for key, value in attributes.items() if key not in state)
 
 
 def given_companion(what: str, live: Any, at: str | None) -> Companion | None:
@@ -104,20 +124,18 @@ def loaded(companions: Sequence[Companion], path: object) -> Iterator[None]:
 
     Raises ResumeError where one refuses its entry.
     """
-    companions = [one for one in companions if one.node is not None]
-    before = [(one, copy.deepcopy(one.live.state_dict())) for one in companions]
-    try:
+    with ExitStack() as undone:
         for one in companions:
+            if one.node is None:
+                continue
+            undone.callback(one.undo, copy.deepcopy(one.live.state_dict()), dict(getattr(one.live, "__dict__", {})))
             try:
                 one.live.load_state_dict(one.value)
             except Exception as exc:
                 reason = (str(exc).splitlines() or [""])[0]
                 raise ResumeError(f"{path}: {one.what} refuses its entry: {reason}; nothing was changed") from exc
         yield
-    except BaseException:
-        for one, state in before:
-            one.live.load_state_dict(state)
-        raise
+        undone.pop_all()
 
 
 _CUDA_STATE = 16
@@ -146,8 +164,11 @@ class RandomStates:
                 paths = listed((format_path(path) for path, _ in likely), _SHOWN)
                 problems.append(f"rng: the file holds {len(likely)} states of {kind}'s random numbers ({paths})")
                 continue
-            self.nodes += [node for _, node in likely]
             made = [values.build(node) for _, node in likely]
+            if not all(map(_VALID[kind], made)):
+                problems.append(f"rng: the state of {kind}'s random numbers is not valid")
+                continue
+            self.nodes += [node for _, node in likely]
             self._states[kind] = made if kind == "cuda" else made[0]
         return problems
 
@@ -196,5 +217,37 @@ def _kind(path: Components, node: Any) -> str | None:
     if isinstance(node, tuple) and len(node) == 3 and node[0] == 3 and isinstance(node[1], tuple):
         return "python" if len(node[1]) == 625 and all(type(word) is int for word in node[1]) else None
     is_tuple = isinstance(node, (tuple, list)) and len(node) == 5 and node[0] == "MT19937"
-    is_dict = isinstance(node, Mapping) and node.get("bit_generator") == "MT19937"
+    # A generator of its own has no ``has_gauss``.
+    is_dict = isinstance(node, Mapping) and node.get("bit_generator") == "MT19937" and "has_gauss" in node
     return "numpy" if is_tuple or is_dict else None
+
+
+_WORDS = 624
+"""Numbers of 32 bits in the state of a Mersenne twister."""
+
+
+def _is_python_valid(state: Any) -> bool:
+    return state[2] is None or type(state[2]) is float
+
+
+def _is_numpy_valid(state: Any) -> bool:
+    """Whether the position is in the state: numpy reads at any that it is given, in memory or not."""
+    inner = state.get("state") if isinstance(state, Mapping) else {"pos": state[2]}
+    position = inner.get("pos") if isinstance(inner, Mapping) else None
+    return isinstance(position, Integral) and 0 <= int(position) <= _WORDS
+
+
+def _is_torch_valid(state: torch.Tensor) -> bool:
+    """Whether what is left, counted from the next number, is in the state: torch bounds each of the two alone."""
+    raw = state.contiguous().numpy().tobytes()
+    left, upcoming = int.from_bytes(raw[8:12], sys.byteorder), int.from_bytes(raw[16:24], sys.byteorder)
+    return left + upcoming <= _WORDS + 1
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "python": _is_python_valid,
+    "numpy": _is_numpy_valid,
+    "torch": _is_torch_valid,
+    "cuda": lambda _: True,
+}
+"""By whose it is, whether a state leads to no place outside of it. What else is wrong its generator finds."""

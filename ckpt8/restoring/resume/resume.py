@@ -498,9 +498,10 @@ class _Plan:
         if self._random is not None:
             self._random.check(source.path)
         with torch.no_grad(), ExitStack() as undone:
-            undone.enter_context(loaded(self._beside, source.path))
+            # A companion may change an optimizer, so those are remembered first.
             for _, _, optimizer in changing:
                 undone.enter_context(optimizers.undone_on_error(optimizer))
+            undone.enter_context(loaded(self._beside, source.path))
             for label, state, optimizer in changing:
                 try:
                     optimizers.apply(state, optimizer, source.checkpoint, streamer)

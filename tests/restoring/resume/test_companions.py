@@ -144,6 +144,13 @@ def test_a_scaler_that_is_off_needs_no_entry(tmp_path):
     assert ckpt8.resume(tmp_path / "a.pt", model=loop.model, scaler=off) == {}
 
 
+def _torch_state(left, upcoming):
+    """The state of torch's generator with these counts, which stand at bytes 8 and 16."""
+    raw = bytearray(torch.get_rng_state().numpy().tobytes())
+    raw[8:12], raw[16:24] = left.to_bytes(4, sys.byteorder), upcoming.to_bytes(8, sys.byteorder)
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
 def misfits(state):
     """By what is wrong: what is in the file, further arguments, and words of the message."""
     shifted = {**state["scaler"], "growth_interval": 1}
@@ -162,6 +169,30 @@ def misfits(state):
         "a random state that is none": (
             {**state, "rng": (3, (1 << 40,) * 625, None)}, {"rng": True}, "random numbers is not valid"
         ),
+        "a position outside of numpy's state": (
+            {**state, "rng": ("MT19937", np.random.get_state()[1], 10**8, 0, 0.0)}, {"rng": True},
+            "numpy's random numbers is not valid",
+        ),
+        "numbers that are left outside of torch's state": (
+            {**state, "rng": _torch_state(left=624, upcoming=624)}, {"rng": True}, "torch's random numbers is not valid"
+        ),
+        "a text for the next of Python's numbers": (
+            {**state, "rng": (3, random.getstate()[1], "x")}, {"rng": True}, "python's random numbers is not valid"
+        ),
+        "a generator of its own": (
+            {**state, "sampler": np.random.Generator(np.random.MT19937(1)).bit_generator.state}, {"rng": True},
+            "holds no state of random numbers",
+        ),
+        "schedulers by name": (
+            {**state, "scheduler": {"a": state["scheduler"], "b": {**state["scheduler"], "T_max": 5}}}, {},
+            "scheduler may be any of scheduler.a, scheduler.b",
+        ),
+        "a method in a scheduler": (
+            {**state, "scheduler": {**state["scheduler"], "step": 5}}, {}, "a CosineAnnealingLR: it has 'step'"
+        ),
+        "an optimizer in a scheduler": (
+            {**state, "scheduler": {**state["scheduler"], "optimizer": 5}}, {}, "CosineAnnealingLR: it has 'optimizer'"
+        ),
         "a model of another shape": (
             {**state, "model": {"weight": torch.ones(2), "bias": torch.ones(8)}}, {}, "weight"
         ),
@@ -179,6 +210,49 @@ def test_where_something_does_not_fit_nothing_changes(name, tmp_path):
     assert same(other.state(), before)
     after = (random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist())
     assert same(after, numbers)
+
+
+class Setting:
+    """A schedule of somebody's own that sets the learning rate as it is loaded, and has two more attributes then."""
+
+    def __init__(self, optimizer, fails=False):
+        self.optimizer, self.fails, self.steps = optimizer, fails, 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps, self.more = state["steps"], True
+        self.optimizer.param_groups[0]["lr"] = 1.0 / self.steps
+        if self.fails:
+            raise RuntimeError("no more")
+
+
+class Refusing(torch.optim.Optimizer):
+    """An optimizer that changes, then refuses its state."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        raise RuntimeError("not this one")
+
+
+@pytest.mark.parametrize("refuses", ["the optimizer", "the next companion"])
+def test_what_a_companion_does_to_an_optimizer_is_undone_with_it(refuses, tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = (Refusing if refuses == "the optimizer" else torch.optim.SGD)(model.parameters(), lr=0.5)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = 0.25
+    # The average fails again as it gets back its old state; the schedule gets its own all the same.
+    schedule, average = Setting(optimizer), Setting(optimizer, fails=refuses != "the optimizer")
+    torch.save({"optimizer": saved, "schedule": {"steps": 7}, "ema": {"steps": 9}}, tmp_path / "a.pt")
+    with pytest.raises(ckpt8.ResumeError, match=r"does not take the saved state|ema refuses its entry: no more"):
+        ckpt8.resume(tmp_path / "a.pt", optimizer=optimizer, scheduler=schedule, ema=average, scheduler_at="schedule")
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert vars(schedule) == {"optimizer": optimizer, "fails": False, "steps": 1}
+    assert vars(average).keys() == {"optimizer", "fails", "steps"}
 
 
 def test_without_strict_what_does_not_fit_stays(tmp_path):

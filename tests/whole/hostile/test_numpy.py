@@ -60,6 +60,19 @@ def test_plain_arrays_and_scalars_load_as_pickle_makes_them(name, protocol, tmp_
     assert same(value, ckpt8.load(tmp_path / "a.ckpt8", map_location="cpu"))
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_storages_and_errors_are_those_of_torch_where_an_array_stands_beside_them(tmp_path):
+    value = {"s": torch.arange(6.0).storage(), "u": torch.ones(3).untyped_storage(), "a": np.ones(2)}
+    torch.save(value, tmp_path / "a.pt")
+    loaded, expected = ckpt8.load(tmp_path / "a.pt"), torch.load(tmp_path / "a.pt", weights_only=False)
+    for name in ("s", "u"):
+        assert type(loaded[name]) is type(expected[name])
+        assert (loaded[name].dtype, loaded[name].tolist()) == (expected[name].dtype, expected[name].tolist())
+    for place in ("nowhere", 5):
+        with pytest.raises(ckpt8.InputError, match=r"a\.pt: cannot be loaded: torch says"):
+            ckpt8.load(tmp_path / "a.pt", place)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_refusal_of_another_array_names_all_that_torch_asks_for(name, tmp_path):
     value, kind = REFUSED[name]
@@ -115,6 +128,29 @@ CRAFTED = {
 }
 
 
+SCALAR = "numpy._core.multiarray.scalar"
+CRAFTED_KEYS = {
+    "an array": (b"}" + made(FOUR, F4, content(bytes(16))) + number(1) + b"s", "keys are no keys"),
+    "numbers of one hash": (
+        dtype("c16") + b"q\x600}("
+        + b"".join(
+            call(SCALAR, b"h\x60", content(np.complex128(-1000003 * k, k).tobytes())) + number(k)
+            for k in range(1, 1 << 12)
+        )
+        + b"u", "made to collide"
+    ),
+    "a text that is none": (call(SCALAR, dtype("U1"), content(b"\xff" * 4)), "not Unicode"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRAFTED_KEYS)
+def test_what_only_a_built_value_shows_is_refused_in_one_line(name, tmp_path):
+    body, message = CRAFTED_KEYS[name]
+    path = member(archive(among(body)), tmp_path, "a.ckpt8")
+    with pytest.raises(ckpt8.InputError, match=message):
+        ckpt8.load(path)
+
+
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_array_is_refused(name, tmp_path):
     path = member(archive(among(CRAFTED[name])), tmp_path, "a.ckpt8")
@@ -125,8 +161,9 @@ def test_a_crafted_array_is_refused(name, tmp_path):
 
 def test_the_same_bytes_in_a_great_many_arrays(attempt, tmp_path):
     data = b"B" + (1 << 20).to_bytes(4, "little") + bytes(1 << 20) + b"q\x60"
-    again = made(number(1 << 20) + b"\x85", dtype("u1"), b"h\x60")
-    body = among(data, *[again] * 2000)
+    again = made(number(1 << 20) + b"\x85", b"h\x61", b"h\x60")
+    # So many that copies of each, to see whether it can be made, would take many seconds.
+    body = among(data, dtype("u1") + b"q\x610", *[again] * 30_000)
     assert attempt("load", written(archive(body), tmp_path, "load")) == (
         "InputError", "the checkpoint has the same data in many arrays of numpy",
     )  # fmt: skip
