@@ -307,7 +307,11 @@ def numpy_dtype_classes(tree: object) -> set[str]:
         return set()
     nodes = (node for _, node in iter_nodes(tree) if type(node) is Inert and node.name == "numpy.dtype" and node.args)
     kinds = {text for node in nodes if type(text := node.args[0]) is str and re.fullmatch(r"[A-Za-z][0-9]{0,4}", text)}
-    return {f"numpy.dtypes.{type(np.dtype(kind)).__name__}" for kind in kinds}
+    names = set()
+    for kind in kinds:
+        with suppress(TypeError):  # numpy has no such one
+            names.add(f"numpy.dtypes.{type(np.dtype(kind)).__name__}")
+    return names
 
 
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex})

@@ -118,6 +118,7 @@ CRAFTED = {
     "a text for its bytes": made(FOUR, F4, text("0123456789abcdef")),
     "fields": made(FOUR, dtype("f4", fields=b"}", names=text("a") + b"\x85"), content(bytes(16))),
     "a wide text": made(FOUR, dtype("U999999999"), content(bytes(16))),
+    "a dtype that there is not": made(FOUR, dtype("i3"), content(bytes(12))),
     "a dtype by its fields": made(FOUR, dtype("i4,i4"), content(bytes(32))),
     "a subclass": made(FOUR, F4, content(bytes(16)), "numpy.memmap"),
     "no state": call(ARRAY, call_name("numpy.ndarray"), number(1 << 50) + b"\x85", content(b"b")),
