@@ -497,7 +497,8 @@ class Verification(Summarised):
         yield "failures", listed(self.failures, 1)
         frames = f"{counted(self.frames, 'frame')}, {size(self.nbytes)}"
         yield "checked", frames if self.plain is None else self.plain.line()
-        yield "original", against if self.against else "none was given to compare with" if self.plain is None else ""
+        if self.plain is None:
+            yield "original", against if self.against else "none was given to compare with"
         yield "error", error_in_words(self.steps)
         yield "needs", listed(self.links, 1)
 
