@@ -227,21 +227,24 @@ _WORDS = 624
 
 
 def _is_python_valid(state: Any) -> bool:
-    return state[2] is None or type(state[2]) is float
+    return any(state[1][:-1]) and (state[2] is None or type(state[2]) is float)
 
 
 def _is_numpy_valid(state: Any) -> bool:
     """Whether the position is in the state: numpy reads at any that it is given, in memory or not."""
-    inner = state.get("state") if isinstance(state, Mapping) else {"pos": state[2]}
-    position = inner.get("pos") if isinstance(inner, Mapping) else None
-    return isinstance(position, Integral) and 0 <= int(position) <= _WORDS
+    inner = state.get("state") if isinstance(state, Mapping) else {"key": state[1], "pos": state[2]}
+    if not (isinstance(inner, Mapping) and {"key", "pos"} <= inner.keys()):
+        return False
+    with suppress(TypeError, ValueError):  # a key that is no row of numbers
+        return any(inner["key"]) and isinstance(inner["pos"], Integral) and 0 <= int(inner["pos"]) <= _WORDS
+    return False
 
 
 def _is_torch_valid(state: torch.Tensor) -> bool:
     """Whether what is left, counted from the next number, is in the state: torch bounds each of the two alone."""
     raw = state.contiguous().numpy().tobytes()
     left, upcoming = int.from_bytes(raw[8:12], sys.byteorder), int.from_bytes(raw[16:24], sys.byteorder)
-    return left + upcoming <= _WORDS + 1
+    return left + upcoming <= _WORDS + 1 and any(raw[24 : 24 + 8 * _WORDS])
 
 
 _VALID: dict[str, Callable[[Any], bool]] = {
@@ -250,4 +253,5 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "torch": _is_torch_valid,
     "cuda": lambda _: True,
 }
-"""By whose it is, whether a state leads to no place outside of it. What else is wrong its generator finds."""
+"""By whose it is, whether a state leads to no place outside of it, and is not all zero: then numpy draws normal numbers
+for ever. What else is wrong its generator finds."""

@@ -173,6 +173,13 @@ def misfits(state):
             {**state, "rng": ("MT19937", np.random.get_state()[1], 10**8, 0, 0.0)}, {"rng": True},
             "numpy's random numbers is not valid",
         ),
+        "zeros, of which numpy draws normal numbers for ever": (
+            {**state, "rng": ("MT19937", np.zeros(624, "u4"), 5, 0, 0.0)}, {"rng": True},
+            "numpy's random numbers is not valid",
+        ),
+        "zeros for Python": (
+            {**state, "rng": (3, (0,) * 625, None)}, {"rng": True}, "python's random numbers is not valid"
+        ),
         "numbers that are left outside of torch's state": (
             {**state, "rng": _torch_state(left=624, upcoming=624)}, {"rng": True}, "torch's random numbers is not valid"
         ),
