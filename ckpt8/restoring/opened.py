@@ -14,7 +14,8 @@ from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.container.header import CONTAINER, is_container
 from ckpt8.container.opened import CheckpointDirectory, CheckpointFile, Tensors
 from ckpt8.container.sharded import find_sharded
-from ckpt8.core.public import checked
+from ckpt8.core.errors import UsageError
+from ckpt8.core.public import checked, described
 
 
 class PlainFile(Tensors):
@@ -64,6 +65,10 @@ def open_container(
     torch.float32
     """
     path = Path(path)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as exc:
+        raise UsageError(f"open: device is {described(device)}; give one of torch, such as 'cpu' or 'cuda:0'") from exc
     if (directory := find_sharded(path)) is not None:
         return CheckpointDirectory(directory, device)
     is_ours = path.suffix == CONTAINER or is_container(path)

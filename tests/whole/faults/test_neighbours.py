@@ -282,7 +282,7 @@ def test_two_runs_write_one_directory(force, tmp_path):
     before = names(tmp_path)
     code = f"ckpt8.restore({str(tmp_path)!r} + '/%s.ckpt8', {str(tmp_path / 'out')!r}, force={force})"
     said = race(code % "a", code % "b", 3 if force else 1)
-    assert said == "" if force else said.count("exists; use --force") == 1
+    assert said == "" if force else said.count("exists; use force=True") == 1
     assert digest(tmp_path / "out") in whole
     assert names(tmp_path) == sorted([*before, "out"])
 
