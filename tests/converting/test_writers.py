@@ -56,7 +56,7 @@ def test_an_output_has_a_folder_and_is_replaced_by_force_alone(to, forms, tmp_pa
         ckpt8.convert(forms["zip"], tmp_path / "nowhere" / "out", to=to)
     ckpt8.convert(forms["zip"], target, to=to)
     first = listing(tmp_path)
-    with pytest.raises(OutputError, match="--force"):
+    with pytest.raises(OutputError, match="force=True"):
         ckpt8.convert(forms["zip"], target, to=to)
     assert listing(tmp_path) == first
     ckpt8.convert(forms["zip"], target, to=to, force=True)
