@@ -207,7 +207,7 @@ def _slices_json(slices: Sequence[SliceRecord]) -> dict[str, Any]:
 
 def _dense_stride(shape: Sequence[int]) -> list[int]:
     """The strides that torch gives a contiguous tensor, also one without elements."""
-    return list(contiguous_stride([max(size, 1) for size in shape]))
+    return list(contiguous_stride([size or 1 for size in shape]))
 
 
 class Table:

@@ -153,7 +153,11 @@ class Strided:
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a tensor whose elements follow each other, in elements: one for each dimension."""
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    strides, step = list[int](), 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)
