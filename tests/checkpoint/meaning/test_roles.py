@@ -74,11 +74,12 @@ KEYS = "exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer master_param exp_avg_d
 GROUP = {"params": [0], "lr": torch.tensor(0.1), "exp_avg": TWO, "weights": {"model": TWO}}
 ROLES = {
     **{
-        key: ({key: MODEL, "loss": SCALAR}, {f"{key}.{name}": WEIGHT for name in MODEL} | {"loss": OTHER})
-        for key in ("model", "state_dict", "model_state_dict", "module", "state_dict_ema", "model_ema", "ema", "net")
+        key: ({key: MODEL, "epoch": 3, "loss": SCALAR}, {f"{key}.{name}": WEIGHT for name in MODEL} | {"loss": OTHER})
+        for key in (
+            *("model", "state_dict", "model_state_dict", "module", "state_dict_ema", "model_ema", "ema", "net"),
+            *("params", "g_ema"),
+        )
     },
-    "params": ({"params": MODEL}, {f"params.{name}": WEIGHT for name in MODEL}),
-    "g_ema": ({"g_ema": MODEL, "epoch": 3}, {f"g_ema.{name}": WEIGHT for name in MODEL}),
     "a bare state dict": (MODEL, dict.fromkeys(MODEL, WEIGHT)),
     "a plain dict": (dict(MODEL), dict.fromkeys(MODEL, WEIGHT)),
     "extra states": (
