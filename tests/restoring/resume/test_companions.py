@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from resume_kit import same
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
@@ -64,14 +65,6 @@ class Loop:
 
     def state(self):
         return {name: copy.deepcopy(part.state_dict()) for name, part in self.parts.items()}
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else type(a) is type(b) and a == b
 
 
 SCHEDULERS = {
