@@ -19,7 +19,7 @@ from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, format_path, iter
 from ckpt8.container.header import CONTAINER, MANIFEST, SEAL, is_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.sharded import find_sharded, is_part
-from ckpt8.core.errors import InputError
+from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.files.source_file import SourceFile, Window, refuse_url
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import counted, listed, shown, size
@@ -66,14 +66,23 @@ def is_plain(path: Path) -> bool:
     return is_plain_file(path) or (path.suffix != CONTAINER and not is_container(path))
 
 
-def check_plain(path: Path, progress: Progress = lambda _: None) -> PlainChecks:
-    """Read and check a file or directory. Raises InputError that names the first tensor that is damaged."""
+def check_plain(path: Path, original: Path | None, progress: Progress = lambda _: None) -> PlainChecks:
+    """Read and check a file or directory.
+
+    Raises InputError that names the first tensor that is damaged, UsageError where there is an ``original``.
+    """
     with open_source(path, containers=False) as source:
         known = [
             member for member in source.opened if isinstance(member, DcpMember) or member.checkpoint.format in READERS
         ]
         if not known:
             raise InputError(f"{path}: holds no checkpoint of torch or safetensors, and is no directory of ranks")
+        require(
+            original is None,
+            f"{path}: is a plain checkpoint, which states no errors to measure; compare the two with "
+            f"ckpt8 diff {path} {original}",
+            UsageError,
+        )
         checks = _Checks(progress)
         for member in known:
             checks.add(member, str(path) if source.directory is None else f"{path}/{member.path}")
@@ -147,8 +156,7 @@ def _zips(member: DirectoryMember) -> list[SourceFile]:
         return [file]
     if not isinstance(member, DcpMember) or member.reason is not None:
         return []
-    own = next(slices for path, slices in member.home.files.items() if f"/{member.path}".endswith(f"/{path}"))
-    windows = [Window(file, piece.offset, piece.length, f"slice {shown(piece.name)}") for piece in own]
+    windows = [Window(file, piece.offset, piece.length, f"slice {shown(piece.name)}") for piece in member.slices]
     return [window for window in windows if torch_zip.sniff(window)]
 
 

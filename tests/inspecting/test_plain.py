@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
+import warnings
 import zipfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from run_kit import SmallRun
 from safetensors.torch import save_file
 
@@ -81,7 +84,36 @@ def test_a_container_is_never_taken_for_safetensors(plain, run_command):
 def test_an_original_and_restoring_are_refused_with_what_to_do(plain, run_command):
     path = plain / "zip.pt"
     assert f"ckpt8 diff {path} {path}" in run_command.refused(2, "verify", path, "--against", path)
+    read = []
+    with pytest.raises(ckpt8.UsageError, match="states no errors to measure"):
+        ckpt8.verify(path, path, progress=read.append)
+    assert not read
     for name in ("zip.pt", "old.pt", "it.safetensors"):
         assert "needs no restoring" in run_command.refused(3, "restore", plain / name)
         with pytest.raises(ckpt8.InputError, match="needs no restoring"):
             ckpt8.restore(plain / name)
+
+
+def test_files_of_one_name_in_two_folders_are_told_apart(tmp_path, run_command):
+    state = {"a": torch.ones(30), "b": torch.arange(5000.0)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path, single_file_per_rank=False), no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    first, second = metadata.storage_data.values()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / second.relative_path).rename(tmp_path / "sub" / first.relative_path)
+    second.relative_path = f"sub/{first.relative_path}"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with (
+        zipfile.ZipFile(tmp_path / first.relative_path) as one,
+        zipfile.ZipFile(tmp_path / second.relative_path) as two,
+    ):
+        records = len(one.infolist()) + len(two.infolist())
+    checks = ckpt8.verify(tmp_path).plain
+    assert (checks.files, checks.records, checks.unknown) == (2, records, 0)
+    path = tmp_path / second.relative_path
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert f"{path}: record 'archive/data/0' is damaged" in run_command.refused(3, "verify", tmp_path)

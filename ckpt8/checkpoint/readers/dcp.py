@@ -214,10 +214,14 @@ _KNOWN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class DcpMember(DirectoryMember):
-    """A file of the distributed checkpoint ``home``; ``parts`` are its slices that hold nothing but a tensor."""
+    """A file of the distributed checkpoint ``home``; ``parts`` are its slices that hold nothing but a tensor.
+
+    ``slices`` are all that lie in a plain file; none of one in a container.
+    """
 
     home: DcpCheckpoint = field(kw_only=True)
     parts: Sequence[tuple[Slice, TensorRef]] = field(kw_only=True)
+    slices: Sequence[Slice] = field(default=(), kw_only=True)
 
 
 class DcpCheckpoint:
@@ -295,7 +299,7 @@ class DcpCheckpoint:
         self.moved |= places
         checkpoint = OpenCheckpoint(DCP, file, storages, Labelled(tuple(tensors), frozenset(opaque)))
         reason = "its slices were compressed with zstd; they come back as they were before that" if decoded else None
-        return DcpMember(member, checkpoint, reason, home=self, parts=parts)
+        return DcpMember(member, checkpoint, reason, home=self, parts=parts, slices=pieces)
 
     def named(self, piece: Slice, ref: TensorRef) -> NamedTensor:
         """A slice of a tensor with its name and role."""
