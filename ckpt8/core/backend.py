@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ckpt8.core.closing import setting
-from ckpt8.core.errors import UsageError, require
+from ckpt8.core.errors import UsageError
 from ckpt8.core.log import log
 
 if TYPE_CHECKING:
@@ -69,11 +69,8 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
 
     Raises UsageError when an explicit request cannot be met.
     """
-    require(
-        requested in (None, *get_args(Backend)),
-        f"backend {requested!r} does not exist; use 'torch', 'triton' or 'numba'",
-        UsageError,
-    )
+    if requested is not None and requested not in get_args(Backend):
+        raise UsageError(f"backend {requested!r} does not exist; use 'torch', 'triton' or 'numba'")
     if requested is None and device is not None:
         if device.type == "cuda" and _fault_of_triton() is None:
             return "triton"

@@ -231,20 +231,17 @@ def _join_loaded(
 
     def join(parameter: SavedParameter, key: str, codec: Codec) -> tuple[str, torch.Tensor]:
         where = f"{label}: {parameter.name}"
-        require(
-            parameter.weight is not None,
-            f"{where}: which weight it completes is unknown: {parameter.unpaired}; leave out unpack",
-            UsageError,
-        )
+        if parameter.weight is None:
+            raise UsageError(f"{where}: which weight it completes is unknown: {parameter.unpaired}; leave out unpack")
         name = next(own for own, ref in saved.items() if ref is parameter.weight)
         weight = model[name]
-        require(not weight.is_meta, f"{where}: cannot be unpacked on the meta device", UsageError)
+        if weight.is_meta:
+            raise UsageError(f"{where}: cannot be unpacked on the meta device")
         expected = weight_checks(parameter.group).get(parameter.identifier)
-        require(
-            weight.element_size() == 2 and expected == weight_check(weight),
-            f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack",
-            UsageError,
-        )
+        if weight.element_size() != 2 or expected != weight_check(weight):
+            raise UsageError(
+                f"{where}: its state belongs to another weight than {name}, which has its place; leave out unpack"
+            )
         return name, join_weight(weight, states[id(parameter.state)][key], codec)
 
     def is_copy(name: str, other: str) -> bool:
@@ -280,11 +277,10 @@ def unpack_tree(obj: Any, tree: object, where: str) -> Any:
         for _, parent, key in places[id(candidate.node)]:
             if parent is None:
                 return plain
-            require(
-                not isinstance(parent, tuple),
-                f"{where}: {candidate.path} lies in a tuple, which cannot be changed; leave out unpack",
-                UsageError,
-            )
+            if isinstance(parent, tuple):
+                raise UsageError(
+                    f"{where}: {candidate.path} lies in a tuple, which cannot be changed; leave out unpack"
+                )
             parent[key] = plain
     return obj
 

@@ -16,7 +16,7 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, StorageRef, TensorRef, cut_by_runs, is_dense
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
-from ckpt8.core.errors import require
+from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import assign, rows
 
@@ -157,7 +157,8 @@ class Composite:
             key = f"computed/{len(self._regions)}"
             while key in self.places:
                 key += "'"
-        require(key not in self.places, f"{self.label}: has two storages of the name {key[:60]!r}")
+        if key in self.places:
+            raise InputError(f"{self.label}: has two storages of the name {key[:60]!r}")
         self.places[key] = StorageInfo(key, dtype, self.size, nbytes)
         self._regions.append((self.size, read))
         # An empty region has an address too, so that no two begin at the same.
@@ -226,10 +227,8 @@ class Composite:
 
     def check_extent(self, name: str, ref: TensorRef) -> None:
         """Raise InputError for a tensor that repeats elements of its storage: a few bytes could fill a disk."""
-        require(
-            ref.nbytes <= max(self.places[ref.key].nbytes, FRAME),
-            f"{self.label}: {name}: has more elements than are stored (it was expanded)",
-        )
+        if ref.nbytes > max(self.places[ref.key].nbytes, FRAME):
+            raise InputError(f"{self.label}: {name}: has more elements than are stored (it was expanded)")
 
 
 def cut(offset: int, buffer: memoryview, itemsize: int, block: int = BLOCK) -> Iterator[tuple[int, int, memoryview]]:

@@ -243,18 +243,14 @@ def _value(data: Composite, home: DcpCheckpoint, name: str) -> Any:
     except KeyError:
         why = "its file is not there, or it is in parts that only its class can join"
         raise InputError(f"{shown(name)}: {why}") from None
-    require(
-        all(len(path) <= _DEEPEST for path, _ in iter_nodes(opened.tree)),
-        f"{shown(name)}: its objects are nested deeper than {_DEEPEST}",
-    )
+    if any(len(path) > _DEEPEST for path, _ in iter_nodes(opened.tree)):
+        raise InputError(f"{shown(name)}: its objects are nested deeper than {_DEEPEST}")
     if not any(True for _ in iter_leaves(opened.tree)):
         return opened.tree
     prefix = f"{name}/value/"
     value = add_prefix(opened.tree, prefix)
-    require(
-        all(leaf.key.startswith(prefix) for _, leaf in iter_leaves(value)),
-        f"{shown(name)}: an object with tensors in it",
-    )
+    if any(not leaf.key.startswith(prefix) for _, leaf in iter_leaves(value)):
+        raise InputError(f"{shown(name)}: an object with tensors in it")
     data.adopt(opened, prefix)
     return value
 
@@ -296,12 +292,11 @@ class ShardedFiles:
         for name, tensor in index.tensors.items():
             boxes = tensor.boxes()
             pickled = [place for box in boxes if (place := tensor.pickled(box)) is not None]
-            require(
-                len(pickled) in (0, len(boxes)),
-                f"{self._joined.path}: {shown(name)}: only some of its parts are plain tensors; load it with "
-                "Ckpt8StorageReader",
-                UnsupportedError,
-            )
+            if pickled and len(pickled) < len(boxes):
+                raise UnsupportedError(
+                    f"{self._joined.path}: {shown(name)}: only some of its parts are plain tensors; load it with "
+                    "Ckpt8StorageReader"
+                )
             if pickled:
                 values[name] = pickled[0]
                 torn |= {name} if len(boxes) > 1 else set()
@@ -336,9 +331,10 @@ class ShardedFiles:
         return torch_zip.read(self._window(name, place))
 
     def _offset(self, file: str, record: TensorRecord) -> int:
-        offsets, where = self._offsets[file], f"{self._joined.path / file}: {shown(record.name)}"
-        require(record.storage in offsets, f"{where}: is in no file of the container")
-        return offsets[record.storage]
+        offset = self._offsets[file].get(record.storage)
+        if offset is None:
+            raise InputError(f"{self._joined.path / file}: {shown(record.name)}: is in no file of the container")
+        return offset
 
     def _window(self, name: str, place: Place) -> Window:
         """The bytes of a value that torch.save wrote."""

@@ -111,7 +111,8 @@ class _Stream(SourceFile):
             self._file.seek(offset)
             while buffer:
                 content = self._file.read(len(buffer))
-                require(content, f"{self.source}: ends at byte {self.source.length}, needed more")
+                if not content:
+                    raise InputError(f"{self.source}: ends at byte {self.source.length}, needed more")
                 buffer[: len(content)] = content
                 buffer = buffer[len(content) :]
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 
 
 @contextmanager
@@ -83,11 +83,8 @@ def _read(file: Any) -> Any:
         content = None
     except (OSError, ValueError) as exc:  # a ValueError is that of a closed file
         raise InputError(f"{_name(file)}: cannot be read: {getattr(exc, 'strerror', 0) or exc}") from exc
-    require(
-        isinstance(content, (bytes, bytearray, memoryview)),
-        f"{_name(file)}: is open for texts; open it with 'rb'",
-        UsageError,
-    )
+    if not isinstance(content, (bytes, bytearray, memoryview)):
+        raise UsageError(f"{_name(file)}: is open for texts; open it with 'rb'")
     return content
 
 

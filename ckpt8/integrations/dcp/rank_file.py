@@ -44,7 +44,7 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import OBJECTS, Shape, SliceKey, slices_of
 from ckpt8.container.steps import NO_BUDGET
 from ckpt8.core.backend import part_of
-from ckpt8.core.errors import UsageError, require
+from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Box, DType
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import rows, scratch
@@ -371,11 +371,8 @@ class RankPlan:
         if not isinstance(value, torch.Tensor):
             self._objects[name] = self._place(value.getvalue())
             return
-        require(
-            not (value.is_meta and value.numel()),
-            f"{shown(name)}: is on the device meta and has no values; initialise it first",
-            UsageError,
-        )
+        if value.is_meta and value.numel():
+            raise UsageError(f"{shown(name)}: is on the device meta and has no values; initialise it first")
         planned = None if data is None else (data.properties.dtype, tuple(data.chunk.sizes))
         if planned is not None and is_plain(value) and (value.dtype, tuple(value.shape)) != planned:
             raise UsageError(

@@ -136,10 +136,8 @@ class SharingPlanner(SavePlanner):
                 if piece.place is not None:
                     self._stored[piece.name, piece.place[0]] = piece, member, ref, storages[ref.key]
         for piece in self.share.items:
-            require(
-                not piece.place or (piece.name, piece.place[0]) in self._stored,
-                f"{where}: {shown(piece.name)}: is no plain tensor; it cannot be shared",
-            )
+            if piece.place and (piece.name, piece.place[0]) not in self._stored:
+                raise InputError(f"{where}: {shown(piece.name)}: is no plain tensor; it cannot be shared")
         self.state_dict = self._known()
 
     def _choose(self, home: DcpCheckpoint) -> set[Slice]:

@@ -242,13 +242,11 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory. Raises OutputError, UsageError for a tensor that no container holds."""
         for item in plan.items:
-            name, dims = shown(item.index.fqn), 0 if item.tensor_data is None else len(item.tensor_data.size)
-            require(
-                item.tensor_data is None or is_unicode(item.index.fqn),
-                f"{name}: is no valid Unicode; give the value another name",
-                UsageError,
-            )
-            require(dims <= MOST_DIMS, f"{name}: has {dims} dimensions, more than {MOST_DIMS}; reshape it", UsageError)
+            name, dims = item.index.fqn, 0 if item.tensor_data is None else len(item.tensor_data.size)
+            if item.tensor_data is not None and not is_unicode(name):
+                raise UsageError(f"{shown(name)}: is no valid Unicode; give the value another name")
+            if dims > MOST_DIMS:
+                raise UsageError(f"{shown(name)}: has {dims} dimensions, more than {MOST_DIMS}; reshape it")
         try:
             self.path.mkdir(mode_of_output(directory=True), parents=True, exist_ok=True)
         except OSError as exc:
@@ -517,32 +515,34 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             planned[item.dest_index.fqn] += prod(item.lengths)
         for name, value in state.items() if isinstance(state, Mapping) else ():
             asked = sum(local.numel() for local in local_tensors(value))
-            require(
-                name not in self._index.tensors or planned[name] >= asked or not (plans_all or planned[name]),
-                f"{self.path}: {shown(name)}: slices are missing: {planned[name]} of {asked} elements that this "
-                "rank loads are there; the checkpoint is not complete",
-            )
+            if name in self._index.tensors and planned[name] < asked and (plans_all or planned[name]):
+                raise InputError(
+                    f"{self.path}: {shown(name)}: slices are missing: {planned[name]} of {asked} elements that this "
+                    "rank loads are there; the checkpoint is not complete"
+                )
 
     def _requests(self, item: ReadItem, planner: LoadPlanner) -> Iterator[tuple[str, Callable[[_RankFile], None]]]:
         """What reads an item, each from the file of that name. Raises InputError for what is not stored."""
         name, index = item.storage_index.fqn, self._index
-        not_stored = f"{self.path}: {name}: is not stored"
         if item.type is LoadItemType.BYTE_IO and name in index.objects:
             yield index.objects[name].file, partial(self._read_value, planner, item)
             return
-        require(item.type is not LoadItemType.BYTE_IO and name in index.tensors, not_stored)
+        if item.type is LoadItemType.BYTE_IO or name not in index.tensors:
+            raise self._not_stored(name)
         tensor = index.tensors[name]
         first = item.storage_index.offset or (0,) * len(item.lengths)
         offsets = tuple(a + b for a, b in zip(first, item.storage_offsets, strict=True))
-        require(
-            all(at + size <= whole for at, size, whole in zip(offsets, item.lengths, tensor.shape, strict=True)),
-            f"{self.path}: {name}: has shape {tensor.shape}, and more of it is asked for",
-        )
+        if any(at + size > whole for at, size, whole in zip(offsets, item.lengths, tensor.shape, strict=True)):
+            raise InputError(f"{self.path}: {name}: has shape {tensor.shape}, and more of it is asked for")
         boxes = tensor.overlapping(offsets, item.lengths)
-        require(boxes or not all(item.lengths), not_stored)
+        if not boxes and all(item.lengths):
+            raise self._not_stored(name)
         target = _Target(item, tensor, (offsets, tuple(item.lengths)), len(boxes))
         for box in boxes:
             yield box.file, partial(self._read_slice, planner, target, box)
+
+    def _not_stored(self, name: str) -> InputError:
+        return InputError(f"{self.path}: {name}: is not stored")
 
     def _read_value(self, planner: LoadPlanner, item: ReadItem, file: _RankFile) -> None:
         name, clean = item.storage_index.fqn, io.BytesIO()
@@ -567,10 +567,8 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             file.fill(name, target.tensor, part, both, into)
         else:
             whole = file.load(place, f"{self.path}: {name}")
-            require(
-                isinstance(whole, torch.Tensor) and tuple(whole.shape) == part.sizes,
-                f"{self.path}: {name}: is not the tensor that {INDEX} states",
-            )
+            if not isinstance(whole, torch.Tensor) or tuple(whole.shape) != part.sizes:
+                raise InputError(f"{self.path}: {name}: is not the tensor that {INDEX} states")
             into.copy_(view_of_box(whole, both, part.offsets))
         target.missing -= 1
         if not target.missing:

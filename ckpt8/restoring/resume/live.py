@@ -294,22 +294,18 @@ def _map_by_name(
         pairs = []
         for parameter in group["params"]:
             names = sorted({matched[name] for name in names_here[id(parameter)] if name in matched})
-            require(
-                len(names) <= 1,
-                f"{listed(names)} are one tied parameter here, but several in the checkpoint",
-                ResumeError,
-            )
+            if len(names) > 1:
+                raise ResumeError(f"{listed(names)} are one tied parameter here, but several in the checkpoint")
             if names:
                 pairs.append(Pair(parameter, identifier_of[names[0]], names[0]))
             else:
                 result.problems.append(f"{names_here[id(parameter)][0]}: is not in the optimizer of the checkpoint")
         numbers = sorted({group_of[pair.identifier] for pair in pairs})
         settings = [{key: value for key, value in saved[at].items() if key not in STRUCTURE} for at in numbers]
-        require(
-            all(own == settings[0] for own in settings),
-            f"parameters of one group here belong to groups {listed(numbers)} with other hyperparameters",
-            ResumeError,
-        )
+        if any(own != settings[0] for own in settings):
+            raise ResumeError(
+                f"parameters of one group here belong to groups {listed(numbers)} with other hyperparameters"
+            )
         result.pairs.append(GroupPair(group, saved[numbers[0]] if numbers else None, pairs))
     taken = {pair.identifier for group in result.pairs for pair in group.pairs}
     extra = (name for identifier, name in names_there.items() if identifier not in taken)

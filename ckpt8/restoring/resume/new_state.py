@@ -251,11 +251,8 @@ class PackedPlanner:
         require(saved is None or isinstance(saved, dict), "its optimizer state is malformed", UsageError)
         saved = {key: value for key, value in (saved or {}).items() if value is not None or key == "kahan_comp"}
         for key, value in saved.items():
-            require(
-                not (isinstance(value, TensorRef) and (value.conj or value.neg)),
-                f"{key} was saved as a conjugate or negative view, which resume does not support",
-                UsageError,
-            )
+            if isinstance(value, TensorRef) and (value.conj or value.neg):
+                raise UsageError(f"{key} was saved as a conjugate or negative view, which resume does not support")
         if not saved and self._weight_to_halve(param) is None:
             return None
         if saved and is_packed_group(hyper):
@@ -281,22 +278,14 @@ class PackedPlanner:
             raise UsageError(problem)
         for key, expected in shapes.items():
             ref = saved[key]
-            require(
-                isinstance(ref, TensorRef) and ref.dtype.torch.is_floating_point,
-                f"{key} is not a tensor of floating-point numbers",
-                UsageError,
+            if not isinstance(ref, TensorRef) or not ref.dtype.torch.is_floating_point:
+                raise UsageError(f"{key} is not a tensor of floating-point numbers")
+            if ref.shape != expected:
+                raise UsageError(f"{key} was saved with shape {list(ref.shape)}, here it has {list(expected)}")
+        if isinstance(kahan := saved.get("kahan_comp"), TensorRef) and kahan.shape == shape != (1,):
+            raise UsageError(
+                "has a Kahan compensation, which packed state cannot keep; resume into the class that saved it"
             )
-            require(
-                ref.shape == expected,
-                f"{key} was saved with shape {list(ref.shape)}, here it has {list(expected)}",
-                UsageError,
-            )
-        kahan = saved.get("kahan_comp")
-        require(
-            not isinstance(kahan, TensorRef) or kahan.shape != shape or shape == (1,),
-            "has a Kahan compensation, which packed state cannot keep; resume into the class that saved it",
-            UsageError,
-        )
         require(
             param.element_size() != 2 or id(param) in self.weights,
             "its residual or master comes from its weight, which is not in model=; give the model that has it",

@@ -116,7 +116,8 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     """
     value = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST_STEP
-    require(is_number and value == int(value), f"{pair.name}: its step is not a whole number", ResumeError)
+    if not is_number or value != int(value):
+        raise ResumeError(f"{pair.name}: its step is not a whole number")
     if layout.published.step == "int":
         return int(value)
     if layout.published.step != "tensor":
@@ -124,7 +125,8 @@ def exact_step(step: Any, layout: Layout, group: Mapping[str, Any], pair: Pair) 
     wide = isinstance(step, torch.Tensor) and step.dtype == torch.float64
     device = pair.parameter.device if group.get("capturable") or group.get("fused") else "cpu"
     made = torch.tensor(float(value), dtype=torch.float64 if wide else torch.float32, device=device)
-    require(made.item() == value, f"{pair.name}: step {value} cannot be held exactly by a float32", ResumeError)
+    if made.item() != value:
+        raise ResumeError(f"{pair.name}: step {value} cannot be held exactly by a float32")
     return made
 
 
