@@ -10,7 +10,8 @@ import torch
 
 from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.sources.objects import RestBuilder
+from ckpt8.checkpoint.sources.objects import read_storage, view_of
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.container.header import CONTAINER, is_container
 from ckpt8.container.opened import CheckpointDirectory, CheckpointFile, Tensors
 from ckpt8.container.sharded import find_sharded
@@ -21,10 +22,13 @@ from ckpt8.core.public import checked, described
 class PlainFile(Tensors):
     """A file of torch or safetensors, opened as ``CheckpointFile`` opens its container, with the same names."""
 
+    _tensors: dict[str, TensorRef]
+
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
         self._path, self._device = path, device
         with ExitStack() as opened:
             self._checkpoint = opened.enter_context(open_checkpoint(path))
+            self._storages = {storage.key: storage for storage in self._checkpoint.storages}
             self._tensors = {tensor.name: tensor.ref for tensor in classify(self._checkpoint.tree).tensors}
             self._opened = opened.pop_all()
 
@@ -39,15 +43,17 @@ class PlainFile(Tensors):
     @checked
     def get_tensor(self, name: str) -> torch.Tensor:
         """Read one tensor. Raises UsageError for an unknown name, InputError where the file cannot be read."""
-        if name not in self._tensors:
-            raise self._unknown(self._path, name)
-        tensor: torch.Tensor = RestBuilder(self._checkpoint).build(self._tensors[name])
-        return tensor.to(self._device)
+        ref = self._ref(name)
+        return view_of(ref, read_storage(self._checkpoint, self._storages[ref.key])).to(self._device)
 
     def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        ref = self._ref(name)
+        return ref.dtype.torch, ref.shape
+
+    def _ref(self, name: str) -> TensorRef:
         if name not in self._tensors:
             raise self._unknown(self._path, name)
-        return self._tensors[name].dtype.torch, self._tensors[name].shape
+        return self._tensors[name]
 
 
 @checked

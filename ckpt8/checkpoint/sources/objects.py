@@ -28,7 +28,16 @@ import torch
 
 from ckpt8.checkpoint.readers.rebuild import WRAPPED, check_hashes
 from ckpt8.checkpoint.readers.torch_rules import ARRAYS, COUNTER, DATA_ALLOWANCE, DATA_FACTOR, TYPED
-from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, StatefulDict, StorageRef, TensorRef, iter_nodes
+from ckpt8.checkpoint.tree import (
+    Checkpoint,
+    Global,
+    Inert,
+    StatefulDict,
+    StorageInfo,
+    StorageRef,
+    TensorRef,
+    iter_nodes,
+)
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.core.errors import InputError, ResumeError, require
 from ckpt8.core.tensors import DType
@@ -142,17 +151,11 @@ class RestBuilder:
 
     def _load(self, key: str) -> torch.Tensor:
         if key not in self._loaded:
-            storage = self._storages[key]
-            self._loaded[key] = host_bytes(storage.nbytes)
-            self._checkpoint.read_into(storage.offset, bytes_of(self._loaded[key]))
+            self._loaded[key] = read_storage(self._checkpoint, self._storages[key])
         return self._loaded[key]
 
     def _tensor(self, ref: TensorRef) -> torch.Tensor:
-        flat, size = self._load(ref.key), ref.dtype.itemsize
-        typed = flat[: len(flat) // size * size].view(ref.dtype.torch)
-        tensor = typed.as_strided(ref.shape, ref.stride, ref.offset)
-        tensor = tensor.conj() if ref.conj else tensor
-        return torch._neg_view(tensor) if ref.neg else tensor
+        return view_of(ref, self._load(ref.key))
 
     def _object(self, node: Inert) -> Any:
         if node.name in _SETS:
@@ -231,6 +234,22 @@ class TreeBuilder(RestBuilder):
         if ref.offset or ref.numel * size != part.nbytes():
             part = part[ref.offset * size : (ref.offset + ref.numel) * size]
         return torch.TypedStorage(wrap_storage=part, dtype=ref.dtype.torch, _internal=True)  # type: ignore[no-untyped-call]
+
+
+def read_storage(checkpoint: Checkpoint, storage: StorageInfo) -> torch.Tensor:
+    """The bytes of a storage on the CPU. Raises InputError."""
+    content = host_bytes(storage.nbytes)
+    checkpoint.read_into(storage.offset, bytes_of(content))
+    return content
+
+
+def view_of(ref: TensorRef, content: torch.Tensor) -> torch.Tensor:
+    """The tensor ``ref`` in the bytes of its storage, with its shape, strides and flags."""
+    size = ref.dtype.itemsize
+    typed = content[: len(content) // size * size].view(ref.dtype.torch)
+    tensor = typed.as_strided(ref.shape, ref.stride, ref.offset)
+    tensor = tensor.conj() if ref.conj else tensor
+    return torch._neg_view(tensor) if ref.neg else tensor
 
 
 def dtype_of(node: Global) -> Any:

@@ -13,10 +13,11 @@ import torch
 from ckpt8.checkpoint.readers import READERS, get_reader, open_checkpoint
 from ckpt8.checkpoint.readers.rebuild import make_tensor
 from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, load_allowed, load_member
+from ckpt8.checkpoint.sources.objects import read_storage, view_of
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.container import header
-from ckpt8.container.frames import FRAME, bytes_of, host_bytes
+from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK, Packing, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
@@ -138,9 +139,7 @@ def _load_named(checkpoint: OpenCheckpoint, where: str, map_location: Any) -> di
     places = {storage.key: storage for storage in checkpoint.storages}
     loaded = {}
     for name, ref in checkpoint.tree.items():
-        content = host_bytes(places[ref.key].nbytes)
-        checkpoint.read_into(places[ref.key].offset, bytes_of(content))
-        tensor = content.view(ref.dtype.torch).as_strided(ref.shape, ref.stride, ref.offset)
+        tensor = view_of(ref, read_storage(checkpoint, places[ref.key]))
         loaded[name] = tensor.to(map_location or "cpu")
     return loaded
 
