@@ -140,8 +140,11 @@ def _judge(
     with without_collection():
         checkpoint = reader.read(source, calls)
     refused = {*calls.foreign}
-    if calls.arrays and (refused or (unmade := TreeBuilder(checkpoint).unmade(checkpoint.tree)) is not None):
-        refused |= {*calls.arrays, *numpy_dtype_classes(checkpoint.tree), *((unmade,) if not refused else ())}
+    if calls.arrays:
+        if not refused and (unmade := TreeBuilder.unmade(checkpoint.tree)) is not None:
+            refused.add(unmade)
+        if refused:
+            refused |= {*calls.arrays, *numpy_dtype_classes(checkpoint.tree)}
     require(
         not refused,
         f"{source.source}: holds {listed(sorted(refused), _SHOWN)}, which torch does not allow and nothing "

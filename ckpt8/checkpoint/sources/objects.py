@@ -180,7 +180,8 @@ class RestBuilder:
         made.state = self._build(node.state)
         return made
 
-    def unmade(self, value: Any) -> str | None:
+    @classmethod
+    def unmade(cls, value: Any) -> str | None:
         """The name of the first class in a value that would stay an ``Inert`` or ``Global``; None if none would."""
         pending: list[Any] = [value]
         seen: set[int] = set()
@@ -192,7 +193,7 @@ class RestBuilder:
             if isinstance(part, Global) and dtype_of(part) is part:
                 return part.name
             if isinstance(part, Inert):
-                if (parts := self._parts(part)) is None:
+                if (parts := cls._parts(part)) is None:
                     return _class_name(part)
                 pending += parts
             elif isinstance(part, dict):
@@ -389,9 +390,10 @@ class ValueBuilder(RestBuilder):
             raise ResumeError(f"a {_class_name(node)} does not have the parts that the file gives it")
         return made  # type: ignore[no-any-return]
 
-    def problem(self, what: str, value: Any) -> str | None:
+    @classmethod
+    def problem(cls, what: str, value: Any) -> str | None:
         """Why a value cannot go into a live object, or None: it holds an object that resume does not make."""
-        name = self.unmade(value)
+        name = cls.unmade(value)
         return None if name is None else f"{what} holds a {name}, which resume does not make"
 
     @classmethod
