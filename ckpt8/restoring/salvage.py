@@ -137,7 +137,7 @@ class Restored(Summarised):
     left: Sequence[str] = ()
 
     def _summary(self) -> Iterator[tuple[str, str]]:
-        for number, line in enumerate(self.lines()):
+        for number, line in enumerate(self.lines() or [str(self.path)]):
             yield "" if number else type(self).__name__, line
 
     @classmethod

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckpt8
+from ckpt8.restoring.restore import restore_original
 
 HOSTILE = '<script>alert("x")</script>\x1b[2J\u202e' + "n" * 100_000
 ORIGINAL, PACKED = "<b>\u202e.pt", "<b>\u202e.ckpt8"
@@ -41,6 +42,10 @@ def opened(path):
         return file
 
 
+def restored(source, target):
+    return restore_original(source, target, force=False, threads=None, progress=lambda _: None)
+
+
 RESULTS = {
     "compress": lambda folder, new: ckpt8.compress(folder / ORIGINAL, new),
     "save": lambda folder, new: ckpt8.save(torch.load(folder / ORIGINAL), new),
@@ -53,6 +58,7 @@ RESULTS = {
     "verify plain": lambda folder, new: ckpt8.verify(folder / ORIGINAL),
     "runs": lambda folder, new: ckpt8.runs(folder),
     "record": lambda folder, new: next(iter(ckpt8.runs(folder))),
+    "restored": lambda folder, new: restored(folder / PACKED, new.with_suffix(".pt")),
     "convert": lambda folder, new: ckpt8.convert(folder / ORIGINAL, new.with_suffix(".safetensors")),
     "inspect": lambda folder, new: ckpt8.inspect(folder / PACKED, tensors=True),
     "inert": lambda folder, new: ckpt8.Inert("a.B", state=dict.fromkeys(range(3000), "<" * 9)),
