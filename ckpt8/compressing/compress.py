@@ -41,8 +41,8 @@ from ckpt8.container.bases import looked_for_in
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
-from ckpt8.core.errors import InputError, OutputError, UsageError, WrongTypeError, require
-from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, refuse_source
+from ckpt8.core.errors import InputError, UsageError, WrongTypeError, require
+from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
@@ -295,10 +295,8 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
             _refuse_place(source, target)
         if force and target.is_file():
             checkpoint_file(target)
-    try:
+    with writing(target):
         AtomicFile.examine(target, force=force, check=unneeded_file)
-    except OSError as exc:
-        raise OutputError(f"{target}: cannot be written: {exc.strerror or exc}") from exc
     return target
 
 

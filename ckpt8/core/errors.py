@@ -3,6 +3,9 @@
 A message is one line: which file, which tensor, what was found, what to do.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from ckpt8.core.text import printable, shortened
 
 
@@ -128,3 +131,14 @@ def require(holds: object, message: str, error: type[Ckpt8Error] | None = None) 
     """Raise ``error``, by default InputError, with the message unless ``holds`` is true."""
     if not holds:
         raise (error or InputError)(message)
+
+
+@contextmanager
+def system_errors(error_of: Callable[[OSError], Ckpt8Error]) -> Iterator[None]:
+    """Turn an OSError of the block into what ``error_of`` makes of it. A Ckpt8Error stays, also a MissingError."""
+    try:
+        yield
+    except Ckpt8Error:
+        raise
+    except OSError as exc:
+        raise error_of(exc) from exc

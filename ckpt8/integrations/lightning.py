@@ -31,6 +31,7 @@ from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import OutputError, UsageError, require
+from ckpt8.core.files.atomic import writing
 from ckpt8.core.files.source_file import reading
 from ckpt8.core.public import checked, lazy_names
 from ckpt8.core.workers import Workers
@@ -115,10 +116,8 @@ class Ckpt8CheckpointIO(CheckpointIO):
         require(storage_options is None, "Ckpt8CheckpointIO has no storage_options; leave them out", UsageError)
         target = local_path(path, _ADVICE)
         self.teardown()
-        try:
+        with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise OutputError(f"{target}: cannot be written: {exc.strerror}") from exc
         if self._background:
             self._pending = save(checkpoint, target, background=True, **self._options)
         else:

@@ -23,7 +23,7 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.torch_zip import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
-from ckpt8.core.files.atomic import Partial
+from ckpt8.core.files.atomic import Partial, writing
 
 Read = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes of a storage from a first one on. Thread-safe."""
@@ -120,10 +120,8 @@ def live_checkpoint(obj: object, name: str, made: Mapping[int, Read] | None = No
 @contextmanager
 def _temporary_directory(name: str) -> Iterator[Path]:
     """A directory for temporary files. The next one of that ``name`` removes the remains of a killed process."""
-    try:
+    with writing(tempfile.gettempdir()):
         partial = Partial(Path(tempfile.gettempdir()) / name, directory=True)
-    except OSError as exc:
-        raise OutputError(f"{tempfile.gettempdir()}: cannot be written: {exc.strerror or exc}") from exc
     with closing(partial):
         yield partial.path
 

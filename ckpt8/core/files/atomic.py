@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ckpt8.core.closing import Closing, setting
-from ckpt8.core.errors import Ckpt8Error, OutputError, require
+from ckpt8.core.errors import OutputError, require, system_errors
 from ckpt8.core.files.source_file import refuse_url
 
 SUFFIX = ".ckpt8-partial"
@@ -51,6 +51,11 @@ def _remove_unfinished() -> None:
     for path, process in unfinished.items():
         if process == os.getpid():
             remove(path)
+
+
+def writing(name: object) -> AbstractContextManager[None]:
+    """Turn an OSError of the block into an OutputError: ``name`` cannot be written."""
+    return system_errors(lambda exc: OutputError(f"{name}: cannot be written: {exc.strerror or exc}"))
 
 
 def remove(path: Path) -> None:
@@ -276,16 +281,13 @@ class AtomicOutput(Closing):
         """The temporary."""
         return self._partial.path
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
+    def guard(self) -> AbstractContextManager[None]:
         """Turn an OSError of the body into an OutputError."""
-        try:
-            yield
-        except Ckpt8Error:
-            raise
-        except OSError as exc:
-            needs = f"; it needs {self._room()}" if exc.errno in _NO_ROOM and self._room is not None else ""
-            raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{needs}") from exc
+        return system_errors(self._unwritten)
+
+    def _unwritten(self, exc: OSError) -> OutputError:
+        needs = f"; it needs {self._room()}" if exc.errno in _NO_ROOM and self._room is not None else ""
+        return OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{needs}")
 
     def _open_up(self, file: Path | int) -> None:
         """Give a file or directory of the output, which is open to nobody so far, its permissions. Raises OSError."""
@@ -400,10 +402,8 @@ def refuse_source(target: Path, source: Path) -> None:
 
 def default_path(target: Path) -> Path:
     """A target that the user did not name. Raises OutputError for a link to nothing, which could lead anywhere."""
-    try:
+    with writing(target):
         dead = target.is_symlink() and not target.exists()
-    except OSError as exc:
-        raise OutputError(f"{target}: cannot be written: {exc.strerror}") from exc
     require(
         not dead,
         f"{target}: is a link to something that does not exist; remove it, or give a name with -o",

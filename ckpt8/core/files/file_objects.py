@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.files.atomic import writing
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def path_to_read(file: IO[bytes]) -> Iterator[Path]:
         yield own
         return
     with _temporary(file) as path:
-        with _writing(tempfile.gettempdir()), path.open("wb") as out:
+        with writing(tempfile.gettempdir()), path.open("wb") as out:
             while content := _read(file):
                 out.write(content)
         yield path
@@ -48,7 +49,7 @@ def path_to_write(file: IO[bytes]) -> Iterator[Path]:
 @contextmanager
 def _temporary(file: IO[bytes]) -> Iterator[Path]:
     """A path in a new folder that goes with the block. Messages name ``file`` in its place."""
-    with _writing(tempfile.gettempdir()):
+    with writing(tempfile.gettempdir()):
         folder = tempfile.TemporaryDirectory(prefix="ckpt8-")
     with folder as name:
         path = Path(name, "checkpoint")
@@ -86,17 +87,6 @@ def _read(file: Any) -> Any:
     if not isinstance(content, (bytes, bytearray, memoryview)):
         raise UsageError(f"{_name(file)}: is open for texts; open it with 'rb'")
     return content
-
-
-@contextmanager
-def _writing(where: str) -> Iterator[None]:
-    """Turn an OSError of the block into an OutputError: ``where`` cannot be written."""
-    try:
-        yield
-    except Ckpt8Error:
-        raise
-    except OSError as exc:
-        raise OutputError(f"{where}: cannot be written: {exc.strerror or exc}") from exc
 
 
 def _name(file: IO[bytes]) -> str:

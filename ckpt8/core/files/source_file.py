@@ -10,15 +10,14 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from isal.isal_zlib import crc32
 from isal.isal_zlib import crc32_combine as combine
 
-from ckpt8.core.errors import Ckpt8Error, InputError, MissingError, UsageError, require
+from ckpt8.core.errors import InputError, MissingError, UsageError, require, system_errors
 
 __all__ = ["combine", "crc32"]
 
@@ -47,16 +46,14 @@ def refuse_url(path: Path) -> None:
     raise UsageError(f"{scheme}://{rest}: is a URL, and ckpt8 reads and writes local files; {what}")
 
 
-@contextmanager
-def reading(name: object) -> Iterator[None]:
+def reading(name: object) -> AbstractContextManager[None]:
     """Turn an OSError of the block into an InputError: ``name`` cannot be read."""
-    try:
-        yield
-    except Ckpt8Error:
-        raise
-    except OSError as exc:
+
+    def unread(exc: OSError) -> InputError:
         error = MissingError if isinstance(exc, FileNotFoundError) else InputError
-        raise error(f"{name}: cannot be read: {exc.strerror}") from exc
+        return error(f"{name}: cannot be read: {exc.strerror}")
+
+    return system_errors(unread)
 
 
 @dataclass(frozen=True, slots=True)

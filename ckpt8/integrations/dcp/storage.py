@@ -77,7 +77,7 @@ from ckpt8.container.sharded import (
     slices_of,
 )
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
-from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of
+from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of, writing
 from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import checked
@@ -247,10 +247,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
                 raise UsageError(f"{shown(name)}: is no valid Unicode; give the value another name")
             if dims > MOST_DIMS:
                 raise UsageError(f"{shown(name)}: has {dims} dimensions, more than {MOST_DIMS}; reshape it")
-        try:
+        with writing(self.path):
             self.path.mkdir(mode_of_output(directory=True), parents=True, exist_ok=True)
-        except OSError as exc:
-            raise OutputError(f"{self.path}: cannot be written: {exc.strerror}") from exc
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
