@@ -27,6 +27,7 @@ from ckpt8.checkpoint.sources.objects import ValueBuilder
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, iter_nodes
 from ckpt8.checkpoint.vocabulary import is_average, words
 from ckpt8.core.errors import ResumeError, UsageError, require
+from ckpt8.core.grouping import grouped
 from ckpt8.core.public import described
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
@@ -104,14 +105,18 @@ class Companion:
             now.update((key, value) for key, value in attributes.items() if key not in state)
 
 
+def takes_state(value: object) -> bool:
+    """Whether a value has the methods ``state_dict`` and ``load_state_dict``."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def given_companion(what: str, live: Any, at: str | None) -> Companion | None:
     """The companion of an argument, None where none was given. Raises UsageError for an object without a state."""
     if live is None:
         require(at is None, f"resume: {what}_at is given, and {what} is not", UsageError)
         return None
-    takes_state = all(callable(getattr(live, name, None)) for name in ("state_dict", "load_state_dict"))
     require(
-        takes_state and not isinstance(live, type),
+        takes_state(live) and not isinstance(live, type),
         f"resume: {what} is {described(live)}; give an object with state_dict and load_state_dict",
         UsageError,
     )
@@ -144,57 +149,53 @@ _CUDA_STATE = 16
 _IS_RANDOM = re.compile(r"rng|random|generator|seed", re.IGNORECASE)
 
 
-class RandomStates:
-    """The states of random numbers in a checkpoint, by whose they are; ``nodes`` are their entries of the tree."""
+def find_random_states(tree: object, values: ValueBuilder) -> tuple[dict[str, Any], list[Any], list[str]]:
+    """The states of random numbers in ``tree``, by whose they are, and their entries.
 
-    def __init__(self) -> None:
-        self.nodes: list[Any] = []
-        self._states: dict[str, Any] = {}
+    Last comes what is not clear, in words: two states of one kind, or none at all.
+    """
+    found = grouped((kind, at) for at in iter_nodes(tree) if (kind := _kind(*at)) is not None)
+    chosen: dict[str, Any] = {}
+    nodes: list[Any] = []
+    problems = [] if found else ["rng: the file holds no state of random numbers"]
+    for kind, states in found.items():
+        likely = [state for state in states if any(map(_IS_RANDOM.search, state[0]))] or states
+        if kind != "cuda" and len(likely) > 1:
+            paths = listed((format_path(path) for path, _ in likely), _SHOWN)
+            problems.append(f"rng: the file holds {len(likely)} states of {kind}'s random numbers ({paths})")
+            continue
+        made = [values.build(node) for _, node in likely]
+        if not all(map(_VALID[kind], made)):
+            problems.append(f"rng: the state of {kind}'s random numbers is not valid")
+            continue
+        nodes += [node for _, node in likely]
+        chosen[kind] = made if kind == "cuda" else made[0]
+    return chosen, nodes, problems
 
-    def choose(self, tree: object, values: ValueBuilder) -> list[str]:
-        """Find the states of ``tree``. Returns what is not clear: two of one kind, or none at all."""
-        found: dict[str, list[tuple[Components, Any]]] = {}
-        for path, node in iter_nodes(tree):
-            if (kind := _kind(path, node)) is not None:
-                found.setdefault(kind, []).append((path, node))
-        problems = [] if found else ["rng: the file holds no state of random numbers"]
-        for kind, states in found.items():
-            likely = [state for state in states if any(map(_IS_RANDOM.search, state[0]))] or states
-            if kind != "cuda" and len(likely) > 1:
-                paths = listed((format_path(path) for path, _ in likely), _SHOWN)
-                problems.append(f"rng: the file holds {len(likely)} states of {kind}'s random numbers ({paths})")
-                continue
-            made = [values.build(node) for _, node in likely]
-            if not all(map(_VALID[kind], made)):
-                problems.append(f"rng: the state of {kind}'s random numbers is not valid")
-                continue
-            self.nodes += [node for _, node in likely]
-            self._states[kind] = made if kind == "cuda" else made[0]
-        return problems
 
-    def check(self, path: object) -> None:
-        """Raise ResumeError for a state that a generator does not take. All generators stay as they are."""
-        before = RandomStates()
-        before._states = _current()
-        try:
-            self.restore()
-        except Exception as exc:
-            raise ResumeError(f"{path}: a state of random numbers is not valid: {exc}; nothing was changed") from exc
-        finally:
-            before.restore()
+def check_random_states(states: Mapping[str, Any], path: object) -> None:
+    """Raise ResumeError for a state that a generator does not take. All generators stay as they are."""
+    before = _current()
+    try:
+        set_random_states(states)
+    except Exception as exc:
+        raise ResumeError(f"{path}: a state of random numbers is not valid: {exc}; nothing was changed") from exc
+    finally:
+        set_random_states(before)
 
-    def restore(self) -> None:
-        """Set the generators of Python, numpy, torch, and of the CUDA devices that are here."""
-        if "python" in self._states:
-            random.setstate(self._states["python"])
-        if "numpy" in self._states:
-            import numpy as np
 
-            np.random.set_state(self._states["numpy"])
-        if "torch" in self._states:
-            torch.set_rng_state(self._states["torch"])
-        if "cuda" in self._states and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(self._states["cuda"][: torch.cuda.device_count()])
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set the generators of Python, numpy, torch, and of the CUDA devices that are here, as far as ``states`` go."""
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy"])
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
 
 
 def _current() -> dict[str, Any]:

@@ -35,7 +35,15 @@ from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError
 from ckpt8.core.public import checked, described
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import optimizer as optimizers
-from ckpt8.restoring.resume.companions import Companion, RandomStates, given_companion, loaded
+from ckpt8.restoring.resume.companions import (
+    Companion,
+    check_random_states,
+    find_random_states,
+    given_companion,
+    loaded,
+    set_random_states,
+    takes_state,
+)
 from ckpt8.restoring.resume.live import ModelPlan, OptimizerPlan, copy_of, fitting_models, plan_model
 from ckpt8.restoring.resume.new_state import DeviceCopy, PackedPlanner
 from ckpt8.restoring.resume.optimizer import packed_optimizer, unwrapped
@@ -121,9 +129,8 @@ def _check_model(label: str, value: Any) -> set[int]:
 
 
 def _check_optimizer(label: str, value: Any) -> set[int]:
-    takes_state = all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
     require(
-        not isinstance(value, (type, nn.Module)) and (isinstance(value, Optimizer) or takes_state),
+        not isinstance(value, (type, nn.Module)) and (isinstance(value, Optimizer) or takes_state(value)),
         f"resume: {label} is {described(value)}; give an optimizer of torch, or a list or dict of several",
         UsageError,
     )
@@ -344,7 +351,8 @@ class _Plan:
         self._models = given
         self._optimizers = optimizer
         self._beside = beside
-        self._random = RandomStates() if rng else None
+        self._rng = rng
+        self._random: dict[str, Any] = {}
         self._values = ValueBuilder(source.checkpoint)
         self._streamer = Streamer(source.checkpoint)
         self._packed = [packed_optimizer(obj) for obj in optimizer.objects]
@@ -369,9 +377,10 @@ class _Plan:
         for companion in self._beside:
             self.problems += companion.choose(tree, self._values, self.consumed)
         self.consumed += [companion.node for companion in self._beside if companion.node is not None]
-        if self._random is not None:
-            self.problems += self._random.choose(tree, self._values)
-            self.consumed += self._random.nodes
+        if self._rng:
+            self._random, nodes, problems = find_random_states(tree, self._values)
+            self.consumed += nodes
+            self.problems += problems
 
     def _decide_models(self, candidates: list[Candidate]) -> dict[int, TensorRef]:
         """Plan every model. Returns the saved tensors of all live ones, by ``id``."""
@@ -495,8 +504,8 @@ class _Plan:
         given = self._optimizers
         plans = zip(given.labels, self._states, given.objects, strict=True)
         changing = [(label, state, optimizer) for label, state, optimizer in plans if state is not None]
-        if self._random is not None:
-            self._random.check(source.path)
+        if self._random:
+            check_random_states(self._random, source.path)
         with torch.no_grad(), ExitStack() as undone:
             # A companion may change an optimizer, so those are remembered first.
             for _, _, optimizer in changing:
@@ -517,8 +526,7 @@ class _Plan:
         for model, weights in zip(self._models.objects, self._weights, strict=True):
             for name, value in weights.extra.items():
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
-        if self._random is not None:
-            self._random.restore()
+        set_random_states(self._random)
 
 
 def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candidate:
