@@ -126,15 +126,21 @@ def write_plain(
                     progress(value.nbytes)
                 for at, place in values[file]:
                     out.add(at, value_of(at.fqn, place))
-                for name, tensor in index.tensors.items() if number == 0 else ():
-                    if not tensor.boxes():  # a tensor without elements is in no container
-                        at = MetadataIndex(name, torch.Size((0,) * len(tensor.shape)))
-                        out.add_tensor(at, torch.empty(tensor.shape, dtype=tensor.dtype.torch))
+                if number == 0:
+                    _write_empty(index, out)
         metadata = pickle.dumps(_metadata_of(index, places))
         with output.new_file(METADATA) as descriptor, output.guard():
             write_at(descriptor, memoryview(metadata), 0)
         output.publish()
     return output.replaced
+
+
+def _write_empty(index: ShardedIndex, out: _SliceFile) -> None:
+    """Append the tensors without elements, which are in no container."""
+    for name, tensor in index.tensors.items():
+        if not tensor.boxes():
+            at = MetadataIndex(name, torch.Size((0,) * len(tensor.shape)))
+            out.add_tensor(at, torch.empty(tensor.shape, dtype=tensor.dtype.torch))
 
 
 def _metadata_of(index: ShardedIndex, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:

@@ -21,7 +21,10 @@ from ckpt8.core.files.atomic import writing
 
 @contextmanager
 def path_to_read(file: IO[bytes]) -> Iterator[Path]:
-    """A path with what ``file`` holds from its position on. Raises UsageError for a file of texts, OutputError."""
+    """A path with what ``file`` holds from its position on.
+
+    Raises UsageError for a file of texts, InputError where it cannot be read, OutputError for the temporary file.
+    """
     if (own := _own_path(file)) is not None:
         yield own
         return

@@ -1,7 +1,7 @@
 """Reads bytes of source files by position. A short read, or a file that changes meanwhile, raises InputError.
 
-A URL is refused where a path is expected. ``combine`` makes the CRC-32 of
-a whole from those of two pieces and the length of the second, so that different threads can check them.
+A URL is refused where a path is expected. ``combine`` makes the CRC-32 of a whole from those of two pieces and the
+length of the second, so that different threads can check them.
 """
 
 from __future__ import annotations

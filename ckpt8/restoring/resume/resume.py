@@ -490,8 +490,9 @@ class _Plan:
         models = [model for model in self._models.objects if not owned.isdisjoint(map(id, model.parameters()))]
         # Models can have the same names: those of several do not tell their parameters apart.
         model = models[0] if len(models) == 1 else None
-        with_stored = (self._values, self._streamer, filled, self._source.stored)
-        planner = None if packed is None else PackedPlanner(packed, *with_stored)
+        planner = None
+        if packed is not None:
+            planner = PackedPlanner(packed, self._values, self._streamer, filled, self._source.stored)
         try:
             return optimizers.plan_optimizer(candidate, optimizer, model, self._values, planner)
         except ResumeError as exc:
