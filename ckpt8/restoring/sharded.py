@@ -10,6 +10,7 @@ import os
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +54,19 @@ def restore_directory(
         files = ShardedFiles(joined, workers)
         members = files.members()
         parts = {(piece.name, piece.place): (member, ref) for member in members for piece, ref in member.parts}
-        streamers = {member.path: Streamer(member.checkpoint) for member in members}
+        checkpoints = {member.path: member.checkpoint for member in members}
+
+        @lru_cache(1)  # one file after the other is written, and each streamer has a buffer
+        def streamer(file: str) -> Streamer:
+            return Streamer(checkpoints[file])
 
         def tensor_of(name: str, box: Slice) -> torch.Tensor:
             member, ref = parts[name, (box.offsets, box.sizes)]
             value = torch.empty(ref.shape, dtype=ref.dtype.torch, device="cpu")
-            streamers[member.path].copy(ref, value)
+            streamer(member.path).copy(ref, value)
             return value
 
-        replaced = write_plain(path, source, joined.index, streamers, tensor_of, files.value, progress, force=force)
+        replaced = write_plain(path, source, joined.index, checkpoints, tensor_of, files.value, progress, force=force)
         return Restored(path=path, original=source.resolve().name, other_name=None, replaced=replaced)
 
 
