@@ -152,7 +152,7 @@ def run_program(tmp_path_factory):
 
 @pytest.fixture
 def run_command(monkeypatch, capsys):
-    """Run a command in this process: (exit code, stdout, stderr).
+    """Run a command in this process, on a terminal of so many columns: (exit code, stdout, stderr).
 
     ``shown`` is what one prints that succeeds in silence, ``said`` what one says that ends with this code, ``refused``
     that of one that prints nothing.
@@ -161,7 +161,9 @@ def run_command(monkeypatch, capsys):
 
     handler = signal.getsignal(signal.SIGTERM)
 
-    def call(*arguments):
+    def call(*arguments, columns=None):
+        if columns is not None:
+            monkeypatch.setenv("COLUMNS", str(columns))
         monkeypatch.setattr(sys, "argv", ["ckpt8", *map(str, arguments)])
         capsys.readouterr()
         try:

@@ -27,8 +27,7 @@ def run(tmp_path):
 def test_a_table_at_any_width_json_and_a_page(run, run_command, monkeypatch, tmp_path):
     record = ckpt8.runs(run).checkpoints[1]
     for width in (500, 100, 60, 24):
-        monkeypatch.setenv("COLUMNS", str(width))
-        code, out, err = run_command("runs", run)
+        code, out, err = run_command("runs", run, columns=width)
         assert code == 3
         assert err.count("\n") == 1
         assert "1 checkpoint cannot be read whole, the first: " in err

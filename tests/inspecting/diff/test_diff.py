@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -255,14 +256,9 @@ def test_a_file_is_identical_to_itself(tmp_path, share):
 
 
 @pytest.fixture
-def shown(run_command, monkeypatch):
-    """What the command prints on a terminal of so many columns: (exit code, stdout, stderr)."""
-
-    def call(*arguments, columns=120):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        return run_command("diff", *arguments)
-
-    return call
+def shown(run_command):
+    """What the command prints: (exit code, stdout, stderr)."""
+    return partial(run_command, "diff", columns=120)
 
 
 def assert_refused(result, *said):

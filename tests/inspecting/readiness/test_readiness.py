@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -290,14 +291,9 @@ def section(out):
 
 
 @pytest.fixture
-def run(run_command, monkeypatch):
-    """Run inspect in a terminal of that many columns."""
-
-    def call(*arguments, columns=200):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        return run_command("inspect", *arguments)
-
-    return call
+def run(run_command):
+    """Run inspect."""
+    return partial(run_command, "inspect", columns=200)
 
 
 @pytest.mark.by_default("lightning.ckpt-200")
