@@ -84,11 +84,8 @@ class _Spool:
         done = 0
         while done < len(buffer):
             got = os.preadv(self._descriptor, [buffer[done:]], offset + done)
-            require(
-                got,
-                f"{tempfile.gettempdir()}: a temporary file is shorter than what was written to it",
-                OutputError,
-            )
+            if got == 0:
+                raise OutputError(f"{tempfile.gettempdir()}: a temporary file is shorter than what was written to it")
             done += got
 
 
@@ -163,14 +160,13 @@ def _decode(file: SourceFile, limits: Mapping[int, int], offset: int, length: in
     try:
         for start, stop in _blocks(file, offset, length, where):
             content = machine.decompress(file.read(start, stop - start))
-            require(
-                target.size + len(content) <= limits[offset],
-                f"{where}: becomes more than the {limits[offset]} bytes that it may have",
-            )
+            if target.size + len(content) > limits[offset]:
+                raise InputError(f"{where}: becomes more than the {limits[offset]} bytes that it may have")
             target.append(content)
     except zstandard.ZstdError as exc:
         raise InputError(f"{where}: cannot be decompressed: {exc}") from exc
-    _require_fit(machine.eof and not machine.unused_data, where)
+    if not machine.eof or machine.unused_data:
+        raise _misfit(where)
     return target
 
 
@@ -186,16 +182,18 @@ def _blocks(file: SourceFile, offset: int, length: int, where: str) -> Iterator[
         last, repeated, size = bool(block & 1), block >> 1 & 3 == 1, block >> 3
         at += _BLOCK_HEAD + (1 if repeated else size)
         at += _CHECKSUM if last and parameters.has_checksum else 0
-        _require_fit(size <= _MAX_BLOCK and at <= end, where)
+        if size > _MAX_BLOCK or at > end:
+            raise _misfit(where)
         count += 1
         if last or count % _BLOCKS == 0:
             yield start, at
             start = at
-    _require_fit(at == end, where)
+    if at != end:
+        raise _misfit(where)
 
 
-def _require_fit(holds: object, where: str) -> None:
-    require(holds, f"{where}: is damaged: its frame does not end where the slice does")
+def _misfit(where: str) -> InputError:
+    return InputError(f"{where}: is damaged: its frame does not end where the slice does")
 
 
 def _unwritten(exc: OSError) -> OutputError:
@@ -317,11 +315,8 @@ class DcpCheckpoint:
         checkpoint = torch_zip.read(window)
         tree = checkpoint.tree
         expected = self.metadata.tensors[piece.name].dtype, piece.place[1] if piece.place else ()
-        require(
-            not isinstance(tree, StorageRef)
-            and not (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected),
-            f"{window.source}: has another shape or element type than .metadata says",
-        )
+        if isinstance(tree, StorageRef) or (isinstance(tree, TensorRef) and (tree.dtype, tree.shape) != expected):
+            raise InputError(f"{window.source}: has another shape or element type than .metadata says")
         return checkpoint
 
     def value(self, name: str) -> Any:
@@ -346,10 +341,8 @@ class DcpCheckpoint:
         Raises InputError where it is damaged or too long, KeyError for a name that no open file has.
         """
         window = self._values[name]
-        require(
-            window.source.length <= MAX_VALUE_BYTES,
-            f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}",
-        )
+        if window.source.length > MAX_VALUE_BYTES:
+            raise InputError(f"{window.source}: has {window.source.length} bytes, more than {MAX_VALUE_BYTES}")
         content = self.content(name)
         known = self._known.get(content) or torch_zip.read(window)
         if len(content) <= _KNOWN_BYTES:
@@ -365,13 +358,14 @@ class DcpCheckpoint:
 def _check_slices(pieces: Sequence[Slice], file: SourceFile) -> None:
     end = 0
     for piece in pieces:
-        require(piece.offset >= end, f"{file.source}: slice {shown(piece.name)} overlaps the one before it")
+        if piece.offset < end:
+            raise InputError(f"{file.source}: slice {shown(piece.name)} overlaps the one before it")
         end = piece.offset + piece.length
-        require(
-            end <= file.source.length,
-            f"{file.source}: slice {shown(piece.name)} ends at byte {end} of {file.source.length}; "
-            "copy or download the file again",
-        )
+        if end > file.source.length:
+            raise InputError(
+                f"{file.source}: slice {shown(piece.name)} ends at byte {end} of {file.source.length}; "
+                "copy or download the file again"
+            )
 
 
 def _key(number: int, key: str) -> str:

@@ -36,7 +36,7 @@ from ckpt8.checkpoint.readers.rebuild import MAX_DIMS, is_count
 from ckpt8.checkpoint.tree import Components, Global, Inert, check_depth
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.container.checks import path_problem
-from ckpt8.core.errors import InputError, UnsupportedError, require
+from ckpt8.core.errors import InputError, UnsupportedError
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import box_text, shown
 from ckpt8.optim.known_optimizers import MEGATRON_MASTER, STATE_ROLES, state_roles
@@ -52,6 +52,7 @@ ZSTD = "stream.zstd/1"
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 ALLOWED = DTYPE_NAMES | frozenset(
     {
         *(
@@ -70,11 +71,7 @@ ALLOWED = DTYPE_NAMES | frozenset(
         _INFO,
         "torch.Size",
         "torch.serialization._get_layout",
-        *(
-            f"{module}.{name}"
-            for module in ("pathlib", "pathlib._local")
-            for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-        ),
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
     }
 )
 """The classes and functions that a ``.metadata`` may refer to."""
@@ -160,17 +157,15 @@ class _Parser:
         self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
         self._seen: set[tuple[str, tuple[int, ...] | None]] = set()
 
-    def _require(self, holds: object, what: str, name: object = None) -> None:
-        """Raise the error ``what`` about the value ``name``, or about the whole file, unless ``holds`` is true."""
-        if not holds:
-            what = what if name is None else f"{shown(name)}: {what}"
-            raise InputError(f"{self._where}: damaged metadata of a distributed checkpoint: {what}")
+    def _fail(self, what: str) -> InputError:
+        return InputError(f"{self._where}: damaged metadata of a distributed checkpoint: {what}")
 
     def parse(self) -> Metadata:
         """The metadata with all its values."""
         top = self._fields(self._metadata.tree, f"{_MODULE}.Metadata")
         tensors, slices = top.get("state_dict_metadata"), top.get("storage_data")
-        self._require(type(tensors) is type(slices) is dict, "it has no table of values and slices")
+        if type(tensors) is not dict or type(slices) is not dict:
+            raise self._fail("it has no table of values and slices")
         for name, value in tensors.items():
             self._value(name, value)
         self._metadata.slices = [self._slice(index, info) for index, info in slices.items()]
@@ -184,21 +179,22 @@ class _Parser:
         }
         return self._metadata
 
-    def _fields(self, node: Any, kind: str) -> Any:
-        """The dict of the attributes of an object of the class ``kind``."""
-        is_known = type(node) is Inert and node.name == kind and type(node.state) is dict
-        self._require(is_known, f"something else in place of a {kind.rpartition('.')[2]}")
+    def _fields(self, node: Any, kind: str) -> Mapping[Any, Any]:
+        if type(node) is not Inert or node.name != kind or type(node.state) is not dict:
+            raise self._fail(f"something else in place of a {kind.rpartition('.')[2]}")
         return node.state
 
-    def _counts(self, value: Any, name: object) -> tuple[int, ...]:
-        are_counts = type(value) is tuple and len(value) <= MAX_DIMS and all(map(is_count, value))
-        self._require(are_counts, "offsets or sizes that are no counts", name)
-        self._require(prod(value) < _LARGEST, "more elements than can be counted", name)
-        return value  # type: ignore[no-any-return]
+    def _counts(self, value: Any, what: str) -> tuple[int, ...]:
+        if type(value) is not tuple or len(value) > MAX_DIMS or not all(map(is_count, value)):
+            raise self._fail(f"{what}: offsets or sizes that are no counts")
+        if prod(value) >= _LARGEST:
+            raise self._fail(f"{what}: more elements than can be counted")
+        return value
 
     def _value(self, name: Any, value: Any) -> None:
         """Note a tensor with its chunks. Other values say nothing but their class."""
-        self._require(type(name) is str, "a name that is no text")
+        if type(name) is not str:
+            raise self._fail("a name that is no text")
         if _MEGATRON_BUCKET.fullmatch(name):
             raise UnsupportedError(
                 f"{self._where}: a torch_dist checkpoint of Megatron with a bucketed optimizer ({shown(name)}); "
@@ -207,48 +203,54 @@ class _Parser:
         if type(value) is Inert and value.name == f"{_MODULE}.BytesStorageMetadata":
             return
         fields = self._fields(value, f"{_MODULE}.TensorStorageMetadata")
-        shape = self._counts(fields.get("size"), name)
+        shape = self._counts(fields.get("size"), shown(name))
         chunks = fields.get("chunks")
-        self._require(type(chunks) is list, "it has no chunks", name)
+        if type(chunks) is not list:
+            raise self._fail(f"{shown(name)}: it has no chunks")
         properties = fields.get("properties")
         kind = f"{_MODULE}.TensorProperties"
         state = properties.state if type(properties) is Inert and properties.name == kind else None
-        dtype: Any = state[0] if type(state) is tuple and state else None
-        self._require(type(dtype) is Global and dtype.name in DTYPE_NAMES, "it has no element type", name)
+        dtype = state[0] if type(state) is tuple and state else None
+        if type(dtype) is not Global or dtype.name not in DTYPE_NAMES:
+            raise self._fail(f"{shown(name)}: it has no element type")
         self._metadata.tensors[name] = StoredTensor(DType.from_label(dtype.name), shape)
         places = self._chunks[name] = {}
         for chunk in chunks:
             box = self._fields(chunk, f"{_MODULE}.ChunkStorageMetadata")
-            start, sizes = (self._counts(box.get(key), name) for key in ("offsets", "sizes"))
-            is_inside = len(start) == len(sizes) == len(shape) and all(
-                at + size <= whole for at, size, whole in zip(start, sizes, shape, strict=True)
-            )
-            self._require(is_inside, "a chunk reaches out of the tensor", name)
-            if prod(sizes) and prod(known := places.get(start, sizes)):
-                self._require(known == sizes, f"two chunks of different sizes at {start}", name)
+            start, sizes = (self._counts(box.get(key), shown(name)) for key in ("offsets", "sizes"))
+            if not len(start) == len(sizes) == len(shape) or any(
+                at + size > whole for at, size, whole in zip(start, sizes, shape, strict=True)
+            ):
+                raise self._fail(f"{shown(name)}: a chunk reaches out of the tensor")
+            if prod(sizes) and prod(known := places.get(start, sizes)) and known != sizes:
+                raise self._fail(f"{shown(name)}: two chunks of different sizes at {start}")
             if prod(sizes) or start not in places:
                 places[start] = sizes
 
     def _slice(self, index: Any, info: Any) -> Slice:
         key, entry = self._fields(index, f"{_MODULE}.MetadataIndex"), self._fields(info, _INFO)
         name, start = key.get("fqn"), key.get("offset")
-        self._require(type(name) is str, "a slice without a name")
+        if type(name) is not str:
+            raise self._fail("a slice without a name")
         place = None
         if start is not None:
-            start = self._counts(start, name)
-            self._require(start in self._chunks.get(name, {}), f"a slice at {start}, where it has no chunk", name)
+            start = self._counts(start, shown(name))
+            if start not in self._chunks.get(name, {}):
+                raise self._fail(f"{shown(name)}: a slice at {start}, where it has no chunk")
             place = start, self._chunks[name][start]
-        else:
-            self._require(name not in self._metadata.tensors, "a slice of a tensor that has no place in it", name)
-        self._require((name, start) not in self._seen, "a slice that is listed twice", name)
+        elif name in self._metadata.tensors:
+            raise self._fail(f"{shown(name)}: a slice of a tensor that has no place in it")
+        if (name, start) in self._seen:
+            raise self._fail(f"{shown(name)}: a slice that is listed twice")
         self._seen.add((name, start))
         path, offset, length = (entry.get(field) for field in ("relative_path", "offset", "length"))
-        is_file = type(path) is str and path_problem(path) is None and path.rpartition("/")[2] != METADATA
-        self._require(is_file, f"it lies in {shown(path)}, which is no file of the checkpoint", name)
-        self._require(is_count(offset) and is_count(length), f"its place in {shown(path)} is no count of bytes", name)
+        if type(path) is not str or path_problem(path) is not None or path.rpartition("/")[2] == METADATA:
+            raise self._fail(f"{shown(name)}: it lies in {shown(path)}, which is no file of the checkpoint")
+        if not is_count(offset) or not is_count(length):
+            raise self._fail(f"{shown(name)}: its place in {shown(path)} is no count of bytes")
         transforms = entry.get("transform_descriptors") or []
-        are_named = type(transforms) is list and all(type(transform) is str for transform in transforms)
-        self._require(are_named, "its transformations have no names", name)
+        if type(transforms) is not list or not all(type(transform) is str for transform in transforms):
+            raise self._fail(f"{shown(name)}: its transformations have no names")
         return Slice(name, path, offset, length, place, tuple(transforms))
 
 
@@ -384,9 +386,11 @@ def nest(values: Iterable[tuple[str, KeyPath, Any]], where: str) -> dict[Any, An
             if part not in node:
                 node[part] = _Branch()
                 branches.append((node, part, node[part]))
-            require(type(node[part]) is _Branch, f"{where}: {shown(name)} lies inside another value")
+            if type(node[part]) is not _Branch:
+                raise InputError(f"{where}: {shown(name)} lies inside another value")
             node = node[part]
-        require(last not in node, f"{where}: {shown(name)} lies where another value does")
+        if last in node:
+            raise InputError(f"{where}: {shown(name)} lies where another value does")
         node[last] = value
     for node, part, branch in reversed(branches):  # from the inside out
         places = range(len(branch))

@@ -89,14 +89,10 @@ def _entry(root: Path, path: str) -> Entry | None:
         require(is_unicode(target), f"{full}: where it leads is not valid UTF-8; make the link anew")
         stays = bool(target) and link_stays_inside(path, target)
         leads_nowhere = bool(target) and not stays and not full.is_file()
-    require(
-        not leads_nowhere,
-        f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means",
-    )
-    require(
-        target or stat.S_ISDIR(mode) or stat.S_ISREG(mode),
-        f"{full}: is neither a file nor a directory nor a link; remove it",
-    )
+    if leads_nowhere:
+        raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
+    if not (target or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        raise InputError(f"{full}: is neither a file nor a directory nor a link; remove it")
     entry = Entry(path, SYMLINK, target) if stays else Entry(path, FILE)
     return None if stat.S_ISDIR(mode) else entry
 

@@ -64,7 +64,7 @@ def read(file: SourceFile) -> OpenCheckpoint:
         isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()),
         f"{where}: damaged safetensors file: {METADATA} does not map names to texts",
     )
-    tensors = {name: _tensor(name, entry, start, f"{where}: tensor {shown(name)}") for name, entry in header.items()}
+    tensors = {name: _tensor(name, entry, start, where) for name, entry in header.items()}
     storages = sorted((storage for _, storage in tensors.values()), key=lambda own: (own.offset, own.nbytes))
     _check_layout(storages, start, size, where)
     return OpenCheckpoint("safetensors", file, storages, {name: ref for name, (ref, _) in tensors.items()})
@@ -73,33 +73,33 @@ def read(file: SourceFile) -> OpenCheckpoint:
 def _tensor(name: str, entry: object, start: int, where: str) -> tuple[TensorRef, StorageInfo]:
     match entry:
         case {"dtype": str(label), "shape": list(counts), "data_offsets": [first, last]}:
-            require(all(map(is_count, (*counts, first, last))), f"{where}: its shape or offsets are not counts")
+            if not all(map(is_count, (*counts, first, last))):
+                raise InputError(f"{where}: tensor {shown(name)}: its shape or offsets are not counts")
         case _:
-            raise InputError(f"{where}: its header entry is malformed")
-    require(len(counts) <= MAX_DIMS, f"{where}: it has {len(counts)} dimensions, more than {MAX_DIMS}")
-    dtype, shape = _dtype(label, counts, where)
-    require(
-        first <= last and prod(shape) * dtype.itemsize == last - first,
-        f"{where}: {label} of shape {shown(list(shape))} does not have the {last - first} bytes that its offsets "
-        "give it",
-    )
+            raise InputError(f"{where}: tensor {shown(name)}: its header entry is malformed")
+    if len(counts) > MAX_DIMS:
+        raise InputError(f"{where}: tensor {shown(name)}: it has {len(counts)} dimensions, more than {MAX_DIMS}")
+    dtype, shape = _dtype(label, counts, where, name)
+    if first > last or prod(shape) * dtype.itemsize != last - first:
+        raise InputError(
+            f"{where}: tensor {shown(name)}: {label} of shape {shown(list(shape))} does not have the "
+            f"{last - first} bytes that its offsets give it"
+        )
     return TensorRef.whole(name, dtype, shape), StorageInfo(name, dtype, start + first, last - first)
 
 
-def _dtype(label: str, shape: list[int], where: str) -> tuple[DType, tuple[int, ...]]:
+def _dtype(label: str, shape: list[int], where: str, name: str) -> tuple[DType, tuple[int, ...]]:
     """The element type, and the shape as torch has it."""
-    require(
-        label in DTYPES,
-        f"{where}: element type {shown(label)} is not known to this version of ckpt8",
-        UnsupportedError,
-    )
-    dtype = DTYPES[label]
+    dtype = DTYPES.get(label)
+    if dtype is None:
+        raise UnsupportedError(
+            f"{where}: tensor {shown(name)}: element type {shown(label)} is not known to this version of ckpt8"
+        )
     packed = 2 if dtype is DType.FLOAT4_E2M1FN_X2 else 1
-    require(
-        packed == 1 or (shape and not shape[-1] % packed),
-        f"{where}: {label} with rows of an odd length cannot be read by torch",
-        UnsupportedError,
-    )
+    if packed > 1 and (not shape or shape[-1] % packed):
+        raise UnsupportedError(
+            f"{where}: tensor {shown(name)}: {label} with rows of an odd length cannot be read by torch"
+        )
     return dtype, (*shape[:-1], *(size // packed for size in shape[-1:]))
 
 

@@ -11,7 +11,7 @@ from ckpt8.checkpoint.readers.entries import check_shares
 from ckpt8.checkpoint.readers.inert_pickle import StorageTable, load_pickle, longest_pickle
 from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, check_depth
-from ckpt8.core.errors import UnsupportedError, require
+from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.text import shown
 
@@ -95,20 +95,17 @@ def _storages(file: SourceFile, table: StorageTable, keys: Any, offset: int) -> 
     )
     storages = []
     for key in keys:
-        require(
-            offset + _COUNT.size <= source.length,
-            f"{source}: cut off before storage {shown(key)}; copy or download it again",
-        )
+        if offset + _COUNT.size > source.length:
+            raise InputError(f"{source}: cut off before storage {shown(key)}; copy or download it again")
         (numel,) = _COUNT.unpack(file.read(offset, _COUNT.size))
         offset += _COUNT.size
         # The count is in elements of the type under which the pickle names the storage first.
         first, declared = next(iter(table.declared[key]))
-        require(numel == declared, f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
+        if numel != declared:
+            raise InputError(f"{source}: storage {shown(key)} has {numel} elements, its pickle says {declared}")
         nbytes = numel * first.itemsize
-        require(
-            nbytes <= source.length - offset,
-            f"{source}: cut off inside storage {shown(key)}; copy or download it again",
-        )
+        if nbytes > source.length - offset:
+            raise InputError(f"{source}: cut off inside storage {shown(key)}; copy or download it again")
         storages.append(StorageInfo(key, table.dtype_for(key, nbytes), offset, nbytes))
         offset += nbytes
     require(

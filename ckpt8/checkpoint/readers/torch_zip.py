@@ -88,10 +88,8 @@ def _zip64_end(file: SourceFile, locator: int, lead: bytes, numbers: tuple[int, 
     require(not disk and disks == 1, f"{file.source}: damaged zip file: it claims to be one of several disks")
     record = file.read(position, _END_64.size) if position + _END_64.size <= locator else bytes(_END_64.size)
     signature, length, made_by, needed, disk, start_disk, here, count, size, offset = _END_64.unpack(record)
-    _require_place(
-        signature == b"PK\x06\x06" and position + _END_64.size - _COUNTED_64 + length == locator,
-        file,
-    )
+    if signature != b"PK\x06\x06" or position + _END_64.size - _COUNTED_64 + length != locator:
+        raise _misplaced(file)
     true_numbers = (0, 0, here, count, size, offset)
     # Each field of the old record holds the true number, or says "see the zip64 record".
     limits = (0xFFFF, 0xFFFF, *_ALL_SATURATED)
@@ -115,17 +113,16 @@ def _check_extent(file: SourceFile, offset: int, size: int, end: int) -> None:
         size <= MAX_DIRECTORY_BYTES,
         f"{file.source}: its zip directory has {size} bytes, more than {MAX_DIRECTORY_BYTES}",
     )
-    _require_place(offset + size >= end or not size or file.read(end - size, 4) != b"PK\x01\x02", file)
+    if offset + size < end and size and file.read(end - size, 4) == b"PK\x01\x02":
+        raise _misplaced(file)
     require(offset + size == end, f"{file.source}: damaged zip file: its directory is not where the end record says")
 
 
-def _require_place(holds: object, file: SourceFile) -> None:
-    """Raise UnsupportedError for offsets that are too small: likely several zip files are joined, as in a .distcp."""
-    require(
-        holds,
+def _misplaced(file: SourceFile) -> UnsupportedError:
+    """The error for offsets that are too small: most likely several zip files are joined, as in a ``.distcp``."""
+    return UnsupportedError(
         f"{file.source}: its zip directory is not where the end record says; it is damaged, or several zip "
-        f"files joined together as in a .distcp shard: give the folder of a distributed checkpoint instead",
-        UnsupportedError,
+        f"files joined together as in a .distcp shard: give the folder of a distributed checkpoint instead"
     )
 
 
@@ -234,19 +231,19 @@ def _parse_directory(file: SourceFile, data: bytes, offset: int) -> Iterator[_Ce
     """The entries of a directory that lies at ``offset``. Raises InputError."""
     number = at = 0
     while at < len(data):
-        require(
-            at + _CENTRAL.size <= len(data) and data[at : at + 4] == b"PK\x01\x02",
-            f"{file.source}: damaged zip file: directory entry {number} is unreadable",
-        )
+        if at + _CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
+            raise InputError(f"{file.source}: damaged zip file: directory entry {number} is unreadable")
         fields = _CENTRAL.unpack_from(data, at)
         _, made_by, needed, *shared, crc32, compressed, size = fields[:10]
         name_length, extra_length, comment_length, disk, internal, external, header = fields[10:]
         name_at = at + _CENTRAL.size
         extra_at = name_at + name_length
         end = extra_at + extra_length + comment_length
-        require(end <= len(data), f"{file.source}: damaged zip file: a directory entry reaches past its end")
+        if end > len(data):
+            raise InputError(f"{file.source}: damaged zip file: a directory entry reaches past its end")
         sizes = _widen(data[extra_at : extra_at + extra_length], (size, compressed, header))
-        require(sizes and not disk, f"{file.source}: damaged zip file: a directory entry has no valid sizes")
+        if sizes is None or disk:
+            raise InputError(f"{file.source}: damaged zip file: a directory entry has no valid sizes")
         is_bare = not (made_by or internal or external or comment_length)
         yield _Central(
             offset + at + 16,
@@ -262,8 +259,8 @@ def _parse_directory(file: SourceFile, data: bytes, offset: int) -> Iterator[_Ce
         number, at = number + 1, end
 
 
-def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """``values``, the saturated ones from the zip64 extra field in order; none at all when it lacks one of them."""
+def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...] | None:
+    """``values``, the saturated ones from the zip64 extra field in order; None when it lacks one of them."""
     at, needed = 0, values.count(_SATURATED)
     while needed and at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -271,7 +268,7 @@ def _widen(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
             wide = iter(struct.unpack_from(f"<{needed}Q", extra, at + 4))
             return tuple(next(wide) if value == _SATURATED else value for value in values)
         at += 4 + length
-    return () if needed else values
+    return None if needed else values
 
 
 def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEntry, bool]:
@@ -281,15 +278,12 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
     """
     file = ahead.file
     name = record.name.decode("utf-8", "backslashreplace")
-    require(
-        not record.shared[0] & _ENCRYPTED,
-        f"{file.source}: zip record {name!r} is encrypted; decrypt the file first",
-        UnsupportedError,
-    )
-    mismatch = f"{file.source}: damaged zip file: record {name!r} does not match its directory entry"
+    if record.shared[0] & _ENCRYPTED:
+        raise UnsupportedError(f"{file.source}: zip record {name!r} is encrypted; decrypt the file first")
     at = record.header_offset
     span = _LOCAL.size + len(record.name)
-    require(at + span <= limit, mismatch)
+    if at + span > limit:
+        raise _mismatch(file, name)
     head = ahead.read(at, span)
     signature, needed, *shared, crc32, compressed, size, name_length, extra_length = _LOCAL.unpack_from(head)
     data_offset = at + span + extra_length
@@ -301,12 +295,14 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
         and head[_LOCAL.size :] == record.name
     )
     by_torch = needed == 0 and shared[2:] == [0, 0]
-    require(is_same and end <= limit and (not by_torch or needed == record.needed), mismatch)
+    if not is_same or end > limit or (by_torch and needed != record.needed):
+        raise _mismatch(file, name)
     crc_fields = [record.crc_at]
     sizes, true_sizes = (size, compressed), (record.size, record.compressed_size)
     if shared[0] & _HAS_DESCRIPTOR:
         descriptor = _find_descriptor(ahead, record, end, limit)
-        require(descriptor, mismatch)
+        if descriptor is None:
+            raise _mismatch(file, name)
         crc_fields.append(descriptor[0])
         end = descriptor[1]
         # With a descriptor the local header may leave its fields empty, but a value that it states must be true.
@@ -317,7 +313,8 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
         agree = _widen(extra, sizes) == true_sizes and crc32 == record.crc32
     if crc32 or not shared[0] & _HAS_DESCRIPTOR:
         crc_fields.append(at + _LOCAL_CRC_AT)
-    require(agree and (record.shared[1] != STORED or record.size == record.compressed_size), mismatch)
+    if not agree or (record.shared[1] == STORED and record.size != record.compressed_size):
+        raise _mismatch(file, name)
     return ZipEntry(
         name=name,
         method=record.shared[1],
@@ -331,15 +328,19 @@ def _open_record(ahead: _ReadAhead, record: _Central, limit: int) -> tuple[ZipEn
     ), by_torch
 
 
-def _find_descriptor(ahead: _ReadAhead, record: _Central, at: int, limit: int) -> tuple[int, ...]:
-    """The offsets of the CRC and of the end of the data descriptor at ``at``; none where there is none."""
+def _mismatch(file: SourceFile, name: str) -> InputError:
+    return InputError(f"{file.source}: damaged zip file: record {name!r} does not match its directory entry")
+
+
+def _find_descriptor(ahead: _ReadAhead, record: _Central, at: int, limit: int) -> tuple[int, int] | None:
+    """The offsets of the CRC and of the end of the data descriptor at ``at``; None where there is none."""
     tail = ahead.read(at, min(_DESCRIPTORS[0][1].size, limit - at))
     wanted = (record.crc32, record.compressed_size, record.size)
     for crc_at, layout in _DESCRIPTORS:
         fields = layout.unpack_from(tail) if layout.size <= len(tail) else ()
         if fields[-3:] == wanted and fields[:-3] in ((), (b"PK\x07\x08",)):
             return at + crc_at, at + layout.size
-    return ()
+    return None
 
 
 def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
@@ -347,9 +348,9 @@ def _check_layout(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
     names: set[str] = set()
     end = 0
     for entry in entries:
-        where = f"{file.source}: damaged zip file: record {entry.name!r}"
-        require(entry.header_offset >= end, f"{where} overlaps the one before it")
-        require(entry.name not in names, f"{where} is listed twice")
+        if entry.header_offset < end or entry.name in names:
+            what = "overlaps the one before it" if entry.header_offset < end else "is listed twice"
+            raise InputError(f"{file.source}: damaged zip file: record {entry.name!r} {what}")
         names.add(entry.name)
         end = entry.end
 
@@ -430,34 +431,30 @@ def _check_for_torch(file: SourceFile, entries: Sequence[ZipEntry]) -> None:
 def _read_stored(file: SourceFile, entry: ZipEntry, limit: int) -> bytes:
     """The content of a small record, with its CRC checked. Raises InputError."""
     _require_stored(file, entry)
-    require(entry.size <= limit, f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
+    if entry.size > limit:
+        raise InputError(f"{file.source}: record {shown(entry.name)} has {entry.size} bytes, more than {limit}")
     content = file.read(entry.data_offset, entry.size)
     # 0 is what torch writes when set_crc32_options switched CRCs off.
-    require(
-        not entry.crc32 or crc32(content) == entry.crc32,
-        f"{file.source}: record {shown(entry.name)} is damaged: its CRC does not match",
-    )
+    if entry.crc32 and crc32(content) != entry.crc32:
+        raise InputError(f"{file.source}: record {shown(entry.name)} is damaged: its CRC does not match")
     return content
 
 
 def _require_stored(file: SourceFile, entry: ZipEntry) -> None:
-    require(
-        entry.method == STORED,
-        f"{file.source}: zip record {shown(entry.name)} is compressed; "
-        f"load the file with torch.load and write it again with torch.save",
-        UnsupportedError,
-    )
+    if entry.method != STORED:
+        raise UnsupportedError(
+            f"{file.source}: zip record {shown(entry.name)} is compressed; "
+            f"load the file with torch.load and write it again with torch.save"
+        )
 
 
 def _storages(file: SourceFile, table: StorageTable, records: Mapping[str, ZipEntry]) -> Sequence[StorageInfo]:
     """The storages that the pickle names, in the order of the file. Raises InputError where one is missing."""
     storages = []
     for key in table.declared:
-        require(
-            f"data/{key}" in records,
-            f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file",
-        )
-        entry = records[f"data/{key}"]
+        entry = records.get(f"data/{key}")
+        if entry is None:
+            raise InputError(f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file")
         _require_stored(file, entry)
         stated = (entry.crc32, entry.crc_fields) if entry.crc32 or not entry.size else ()
         storages.append(StorageInfo(key, table.dtype_for(key, entry.size), entry.data_offset, entry.size, *stated))
