@@ -52,8 +52,10 @@ def flat_states(tree: Mapping[str, Any]) -> dict[str, FlatKey]:
     shapes: dict[str, Counter[Shape]] = defaultdict(Counter)
     for name, ref in tensors.items():
         parts = _SEPARATOR.split(name, _MOST_COMPONENTS)
+        if len(parts) == 1 or keys.isdisjoint(parts):
+            continue
         places = [k for k, part in enumerate(parts) if part in keys]
-        if len(parts) == 1 or len(places) != 1:
+        if len(places) != 1:
             continue
         (k,) = places
         states[name] = key = FlatKey(".".join(parts[:k] + parts[k + 1 :]), parts[k])
@@ -144,10 +146,17 @@ def is_flat_optimizer(tree: object) -> bool:
 
 def holds_tensors_alone(tree: object) -> TypeGuard[dict[str, TensorRef]]:
     """Whether the tree is a dict of names to tensors, extra states aside."""
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+    if not isinstance(tree, dict):
         return False
-    values = [value for key, value in tree.items() if not key.endswith("_extra_state")]
-    return bool(values) and all(isinstance(value, TensorRef) for value in values)
+    holds_any = False
+    for key, value in tree.items():
+        if not isinstance(key, str):
+            return False
+        if not key.endswith("_extra_state"):
+            if not isinstance(value, TensorRef):
+                return False
+            holds_any = True
+    return holds_any
 
 
 def dict_groups(optimizer: object) -> list[dict[Any, Any]]:
@@ -228,14 +237,15 @@ def find_live_objects(tree: object) -> LiveObjects:
     live = LiveObjects()
     names: dict[Any, str] = {}
     optimizers: list[Inert] = []
-    for _, node in outermost(iter_nodes(tree, leaves=frozenset()), _is_module):
+    objects = ((path, node) for path, node in iter_nodes(tree, leaves=frozenset()) if isinstance(node, Inert))
+    for _, node in outermost(objects, _is_module):
         if _is_module(node):
             live.instead[id(node)] = tensors = _module(node, live)
             for name, ref in tensors.items():
                 names.setdefault(place_of(ref), name)
             live.modules.add(id(tensors))
             live.origins[id(tensors)] = node
-        elif isinstance(node, Inert) and is_optimizer(_attributes(node)):
+        elif is_optimizer(_attributes(node)):
             optimizers.append(node)
     for optimizer in optimizers:
         live.instead[id(optimizer)] = made = _optimizer(_attributes(optimizer), names, live)
@@ -249,8 +259,8 @@ def _attributes(node: Inert) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _is_module(node: object) -> bool:
-    attributes = _attributes(node) if isinstance(node, Inert) else {}
+def _is_module(node: Inert) -> bool:
+    attributes = _attributes(node)
     return isinstance(attributes.get("_parameters"), dict) and isinstance(attributes.get("_modules"), dict)
 
 
