@@ -78,11 +78,8 @@ def no_checkpoint(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     names_one = is_part(path.name) or is_named_shard(path.name) or path.suffix.lower() in (*SUFFIXES, CONTAINER)
-    require(
-        not head or (is_text(head) and not names_one),
-        f"{path}: may be a checkpoint, and a report never replaces one; give another name",
-        OutputError,
-    )
+    if head and (names_one or not is_text(head)):
+        raise OutputError(f"{path}: may be a checkpoint, and a report never replaces one; give another name")
     return any_file(path)
 
 

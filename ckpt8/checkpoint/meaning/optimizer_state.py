@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 LARGEST_STEP = 2**53
 UNKNOWN = "the optimizer is not one whose update rule is known"
+_ADAM_OR_RADAM = "optimi's Adam, AdamW and RAdam write the same, and their steps still differ at this step"
 _INCOMPLETE = "betas or eps are missing from the parameter group"
 
 
@@ -167,12 +168,13 @@ def _adam(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step
     eps, given = finite(group.get("eps")), setting(group, "betas")
     numbers = [finite(beta) for beta in given] if isinstance(given, (tuple, list)) else []
     betas = [beta for beta in numbers if beta is not None and 0 <= beta < 1]
-    if eps is None or (kind == "adam" and not len(betas) == len(numbers) == 2):
+    if eps is None:
         return _INCOMPLETE
     if kind == "stable_adamw":
-        if not ("beta1" in group and "eps_sq" not in state) or _is_rectified(betas, step):
-            return UpdateRule(kind, eps=eps)
-        return "optimi's Adam, AdamW and RAdam write the same, and their steps still differ at this step"
+        may_be_radam = "beta1" in group and "eps_sq" not in state and not _is_rectified(betas, step)
+        return _ADAM_OR_RADAM if may_be_radam else UpdateRule(kind, eps=eps)
+    if not len(betas) == len(numbers) == 2:
+        return _INCOMPLETE
     if group.get("bias_correction", group.get("correct_bias", True)) in (False, 0):
         return UpdateRule("stable_adamw", eps=eps)
     count = finite(step)
@@ -322,7 +324,8 @@ def _describe_bitsandbytes(owned: Mapping[str, list[TensorSpec]]) -> tuple[str, 
     if state is None or state.dtype is not DType.UINT8 or "qmap1" not in owned:
         return None
     scales = owned["absmax1"][0].numel if "absmax1" in owned else 0
-    return "8-bit", next((1 << k for k in range(13) if -(-state.numel // (1 << k)) == scales), None)
+    blocks = (1 << k for k in range(13))  # up to 4096
+    return "8-bit", next((block for block in blocks if -(-state.numel // block) == scales), None)
 
 
 def line(row: Mapping[str, Any]) -> str:

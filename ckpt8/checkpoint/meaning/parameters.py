@@ -380,13 +380,16 @@ def find_partitions(members: Iterable[tuple[str, Any]]) -> Partitions:
 
 def _pieces(state: Mapping[Any, Any]) -> Iterator[tuple[str, Piece]]:
     """The names and pieces of one rank, group by group."""
-    match state:
-        case {"single_partition_of_fp32_groups": list(flats), "param_slice_mappings": list(mappings)}:
-            pairs = (pair for pair in zip(flats, mappings, strict=False) if isinstance(pair[1], dict))
-            for flat, name, address in ((flat, *entry) for flat, mapping in pairs for entry in mapping.items()):
-                match flat, address:
-                    case TensorRef(), Inert(state={"start": int(start), "numel": int(n)}) if start >= 0 and n > 0:
-                        yield name, (flat, start, n)
+    flats, mappings = state.get("single_partition_of_fp32_groups"), state.get("param_slice_mappings")
+    if not isinstance(flats, list) or not isinstance(mappings, list):
+        return
+    for flat, mapping in zip(flats, mappings, strict=False):
+        if not isinstance(flat, TensorRef) or not isinstance(mapping, dict):
+            continue
+        for name, address in mapping.items():
+            match address:
+                case Inert(state={"start": int(start), "numel": int(count)}) if start >= 0 and count > 0:
+                    yield name, (flat, start, count)
 
 
 _RANK = re.compile(r"(rank|shard)[_-]?\d+(?:_\d+)*")
@@ -454,8 +457,9 @@ def join_weights(
     """
     full: dict[str, Weight] = {}
     refs = set(map(id, saved.values()))
-    # Others belong to another model.
-    for parameter in (each for each in parameters if each.weight is None or id(each.weight) in refs):
+    for parameter in parameters:
+        if parameter.weight is not None and id(parameter.weight) not in refs:
+            continue  # it belongs to another model
         key = "residual" if "residual" in parameter.state else "master"
         part = parameter.state.get(key)
         if isinstance(part, TensorRef) and is_packed_group(parameter.group):

@@ -298,9 +298,10 @@ def _takes_a_step(
     rule = Replayed(card, card.forms[form], *numbers, dict(given))
     shape = (*[1] * (dimensions - 2), *[2] * min(dimensions, 2))
     try:
-        needed = [tensor for tensor in rule.form.tensors if tensor.key in tensors]
-        state = {tensor.key: torch.full(tensor.shape(shape), 0.5) for tensor in needed}
-        state |= {tensor.key: state[tensor.key].reshape(-1) for tensor in needed if tensor.is_moment}
+        state = {}
+        for needed in (tensor for tensor in rule.form.tensors if tensor.key in tensors):
+            values = torch.full(needed.shape(shape), 0.5)
+            state[needed.key] = values.reshape(-1) if needed.is_moment else values
         grad = rule.gradient_scale(state)
         rule.advance(state, torch.ones(grad.shape), grad, shape, rule.step + 1)
     except (ArithmeticError, ValueError, TypeError, RuntimeError):

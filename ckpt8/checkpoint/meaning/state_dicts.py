@@ -280,8 +280,8 @@ def find_all(tree: object, evident: Set[int] = frozenset()) -> tuple[list[Candid
     models, others, optimizers = _find_every(tree)
     weights = evident_weights(tree) | evident if others else set()
     unknown = {key for key, model in others.items() if not weights.issuperset(map(id, weights_of(model.node).values()))}
-    forms = {_form(weights_of(model.node)) for model in models if id(model) not in others} if others else set()
-    copies = [other for key, other in others.items() if key not in unknown and _form(weights_of(other.node)) in forms]
+    forms = {_form(model) for model in models if id(model) not in others} if others else set()
+    copies = [other for key, other in others.items() if key not in unknown and _form(other) in forms]
     unknown.update(map(id, copies))
     return [model for model in models if id(model) not in unknown], copies, optimizers
 
@@ -333,9 +333,9 @@ def find_loose(tree: object, taken: Iterable[Candidate]) -> list[Candidate]:
     return [Candidate(key or TOP_LEVEL, node, numbered=key not in named) for key, node in by_key.items()]
 
 
-def _form(weights: Mapping[str, TensorRef]) -> frozenset[tuple[str, Shape]]:
+def _form(model: Candidate) -> frozenset[tuple[str, Shape]]:
     """The names and shapes of a model's weights."""
-    return frozenset((name, weights[key].shape) for key, name in plain_names(weights).items())
+    return frozenset((name, model.node[key].shape) for key, name in plain_names(weights_of(model.node)).items())
 
 
 def parts_of(model: Candidate) -> list[Candidate]:
@@ -343,8 +343,10 @@ def parts_of(model: Candidate) -> list[Candidate]:
     names = {name: str(name).split(".") for name in model.node}
     depth = next((k for k, level in enumerate(zip(*names.values(), strict=False)) if len(set(level)) > 1), 0)
     inner = grouped((parts[depth], name) for name, parts in names.items() if len(parts) > depth + 1)
-    nodes = {f"{model.path}.{key}": {name: model.node[name] for name in own} for key, own in inner.items()}
-    return [replace(model, path=path, node=node, whole=model.path) for path, node in nodes.items() if len(nodes) > 1]
+    if len(inner) < 2:
+        return []
+    nodes = {key: {name: model.node[name] for name in own} for key, own in inner.items()}
+    return [replace(model, path=f"{model.path}.{key}", node=node, whole=model.path) for key, node in nodes.items()]
 
 
 CHECKS = "weight_checks"
@@ -378,14 +380,12 @@ class _Model:
 def twins(trees: Sequence[object]) -> Iterator[tuple[TensorRef, TensorRef]]:
     """Every weight of a model with the same one of another, both ways, from the trees of files that belong together."""
     models = [model for model in _models(trees) if sum(ref.numel for ref in model.weights.values()) >= SMALL_NUMEL]
-    forms = [_form(model.weights) for model in models[:_MOST_MODELS]]
+    forms = [{(name, ref.shape) for name, ref in model.weights.items()} for model in models[:_MOST_MODELS]]
     for (one, form), (other, its) in permutations(zip(models, forms, strict=False), 2):
         # Layers are parts as well, and alike.
         if (form <= its or its < form) and not (one.part and other.part and one.average == other.average):
             yield from ((ref, other.weights[name]) for name, ref in one.weights.items() if name in other.weights)
-    walks = (outermost(iter_nodes(tree), is_optimizer) for tree in trees)
-    lists = (node for walk in walks for _, node in walk if isinstance(node, (list, tuple)) and len(node) > 1)
-    for line in (node for node in lists if all(isinstance(ref, TensorRef) for ref in node)):
+    for line in _lists(trees):
         for model in models[:_MOST_MODELS]:
             own = list(untied(model.weights).values())
             if [ref.shape for ref in own] == [ref.shape for ref in line]:
@@ -415,6 +415,14 @@ def _without_prefix(weights: Mapping[Any, TensorRef]) -> dict[str, TensorRef]:
     levels = list(zip(*(part[:-1] for part in parts.values()), strict=False))
     shared = next((k for k, level in enumerate(levels) if len(set(level)) > 1), len(levels))
     return {".".join(part[shared:]): weights[name] for name, part in parts.items()}
+
+
+def _lists(trees: Sequence[object]) -> Iterator[Sequence[TensorRef]]:
+    """Lists of nothing but tensors that no optimizer holds."""
+    for tree in trees:
+        for _, node in outermost(iter_nodes(tree, leaves=frozenset()), is_optimizer):
+            if isinstance(node, (list, tuple)) and len(node) > 1 and all(isinstance(x, TensorRef) for x in node):
+                yield node
 
 
 def is_packed(optimizer: Candidate) -> bool:
