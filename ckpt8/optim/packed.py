@@ -83,9 +83,8 @@ def check_group(group: dict[str, Any]) -> None:
     card = card_of(group["rule"])
     for key, limit in _LIMITS.items():
         given, several = group.get(key, 0.0), card.settings.get(key, 1) > 1
-        require(
-            not several or isinstance(given, (tuple, list)), f"{key} must be several numbers, not {given!r}", UsageError
-        )
+        if several and not isinstance(given, (tuple, list)):
+            raise UsageError(f"{key} must be several numbers, not {given!r}")
         for value in given if several else (given,):
             if value is not None or key not in card.nullable:
                 _check_number(key, value, limit)
@@ -456,8 +455,5 @@ class PackedOptimizer(torch.optim.Optimizer):
 
 
 def _check_gradient(param: torch.Tensor) -> None:
-    require(
-        param.grad is not None and param.grad.layout == torch.strided,
-        "sparse gradients are not supported; build the embedding with sparse=False",
-        UsageError,
-    )
+    if param.grad is None or param.grad.layout != torch.strided:
+        raise UsageError("sparse gradients are not supported; build the embedding with sparse=False")

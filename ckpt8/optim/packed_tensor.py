@@ -332,7 +332,9 @@ def root_mean(blocks: Sequence[Block], squares: Callable[[Block], torch.Tensor])
     sums, count = list[float](), 0
     for x in map(squares, blocks):
         count += x.numel()
-        flat = torch.nn.functional.pad(x.reshape(-1).double(), (0, -x.numel() % SUM_BLOCK))
+        flat = x.reshape(-1).double()
+        if short := -flat.numel() % SUM_BLOCK:
+            flat = torch.nn.functional.pad(flat, (0, short))
         sums += flat.view(-1, SUM_BLOCK).sum(1).tolist()
     # fsum rounds once, whatever the order; it raises where Inf meets NaN.
     total = math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)

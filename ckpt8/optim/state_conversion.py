@@ -126,11 +126,8 @@ def packed_group(given: Mapping[str, Any], rule: str | None, arguments: Sequence
     for key in ("amsgrad", "decouple_lr"):
         require(not given.get(key), f"{key} is not supported", UsageError)
     update = CARDS[rule].matrix.update if rule else None
-    require(
-        not (update == "adam" and "beta1" in given) and not (update == "stable_adamw" and "amsgrad" in given),
-        f"the moments have another convention than {rule}; see adamw_to_stable_adamw and its inverse",
-        UsageError,
-    )
+    if (update == "adam" and "beta1" in given) or (update == "stable_adamw" and "amsgrad" in given):
+        raise UsageError(f"the moments have another convention than {rule}; see adamw_to_stable_adamw and its inverse")
     spelled = {name: tuple(given[part] for part in parts) for name, parts in SPELLINGS.items() if parts[0] in given}
     kept = {*arguments, "maximize", "initial_lr", "param_names"}
     return {key: value for key, value in {**given, **spelled}.items() if key in kept}

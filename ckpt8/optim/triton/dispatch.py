@@ -145,9 +145,8 @@ class Fused:
         reason = obstacle(optimizer.rule_id, param)
         if reason is None:
             return True
-        require(
-            not optimizer.fused, f"fused=True, but parameter {index} cannot be updated by kernels: {reason}", UsageError
-        )
+        if optimizer.fused:
+            raise UsageError(f"fused=True, but parameter {index} cannot be updated by kernels: {reason}")
         if index not in self._warned:
             self._warned.add(index)
             warnings.warn(f"parameter {index} is not updated by fused kernels: {reason}", stacklevel=5)
