@@ -103,10 +103,8 @@ def _value(data: Composite, member: DirectoryMember, shape: tuple[int, ...] | No
     ref: TensorRef = adopt_member(data, member, value)
     if isinstance(tree, dict) or shape is None or ref.shape == shape or not ref.shape:
         return ref
-    require(
-        len(ref.shape) == 1 and ref.is_contiguous and prod(shape) == ref.shape[0],
-        f"{data.label}: {member.path} has the shape {ref.shape}, which does not become {shape}",
-    )
+    if len(ref.shape) != 1 or not ref.is_contiguous or prod(shape) != ref.shape[0]:
+        raise InputError(f"{data.label}: {member.path} has the shape {ref.shape}, which does not become {shape}")
     return replace(ref, shape=shape, stride=contiguous_stride(shape))
 
 

@@ -23,7 +23,7 @@ from ckpt8.checkpoint.sources.composite import Composite, Streamer
 from ckpt8.checkpoint.sources.distributed import Part, gather
 from ckpt8.checkpoint.tree import Inert, Share, TensorRef, format_path, iter_leaves, iter_nodes
 from ckpt8.converting.choice import Content, adopt_member, tie_again
-from ckpt8.core.errors import InputError, UsageError, require
+from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.tensors import Box
 from ckpt8.core.text import listed, shown
 
@@ -43,12 +43,11 @@ def _opened(data: Composite, member: DirectoryMember) -> Any:
     where, tree = f"{data.label}: {member.path}", member.checkpoint.tree
     inert = Inside()
     for path, node in iter_nodes(tree):
-        require(len(path) <= _DEEPEST, f"{where}: its objects are nested deeper than {_DEEPEST}")
+        if len(path) > _DEEPEST:
+            raise InputError(f"{where}: its objects are nested deeper than {_DEEPEST}")
         if inert.holds(path):
-            require(
-                not isinstance(node, TensorRef),
-                f"{where}: {shown(format_path(path))}: a tensor in an object of another class",
-            )
+            if isinstance(node, TensorRef):
+                raise InputError(f"{where}: {shown(format_path(path))}: a tensor in an object of another class")
         elif isinstance(node, Inert):
             inert.enter(path)
     return adopt_member(data, member, tree)
@@ -89,7 +88,8 @@ class _Joining:
 
     def _join_container(self, path: Path, values: Mapping[int, Any], key: tuple[int, ...]) -> None:
         self._left -= 1
-        require(self._left >= 0, f"{self._where}: the files of the ranks do not have the same structure")
+        if self._left < 0:
+            raise InputError(f"{self._where}: the files of the ranks do not have the same structure")
         made: Any = {} if isinstance(next(iter(values.values())), dict) else [None] * max(map(len, values.values()))
         self._made[key] = made
         entries = {rank: value if isinstance(value, dict) else dict(enumerate(value)) for rank, value in values.items()}
@@ -102,16 +102,13 @@ class _Joining:
         lowest, first = next(iter(refs.items()))
         for rank, ref in refs.items():
             mine, its = (tensor.share and tensor.share.whole for tensor in (first, ref))
-            require(
-                (mine, first.dtype) == (its, ref.dtype),
-                f"{self._name(path)}: has another shape or type on rank {rank} than on rank {lowest}",
-            )
-            require(
-                mine is not None or (first.shape == ref.shape and (ref is first or self._streamer.equal(first, ref))),
-                f"{self._name(path)}: is another tensor on rank {rank} than on rank {lowest}, and nothing says how "
-                "they belong together",
-                ApartError,
-            )
+            if (mine, first.dtype) != (its, ref.dtype):
+                raise InputError(f"{self._name(path)}: has another shape or type on rank {rank} than on rank {lowest}")
+            if mine is None and (first.shape != ref.shape or not (ref is first or self._streamer.equal(first, ref))):
+                raise ApartError(
+                    f"{self._name(path)}: is another tensor on rank {rank} than on rank {lowest}, and nothing says how "
+                    "they belong together"
+                )
         return first if first.share is None else self._spread(path, refs, first.share)
 
     def _spread(self, path: Path, refs: Mapping[int, TensorRef], share: Share) -> TensorRef:
@@ -124,11 +121,10 @@ class _Joining:
             part = parts.setdefault(box, Part(ref.share.offsets, ref))
             held[box] += 1
             # A mesh may be a part of a larger one, and stages of a pipeline may number their parameters alike.
-            require(
-                share.copies is None or held[box] <= share.copies or self._streamer.equal(part.ref, ref),
-                f"{self._name(path)}: is another tensor on rank {rank} than on a rank with the same part of it",
-                ApartError,
-            )
+            if share.copies is not None and held[box] > share.copies and not self._streamer.equal(part.ref, ref):
+                raise ApartError(
+                    f"{self._name(path)}: is another tensor on rank {rank} than on a rank with the same part of it"
+                )
         name = self._name(path).removeprefix(f"{self._data.label}: ")
         try:
             return gather(self._data, name, next(iter(refs.values())).dtype, share.whole, list(parts.values()))
@@ -208,7 +204,8 @@ def _files_of_ranks(members: Bundle) -> dict[str, Files]:
         file = named_rank(member.path)
         if file is None or file.pattern not in by_pattern:
             continue
-        require(member.reason is None, f"{members.path}: {member.path}: {member.reason}; it cannot be converted")
+        if member.reason is not None:
+            raise InputError(f"{members.path}: {member.path}: {member.reason}; it cannot be converted")
         if member.checkpoint.format in READERS:
             by_pattern[file.pattern].setdefault(file.rank, member)  # a rank may have no part of any tensor
     return {pattern: dict(sorted(files.items())) for pattern, files in by_pattern.items()}

@@ -208,7 +208,8 @@ def _merged(shards: Sequence[DirectoryMember], data: Composite) -> dict[str, Any
         tree = member.checkpoint.tree
         require(is_bare_state_dict(tree), f"{data.label}: {member.path} is not a state dict of a model")
         for name, value in adopt_member(data, member, tree).items():
-            require(name not in merged, f"{data.label}: {name!r} is in two files of weights; choose one with --member")
+            if name in merged:
+                raise InputError(f"{data.label}: {name!r} is in two files of weights; choose one with --member")
             merged[name] = value
     return merged
 
