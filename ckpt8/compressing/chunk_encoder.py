@@ -122,7 +122,9 @@ class ChunkEncoder:
     """Reads chunks of units of one checkpoint and encodes them on the CPU; some as differences to those of ``base``."""
 
     def __init__(self, checkpoint: Checkpoint, *, measure: bool, base: OpenBase | None = None) -> None:
-        self._checkpoint, self._base, self._measures = checkpoint, base, measure
+        self._checkpoint = checkpoint
+        self._base = base
+        self._measures = measure
         self._lockstep = Lockstep(checkpoint)
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
@@ -171,7 +173,8 @@ class ChunkEncoder:
     def _encode(self, work: Work, originals: Sequence[torch.Tensor], crcs: list[int], *, reuse: bool) -> PackedChunk:
         """Encode one chunk; with ``reuse`` symbols are in buffers of this thread, until it encodes again."""
         unit, chunk = work
-        first, storage = chunk * frames.FRAME, None
+        first = chunk * frames.FRAME
+        storage = None
         try:
             if unit.streams[0].codec.copied is not None:
                 parts = [self._encode_copy(stream, x, first) for stream, x in zip(unit.streams, originals, strict=True)]

@@ -73,7 +73,7 @@ class UnitResult(EncodedUnit):
 
 @dataclass(slots=True)
 class Results:
-    """What was written: the records of storages by index, the packs, and all units that are lossy or measured."""
+    """What was written: the records of storages by index, the packs, and units with lossy streams or a parameter."""
 
     records: dict[int, StorageRecord] = field(default_factory=dict)
     units: list[tuple[Unit, UnitErrors]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Results:
 
     def add_unit(self, unit: Unit, errors: UnitErrors) -> None:
         """Add what is known of a unit as a whole."""
-        if not unit.is_plain:
+        if unit.parameter is not None or any(stream.lossy for stream in unit.streams):
             self.units.append((unit, errors))
 
     def add(self, result: UnitResult) -> None:
@@ -126,6 +126,7 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
     for unit in plan.units:
         if (parameter := unit.parameter) is not None:
             errors = errors_of.get(unit.streams[0].index, UnitErrors())
+            has_steps = errors.steps is not None and errors.steps.finite
             manifest.parameters.append(
                 ParameterRecord(
                     parameter.name,
@@ -133,7 +134,7 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
                     parameter.rule.to_json() if parameter.rule else None,
                     parameter.reason,
                     _figures(errors.update),
-                    steps_record(parameter.step, errors.steps if _figures(errors.steps) else None),
+                    steps_record(parameter.step, errors.steps if has_steps else None),
                 )
             )
 
@@ -265,8 +266,12 @@ class Compressor:
         key_reason: str | None = None,
         slices: Mapping[str, SliceKey] | None = None,
     ) -> None:
-        self._source, self._plan, self._options = source, plan, options
-        self.base, self._key_reason, self._slices = base, key_reason, slices or {}
+        self._source = source
+        self._plan = plan
+        self._options = options
+        self.base = base
+        self._key_reason = key_reason
+        self._slices = slices or {}
         self.seal: bytes | None = None
         self._slab = header.SLAB
         self._measures = options.stats and plan.is_lossy

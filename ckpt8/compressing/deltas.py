@@ -258,10 +258,13 @@ def open_bases(
         return
     siblings = _siblings(_files_beside(target), plan, policy)
     newest = next(siblings, None)
-    if newest is None or newest[1].place == LENGTH - 1:
+    if newest is None:
         return
-    key, place = newest[1].key, newest[1].place + 1
-    for path in _best(chain([newest], siblings), key, place):
+    _, stated = newest
+    place = stated.place + 1
+    if place == LENGTH:
+        return
+    for path in _best(chain([newest], siblings), stated.key, place):
         # What is below it may be missing, or need the target.
         with contextlib.suppress(InputError, UsageError), OpenBase(path, place) as base:
             base.check_target(target)

@@ -158,7 +158,9 @@ class GroupEncoder:
     """Packs groups of units of one checkpoint on the CPU. Thread-safe."""
 
     def __init__(self, checkpoint: Checkpoint, encoder: ChunkEncoder, refusal_of: FindRefusal) -> None:
-        self._checkpoint, self._encoder, self._refusal_of = checkpoint, encoder, refusal_of
+        self._checkpoint = checkpoint
+        self._encoder = encoder
+        self._refusal_of = refusal_of
 
     def pack(self, group: Group) -> PackedGroup:
         """Read and pack a group. Raises InputError."""

@@ -151,7 +151,8 @@ class _Origins:
     """Finds the masters of copies. ``runs`` are those that it found, by the TensorRef of the copy."""
 
     def __init__(self, source: Checkpoint, masters: Sequence[_Tensor]) -> None:
-        self._source, self._masters = source, masters
+        self._source = source
+        self._masters = masters
         self.runs: dict[TensorRef, list[Run]] = {}
 
     def follow(self, copies: Iterable[_Tensor], partitions: Partitions) -> None:

@@ -150,11 +150,12 @@ def _stream(
         dtype = DType.UINT8  # kept as bytes; torch here may not even know the type
     roles = {view.role for view in views}
     role = roles.pop() if len(roles) == 1 else Role.OTHER
-    spec, refs = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,)), [view.ref for view in views]
-    fills = len(refs) == 1 and refs[0].nbytes == storage.nbytes and is_dense(refs[0])
-    reason = None
+    spec = TensorSpec(name, role, dtype, (storage.nbytes // dtype.itemsize,))
     if plain_bytes:
         return Stream(index, spec, storage, LOSSLESS), False
+    refs = [view.ref for view in views]
+    fills = len(refs) == 1 and refs[0].nbytes == storage.nbytes and is_dense(refs[0])
+    reason = None
     if key in structure.opaque:
         reason = "used by something other than a tensor"
     elif roles:
@@ -186,8 +187,9 @@ def _gaps(numel: int, refs: list[TensorRef]) -> list[range]:
 
 def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: range) -> bool:
     """Whether a gap holds few elements, all zero. Every codec keeps zeros exactly."""
-    is_short = len(gap) <= _MOST_PADDING
-    return is_short and not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
+    if len(gap) > _MOST_PADDING:
+        return False
+    return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
 
 
 def set_companions(plan: Plan) -> None:

@@ -112,7 +112,8 @@ class Sampler:
     """Reads samples of one source, and keeps a checksum of all that it read."""
 
     def __init__(self, source: Checkpoint) -> None:
-        self._source, self._crc = source, 0
+        self._source = source
+        self._crc = 0
 
     def spreads(self, samples: Sequence[Sample]) -> list[Spread]:
         """How the elements of every sample are spread. Raises InputError."""
@@ -339,9 +340,11 @@ def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float,
 
 class _Spending:
     def __init__(self, plan: Plan, source: Checkpoint, policy: Policy, budget: Budget) -> None:
-        self._source, self._sampler = source, Sampler(source)
+        self._source = source
+        self._sampler = Sampler(source)
         self._plan, self._policy, self._budget = plan, policy, budget
-        self._streams, self._views = plan.by_index, views_of(plan.tensors)
+        self._streams = plan.by_index
+        self._views = views_of(plan.tensors)
         self._by_key = {stream.storage.key: stream for stream in self._streams.values()}
         self._units = plan.units
         stepped = ((unit.parameter.shape, unit.parameter.step) for unit in self._units if unit.parameter is not None)
@@ -429,7 +432,8 @@ class _Spending:
 
     def _spend(self, optimizer: _Optimizer, one: _Stepped, first: Spread, second: Spread, weight: Spread) -> None:
         """Share the budget out to the streams of a parameter, and choose their codecs."""
-        betas, shares = (one.step.beta1, one.step.beta2), self._plan.shares
+        betas = one.step.beta1, one.step.beta2
+        shares = self._plan.shares
         energy = self._budget.rest(*betas) ** 2 * optimizer.energy
         for stream in one.free:
             if stream.index == one.step.weight:
