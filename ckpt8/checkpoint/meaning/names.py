@@ -393,7 +393,8 @@ def parameter_names(
     owned = owned_optimizers(optimizers, models or [Candidate(other.path, other.node) for other in others])
     known: dict[str, str] = {}
     for number, optimizer in enumerate(owned):
-        owner, proposals = optimizer.owner, list[Mapping[int | str, str]]()
+        owner = optimizer.owner
+        proposals: list[Mapping[int | str, str]] = []
         if optimizer.names == {} and len(owner.models) <= _MOST_ALIKE:
             mates = [owned[mate] for mate in optimizer.mates if mate != number]
             for model in (model for model in owner.models if not model.numbered):

@@ -124,7 +124,7 @@ def owners(optimizers: Sequence[Candidate], models: Sequence[Candidate], *, by_o
     taken = {id(fit[0]) for fit in chosen if len(fit) == 1}
 
     def still_free(optimizer: Candidate, fit: list[Candidate]) -> list[Candidate]:
-        """Of several models that fit, those that the last wishes leave."""
+        """Of several models that fit: those that no other optimizer trains, in its folder, under a usual key."""
         return _keep(
             fit,
             lambda model: id(model) not in taken,
@@ -353,7 +353,8 @@ class OwnedOptimizer:
     """An optimizer with the model that it trains.
 
     ``names`` are those that its groups state, or why they make no sense. ``mates`` are the numbers of the optimizers
-    without names that step the same model, its own among them; the order of the weights pairs their parameters.
+    without names that step the same model, its own among them if it has none; the order of the weights pairs their
+    parameters.
     """
 
     candidate: Candidate
@@ -388,21 +389,22 @@ def saved_parameters(tree: object, beside: Beside | None = None, *, as_torch: bo
     models, optimizers = models_and_optimizers(tree)
     beside = Beside() if models or beside is None else beside
     owned = owned_optimizers(optimizers, models or beside.models)
-    states_of = [_states(optimizer, as_torch) for optimizer in optimizers]
-    shapes_of = [
+    all_states = [_states(optimizer, as_torch) for optimizer in optimizers]
+    all_shapes = [
         {own: shape for own, state in states.items() if (shape := moment_shape(state)) is not None}
-        for states in states_of
+        for states in all_states
     ]
     pairs: dict[int, Mapping[Identifier, tuple[str, TensorRef] | str]] = {}
     for mates in {optimizer.mates for optimizer in owned if optimizer.mates and models}:
         model = cast("Candidate", owned[mates[0]].owner.model)
-        together = [(owned[number].groups, shapes_of[number]) for number in mates]
+        together = [(owned[number].groups, all_shapes[number]) for number in mates]
         pairs.update(zip(mates, paired_in_order(together, untied(weights_of(model.node))), strict=True))
     lists = lists_of_masters(tree) if optimizers else {}
     rows = []
     listed: list[tuple[Mapping[Any, Any], Identifier]]
     for number, optimizer in enumerate(owned):
-        states, shapes, groups, names = states_of[number], shapes_of[number], optimizer.groups, optimizer.names
+        states, shapes = all_states[number], all_shapes[number]
+        groups, names = optimizer.groups, optimizer.names
         weights: Mapping[Identifier, TensorRef | str]
         if isinstance(names, str):
             weights, names, masters = dict.fromkeys(states, names), {}, {}
