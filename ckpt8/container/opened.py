@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -19,22 +19,23 @@ from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import GlobalTensor, Slice
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import UnsupportedError, UsageError, require
+from ckpt8.core.errors import UnsupportedError, UsageError
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
-from ckpt8.core.tensors import Role, view_of_box
+from ckpt8.core.tensors import Role, Strided, view_of_box
 from ckpt8.core.text import counted, listed
 
+T = TypeVar("T", bound=Strided | GlobalTensor)
 
-class Tensors(Summarised, Closing):
+
+class Tensors(Summarised, Closing, Generic[T]):
     """The tensors of an open checkpoint by name, as ``safetensors.safe_open`` gives them.
 
     Iteration, ``len`` and ``in`` go over the names; ``file[name]`` is ``file.get_tensor(name)``.
     """
 
-    _path: Path
-    _device: torch.device | str
-    _tensors: Mapping[str, Any]
+    def __init__(self, path: Path, device: torch.device | str, tensors: Mapping[str, T]) -> None:
+        self._path, self._device, self._tensors = path, device, tensors
 
     def _summary(self) -> Iterator[tuple[str, str]]:
         yield type(self).__name__, f"{self._path}: {counted(len(self), 'tensor')}"
@@ -51,14 +52,20 @@ class Tensors(Summarised, Closing):
 
     def get_slice(self, name: str) -> TensorSlice:
         """A tensor to be cut: ``file.get_slice(name)[:10]``. Raises UsageError for an unknown name."""
-        return TensorSlice(self, name)
+        return TensorSlice(self, name, self._tensor(name))
 
     def metadata(self) -> dict[str, str] | None:
         """What the checkpoint states about itself, as texts; None where it states nothing."""
         return None
 
-    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        raise NotImplementedError
+    def _tensor(self, name: str) -> T:
+        """What is known of one tensor. Raises UsageError for an unknown name."""
+        if name not in self._tensors:
+            near = get_close_matches(name, self._tensors, 3, 0.5)
+            raise UsageError(
+                f"{self._path}: has no tensor {name!r}" + (f"; near it are {listed(near)}" if near else "")
+            )
+        return self._tensors[name]
 
     def _box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor | None:  # noqa: ARG002
         """A box of the tensor; None where only the whole of it can be had."""
@@ -76,17 +83,13 @@ class Tensors(Summarised, Closing):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.get_tensor(name)
 
-    def _unknown(self, path: Path, name: str) -> UsageError:
-        near = get_close_matches(name, self._tensors, 3, 0.5)
-        return UsageError(f"{path}: has no tensor {name!r}" + (f"; near it are {listed(near)}" if near else ""))
-
 
 class TensorSlice:
     """A tensor of an open checkpoint that is read when it is cut. See ``Tensors.get_slice``."""
 
-    def __init__(self, tensors: Tensors, name: str) -> None:
+    def __init__(self, tensors: Tensors[T], name: str, tensor: T) -> None:
         self._tensors, self._name = tensors, name
-        self._dtype, self._shape = tensors._layout(name)
+        self._dtype, self._shape = tensor.dtype.torch, tuple(tensor.shape)
 
     def get_shape(self) -> list[int]:
         """The shape of the whole tensor."""
@@ -107,7 +110,7 @@ class TensorSlice:
         return self._tensors.get_tensor(self._name)[index]
 
 
-class CheckpointFile(Tensors):
+class CheckpointFile(Tensors[TensorRecord]):
     """A ``.ckpt8`` opened for reading tensor by tensor; a context manager. See ``open``.
 
     >>> with ckpt8.open("run.ckpt8") as file:
@@ -115,12 +118,9 @@ class CheckpointFile(Tensors):
     True
     """
 
-    _tensors: dict[str, TensorRecord]
-
     def __init__(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-        self._path, self._device = Path(path), device
-        self._reader = ContainerReader(self._path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.manifest.tensors}
+        self._reader = ContainerReader(Path(path))
+        super().__init__(Path(path), device, {tensor.name: tensor for tensor in self._reader.manifest.tensors})
 
     def close(self) -> None:
         """Close the file."""
@@ -131,11 +131,6 @@ class CheckpointFile(Tensors):
         """Everything the container states about itself."""
         return self._reader.manifest
 
-    def _record(self, name: str) -> TensorRecord:
-        if name not in self._tensors:
-            raise self._unknown(self._reader.path, name)
-        return self._tensors[name]
-
     def metadata(self) -> dict[str, str]:
         """The names and the preset of what is in the container."""
         manifest = self.manifest
@@ -144,14 +139,10 @@ class CheckpointFile(Tensors):
     @checked
     def get_tensor(self, name: str) -> torch.Tensor:
         """Decode one tensor, with its shape, strides and flags. Raises UsageError for an unknown name."""
-        return decode_tensor(self._reader, self._record(name)).to(self._device)
-
-    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        record = self._record(name)
-        return record.dtype.torch, tuple(record.shape)
+        return decode_tensor(self._reader, self._tensor(name)).to(self._device)
 
     def _box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor | None:
-        record = self._record(name)
+        record = self._tensor(name)
         whole = record.numel * record.dtype.itemsize
         if not record.is_contiguous or record.flags or self._reader.manifest.storages[record.storage].nbytes != whole:
             return None
@@ -162,28 +153,26 @@ class CheckpointFile(Tensors):
     @checked
     def stats(self, name: str) -> dict[str, Any]:
         """Role, codec, sizes in bytes and error of one tensor. Raises UsageError for an unknown name."""
-        return tensor_facts(self._reader.manifest, self._record(name))
+        return tensor_facts(self._reader.manifest, self._tensor(name))
 
 
-class CheckpointDirectory(Tensors):
+class CheckpointDirectory(Tensors[GlobalTensor]):
     """A directory that ``Ckpt8StorageWriter`` wrote, opened as ``CheckpointFile`` opens one file; a context manager.
 
     Its tensors are those of the whole state dict, under the names of torch.distributed.checkpoint:
     ``optimizer.state.wte.weight.exp_avg``. See ``open``.
     """
 
-    _tensors: dict[str, GlobalTensor]
-
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
-        self._path, self._device = path, device
         self._joined = JoinedReader(path)
         index = self._joined.index
         order = dict.fromkeys([*(name for name in index.paths or {} if name in index.tensors), *index.tensors])
-        self._tensors = {
+        tensors = {
             name: tensor
             for name, tensor in ((name, index.tensors[name]) for name in order)
             if tensor.is_whole or all(tensor.pickled(box) is None for box in tensor.boxes())
         }
+        super().__init__(path, device, tensors)
 
     def close(self) -> None:
         """Close all files."""
@@ -195,20 +184,13 @@ class CheckpointDirectory(Tensors):
         return self._joined.manifest
 
     def _tensor(self, name: str) -> GlobalTensor:
-        if name in self._tensors:
-            return self._tensors[name]
         index = self._joined.index
-        require(
-            name not in index.tensors and name not in index.objects,
-            f"{self._joined.path}: {name!r} is kept as torch.save writes it, not as a plain tensor; load it with "
-            "ckpt8.load",
-            UnsupportedError,
-        )
-        raise self._unknown(self._joined.path, name)
-
-    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        tensor = self._tensor(name)
-        return tensor.dtype.torch, tuple(tensor.shape)
+        if name not in self._tensors and (name in index.tensors or name in index.objects):
+            raise UnsupportedError(
+                f"{self._path}: {name!r} is kept as torch.save writes it, not as a plain tensor; load it with "
+                "ckpt8.load"
+            )
+        return super()._tensor(name)
 
     @checked
     def get_tensor(self, name: str) -> torch.Tensor:

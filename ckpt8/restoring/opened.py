@@ -19,17 +19,15 @@ from ckpt8.core.errors import UsageError
 from ckpt8.core.public import checked, described
 
 
-class PlainFile(Tensors):
+class PlainFile(Tensors[TensorRef]):
     """A file of torch or safetensors, opened as ``CheckpointFile`` opens its container, with the same names."""
 
-    _tensors: dict[str, TensorRef]
-
     def __init__(self, path: Path, device: torch.device | str = "cpu") -> None:
-        self._path, self._device = path, device
         with ExitStack() as opened:
             self._checkpoint = opened.enter_context(open_checkpoint(path))
             self._storages = {storage.key: storage for storage in self._checkpoint.storages}
-            self._tensors = {tensor.name: tensor.ref for tensor in classify(self._checkpoint.tree).tensors}
+            tensors = {tensor.name: tensor.ref for tensor in classify(self._checkpoint.tree).tensors}
+            super().__init__(path, device, tensors)
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -43,17 +41,8 @@ class PlainFile(Tensors):
     @checked
     def get_tensor(self, name: str) -> torch.Tensor:
         """Read one tensor. Raises UsageError for an unknown name, InputError where the file cannot be read."""
-        ref = self._ref(name)
+        ref = self._tensor(name)
         return view_of(ref, read_storage(self._checkpoint, self._storages[ref.key])).to(self._device)
-
-    def _layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        ref = self._ref(name)
-        return ref.dtype.torch, ref.shape
-
-    def _ref(self, name: str) -> TensorRef:
-        if name not in self._tensors:
-            raise self._unknown(self._path, name)
-        return self._tensors[name]
 
 
 @checked
