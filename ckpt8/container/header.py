@@ -78,6 +78,11 @@ def is_container(path: Path) -> bool:
     return False
 
 
+def is_meant_as_container(path: Path) -> bool:
+    """Whether a file is a container, or by its suffix should be one: what is damaged is named as such."""
+    return path.suffix == CONTAINER or is_container(path)
+
+
 def container_names(name: str) -> tuple[str, str]:
     """The names that the container of a file or directory may have without being told: short and long."""
     return Path(name).with_suffix(CONTAINER).name, name + CONTAINER

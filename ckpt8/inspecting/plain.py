@@ -16,7 +16,7 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember, is_directory
 from ckpt8.checkpoint.readers.torch_zip import STORED, read_directory
 from ckpt8.checkpoint.sources.opening import open_source, storage_crc
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, format_path, iter_leaves
-from ckpt8.container.header import CONTAINER, MANIFEST, SEAL, is_container
+from ckpt8.container.header import MANIFEST, SEAL, is_meant_as_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.sharded import find_sharded, is_part
 from ckpt8.core.errors import InputError, UsageError, require
@@ -63,7 +63,7 @@ def is_plain(path: Path) -> bool:
     refuse_url(path)
     if is_directory(path):
         return find_sharded(path) is None and not any(is_part(entry.name) for entry in path.iterdir())
-    return is_plain_file(path) or (path.suffix != CONTAINER and not is_container(path))
+    return is_plain_file(path) or not is_meant_as_container(path)
 
 
 def check_plain(path: Path, original: Path | None, progress: Progress = lambda _: None) -> PlainChecks:

@@ -29,7 +29,7 @@ from ckpt8.checkpoint.replacing import (
 )
 from ckpt8.container import bases
 from ckpt8.container.bases import KEPT, is_kept_name
-from ckpt8.container.header import CONTAINER, container_names, is_container
+from ckpt8.container.header import CONTAINER, container_names, is_meant_as_container
 from ckpt8.container.joined import read_index
 from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.sharded import INDEX, is_part
@@ -292,7 +292,7 @@ def read(place: Place) -> Row | None:
     """What the files of a checkpoint say; None if they are none."""
     row = Row(RunRecord(place.name, place.run), place.path)
     paths = [place.path / name for name in place.files] if place.files else [place.path]
-    containers = [path for path in paths if path.suffix == CONTAINER or is_container(path)]
+    containers = [path for path in paths if is_meant_as_container(path)]
     heads: list[Facts] = []
 
     def attempt(read_facts: Callable[[], Facts | None]) -> Facts | None:

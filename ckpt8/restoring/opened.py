@@ -12,7 +12,7 @@ from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.sources.objects import read_storage, view_of
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.container.header import CONTAINER, is_container
+from ckpt8.container.header import is_meant_as_container
 from ckpt8.container.opened import CheckpointDirectory, CheckpointFile, Tensors
 from ckpt8.container.sharded import find_sharded
 from ckpt8.core.errors import UsageError
@@ -66,5 +66,4 @@ def open_container(
         raise UsageError(f"open: device is {described(device)}; give one of torch, such as 'cpu' or 'cuda:0'") from exc
     if (directory := find_sharded(path)) is not None:
         return CheckpointDirectory(directory, device)
-    is_ours = path.suffix == CONTAINER or is_container(path)
-    return CheckpointFile(path, device) if is_ours else PlainFile(path, device)
+    return CheckpointFile(path, device) if is_meant_as_container(path) else PlainFile(path, device)

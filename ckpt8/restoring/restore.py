@@ -21,7 +21,7 @@ from ckpt8.checkpoint.readers import is_plain_file
 from ckpt8.checkpoint.sources.stored_member import load_plain, load_source, member_index
 from ckpt8.codecs import Codec
 from ckpt8.container.bases import sources_of
-from ckpt8.container.header import CONTAINER, is_container
+from ckpt8.container.header import is_meant_as_container
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
@@ -204,7 +204,7 @@ def load(
         from ckpt8.restoring.sharded import load_directory
 
         return load_directory(directory, map_location, threads)
-    if Path(path).suffix != CONTAINER and not is_container(Path(path)):
+    if not is_meant_as_container(Path(path)):
         if member is not None:
             raise UsageError(f"{path}: is one checkpoint and no .ckpt8; leave out member")
         obj, tree = load_plain(Path(path), map_location)
