@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckpt8.inspecting.inspection import inspect
     from ckpt8.inspecting.runs import runs
     from ckpt8.inspecting.verify import verify
-    from ckpt8.restoring.opened import open_container as open  # noqa: A004 - as torch has load and save
+    from ckpt8.restoring.opened import open  # noqa: A004 - as torch has load and save
     from ckpt8.restoring.restore import load, restore
     from ckpt8.restoring.resume.resume import resume
 else:
@@ -56,7 +56,7 @@ _LOCATIONS = {
     "inspect": "ckpt8.inspecting.inspection:inspect",
     "save": "ckpt8.compressing.compress:save",
     "load": "ckpt8.restoring.restore:load",
-    "open": "ckpt8.restoring.opened:open_container",
+    "open": "ckpt8.restoring.opened:open",
     "restore": "ckpt8.restoring.restore:restore",
     "rebase": "ckpt8.container.writer:rebase",
     "resume": "ckpt8.restoring.resume.resume:resume",

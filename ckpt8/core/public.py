@@ -32,7 +32,7 @@ def checked(function: F) -> F:
         for name, parameter in signature.parameters.items()
         if (text := parameter.annotation) in _KINDS
     }
-    called = function.__qualname__.removesuffix(".__init__").removesuffix("open_container") or "open"
+    called = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -46,7 +46,7 @@ class PlainFile(Tensors[TensorRef]):
 
 
 @checked
-def open_container(
+def open(  # noqa: A001 - as torch has load and save
     path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
 ) -> CheckpointFile | CheckpointDirectory | PlainFile:
     """Open a checkpoint lazily, as ``safetensors.safe_open`` does. Raises InputError for damage.
