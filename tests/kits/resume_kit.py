@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -96,12 +97,17 @@ def snapshot(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type, structure, element type, stride and every bit."""
+    """Equal in type, structure, element type, layout and every bit: tensors, arrays of numpy, trees of them."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
         meta = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
         return meta and _bits(one, other)
+    if isinstance(one, np.ndarray):
+        # The strides of an array without elements mean nothing.
+        flags = ("c_contiguous", "f_contiguous", "writeable")
+        alike = one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return alike and all(getattr(one.flags, flag) == getattr(other.flags, flag) for flag in flags)
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gate_kit import among, archive, call, call_name, member, number, text, written
+from resume_kit import same
 
 import ckpt8
 
@@ -30,21 +31,6 @@ REFUSED = {
     "dates": (np.array(["2020-01-01"], "M8[D]"), "DateTime64DType"),
     "a subclass": (np.ma.masked_array([1, 2]), "MaskedArray"),
 }
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return type(a) is type(b) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        layout = a.flags.c_contiguous == b.flags.c_contiguous and b.flags.writeable
-        return (
-            type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes() and layout
-        )
-    return type(a) is type(b) and a == b
 
 
 # Of a file of protocol 5 that has no array torch warns.
