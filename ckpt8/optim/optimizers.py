@@ -109,7 +109,8 @@ class Adam(AdamW):
         decoupled_weight_decay: bool = False,
         **packing: Any,
     ) -> None:
-        check_torch_arguments({"decoupled_weight_decay": decoupled_weight_decay})
+        if decoupled_weight_decay:
+            raise UsageError("decoupled_weight_decay=True is not supported; ckpt8.optim.AdamW decays so")
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **packing)
 
 

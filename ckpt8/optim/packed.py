@@ -88,6 +88,10 @@ def check_group(group: dict[str, Any]) -> None:
         for value in given if several else (given,):
             if value is not None or key not in card.nullable:
                 _check_number(key, value, limit)
+    decoupled = group.get("decoupled_weight_decay")
+    if decoupled not in (None, card.fixed.get("decoupled", decoupled)) and group["weight_decay"]:
+        other = "AdamW" if decoupled else "Adam"
+        raise UsageError(f"decoupled_weight_decay={decoupled} is not supported; ckpt8.optim.{other} decays so")
     for key, kind in (("maximize", bool), ("seed", int)):
         require(
             isinstance(group[key], kind), f"{key} must be of the type {kind.__name__}, not {group[key]!r}", UsageError
@@ -104,7 +108,6 @@ def _check_number(key: str, value: Any, limit: float) -> None:
 _UNSUPPORTED = {
     "amsgrad": "its largest second moment has no packed form; torch.optim.AdamW has it",
     "differentiable": "the step changes packed state, through which no gradient flows; torch.optim has it",
-    "decoupled_weight_decay": "ckpt8.optim.AdamW decays so",
 }
 """Arguments of torch's optimizers that must be False here, and what to say of True."""
 

@@ -60,3 +60,13 @@ def test_so_it_is_in_a_group():
     assert len(optimizer.param_groups) == 1
     with pytest.raises(UsageError, match="amsgrad=True is not supported"):
         ckpt8.optim.AdamW([{"params": make_params(), "amsgrad": True}])
+
+
+def test_groups_of_torch_are_taken_by_the_optimizer_that_decays_as_they_say():
+    decayed = torch.optim.AdamW(make_params(), weight_decay=0.1).param_groups
+    ckpt8.optim.AdamW(decayed)
+    ckpt8.optim.AdamW(torch.optim.Adam(make_params()).param_groups)
+    with pytest.raises(UsageError, match="decoupled_weight_decay=True is not supported"):
+        ckpt8.optim.Adam(decayed)
+    with pytest.raises(UsageError, match=r"decoupled_weight_decay=False .* ckpt8\.optim\.Adam decays so"):
+        ckpt8.optim.AdamW(torch.optim.Adam(make_params(), weight_decay=0.1).param_groups)
