@@ -333,6 +333,8 @@ class PackedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, check it, and keep its codecs as stored configurations. Raises UsageError."""
         check_torch_arguments(param_group)
+        # The groups of another optimizer of ours name its rule.
+        param_group["rule"] = self.rule_id
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])

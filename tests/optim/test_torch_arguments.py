@@ -64,7 +64,8 @@ def test_so_it_is_in_a_group():
 
 def test_groups_of_torch_are_taken_by_the_optimizer_that_decays_as_they_say():
     decayed = torch.optim.AdamW(make_params(), weight_decay=0.1).param_groups
-    ckpt8.optim.AdamW(decayed)
+    assert ckpt8.optim.AdamW(decayed).param_groups[0]["rule"] == "adamw"
+    assert ckpt8.optim.Lion(decayed).param_groups[0]["rule"] == "lion"
     ckpt8.optim.AdamW(torch.optim.Adam(make_params()).param_groups)
     with pytest.raises(UsageError, match="decoupled_weight_decay=True is not supported"):
         ckpt8.optim.Adam(decayed)
