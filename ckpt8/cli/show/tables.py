@@ -276,26 +276,36 @@ def part_phrases(steps: Mapping[str, Any]) -> list[str]:
     return [f"{words} {number(steps[part])}" for part, words in PARTS.items()]
 
 
+Cells = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""The columns and the rows of a table."""
+
+
+def optimizer_table(steps: Mapping[str, Any] | None) -> Cells:
+    """The error by optimizer; no rows unless there are several."""
+    figures = {
+        "steps": "steps",
+        **PARTS,
+        "weight_snr_db": "weights' SNR",
+        "max_error": "max |Δu|",
+        "update_nmse": "NMSE of u",
+    }
+    several = steps["optimizers"] if steps and len(steps["optimizers"]) > 1 else []
+    return ("optimizer of", *figures.values(), "expected loss drift"), [
+        (counted(row["parameters"], "parameter"), *(number(row[key]) for key in figures), interval(row["drift"]))
+        for row in several
+    ]
+
+
 def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:
     """Print the error by optimizer, if there are several."""
-    if steps and len(steps["optimizers"]) > 1:
-        figures = {
-            "steps": "steps",
-            **PARTS,
-            "weight_snr_db": "weights' SNR",
-            "max_error": "max |Δu|",
-            "update_nmse": "NMSE of u",
-        }
-        rows = (
-            (counted(row["parameters"], "parameter"), *(number(row[key]) for key in figures), interval(row["drift"]))
-            for row in steps["optimizers"]
-        )
-        show_table(console, ("optimizer of", *figures.values(), "expected loss drift"), rows)
+    columns, rows = optimizer_table(steps)
+    if rows:
+        show_table(console, columns, rows)
 
 
-def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print what every preset and some budgets would make of a checkpoint."""
-    rows = [
+def prediction_table(facts: Mapping[str, Any]) -> Cells:
+    """What every preset and some budgets would make of a checkpoint."""
+    return ("option", "predicted", "ratio", "error in steps", "expected loss drift"), [
         (
             option_of(name),
             size(prediction["bytes"]),
@@ -305,7 +315,11 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
         )
         for name, prediction in facts["predicted"].items()
     ]
-    console.print(Table(("option", "predicted", "ratio", "error in steps", "expected loss drift"), rows))
+
+
+def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print what every preset and some budgets would make of a checkpoint."""
+    console.print(Table(*prediction_table(facts)))
     for reason, count in facts["unpredicted"].items():
         print_lines(console, wrap(f"not in steps: {counted(count, 'tensor')}: {reason}", console.width))
 
