@@ -21,12 +21,12 @@ from ckpt8.cli.show.tables import (
     codec_text,
     healing_line,
     number,
+    say,
     shape_text,
     show_optimizers,
     show_predictions,
     show_table,
     step_lines,
-    wrap,
 )
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.core.grouping import grouped
@@ -54,13 +54,6 @@ _LOST_IN_FP16 = ("moment2_fp16_zero", "fp16_scales")
 
 _SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad")
 _NUMBER = re.compile(r"(.*?)(\d+)")
-
-
-def say(console: Console, *texts: str, style: str = "", indent: str = "") -> None:
-    """Print texts without markup, each broken between words at the width of the terminal."""
-    for text in texts:
-        lines = wrap(text, console.width, first=indent, more=f"{indent}  ")
-        console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
 
 def _origin_words(facts: Mapping[str, Any], unknown: str, *more: str) -> str:

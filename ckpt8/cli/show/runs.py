@@ -22,8 +22,7 @@ from ckpt8.cli.show.charts import (
     text,
     tiles,
 )
-from ckpt8.cli.show.inspect import say
-from ckpt8.cli.show.tables import Table, number, show_table
+from ckpt8.cli.show.tables import Table, number, say, show_table
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, printable_tree, size
 

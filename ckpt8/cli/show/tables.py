@@ -13,7 +13,6 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from ckpt8.cli.guard import print_lines
 from ckpt8.container.steps import PARTS, interval
 from ckpt8.core.text import counted, percent, size
 
@@ -23,6 +22,9 @@ _WORDS = (
     *("kind", "base", "made with", "state"),
 )
 """Columns of words."""
+
+_BLANK = re.compile(r" (?!(?<=\d )(?:%|(?:steps?|dB|[kMGT]?B|s)\b))")
+"""A blank where a line may be broken: not one between a number and its unit."""
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LONGEST, _SHORTEST = 40, 8
@@ -85,11 +87,21 @@ def show_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence
     console.print(Table(columns, rows, left=left))
 
 
-def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterator[str]:
-    """Lines of at most ``width`` columns, broken at blanks. A name longer than a line breaks after its separators.
+def say(console: Console, *texts: str, style: str = "", indent: str = "", hang: int = len(_GAP)) -> None:
+    """Print texts without markup, each broken between words at the width of the terminal.
 
-    A line has at least one character beside its indentation, however small ``width`` is. ``first`` stands before the
-    first line, ``more`` before the others.
+    Lines after the first of a text stand ``hang`` columns to the right of it.
+    """
+    for text in texts:
+        lines = wrap(text, console.width, first=indent, more=indent + " " * hang)
+        console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+
+
+def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterator[str]:
+    """Lines of at most ``width`` columns, broken at blanks, though not between a number and its unit.
+
+    A name longer than a line breaks after its separators. A line has at least one character beside its indentation,
+    however small ``width`` is. ``first`` stands before the first line, ``more`` before the others.
     """
     line, is_empty = first, True
     for part in _parts(text, max(width - cell_len(more), 1)):
@@ -102,9 +114,12 @@ def wrap(text: str, width: int, *, first: str = "", more: str = _GAP) -> Iterato
 
 def _parts(text: str, width: int) -> Iterator[str]:
     """The pieces of a text that stay together, each with the blank after it."""
-    for word in text.split(" "):
+    for word in _BLANK.split(text):
         if cell_len(word) <= width:
             yield f"{word} "
+            continue
+        if " " in word:
+            yield from (piece for half in word.split(" ") for piece in _parts(half, width))
             continue
         # A name breaks after its separators.
         *parts, last = filter(None, re.findall(r"[^.:/_]*[.:/_]?", word))
@@ -183,7 +198,7 @@ HEALS = "this error fades: gradients renew the momentum within about ten steps, 
 
 
 def step_lines(steps: Mapping[str, Any]) -> list[str]:
-    """The lines of ``facts``."""
+    """The error in steps with its parts, what is not in it, and the loss drift; for reports with all figures."""
     whole, *parts = figure_phrases(steps) if steps["steps"] is not None else [""]
     lines = [
         *([f"steps         {whole}: {', '.join(parts)}"] if parts else []),
@@ -197,17 +212,32 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def warnings_of(steps: Mapping[str, Any] | None) -> list[str]:
+    """What a line about the error in steps leaves out and nobody should miss; nothing where there is no figure."""
+    if steps is None or steps["steps"] is None:
+        return []
+    excess = f"above the budget of {number(steps['budget'])} by {number(more)}" if (more := _excess(steps)) else ""
+    return [*filter(None, (excess,)), *outside_phrases(steps)]
+
+
 def steps_phrase(steps: Mapping[str, Any]) -> str:
-    """The error in steps beside its budget, for a line about more than that."""
+    """The error in steps and its budget, if there is one, for a line about more than that."""
     known = "in steps unknown" if steps["steps"] is None else f"{number(steps['steps'])} steps"
-    return f"error {known} ({_budget_phrase(steps)})"
+    return " ".join(filter(None, ("error", known, _budget_phrase(steps))))
 
 
 def _budget_phrase(steps: Mapping[str, Any]) -> str:
-    """The budget, and by how much the error exceeds it, beyond the rounding of sums: its three digits may hide that."""
-    budget = steps["budget"]
-    more = 0 if None in (budget, steps["steps"]) else steps["steps"] - budget
-    return f"budget {number(budget)}" + (f", exceeded by {number(more)}" if more > 1e-6 else "")
+    """The budget, if there is one, and by how much the error exceeds it: three digits may hide that."""
+    if steps["budget"] is None:
+        return ""
+    more = f", exceeded by {number(excess)}" if (excess := _excess(steps)) else ""
+    return f"(budget {number(steps['budget'])}{more})"
+
+
+def _excess(steps: Mapping[str, Any]) -> float:
+    """By how much the error exceeds the budget, beyond the rounding of sums; else 0."""
+    more = 0.0 if None in (steps["budget"], steps["steps"]) else steps["steps"] - steps["budget"]
+    return more if more > 1e-6 else 0.0
 
 
 def fallback_phrase(steps: Mapping[str, Any]) -> str | None:
@@ -246,7 +276,7 @@ def healing_line(update: Mapping[str, Any] | None, steps: Mapping[str, Any] | No
 
 def figure_phrases(steps: Mapping[str, Any]) -> list[str]:
     """A known error in steps, the budget, over what it is, and its parts."""
-    whole = f"{number(steps['steps'])} ({_budget_phrase(steps)})"
+    whole = " ".join(filter(None, (number(steps["steps"]), _budget_phrase(steps))))
     return [f"{whole} over {counted(steps['parameters'], 'parameter')}", *part_phrases(steps)]
 
 
@@ -319,9 +349,10 @@ def prediction_table(facts: Mapping[str, Any]) -> Cells:
 
 def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
     """Print what every preset and some budgets would make of a checkpoint."""
-    console.print(Table(*prediction_table(facts)))
-    for reason, count in facts["unpredicted"].items():
-        print_lines(console, wrap(f"not in steps: {counted(count, 'tensor')}: {reason}", console.width))
+    _, rows = prediction_table(facts)
+    console.print(Table(("option", "size", "ratio", "steps", "expected loss drift"), rows))
+    outside = facts["unpredicted"].items()
+    say(console, *(f"not in steps: {counted(count, 'tensor')}: {reason}" for reason, count in outside))
 
 
 def option_of(name: str) -> str:

@@ -132,6 +132,7 @@ def test_wrapped_lines_fit_and_say_the_same(text, width):
 
 def test_names_are_broken_between_components_and_paragraphs_leave_out_what_is_empty():
     assert list(wrap("model.layers.10.self_attn", 16)) == ["model.layers.10.", "  self_attn"]
+    assert list(wrap("it takes 43.2 kB, 12 % of it", 12)) == ["it takes", "  43.2 kB,", "  12 % of it"]
     table = Table(("name", "reason", "count"), [("a" * 20, "", "1")])
     assert render(table, 20).split() == ["name", "a" * 16, "a" * 4, "count", "1"]
 
