@@ -85,7 +85,8 @@ class TensorRef(Strided):
     """A strided tensor over a storage. ``offset`` and ``stride`` are in elements of ``dtype``.
 
     ``conj`` and ``neg``: its values are the conjugate, or the negative, of what the storage holds. ``share`` is its
-    place in a tensor that is spread over ranks, None for a tensor of its own.
+    place in a tensor that is spread over ranks, None for a tensor of its own. ``requires_grad``, ``is_parameter`` and
+    ``attributes`` (a ``__dict__``, or None) are those of the object that torch makes of it.
     """
 
     key: str
@@ -96,6 +97,9 @@ class TensorRef(Strided):
     conj: bool = False
     neg: bool = False
     share: Share | None = None
+    requires_grad: bool = False
+    is_parameter: bool = False
+    attributes: Any = None
 
     @classmethod
     def whole(cls, key: str, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
@@ -233,6 +237,12 @@ class Reader(Protocol):
 
     def read(self, file: SourceFile) -> OpenCheckpoint:
         """Read the structure. Raises InputError for a damaged file, UnsupportedError for one that it does not read."""
+
+
+class Size(tuple[int, ...]):
+    """A ``torch.Size``, where it matters that it is one; elsewhere a tree has a tuple."""
+
+    __slots__ = ()
 
 
 class StatefulDict(dict[Any, Any]):

@@ -172,9 +172,8 @@ def load(
     """Load what ``torch.load(..., weights_only=True)`` or safetensors' ``load_file`` would give for the original.
 
     ``path`` may also be an original of torch or safetensors, and a binary file such as ``io.BytesIO``. Arrays and
-    scalars of numpy are loaded as well. A file that has any comes on the CPU, unless ``map_location`` names a device,
-    with tensors in place of parameters. ``weights_only`` is for those who write it for torch: False is refused, as
-    nothing here unpickles.
+    scalars of numpy are loaded as well. A file that has any comes on the CPU, unless ``map_location`` names a device.
+    ``weights_only`` is for those who write it for torch: False is refused, as nothing here unpickles.
 
     A container of several files needs ``member``, the path of one of them. A file of a distributed checkpoint gives the
     slices of tensors in it by name: ``wte.weight[0:64,:]``. To load such a checkpoint as a whole, restore it and use

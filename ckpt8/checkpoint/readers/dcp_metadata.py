@@ -33,7 +33,7 @@ from typing import Any
 from ckpt8.checkpoint.readers.entries import DTYPE_NAMES
 from ckpt8.checkpoint.readers.inert_pickle import load_pickle
 from ckpt8.checkpoint.readers.rebuild import MAX_DIMS, is_count
-from ckpt8.checkpoint.tree import Components, Global, Inert, check_depth
+from ckpt8.checkpoint.tree import Components, Global, Inert, Size, check_depth
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.container.checks import path_problem
 from ckpt8.core.errors import InputError, UnsupportedError
@@ -265,12 +265,6 @@ class _Code:
     bytes: bytes
 
 
-class _Size(tuple[int, ...]):
-    """A tuple that is a ``torch.Size`` in the pickle."""
-
-    __slots__ = ()
-
-
 def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where: str) -> bytes:
     """The pickle with slices at other ``places`` (offset, length) and without their transformations.
 
@@ -292,7 +286,7 @@ def rewritten(metadata: Metadata, places: Mapping[Slice, tuple[int, int]], where
 
 def _sized(node: Inert, *keys: str) -> Inert:
     """``node`` with every tuple under ``keys`` as the ``torch.Size`` that it was in the file."""
-    sizes = {key: _Size(node.state[key]) for key in keys if node.state.get(key) is not None}
+    sizes = {key: Size(node.state[key]) for key in keys if node.state.get(key) is not None}
     return replace(node, state=node.state | sizes)
 
 
@@ -320,7 +314,7 @@ class _Writer:
             dict: lambda value: self._later(
                 _Code(b"}("), *(part for pair in value.items() for part in pair), _Code(b"u")
             ),
-            _Size: lambda value: self._later(Global("torch.Size"), tuple(value), _Code(b"\x85R")),
+            Size: lambda value: self._later(Global("torch.Size"), tuple(value), _Code(b"\x85R")),
             _Code: lambda value: self._put(value.bytes),
             Global: self._global,
             Inert: self._object,

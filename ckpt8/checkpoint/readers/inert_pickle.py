@@ -296,7 +296,7 @@ class Machine:
         constructor = CONSTRUCTORS.get(function.name) if type(function) is Global else None
         made = NOT_INTERPRETED if constructor is None else constructor(args, self.spend)
         if self.calls is not None:
-            self.calls.call(function, args, made, self)
+            made = self.calls.call(function, args, made, self)
         if made is not NOT_INTERPRETED:
             return made
         # A callable may itself be the result of a call, for instance of getattr.

@@ -25,7 +25,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, TypeGuard
 
-from ckpt8.checkpoint.tree import Global, Inert, Share, StatefulDict, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import Global, Inert, Share, Size, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.tensors import DType
 
 WRAPPED = "torch._utils._rebuild_wrapper_subclass"
@@ -211,7 +211,7 @@ def _fields(state: Any) -> dict[str, Any]:
 
 
 def _is_counts(value: Any) -> TypeGuard[Sequence[int]]:
-    return type(value) in (tuple, list) and len(value) <= MAX_DIMS and all(map(is_count, value))
+    return isinstance(value, (tuple, list)) and len(value) <= MAX_DIMS and all(map(is_count, value))
 
 
 _SCALARS = frozenset({str, int, float, bool, type(None), bytes, complex, Global})
@@ -227,7 +227,7 @@ def is_plain(value: Any) -> bool:
     """Whether no tensor or storage can hide in ``value``: a scalar, or a small container of scalars."""
     if _is_trivial(value):
         return True
-    if type(value) not in (tuple, list, dict) or len(value) > MAX_PLAIN_ENTRIES:
+    if type(value) not in (tuple, Size, list, dict) or len(value) > MAX_PLAIN_ENTRIES:
         return False
     parts = (part for pair in value.items() for part in pair) if type(value) is dict else value
     return all(map(_is_trivial, parts))
@@ -269,8 +269,9 @@ def _tensor(args: tuple[Any, ...], dtype: DType | None, metadata: tuple[Any, ...
         return NOT_INTERPRETED
     tensor = make_tensor(args[0], dtype or args[0].dtype, args[1], args[2], args[3])
     flags = metadata[0] if metadata and isinstance(metadata[0], dict) else {}
-    conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
-    return replace(tensor, conj=conj, neg=neg) if conj or neg else tensor
+    conj, neg, requires_grad = bool(flags.get("conj")), bool(flags.get("neg")), len(args) > 4 and bool(args[4])
+    is_plain_one = not (conj or neg or requires_grad)
+    return tensor if is_plain_one else replace(tensor, conj=conj, neg=neg, requires_grad=requires_grad)
 
 
 def _tensor_v2(args: tuple[Any, ...], _spend: Spend) -> Any:
@@ -291,9 +292,17 @@ def _tensor_v3(args: tuple[Any, ...], _spend: Spend) -> Any:
 
 
 def _wrapped(args: tuple[Any, ...], _spend: Spend) -> Any:
-    """``Parameter``, ``Buffer``, ``_rebuild_parameter``: a tensor first, then only flags and empty hooks."""
+    """``Buffer`` and ``Variable``: a tensor first, then only flags and empty hooks."""
     has_tensor = bool(args) and len(args) <= MAX_DIMS and type(args[0]) is TensorRef
     return args[0] if has_tensor and all(map(is_plain, args[1:])) else NOT_INTERPRETED
+
+
+def _parameter(args: tuple[Any, ...], spend: Spend) -> Any:
+    """``Parameter(data, requires_grad)``, and the functions with hooks and attributes behind these two."""
+    if (tensor := _wrapped(args, spend)) is NOT_INTERPRETED:
+        return NOT_INTERPRETED
+    requires_grad = len(args) == 1 or bool(args[1])
+    return replace(tensor, is_parameter=True, requires_grad=requires_grad, attributes=args[3] if args[3:] else None)
 
 
 def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
@@ -308,7 +317,8 @@ def _from_type(args: tuple[Any, ...], spend: Spend) -> Any:
         made = local_tensor(kind, arguments, state, spend)
         return NOT_INTERPRETED if made is None else made
     is_tensor = function.name in _TENSOR_FUNCTIONS and kind.name in _TENSOR_TYPES and is_plain(state)
-    return CONSTRUCTORS[function.name](arguments, spend) if is_tensor else NOT_INTERPRETED
+    made = CONSTRUCTORS[function.name](arguments, spend) if is_tensor else NOT_INTERPRETED
+    return replace(made, attributes=state) if type(made) is TensorRef and state else made
 
 
 def _size(args: tuple[Any, ...], _spend: Spend) -> Any:
@@ -391,11 +401,11 @@ def dict_key(key: Any) -> Any:
         node = pending.pop()
         seen += 1
         kind = type(node)
-        if (kind is tuple and len(node) + len(pending) + seen > MAX_KEY_NODES) or (
+        if (issubclass(kind, tuple) and len(node) + len(pending) + seen > MAX_KEY_NODES) or (
             kind is int and node.bit_length() > MAX_KEY_BITS
         ):
             raise ValueError("a dictionary key is too large")
-        if kind is tuple:
+        if issubclass(kind, tuple):
             pending.extend(node)
         elif kind not in _SCALARS and kind not in (Inert, TensorRef, StorageRef):
             raise ValueError(f"a {kind.__name__} is used as a dictionary key")
@@ -428,9 +438,9 @@ CONSTRUCTORS: dict[str, Constructor] = {
     "torch._utils._rebuild_tensor": _tensor_v2,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_parameter": _wrapped,
-    "torch._utils._rebuild_parameter_with_state": _wrapped,
-    "torch.nn.parameter.Parameter": _wrapped,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch.nn.parameter.Parameter": _parameter,
     "torch.nn.parameter.Buffer": _wrapped,
     "torch.autograd.variable.Variable": _wrapped,
     "torch._tensor._rebuild_from_type": _from_type,

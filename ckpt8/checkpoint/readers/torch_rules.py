@@ -25,7 +25,7 @@ from ckpt8.checkpoint.readers.rebuild import (
     is_plain,
     set_entry,
 )
-from ckpt8.checkpoint.tree import Global, Inert, StatefulDict, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import Global, Inert, Size, StatefulDict, StorageRef, TensorRef
 from ckpt8.core.tensors import DType
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _UTILS = "torch._utils._rebuild_"
 TYPED = "torch._tensor._rebuild_from_type_v2"
 _LARGEST_ITEM = 16
 _PACKED = {DType.QUINT4X2: 2, DType.QUINT2X4: 4}
-_PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "__dict__"})
+PROPERTIES = frozenset({"data", "real", "imag", "grad", "names", "__class__", "__dict__"})
 """Attributes of a tensor that do something when they are set."""
 
 
@@ -73,12 +73,12 @@ class Call:
     def state(self, state: Any) -> None:
         """Require attributes of a tensor: ``__dict__``, or that and the values of slots."""
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
-            self.require(part is None or (type(part) in (dict, StatefulDict) and _PROPERTIES.isdisjoint(part)))
+            self.require(part is None or (type(part) in (dict, StatefulDict) and PROPERTIES.isdisjoint(part)))
             self.budget.spend(len(part or ()))
 
 
 def _is_shape(value: Any) -> bool:
-    return type(value) is tuple and len(value) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, tuple) and len(value) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in value)
 
 
 def _is_number(value: Any) -> bool:
@@ -283,10 +283,17 @@ class TorchCalls:
     def _is_refused(self) -> bool:
         return bool(self.foreign or self.arrays)
 
-    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Machine) -> None:
-        """Judge a call. ``made`` is the value that the inert machine makes of it, or NOT_INTERPRETED."""
-        if self._is_refused:
-            return
+    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Machine) -> Any:
+        """Judge a call. ``made`` is the value that the inert machine makes of it, or NOT_INTERPRETED.
+
+        Returns ``made``; for a ``torch.Size`` a ``Size``, as what is judged may be built as torch builds it.
+        """
+        if not self._is_refused:
+            self._judge(function, args, made, budget)
+        is_size = type(function) is Global and function.name == "torch.Size" and type(made) is tuple
+        return Size(made) if is_size else made
+
+    def _judge(self, function: Any, args: tuple[Any, ...], made: Any, budget: Machine) -> None:
         if type(function) is not Global:
             raise ValueError("it calls something that is no function")
         rule = RULES.get(function.name)

@@ -2,9 +2,9 @@
 
 Dictionaries, lists, tuples, sets, scalars, tensors (on the CPU, with shared storages still shared), torch dtypes and
 devices, counters, and numpy arrays and scalars come back as they were. A ``defaultdict`` becomes an ``OrderedDict``,
-``torch.Size`` a tuple. No other class is ever imported: an object becomes a ``ckpt8.Inert`` with the name of its class,
-its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt. A class or function itself
-becomes a ``ckpt8.Global`` with its name.
+``torch.Size`` a tuple, a parameter a tensor. No other class is ever imported: an object becomes a ``ckpt8.Inert`` with
+the name of its class, its arguments, its state (mostly its ``__dict__``) and its items, all of them rebuilt. A class or
+function itself becomes a ``ckpt8.Global`` with its name.
 
 ``ValueBuilder`` builds values for live objects: plain ones, tensors, tensors of classes that torch calls safe, and
 plain objects. An ``Inert`` in a model or an optimizer would break a training step much later; ``problem`` finds such
@@ -27,11 +27,12 @@ from typing import Any
 import torch
 
 from ckpt8.checkpoint.readers.rebuild import WRAPPED, check_hashes
-from ckpt8.checkpoint.readers.torch_rules import ARRAYS, COUNTER, DATA_ALLOWANCE, DATA_FACTOR, TYPED
+from ckpt8.checkpoint.readers.torch_rules import ARRAYS, COUNTER, DATA_ALLOWANCE, DATA_FACTOR, PROPERTIES, TYPED
 from ckpt8.checkpoint.tree import (
     Checkpoint,
     Global,
     Inert,
+    Size,
     StatefulDict,
     StorageInfo,
     StorageRef,
@@ -39,7 +40,7 @@ from ckpt8.checkpoint.tree import (
     iter_nodes,
 )
 from ckpt8.container.frames import bytes_of, host_bytes
-from ckpt8.core.errors import InputError, ResumeError, require
+from ckpt8.core.errors import InputError, ResumeError, UnsupportedError, require
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import state_objects
 
@@ -212,14 +213,14 @@ class RestBuilder:
 
 
 class TreeBuilder(RestBuilder):
-    """Builds what ``torch.load`` would, of a checkpoint of torch; parameters come as tensors.
+    """Builds what ``torch.load`` would, of a checkpoint of torch that was read for it, with ``TorchCalls``.
 
     Tensors are on the CPU, unless ``map_location``, as that of ``torch.load``, says otherwise.
     """
 
     def __init__(self, checkpoint: Checkpoint, map_location: Any = None) -> None:
         super().__init__(checkpoint)
-        self._makers[StorageRef] = self._storage
+        self._makers |= {StorageRef: self._storage, Size: torch.Size}
         self._restore = torch.serialization._get_restore_location(map_location)  # type: ignore[no-untyped-call]
 
     def _load(self, key: str) -> torch.Tensor:
@@ -227,6 +228,28 @@ class TreeBuilder(RestBuilder):
             storage = self._restore(super()._load(key).untyped_storage(), "cpu")
             self._loaded[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._loaded[key]
+
+    def _tensor(self, ref: TensorRef) -> torch.Tensor:
+        """The tensor as torch makes it: a view of nothing, with flags and attributes. Raises UnsupportedError."""
+        require(ref.share is None, "the checkpoint has a DTensor together with arrays of numpy", UnsupportedError)
+        attributes = self._build(ref.attributes)
+        require(PROPERTIES.isdisjoint(attributes or ()), "the checkpoint sets what is no attribute of a tensor")
+        content = self._load(ref.key)
+        empty = torch.empty(0, dtype=ref.dtype.torch, device=content.device)
+        tensor = empty.set_(content.untyped_storage(), ref.offset, ref.shape, ref.stride)
+        if flags := {flag: True for flag in ("conj", "neg") if getattr(ref, flag)}:
+            torch._utils.set_tensor_metadata(tensor, flags)  # type: ignore[no-untyped-call]
+        if ref.is_parameter:
+            tensor = torch.nn.Parameter(tensor, ref.requires_grad)
+        else:
+            tensor.requires_grad = ref.requires_grad
+        return torch._utils._set_obj_state(tensor, attributes)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _dict(self, node: Mapping[Any, Any]) -> Any:
+        made = super()._dict(node)
+        if isinstance(node, StatefulDict) and isinstance(node.state, dict):
+            vars(made).update(self._build(node.state))
+        return made
 
     def _storage(self, ref: StorageRef) -> torch.TypedStorage:
         """What torch makes of any storage in a file, with the element type that the file gives it."""
@@ -287,10 +310,11 @@ def _numpy(node: Inert) -> Any:
         is_data = isinstance(data, (bytes, bytearray)) and type(shape) is tuple and order in ("C", "F")
         if known is None or kind != _NDARRAY or not is_data or known.itemsize * math.prod(shape) != len(data):
             return None
+        if shape and not known.itemsize:  # as many empty texts as somebody likes
+            return None
         import numpy as np
 
-        flat: Any = np.frombuffer(data, dtype=known)
-        return flat.reshape(shape, order=order)
+        return np.ndarray(shape, known, data, order=order)  # type: ignore[arg-type]
     except (ImportError, ValueError, TypeError, IndexError, OverflowError):
         return None
 

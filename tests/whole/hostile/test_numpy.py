@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter, OrderedDict
 from importlib import import_module
 
 import numpy as np
@@ -20,6 +21,7 @@ PLAIN = {
     "the state of a generator": np.random.default_rng(7).bit_generator.state,
     "kinds": [np.ones(3, kind) for kind in ("?", "i1", "u2", "i8", "f2", "f4", "f8", "c8", "c16")],
     "texts": [np.array(["ä", "bb"]), np.array([b"a", b"bcd"]), np.str_("x"), np.bytes_(b"y")],
+    "empty texts": [np.str_(""), np.bytes_(b""), np.array(["", ""]), np.array([], "U")],
     "scalars": [np.float64(2.5), np.int32(-1), np.bool_(True), np.complex64(1j), np.float16(0.1)],
     "shapes": [np.array(3), np.zeros((0, 4)), np.arange(24).reshape(2, 3, 4), np.asfortranarray(np.eye(3)[:2])],
     "beside others": {"python": random.Random(7).getstate(), "torch": torch.get_rng_state(), "a": np.arange(3)},
@@ -44,6 +46,59 @@ def test_plain_arrays_and_scalars_load_as_pickle_makes_them(name, protocol, tmp_
     assert same(torch.load(tmp_path / "a.pt", weights_only=False), ckpt8.load(tmp_path / "a.ckpt8"))
     ckpt8.save(value, tmp_path / "a.ckpt8")  # a warning would be an error
     assert same(value, ckpt8.load(tmp_path / "a.ckpt8", map_location="cpu"))
+
+
+def with_attributes(made, **attributes):
+    vars(made).update(attributes)
+    return made
+
+
+def alike(one, other, where="tree"):
+    """Assert that two values have the same types, bits, flags and attributes, all the way down."""
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert same(one.detach(), other.detach()), where
+        assert one.data_ptr() - one.untyped_storage().data_ptr() == one.storage_offset() * one.itemsize
+        for flag in ("requires_grad", "is_leaf", "grad_fn", "device", "_base"):
+            assert getattr(one, flag) == getattr(other, flag), (where, flag)
+    elif isinstance(one, dict):
+        alike(list(one.items()), list(other.items()), where)
+    elif isinstance(one, (list, tuple)) and type(one) is not torch.Size:
+        assert len(one) == len(other), where
+        for k, pair in enumerate(zip(one, other, strict=True)):
+            alike(*pair, f"{where}.{k}")
+    else:
+        assert same(one, other), where
+    if hasattr(one, "__dict__"):
+        assert vars(one) == vars(other), where
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_stands_beside_an_array_loads_as_torch_loads_it(is_zip, tmp_path):
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    spectrum, other = torch.randn(2, 3, dtype=torch.complex64).unbind()
+    other = other.clone()
+    value = {
+        "model": with_attributes(OrderedDict(w=weight, tied=weight), _metadata={"": {"version": 1}}, note=[1]),
+        "parameters": [torch.nn.Parameter(torch.ones(2), requires_grad=False), torch.nn.Parameter(torch.ones(()))],
+        "attributes": [
+            with_attributes(one(torch.ones(3)), note="a", count=1) for one in (torch.clone, torch.nn.Parameter)
+        ],
+        "flags": [torch.randn(3, requires_grad=True), spectrum.conj(), other.conj().imag, weight.detach().t()],
+        "sizes": [torch.Size([2, 3]), torch.Size([]), (2, 3), {torch.Size([1]): 2}, torch.ones(2, 3).shape],
+        "others": [{1, 2}, Counter("abca"), torch.device("cpu"), torch.bfloat16, 1j, bytearray(b"x"), -(2**70), ()],
+        "module": torch.nn.BatchNorm1d(2).state_dict(keep_vars=True),
+        "array": np.arange(3),
+    }
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=is_zip)
+    ckpt8.compress(tmp_path / "a.pt", tmp_path / "a.ckpt8", preset="lossless")
+    expected = torch.load(tmp_path / "a.pt", weights_only=False)
+    for name in ("a.pt", "a.ckpt8"):
+        loaded = ckpt8.load(tmp_path / name)
+        alike(loaded, expected)
+        assert loaded["model"]["w"] is loaded["model"]["tied"]
+    torch.save({"model": value["model"], "sizes": value["sizes"]}, tmp_path / "b.pt")  # without an array
+    alike(ckpt8.load(tmp_path / "b.pt"), {"model": expected["model"], "sizes": expected["sizes"]})
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -107,6 +162,7 @@ CRAFTED = {
     "a dtype that there is not": made(FOUR, dtype("i3"), content(bytes(12))),
     "a dtype by its fields": made(FOUR, dtype("i4,i4"), content(bytes(32))),
     "a subclass": made(FOUR, F4, content(bytes(16)), "numpy.memmap"),
+    "a great many empty texts": made(number(1 << 40) + b"\x85", dtype("U0"), b"C\0"),
     "no state": call(ARRAY, call_name("numpy.ndarray"), number(1 << 50) + b"\x85", content(b"b")),
     "a call of the class": call("numpy.ndarray", number(1 << 50) + b"\x85"),
     "a scalar of objects": call("numpy._core.multiarray.scalar", dtype("O8"), content(bytes(8))),
