@@ -1,4 +1,5 @@
 """What a loop keeps beside model and optimizer: scheduler, gradient scaler, average of the weights, random states.
+And the extra states of a model's modules, as these are undone with the rest.
 
 A companion takes its entry by its own ``load_state_dict``. The path that was given chooses the entry; then a dictionary
 with exactly the keys of the live ``state_dict()``: the one below a key that names the companion, or the only one. The
@@ -21,6 +22,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import lr_scheduler
 
 from ckpt8.checkpoint.sources.objects import ValueBuilder
@@ -141,6 +143,33 @@ def loaded(companions: Sequence[Companion], path: object) -> Iterator[None]:
                 raise ResumeError(f"{path}: {one.what} refuses its entry: {reason}; nothing was changed") from exc
         yield
         undone.pop_all()
+
+
+@contextmanager
+def extra_states(label: str, model: nn.Module, states: Mapping[str, Any], path: object) -> Iterator[None]:
+    """Give modules of a model their extra states, by name; on an error there or in the block, give back the old ones.
+
+    The block fills the weights. A module may compute with them in ``set_extra_state``, which torch calls after it has
+    loaded them, so each state is set again after the block. Raises ResumeError where a module refuses its state.
+    """
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in states}
+    with ExitStack() as undone:
+        for name, module in modules.items():
+            undone.callback(_give_back, module, copy.deepcopy(module.get_extra_state()))
+            try:
+                module.set_extra_state(copy.deepcopy(states[name]))
+            except Exception as exc:
+                reason = (str(exc).splitlines() or [""])[0]
+                raise ResumeError(f"{path}: {label} refuses {name}: {reason}; nothing was changed") from exc
+        yield
+        undone.pop_all()
+    for name, module in modules.items():
+        module.set_extra_state(states[name])
+
+
+def _give_back(module: nn.Module, state: Any) -> None:
+    with suppress(Exception):  # the error that led here matters
+        module.set_extra_state(state)
 
 
 _CUDA_STATE = 16

@@ -38,6 +38,7 @@ from ckpt8.restoring.resume import optimizer as optimizers
 from ckpt8.restoring.resume.companions import (
     Companion,
     check_random_states,
+    extra_states,
     find_random_states,
     given_companion,
     loaded,
@@ -511,6 +512,8 @@ class _Plan:
             # A companion may change an optimizer, so those are remembered first.
             for _, _, optimizer in changing:
                 undone.enter_context(optimizers.undone_on_error(optimizer))
+            for label, model, weights in zip(self._models.labels, self._models.objects, self._weights, strict=True):
+                undone.enter_context(extra_states(label, model, weights.extra, source.path))
             undone.enter_context(loaded(self._beside, source.path))
             for label, state, optimizer in changing:
                 try:
@@ -524,9 +527,6 @@ class _Plan:
                 raise InputError(
                     f"{source.path}: could be read a moment ago but not now ({exc}); the model is partly overwritten"
                 ) from exc
-        for model, weights in zip(self._models.objects, self._weights, strict=True):
-            for name, value in weights.extra.items():
-                model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         set_random_states(self._random)
 
 

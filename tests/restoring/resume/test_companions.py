@@ -255,6 +255,42 @@ def test_what_a_companion_does_to_an_optimizer_is_undone_with_it(refuses, tmp_pa
     assert vars(average).keys() == {"optimizer", "fails", "steps"}
 
 
+class Counting(torch.nn.Module):
+    """A module whose extra state is a number; above ten it refuses it, after it has taken it."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.weight, self.count = torch.nn.Parameter(torch.full((2,), float(count))), count
+
+    def get_extra_state(self):
+        return {"count": self.count, "sum": self.weight.detach().sum()}
+
+    def set_extra_state(self, state):
+        self.count = state.pop("count")  # the second call needs a state that is whole
+        self.fits = torch.equal(state["sum"], self.weight.sum())
+        if self.count > 10:
+            raise RuntimeError("too many")
+
+
+@pytest.mark.parametrize("refuses", ["the scheduler", "the next module", "the optimizer"])
+def test_an_extra_state_is_given_back_with_the_rest(refuses, tmp_path):
+    last = 30 if refuses == "the next module" else 3
+    model = torch.nn.Sequential(Counting(1), Counting(2))
+    optimizer = (Refusing if refuses == "the optimizer" else torch.optim.SGD)(model.parameters(), lr=0.5)
+    tree = {"model": torch.nn.Sequential(Counting(5), Counting(last)).state_dict(), "schedule": {"steps": 7}}
+    torch.save({**tree, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    schedule = Setting(optimizer, fails=refuses == "the scheduler")
+    before = copy.deepcopy(model.state_dict())
+    reasons = "scheduler refuses its entry|model refuses 1._extra_state: too many|does not take the saved state"
+    with pytest.raises(ckpt8.ResumeError, match=reasons):
+        ckpt8.resume(tmp_path / "a.pt", model, optimizer, scheduler=schedule, scheduler_at="schedule")
+    assert same(model.state_dict(), before)
+    torch.save(tree, tmp_path / "b.pt")
+    if refuses != "the next module":
+        ckpt8.resume(tmp_path / "b.pt", model)
+        assert [(module.count, module.fits) for module in model] == [(5, True), (3, True)]
+
+
 def test_without_strict_what_does_not_fit_stays(tmp_path):
     loop, other = Loop().train(), Loop(seed=1)
     torch.save({**loop.state(), "scaler": None}, tmp_path / "a.pt")
