@@ -1,12 +1,13 @@
 """What a loop keeps beside model and optimizer: scheduler, gradient scaler, average of the weights, random states.
-And the extra states of a model's modules, as these are undone with the rest.
+
+The extra states of a model's modules are here as well: they are undone with the rest.
 
 A companion takes its entry by its own ``load_state_dict``. The path that was given chooses the entry; then a dictionary
 with exactly the keys of the live ``state_dict()``: the one below a key that names the companion, or the only one. The
 name alone decides where no dictionary has these keys. Of several that fit alike none is loaded.
 
-Random states are known by their form: the Mersenne twister of Python, of numpy, and of torch on the CPU, the offsets of
-a CUDA generator.
+Random states are known by their form (the Mersenne twister of Python, of numpy, and of torch on the CPU, the offsets of
+a CUDA generator) and by their name: one without a name that says so, or that belongs to a sampler, stays in the rest.
 """
 
 from __future__ import annotations
@@ -175,7 +176,20 @@ def _give_back(module: nn.Module, state: Any) -> None:
 _CUDA_STATE = 16
 """Bytes of the state of a CUDA generator: seed and offset."""
 
-_IS_RANDOM = re.compile(r"rng|random|generator|seed", re.IGNORECASE)
+_IS_RANDOM = re.compile(r"rng|random|seed", re.IGNORECASE)
+_IS_LIBRARY = {
+    kind: re.compile(pattern)
+    for kind, pattern in (
+        ("python", "python|py"),
+        ("numpy", "numpy|np"),
+        ("torch", "(?:py)?torch|cpu"),
+        ("cuda", "cuda"),
+    )
+}
+"""By whose state it is, what a word of its path says."""
+
+_IS_OF_DATA = re.compile(r"samplers?|(?:data)?loaders?|generators?|datasets?|workers?")
+"""What a word says of a state that is no global one."""
 
 
 def find_random_states(tree: object, values: ValueBuilder) -> tuple[dict[str, Any], list[Any], list[str]]:
@@ -183,11 +197,16 @@ def find_random_states(tree: object, values: ValueBuilder) -> tuple[dict[str, An
 
     Last comes what is not clear, in words: two states of one kind, or none at all.
     """
-    found = grouped((kind, at) for at in iter_nodes(tree) if (kind := _kind(*at)) is not None)
+    found = [(kind, *at) for at in iter_nodes(tree) if (kind := _kind(*at)) is not None]
+    named = grouped((kind, (path, node)) for kind, path, node in found if _is_global(kind, path))
     chosen: dict[str, Any] = {}
     nodes: list[Any] = []
-    problems = [] if found else ["rng: the file holds no state of random numbers"]
-    for kind, states in found.items():
+    problems = []
+    if not named:
+        others = listed((format_path(path) for _, path, _ in found), _SHOWN)
+        more = f" whose name says that it is a global one, only {others}" if found else ""
+        problems.append(f"rng: the file holds no state of random numbers{more}")
+    for kind, states in named.items():
         likely = [state for state in states if any(map(_IS_RANDOM.search, state[0]))] or states
         if kind != "cuda" and len(likely) > 1:
             paths = listed((format_path(path) for path, _ in likely), _SHOWN)
@@ -200,6 +219,13 @@ def find_random_states(tree: object, values: ValueBuilder) -> tuple[dict[str, An
         nodes += [node for _, node in likely]
         chosen[kind] = made if kind == "cuda" else made[0]
     return chosen, nodes, problems
+
+
+def _is_global(kind: str, path: Components) -> bool:
+    """Whether the name of a state says that it is Python's, numpy's, torch's or CUDA's, and not a sampler's."""
+    parts = [word for component in path for word in words(component)]
+    is_named = any(_IS_RANDOM.search(word) or _IS_LIBRARY[kind].fullmatch(word) for word in parts)
+    return is_named and not any(map(_IS_OF_DATA.fullmatch, parts))
 
 
 def check_random_states(states: Mapping[str, Any], path: object) -> None:

@@ -285,8 +285,9 @@ def resume(
 
     ``scheduler``, ``scaler`` and ``ema`` (an ``AveragedModel``, a copy of the model, an object of a package) take their
     entries by their own ``load_state_dict``. ``rng`` sets the random numbers of Python, numpy, torch and CUDA to the
-    states in the file. Each entry is found by its keys and its name, or at the path that ``scheduler_at`` and its kin
-    give. Of two entries that fit ``model`` the one is meant that is no average.
+    states in the file whose names say so (``rng_state``, ``torch_rng``, ``numpy``); that of a sampler, a loader or a
+    generator stays in the rest. Each entry is found by its keys and its name, or at the path that ``scheduler_at`` and
+    its kin give. Of two entries that fit ``model``, the one that is no average is taken.
 
     The rest is the tree without the entries that were used, on the CPU; what held nothing else is missing too. Objects
     of classes that are not imported are ``ckpt8.Inert`` in it: see ``checkpoint.sources.objects``. Nothing that holds

@@ -180,8 +180,12 @@ def misfits(state):
             {**state, "rng": (3, random.getstate()[1], "x")}, {"rng": True}, "python's random numbers is not valid"
         ),
         "a generator of its own": (
-            {**state, "sampler": np.random.Generator(np.random.MT19937(1)).bit_generator.state}, {"rng": True},
-            "holds no state of random numbers",
+            {**state, "numpy": np.random.Generator(np.random.MT19937(1)).bit_generator.state}, {"rng": True},
+            "holds no state of random numbers;",
+        ),
+        "only the state of a sampler": (
+            {**state, "sampler": {"generator": torch.get_rng_state()}}, {"rng": True},
+            "no state of random numbers whose name says that it is a global one, only sampler.generator;",
         ),
         "schedulers by name": (
             {**state, "scheduler": {"a": state["scheduler"], "b": {**state["scheduler"], "T_max": 5}}}, {},
@@ -310,6 +314,34 @@ def test_random_states_go_on_where_they_stopped(tmp_path):
     rest = ckpt8.resume(tmp_path / "a.ckpt8", model=loop.model, rng=True)
     assert same((random.random(), np.random.random(), torch.rand(3)), drawn)
     assert rest.keys() == {"sampler"}
+
+
+GLOBAL = [
+    ("rng",), ("rng_state",), ("torch_rng",), ("cpu_rng_state",), ("rngs", "cpu"), ("states", "torch"), ("cpu",),
+    ("torch_manual_seed",), ("RNGState",),
+]  # fmt: skip
+OTHERS = [
+    ("sampler", "generator"), ("dataloader", "rng_state"), ("trainDataLoader", "torch_rng"), ("generator",),
+    ("data", "sampler_rng"), ("loader", "cpu"), ("mask",), ("model", "table"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*GLOBAL, *OTHERS], ids=".".join)
+@pytest.mark.parametrize("python", [False, True])
+def test_a_state_is_torch_s_only_where_its_name_says_so(path, python, tmp_path):
+    """With Python's state there is no error: then what was left is in the result."""
+    state = torch.Generator().manual_seed(3).get_state()
+    tree = {"python": random.getstate()} if python else {}
+    torch.save(tree | ({path[0]: {path[1]: state}} if len(path) > 1 else {path[0]: state}), tmp_path / "a.pt")
+    torch.manual_seed(4)
+    before = torch.get_rng_state()
+    if path in OTHERS and not python:
+        with pytest.raises(ckpt8.ResumeError, match=f"only {'.'.join(path)}; nothing"):
+            ckpt8.resume(tmp_path / "a.pt", rng=True)
+    else:
+        rest = ckpt8.resume(tmp_path / "a.pt", rng=True)
+        assert list(rest) == ([path[0]] if path in OTHERS else [])
+    assert torch.equal(torch.get_rng_state(), before if path in OTHERS else state)
 
 
 @pytest.mark.parametrize(
