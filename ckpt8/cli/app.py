@@ -35,6 +35,7 @@ from ckpt8.cli.guard import (
     print_lines,
     progress_bar,
     quieter,
+    usual_volume,
     waited,
 )
 from ckpt8.core.errors import CheckFailedError, UsageError, require
@@ -311,6 +312,17 @@ def _volume_option(names: list[str], change: Callable[[], None], text: str) -> T
     )
 
 
+_QUIET, _VERBOSE = ("--quiet", "-q"), ("--verbose", "-v")
+
+
+def _volume_options() -> list[TyperOption]:
+    """The two options that stand before a command or after it."""
+    return [
+        _volume_option([*_QUIET], quieter, "No progress, and nothing on stdout but --json."),
+        _volume_option([*_VERBOSE], louder, "Show all rows of a report, and say what ckpt8 falls back to."),
+    ]
+
+
 class _Command(TyperCommand):
     """A command with ``--quiet`` and ``--verbose``. It says which option an argument too many belongs to."""
 
@@ -318,11 +330,7 @@ class _Command(TyperCommand):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.params = [
-            *self.params,
-            _volume_option(["--quiet", "-q"], quieter, "No progress, and nothing on stdout but --json."),
-            _volume_option(["--verbose", "-v"], louder, "Show all rows of a report, and say what ckpt8 falls back to."),
-        ]
+        self.params = [*self.params, *_volume_options()]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments. Raises UsageError for one too many."""
@@ -340,6 +348,15 @@ class _Commands(TyperGroup):
     """All commands. With ``--json`` each prints one object, also where its arguments are wrong."""
 
     _as_json = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.params = [*self.params, *_volume_options()]
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run the command line."""
+        with usual_volume():
+            return super().main(*args, **extra)
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         """Read the arguments of a command."""
@@ -376,4 +393,5 @@ app = make_app(COMMANDS)
 def main() -> None:
     """Run the command that ``sys.argv`` asks for, see ``guarded``."""
     # typer reads the signatures of all its commands, and takes long for each: give it only the one that runs.
-    guarded(make_app([command for command in COMMANDS if [command.__name__] == sys.argv[1:2]] or COMMANDS))
+    words = [word for word in sys.argv[1:] if word not in (*_QUIET, *_VERBOSE)]
+    guarded(make_app([command for command in COMMANDS if [command.__name__] == words[:1]] or COMMANDS))

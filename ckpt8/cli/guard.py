@@ -109,7 +109,7 @@ def most(count: int) -> int:
 
 
 @contextmanager
-def _usual_volume() -> Iterator[None]:
+def usual_volume() -> Iterator[None]:
     """What a command inside changes with ``quieter`` and ``louder`` ends with the block."""
     with setting(_volume, _NORMAL):
         try:
@@ -291,7 +291,7 @@ def one_object(*, as_json: bool) -> Iterator[None]:
     measured the ``seconds`` of its work, ``total_seconds`` are those that a person waited.
     """
     stated.clear()
-    with waiting(), _usual_volume(), noting_replaced() as replaced:
+    with waiting(), noting_replaced() as replaced:
         try:
             yield
         except StdoutError:

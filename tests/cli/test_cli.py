@@ -534,7 +534,7 @@ def test_quiet_prints_errors_alone_and_verbose_all_rows_and_what_falls_back(run,
     before = logger.level, list(logger.handlers)
     for words in (("inspect", packed), ("verify", packed), ("compress", small, "--force"), ("diff", small, small)):
         assert run(*words)[1]
-        assert run(*words, "-q") == (0, "", "")
+        assert run(*words, "-q") == run("-q", *words) == (0, "", "")
     assert json.loads(run.shown("verify", packed, "-q", "--json"))["failures"] == []
     assert_refused(run("verify", tmp_path / "none.ckpt8", "--quiet"), 3)
     assert run.shown("-V") == run.shown("--version")
@@ -545,6 +545,7 @@ def test_quiet_prints_errors_alone_and_verbose_all_rows_and_what_falls_back(run,
     assert "p.x" not in run("diff", tmp_path / "a.pt", tmp_path / "b.pt")[1]
     out = run("diff", tmp_path / "a.pt", tmp_path / "b.pt", "-v")[1]
     assert all(f"{name}.x" in out for name in "abcdefghijklmnop")
+    assert run("-v", "diff", tmp_path / "a.pt", tmp_path / "b.pt")[1] == out
     # A second moment below zero is none, so that its codec refuses it.
     state = torch.load(small)
     state["optimizer"]["state"][0]["exp_avg_sq"].fill_(-1.0)
