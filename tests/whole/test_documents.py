@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+
+import ckpt8
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "ckpt8" / "guide").glob("*.md"))]
@@ -30,6 +33,40 @@ def test_every_command_is_in_the_readme_and_no_other():
 
     table = re.findall(r"^\| `ckpt8 (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert table == [command.name or command.callback.__name__ for command in app.registered_commands]
+
+
+@pytest.mark.slow
+def test_the_recipes_run_as_they_are_written(run_command, inputs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = (inputs / "gpt_adamw.pt").read_bytes()
+    Path("run").mkdir()
+    for path in ("run.pt", "best.pt", "run/step-200.pt", "run/step-300.pt"):
+        Path(path).write_bytes(content)
+        os.utime(path, (0, 0))  # a chain leaves alone what may still be written
+    ckpt8.compress("run.pt", "broken.ckpt8")
+    damaged = bytearray(Path("broken.ckpt8").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    Path("broken.ckpt8").write_bytes(damaged)
+    text = (ROOT / "ckpt8" / "guide" / "commands.md").read_text()
+    recipes = [
+        line.partition("#") for line in re.findall(r"^    (ckpt8 .+)", text, re.MULTILINE) if "--watch" not in line
+    ]
+    assert len(recipes) > 10
+    for recipe, _, said in recipes:
+        command, _, then = recipe.partition("&&")
+        code, _, err = run_command(*command.split()[1:])
+        stated = re.search(r"exit code (\d)", said)
+        assert code == (int(stated[1]) if stated else "diff" in command), (command, err)
+        if words := then.split():
+            assert words[0] == "rm"
+            Path(words[1]).unlink()
+    assert {path.name for path in tmp_path.iterdir()} > {
+        "alone.pt",
+        "model-fp8",
+        "model.safetensors",
+        "rest.pt",
+        "run.pt",
+    }
 
 
 def test_the_python_reference_is_that_of_the_docstrings():
