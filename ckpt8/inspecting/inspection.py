@@ -37,7 +37,7 @@ class Inspection(Summarised, dict[str, Any]):
         yield (
             "red flags",
             listed(f"{count:,} {kind}" for kind, count in flags.items())
-            or (seen if sample["elements"] else "not looked for"),
+            or (seen if sample["elements"] else "no values were read; full=True reads them"),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +53,12 @@ def check(thing, names):
 @pytest.mark.parametrize(("home", "name"), PUBLIC, ids=lambda each: each if isinstance(each, str) else each.__name__)
 def test_an_example(home, name, names):
     check(getattr(home, name), names)
+
+
+def test_the_example_of_the_results(names):
+    page = (Path(ckpt8.__file__).parent / "guide" / "python.md").read_text()
+    example = re.search(r"```python\n(.*?)```", page[page.index("## Results") :], re.DOTALL)[1]
+    check(SimpleNamespace(__doc__=example, __name__="Results"), names)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
