@@ -7,7 +7,8 @@ system is. It loads nothing and runs nothing, and holds its facts as JSON, in th
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -25,6 +26,18 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def text(value: object) -> str:
     """Any text as markup that shows it: it contains no tags, and no characters that reverse the text around it."""
     return escape(printable(str(value)), quote=True)
+
+
+_WHOLE = re.compile(
+    r"(?<![\w-])--[a-z][a-z-]*|(?:max )?\|Δ?\w\|(?: [\d.e+-]+)?"
+    r"|(?<![\w#&.])\d[\d.,e+-]* (?:%|(?:[kMGT]?B|dB|bits|steps?)\b)"
+)
+"""An option, a magnitude, or a number with its unit."""
+
+
+def prose(value: object) -> str:
+    """Text as ``text`` makes it, in which no line ends inside an option, or between a number and its unit."""
+    return _WHOLE.sub(r'<span class="whole">\g<0></span>', text(value))
 
 
 def power(exponent: int) -> str:
@@ -132,23 +145,23 @@ def _swatch(css: str) -> str:
     return f'<rect class="{css}" width="11" height="11" rx="2"/>'
 
 
-_WIDTH, _HEIGHT = 320, 212
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 314, 26, 168
+_WIDTH, _HEIGHT = 320, 196
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 314, 10, 152
 _FAINTEST = -4
 """Exponent of ten of the smallest share, in per cent, that a histogram of magnitudes shows."""
 
 Place = Callable[[float], float]
 
 
-def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
-    """The histogram of magnitudes of both sides of a pair; ``axis`` names the quantity.
+def magnitudes(pair: dict[str, Any], css: str, label: str) -> str:
+    """The histogram of magnitudes of both sides of a pair; ``label`` names the quantity.
 
     Shares are on a logarithmic axis, since storage changes the tail.
     """
     sides = {name: _shares(pair[name]) for name in ("before", "after") if pair[name] is not None}
     drawn = {octave: share for side in sides.values() for octave, share in side.items() if share >= 10.0**_FAINTEST}
     if not drawn:
-        return _frame(axis, _notice("no value other than zero"))
+        return _frame(label, _notice("no value other than zero"))
     least = min(share for side in sides.values() for share in side.values() if share >= 10.0**_FAINTEST)
     low, high = min(drawn), max(drawn) + 1
     # At least eight octaves are drawn.
@@ -158,28 +171,31 @@ def magnitudes(pair: dict[str, Any], css: str, axis: str) -> str:
     x, y = _linear(low, high, _LEFT, _RIGHT), _linear(floor, 2, _BOTTOM, _TOP)
     marks = [(x(decade / LOG10_OF_2), power(decade)) for decade in decades(low * LOG10_OF_2, high * LOG10_OF_2)]
     body = [
-        _axes(marks, [(y(share), f"{10.0**share:g} %") for share in range(floor, 3)], axis, "share of values"),
+        _axes(marks, [(y(share), f"{10.0**share:g} %") for share in range(floor, 3)], "magnitude"),
     ]
     for name, side in sides.items():
         heights = [max(floor, math.log10(side[at])) if at in side else floor for at in range(low, high)]
         outline = _steps(heights, low, x, y, floor)
-        body.append(f'<path class="was" d="{outline}Z"/>' if name == "before" else _area(css, outline))
+        if name == "before":
+            body.append(f'<path class="was" d="{outline}Z"/>')
+        else:
+            body.append(f'<path class="line {css}" d="{outline}"/>' if "before" in sides else _area(css, outline))
     for octave in range(low, high):
         if words := [f"{name} {side[octave]:.3g} %" for name, side in sides.items() if octave in side]:
             reach = f"{2.0**octave:.2g} to {2.0 ** (octave + 1):.2g}"
             body.append(_hover_area(x(octave), x(octave + 1), f"{reach}: {', '.join(words)}"))
-    return _frame(axis, "".join(body))
+    return _frame(label, "".join(body))
 
 
 def code_usage(row: dict[str, Any], css: str, axis: str) -> str:
-    """How often the tensors use every code."""
+    """How often the tensors use every code, in per cent of their values."""
     counts, first, total = row["counts"], row["first"], max(row["total"], 1)
     shares = [100 * count / total for count in counts]
     ticks, last = linear_ticks(max(shares)), first + len(counts) - 1
     x, y = _linear(first - 0.5, last + 0.5, _LEFT, _RIGHT), _linear(0, ticks[-1], _BOTTOM, _TOP)
     marks = [(x(mark), str(mark)) for mark in sorted({round(first + (last - first) * k / 4) for k in range(5)})]
     body = [
-        _axes(marks, [(y(tick), f"{tick:.6g} %") for tick in ticks], axis, "share of values with each code"),
+        _axes(marks, [(y(tick), f"{tick:.6g} %") for tick in ticks], axis),
         _area(css, _steps(shares, first - 0.5, x, y)),
         *(
             _hover_area(x(code - 0.5), x(code + 0.5), f"code {code}: {count:,} ({percent(count, total)})")
@@ -193,13 +209,13 @@ def _area(css: str, outline: str) -> str:
     return f'<path class="area {css}" d="{outline}Z"/><path class="line {css}" d="{outline}"/>'
 
 
-def by_step(values: Sequence[float | None], css: str, axis: str) -> str:
+def by_step(values: Sequence[float | None], css: str, label: str) -> str:
     """A figure after every step, from step 1 on, on a logarithmic axis. Only positive figures have a point."""
     points = [(step, value, f"step {step:,}: {number(value)}") for step, value in enumerate(values, 1) if value]
     if not points:
-        return _frame(axis, _notice("zero after every step"))
+        return _frame(label, _notice("zero after every step"))
     places = log_axis([value for _, value, _ in points])
-    return over_steps([(css, points)], "replayed step", axis, places, steps=(1, len(values)))
+    return over_steps([(css, points)], label, places, steps=(1, len(values)))
 
 
 class Axis(NamedTuple):
@@ -228,19 +244,21 @@ def close_axis(values: Sequence[float]) -> Axis:
 
 def over_steps(
     curves: Sequence[tuple[str, Sequence[tuple[int, float, str]]]],
-    x_title: str,
-    y_title: str,
+    label: str,
     axis: Axis,
     *,
     steps: tuple[int, int] | None = None,
     joined: bool = True,
 ) -> str:
-    """Points at steps, ``joined`` by lines; a curve is a style, and its points in order: step, value, description."""
+    """Points at steps, ``joined`` by lines; ``label`` names the quantity.
+
+    A curve is a style, and its points in order: step, value, description.
+    """
     all_steps = [step for _, points in curves for step, _, _ in points]
     first, last = steps or (min(all_steps), max(all_steps))
     last = max(first + 1, last)
     x = _linear(first, last, _LEFT + 6, _RIGHT - 6)
-    body = [_axes([(x(step), f"{step:,}") for step in _marks(first, last)], axis.ticks, x_title, y_title)]
+    body = [_axes([(x(step), f"{step:,}") for step in _marks(first, last)], axis.ticks, "step")]
     for css, points in curves:
         # Some 300 points are enough.
         thin = list(points[:: max(1, len(points) // 300)])
@@ -252,7 +270,7 @@ def over_steps(
             f'<circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="2.5"><title>{text(words)}</title></circle>'
             for px, py, words in places
         ]
-    return _frame(y_title, "".join(body))
+    return _frame(label, "".join(body))
 
 
 def _marks(first: int, last: int) -> Sequence[int]:
@@ -282,9 +300,8 @@ def _hover_area(left: float, right: float, words: str) -> str:
     return f'<rect class="hit" {place}><title>{text(words)}</title></rect>'
 
 
-def _axes(
-    x_ticks: Sequence[tuple[float, str]], y_ticks: Sequence[tuple[float, str]], x_title: str, y_title: str
-) -> str:
+def _axes(x_ticks: Sequence[tuple[float, str]], y_ticks: Sequence[tuple[float, str]], title: str) -> str:
+    """Both axes. ``title`` is that of the horizontal one; the caption of the figure is that of the other."""
     parts = []
     for place, label in y_ticks:
         parts += [
@@ -299,8 +316,7 @@ def _axes(
         ]
     return (
         f'{"".join(parts)}<line class="base" x1="{_LEFT}" x2="{_RIGHT}" y1="{_BOTTOM}" y2="{_BOTTOM}"/>'
-        f'<text x="{(_LEFT + _RIGHT) / 2:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(x_title)}</text>'
-        f'<text x="2" y="12">{text(y_title)}</text>'
+        f'<text x="{(_LEFT + _RIGHT) / 2:.1f}" y="{_HEIGHT - 7}" text-anchor="middle">{text(title)}</text>'
     )
 
 
@@ -314,16 +330,16 @@ def _frame(label: str, body: str) -> str:
 
 STYLE = """
 :root{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5a636e;--line:#dfe3e8;--grid:#e9ecf0;
---weight:#2f6bd8;--moment1:#0b8a7f;--moment2:#c96a12;--update:#8a45c4;--other:#7b8591;--structure:#a9b1bb;--file:#c4cad1;
---before:#aab3bf;--alarm:#b3261e}
+--weight:#2f6bd8;--moment1:#0b8a7f;--moment2:#c96a12;--update:#8a45c4;--other:#5f6a76;--structure:#7d8894;--file:#87909b;
+--before:#b4bcc6;--alarm:#b3261e}
 @media (prefers-color-scheme:dark){:root{--page:#111418;--card:#1a1e24;--ink:#e7eaee;--soft:#a0a9b4;--line:#2d333b;
---grid:#272d35;--weight:#6ea1ff;--moment1:#36c2b4;--moment2:#f2a04e;--update:#c08cf2;--other:#8d97a3;--structure:#626c78;
---file:#4b545f;--before:#59636f;--alarm:#ff8a80}}
+--grid:#272d35;--weight:#6ea1ff;--moment1:#36c2b4;--moment2:#f2a04e;--update:#c08cf2;--other:#a5aeb9;--structure:#87919c;
+--file:#6f7985;--before:#4d5661;--alarm:#ff8a80}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,Roboto,sans-serif;
 -webkit-text-size-adjust:100%;font-variant-numeric:tabular-nums}
-main{max-width:1040px;margin:0 auto;padding:24px 16px 48px}
-h1{font-size:1.55rem;line-height:1.25;margin:0 0 4px;overflow-wrap:anywhere}
+main{max-width:1000px;margin:0 auto;padding:24px 16px 48px}
+h1{font-size:1.3rem;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:0 0 4px}
 h3{font-size:1rem;margin:20px 0 6px}
 p{margin:0 0 10px}
@@ -331,10 +347,11 @@ p{margin:0 0 10px}
 .note{font-size:.82rem;margin:4px 0 0}
 section{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px;margin-top:16px;min-width:0}
 code,.name{overflow-wrap:anywhere}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(132px,1fr));gap:10px;margin-top:16px}
-.tile{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:12px 14px;min-width:0}
-.tile b{display:block;font-size:1.3rem;line-height:1.3;font-weight:650;overflow-wrap:anywhere}
-.tile span{color:var(--soft);font-size:.82rem}
+.whole{white-space:nowrap}
+.tiles{display:flex;flex-wrap:wrap;gap:12px clamp(14px,4vw,64px);margin-bottom:14px}
+.tile b{display:block;font-size:clamp(1.15rem,4.7vw,2.2rem);line-height:1.2;font-weight:650;white-space:nowrap}
+.tile span{color:var(--soft);font-size:.85rem}
+.lead{font-size:1.05rem}
 .key{display:flex;flex-wrap:wrap;gap:4px 16px;margin:2px 0 10px;font-size:.85rem;color:var(--soft)}
 .key span{display:inline-flex;align-items:center;gap:6px}
 .key svg{flex:none}
@@ -350,7 +367,7 @@ padding:5px 0;border-top:1px solid var(--grid);align-items:center}
 @media (min-width:760px){.row,.axis{display:grid;grid-template-columns:minmax(120px,250px) minmax(0,1fr) 230px;
 grid-template-areas:"name bar value";gap:0 14px}.axis>*{grid-area:bar}
 .row>.value small{display:inline}}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr));gap:18px 16px;margin-top:10px}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,280px),1fr));gap:18px 16px;margin-top:10px}
 figure{margin:0;min-width:0;max-width:500px}
 @media (min-width:820px){.pairs{grid-template-columns:1fr 1fr}.pairs svg text{font-size:8.5px}}
 figure svg{display:block;width:100%;height:auto}
@@ -361,30 +378,46 @@ svg .grid{stroke:var(--grid);stroke-width:1}
 svg .base{stroke:var(--soft);stroke-width:1}
 svg .hit{fill:transparent}
 svg .hit:hover{fill:var(--ink);fill-opacity:.08}
-svg .was{fill:var(--before);fill-opacity:.75}
+svg .was{fill:var(--before);stroke:var(--structure)}
 svg .line{fill:none;stroke-width:1.75;stroke-linejoin:round}
 .weight{fill:var(--weight);stroke:var(--weight)}.moment1{fill:var(--moment1);stroke:var(--moment1)}
 .moment2{fill:var(--moment2);stroke:var(--moment2)}.update{fill:var(--update);stroke:var(--update)}
 .other{fill:var(--other);stroke:var(--other)}.structure{fill:var(--structure);stroke:var(--structure)}
 .file{fill:var(--file);stroke:var(--file)}.total{fill:var(--soft);stroke:var(--soft)}
 svg .area{fill-opacity:.16;stroke:none}
-svg rect,svg .area,svg .was{stroke:none!important}
+svg rect:not(.was),svg .area{stroke:none!important}
 svg .faint{fill-opacity:.42}
 svg .ring{fill:var(--card);stroke-width:2}
-table{border-collapse:collapse;width:100%;font-size:.88rem}
-th{font-weight:600;text-align:left;color:var(--soft)}
-td,th{padding:5px 8px 5px 0;border-top:1px solid var(--grid);vertical-align:top;overflow-wrap:anywhere}
+table{border-collapse:collapse;width:100%;font-size:.9rem}
+th{font-weight:600;text-align:left}
+td,th{padding:5px 0;border-top:1px solid var(--grid);vertical-align:top}
 tr:first-child>*{border-top:0}
-th{overflow-wrap:normal}
-td{text-align:right;padding-right:0}
-td span{display:inline-block}
-article{border-top:1px solid var(--line);padding-top:12px;margin-top:14px}
-article h4{margin:0;font-size:.95rem;overflow-wrap:anywhere}
+.terms{margin-bottom:14px}
+.terms th{width:9.5rem;padding-right:12px;color:var(--soft);font-weight:400}
+.terms td{overflow-wrap:anywhere}
+.wide{overflow-x:auto}
+.figures{width:auto;min-width:min(100%,620px)}
+section>:last-child{margin-bottom:0}
+.figures td,.figures th+th{padding-left:14px;text-align:right}
+.figures td{white-space:nowrap}
+.figures .word{text-align:left}
+.figures thead th{color:var(--soft);font-weight:400;font-size:.82rem;line-height:1.25;vertical-align:bottom}
+.figures tbody tr:first-child>*{border-top:1px solid var(--line)}
+.figures tbody th{font-weight:400}
+.sum tbody tr:last-child>*{border-top:1px solid var(--soft);font-weight:650}
+@media (max-width:560px){section{padding:14px}.terms th{width:6.4rem}.figures{font-size:.8rem}
+.figures td,.figures th+th{padding-left:8px}.figures thead th{font-size:.75rem}}
+details{border-top:1px solid var(--grid);padding:6px 0}
+li details{border:0;padding:0}
+li+li{margin-top:6px}
+summary{cursor:pointer}
+summary .name{word-break:break-all}
+summary .soft{display:block;font-size:.88rem}
 .alarm{color:var(--alarm)}
 ul{margin:6px 0;padding-left:20px}
 li,p,h2,h3,figcaption{overflow-wrap:anywhere}
 footer{color:var(--soft);font-size:.82rem;margin-top:18px}
-@media print{section,.tile{break-inside:avoid}}
+@media print{section{break-inside:avoid}}
 """
 
 
@@ -412,9 +445,60 @@ def _embedded(tree: Any) -> str:
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
-    """Figures that stand out: the name and the value of each."""
+    """Figures in large type: the name and the value of each."""
     items = "".join(f'<div class="tile"><b>{text(value)}</b><span>{text(name)}</span></div>' for name, value in pairs)
     return f'<div class="tiles">{items}</div>'
+
+
+Row = tuple[str, Sequence[str]]
+"""The name of a row and its phrases."""
+
+
+def terms(rows: Iterable[Row]) -> str:
+    """Rows of a name and what is to say of it; empty without rows."""
+    items = "".join(
+        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{prose(phrase)}</span>' for phrase in phrases)}</td></tr>"
+        for name, phrases in rows
+    )
+    return items and f'<table class="terms"><tbody>{items}</tbody></table>'
+
+
+def table(
+    name: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: Container[str] = (),
+    total: bool = False,
+) -> str:
+    """A table of figures, which scrolls where it is too wide; the first column has names, as those of ``words`` do.
+
+    No line is broken inside a figure, but in an interval. The last row may be a ``total``.
+    """
+    styles = [' class="word"' if column in words else "" for column in columns]
+    head, *body = (
+        "".join(
+            f"<{tag}{css}>{text(cell).replace(' to ', ' <wbr>to ')}</{tag}>"
+            for tag, css, cell in zip(["th", *[tags] * len(styles)], styles, cells, strict=False)
+        )
+        for tags, cells in (("th", columns), *(("td", row) for row in rows))
+    )
+    css, lines = "figures sum" if total else "figures", "".join(f"<tr>{line}</tr>" for line in body)
+    return (
+        f'<div class="wide"><table id="{name}" class="{css}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def bullets(items: Iterable[str]) -> str:
+    """A list of markup; empty without items."""
+    lines = "".join(f"<li>{item}</li>" for item in items)
+    return lines and f"<ul>{lines}</ul>"
+
+
+def folded(summary: str, *parts: str) -> str:
+    """What the reader opens by a click on its summary, both of them markup."""
+    return f"<details><summary>{summary}</summary>{''.join(parts)}</details>"
 
 
 def section(name: str, title: str, *parts: str) -> str:

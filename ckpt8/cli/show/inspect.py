@@ -56,7 +56,7 @@ _SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "we
 _NUMBER = re.compile(r"(.*?)(\d+)")
 
 
-def _origin_words(facts: Mapping[str, Any], unknown: str, *more: str) -> str:
+def origin_words(facts: Mapping[str, Any], unknown: str, *more: str) -> str:
     """The framework, step and epoch, if known."""
     version = f" {facts['version']}" if facts.get("version") else ""
     words = (
@@ -69,7 +69,7 @@ def _origin_words(facts: Mapping[str, Any], unknown: str, *more: str) -> str:
 
 def _show_origins(console: Console, origins: Iterable[Mapping[str, Any]]) -> None:
     """Print the program, step and epoch of every checkpoint in a directory, if they are of several programs."""
-    say(console, *(f"{row['path']}: {_origin_words(row, 'of unknown origin')}" for row in origins), indent="  ")
+    say(console, *(f"{row['path']}: {origin_words(row, 'of unknown origin')}" for row in origins), indent="  ")
 
 
 def base_line(facts: Mapping[str, Any]) -> str:
@@ -185,6 +185,11 @@ def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Map
     for kind, title, extent, lines in flags_by_kind(flags, most(3)):
         say(console, f"{title}: {extent}", style="yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
         say(console, *lines, indent="    ")
+
+
+def shown_flags(facts: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The red flags of a report: what fp16 would lose is one only where the readiness for it was asked for."""
+    return [flag for flag in facts["flags"] if "readiness" in facts or flag["kind"] not in _LOST_IN_FP16]
 
 
 def flags_by_kind(flags: Sequence[Mapping[str, Any]], most: int) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -414,7 +419,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     say(console, facts["path"], style="bold")
     say(console, f"{facts['format']}, {size(facts['bytes'])}, {tensors}")
     parameters = sum(group["parameters"] for group in facts["layers"])
-    if words := _origin_words(facts, "", counted(parameters, "parameter") if parameters else ""):
+    if words := origin_words(facts, "", counted(parameters, "parameter") if parameters else ""):
         say(console, words)
     _show_origins(console, facts["origins"])
     say(console, *map(optimizer_line, facts["optimizer"]))

@@ -12,23 +12,24 @@ from ckpt8.core.text import percent
 from ckpt8.inspecting.facts import ROLE_WORDS
 from ckpt8.inspecting.readiness import RAW, SCALED, snr, snr_text
 
-_COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scaled SNR", "over", "under", "sub")
+COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scaled SNR", "over", "under", "sub")
 
 
 def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool = False) -> None:
     """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
     console.print("\n[bold]Low-precision readiness[/]")
-    console.print(_coverage(readiness))
+    console.print(escape(coverage(readiness)))
     for label, line in ((row["label"], row["line"]) for row in readiness["formats"]):
         console.print(f"[bold]{escape(label)}[/]{escape(line.removeprefix(label))}")
-    show_table(console, _COLUMNS, _rows(readiness["formats"]))
+    show_table(console, COLUMNS, format_rows(readiness["formats"]))
     if "against" in readiness:
         _show_measured(console, readiness["against"])
     if tensors:
         _show_tensors(console, readiness)
 
 
-def _coverage(readiness: dict[str, Any]) -> str:
+def coverage(readiness: dict[str, Any]) -> str:
+    """Lines on how much was read, and what is left out."""
     count, total = readiness["looked_at"], readiness["elements"]
     sample, odd = readiness["sample"], readiness["nonfinite"]
     lines = [
@@ -37,12 +38,13 @@ def _coverage(readiness: dict[str, Any]) -> str:
         else f"a sample of {count:,} of {total:,} elements: of every weight and moment at most {sample['elements']:,} "
         f"in {sample['windows']} runs; --full reads all",
         *([f"{odd:,} of them are NaN or infinite, and are left out"] if odd else []),
-        *(f"left out: {count:,} tensors {escape(why)}" for why, count in readiness["left_out"].items()),
+        *(f"left out: {count:,} tensors {why}" for why, count in readiness["left_out"].items()),
     ]
     return "\n".join(lines)
 
 
-def _rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+def format_rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
+    """The cells of ``COLUMNS`` for every format and role."""
     for number_format in formats:
         name, ideal = number_format["label"], f"{number_format['ideal_snr_db']:.1f}"
         for role, report in number_format["roles"].items():

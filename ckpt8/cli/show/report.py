@@ -3,13 +3,14 @@
 It also holds its facts as JSON, in the element ``ckpt8-report``: ``facts`` as ``inspect --json`` prints them,
 ``distributions`` (see ``ckpt8.inspecting.distributions.Gathered``) and the ``replay``, if given.
 
-Its sections: sizes in total, by role and by layer; the error in steps and what is predicted; the error of lossy storage
-by layer, and the worst tensors with their histograms; how values and codes are distributed; the steps of ``verify
---resume-steps``.
+It begins with the verdict: the sizes, what resuming will notice, where it came from, and a table, of a container the
+parts of the checkpoint, of a checkpoint the presets. Red flags follow, then the details: sizes by codec and by layer;
+the error of lossy storage by layer; the steps of ``verify --resume-steps``; how values and codes are distributed; the
+worst tensors with their histograms.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,49 +20,53 @@ from ckpt8.cli.show.charts import (
     TWO_BARS,
     LogAxis,
     Page,
+    Row,
     Stack,
+    bullets,
     by_step,
     charts,
     code_usage,
     document,
     figure,
+    folded,
     legend,
     magnitudes,
+    prose,
     row,
     section,
     stacks,
+    table,
+    terms,
     text,
     tiles,
 )
-from ckpt8.cli.show.inspect import base_line, flags_by_kind, looked_at, optimizer_line
+from ckpt8.cli.show.inspect import base_line, flags_by_kind, looked_at, optimizer_line, origin_words, shown_flags
+from ckpt8.cli.show.readiness import COLUMNS, coverage, format_rows
 from ckpt8.cli.show.tables import (
     codec_text,
     drift_text,
     figure_phrases,
     healing_line,
     number,
-    option_of,
+    optimizer_table,
     outside_phrases,
-    part_phrases,
+    prediction_table,
     rate_phrases,
+    warnings_of,
 )
 from ckpt8.container.bases import files_of
 from ckpt8.container.joined import Stored
-from ckpt8.container.steps import interval
+from ckpt8.container.steps import PARTS, error_in_words
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.source_file import reading, refuse_url
+from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import parse_any_json
-from ckpt8.core.text import counted, differing_line, percent, size
+from ckpt8.core.text import counted, differing_line, listed, percent, size
 from ckpt8.inspecting.distributions import checkpoint_distributions, container_distributions
 from ckpt8.inspecting.facts import FIGURE_WORDS, ROLE_WORDS
 
-_CHARTS = {
-    "weight": ("Weights", "magnitude of a weight"),
-    "moment1": ("First moments", "magnitude of a first moment"),
-    "moment2": ("Second moments", "second moment"),
-    "update": ("Updates u", "magnitude of an update u"),
-}
+_CHARTS = {"weight": "Weights", "moment1": "First moments", "moment2": "Second moments", "update": "Updates u"}
 
 
 def value_section(distributions: dict[str, Any]) -> str:
@@ -78,8 +83,8 @@ def value_section(distributions: dict[str, Any]) -> str:
     return section(
         "values",
         "Weights, moments and updates",
-        f'<p class="soft">{text(sides)} A step of a curve is a factor of two in magnitude. Shares are on a logarithmic '
-        f"axis, which shows the tails.{undrawn if moments > updates else ''}</p>",
+        f'<p class="soft">{text(sides)} A chart shows the share of the values in each factor of two of magnitude, on a '
+        f"logarithmic axis, which shows the tails.{undrawn if moments > updates else ''}</p>",
         sides_legend(distributions),
         charts(histograms(pairs), "charts pairs"),
         _refused(distributions["refused"]),
@@ -94,21 +99,19 @@ def sides_legend(distributions: dict[str, Any]) -> str:
 def _refused(refused: dict[str, Any]) -> str:
     if not refused["count"]:
         return ""
-    items = "".join(f"<li><code>{text(row['name'])}</code>: {text(row['reason'])}</li>" for row in refused["first"])
-    more = refused["count"] - len(refused["first"])
-    rest = f"<li>and {more:,} more</li>" if more else ""
-    return f"<h3>Kept lossless, for what they hold</h3><ul>{items}{rest}</ul>"
+    items = [f"<code>{text(row['name'])}</code>: {prose(row['reason'])}" for row in refused["first"]]
+    more = refused["count"] - len(items)
+    return f"<h3>Kept lossless, for what they hold</h3>{bullets([*items, *([f'and {more:,} more'] if more else [])])}"
 
 
 def histograms(pairs: dict[str, Any]) -> Iterator[str]:
     """A figure for every pair of histograms."""
     for what, pair in pairs.items():
-        title, axis = _CHARTS[what]
         yield figure(
             what,
-            f"{title} <span>{pair['after']['total']:,} values</span>",
-            magnitudes(pair, what, axis),
-            text(_outside(pair)),
+            f"{_CHARTS[what]} <span>{pair['after']['total']:,} values</span>",
+            magnitudes(pair, what, _CHARTS[what]),
+            prose(_outside(pair)),
         )
 
 
@@ -131,7 +134,7 @@ def code_section(distributions: dict[str, Any]) -> str:
     rows = distributions["codes"]
     if not rows:
         return ""
-    meaning = (
+    meaning = "A chart shows the share of the values with each code. " + (
         "A code that is used as often as any other is worth its 8 bits; the entropy coder saves what is below that."
         if any(row["levels"] for row in rows)
         else "Codes count steps, which a budget makes so large that few bits are left."
@@ -143,7 +146,7 @@ def code_section(distributions: dict[str, Any]) -> str:
             "codes",
             text(f"{'Residuals' if row['part'] == 'rho' else 'Codes'} of {ROLE_WORDS[row['role']]}"),
             code_usage(row, row["role"], "residual" if row["part"] == "rho" else "code"),
-            f"{text(row['codec'])}: {text(_usage(row))}",
+            prose(f"{codec_text(row['codec'])}: {_usage(row)}"),
         )
         for row in rows
     ]
@@ -160,12 +163,12 @@ def _usage(row: dict[str, Any]) -> str:
 
 
 _FIGURES = {
-    "update_nmse": ("update", "Error of the update", "NMSE of the update"),
-    "update_max": ("update", "Largest error of an update", "max |Δu|"),
-    "weight_rms": ("weight", "Distance of the weights", "RMS of Δw, relative"),
-    "weight_max": ("weight", "Largest distance of a weight", "max |Δw|, in RMS of its tensor"),
+    "update_nmse": ("update", "NMSE of the update"),
+    "update_max": ("update", "Largest error of an update, max |Δu|"),
+    "weight_rms": ("weight", "Distance of the weights, RMS of Δw, relative"),
+    "weight_max": ("weight", "Largest distance, max |Δw|, in RMS of its tensor"),
 }
-"""Every figure of a step: style, title and axis of its chart."""
+"""Every figure of a step: style and title of its chart."""
 
 
 def read_replay(path: Path, container: int | None) -> dict[str, Any]:
@@ -215,10 +218,10 @@ def replay_section(resume: dict[str, Any] | None) -> str:
         figure(
             "replay",
             title,
-            by_step(values[name], css, axis),
+            by_step(values[name], css, title),
             f"after step {len(steps):,}: {number(values[name][-1])}",
         )
-        for name, (css, title, axis) in _FIGURES.items()
+        for name, (css, title) in _FIGURES.items()
         if any(value is not None for value in values[name])
     ]
     return section(
@@ -231,10 +234,6 @@ def replay_section(resume: dict[str, Any] | None) -> str:
     )
 
 
-Row = tuple[str, Sequence[str]]
-"""The name of a row and its phrases."""
-
-
 def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     """The rows of ``facts``; none without a budget."""
     if steps is None:
@@ -244,7 +243,6 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
         *(("error in steps", (phrase,)) for phrase in outside_phrases(steps)),
         *(("learning rate", (phrase,)) for phrase in rate_phrases(steps)),
         ("loss drift", drift_text(steps["drift"]).split(", ")),
-        *(map(_optimizer, steps["optimizers"]) if len(steps["optimizers"]) > 1 else ()),
     ]
     if capped := steps["capped"]["elements"]:
         share = percent(capped, steps["capped"]["of"])
@@ -253,65 +251,53 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
     return rows
 
 
-def _optimizer(optimizer: Mapping[str, Any]) -> Row:
-    snr = [] if optimizer["weight_snr_db"] is None else [f"weights' SNR {number(optimizer['weight_snr_db'])} dB"]
-    return f"optimizer of {counted(optimizer['parameters'], 'parameter')}", (
-        f"{number(optimizer['steps'])} steps",
-        *part_phrases(optimizer),
-        *snr,
-        f"max |Δu| {number(optimizer['max_error'])}",
-        f"NMSE of u {number(optimizer['update_nmse'])}",
-        f"loss drift {interval(optimizer['drift'])}",
-    )
-
-
-def predictions(facts: Mapping[str, Any]) -> str:
-    """What every preset and some budgets would make of a checkpoint, as markup."""
-    costs = {
-        name: []
-        if known["steps"] is None
-        else [f"{number(known['steps'])} steps", f"loss drift {interval(known['drift'])}"]
-        for name, known in facts["predicted"].items()
-    }
-    rows: list[Row] = [
-        *(
-            (option_of(name), (size(known["bytes"]), f"{known['ratio']:.2f}x", *costs[name]))
-            for name, known in facts["predicted"].items()
-        ),
-        *(("not in steps", (f"{counted(count, 'tensor')}: {why}",)) for why, count in facts["unpredicted"].items()),
-    ]
-    return (
-        '<h3>What ckpt8 compress would make of it</h3><p class="soft">Predicted from a sample: size, error in steps of '
-        "the optimizer, and the loss drift to expect, the mean |Δloss| of a resumed run on the same batches.</p>"
-        f'<table id="predictions"><tbody>{markup(rows)}</tbody></table>'
-    )
-
-
-def markup(rows: list[Row]) -> str:
-    """Rows of a table. No line break splits a phrase in a span."""
-    return "".join(
-        f"<tr><th>{text(name)}</th><td>{', '.join(f'<span>{text(phrase)}</span>' for phrase in phrases)}</td></tr>"
-        for name, phrases in rows
-    )
-
-
 MAX_LAYER_ROWS = 80
 """Only this many layers, the largest, get a row of their own. One line sums up the others."""
 
 
 def size_section(facts: dict[str, Any], layers: list[dict[str, Any]]) -> str:
     """The section as markup, from the facts of ``inspect`` and their ``layers``."""
-    is_compressed = facts["kind"] == "ckpt8"
+    columns = ["bytes", "stored_bytes"] if facts["kind"] == "ckpt8" else ["bytes"]
+    largest, others = split_largest(layers, lambda layer: sum(layer["bytes"].values()))
+    of_layers = [(text(layer["layer"]), [layer[column] for column in columns]) for layer in largest]
+    rest = size(sum(sum(other["bytes"].values()) for other in others))
     present = {entry["role"] for entry in facts["roles"]}
     return section(
         "sizes",
         "Where the bytes are",
-        f'<p class="soft">{TWO_BARS}</p>' if is_compressed else "",
+        f'<p class="soft">{TWO_BARS}</p>' if len(columns) > 1 else "",
         legend([(role, words) for role, words in ROLE_WORDS.items() if role in present]),
-        _size_totals(facts),
-        "" if is_compressed else predictions(facts),
-        f'<h3>By role</h3><div id="roles">{_by_role(facts)}</div>',
-        f'<h3>By layer</h3><div id="layers">{_sizes_by_layer(layers, is_compressed=is_compressed)}</div>',
+        f'<div id="roles">{_size_rows(_by_role(facts["roles"], columns))}</div>',
+        f'<h3>By layer</h3><div id="layers">{_size_rows(of_layers)}</div>',
+        f'<p class="note">{len(others):,} smaller layers together: {rest}</p>' if others else "",
+    )
+
+
+Sizes = Sequence[Mapping[str, int]]
+"""Bytes by role: the original ones, and the stored ones where there are some."""
+
+
+def _by_role(entries: list[dict[str, Any]], columns: Sequence[str]) -> Iterator[tuple[str, Sizes]]:
+    """The roles, each with the codecs or the types of its tensors."""
+    of_role = grouped((entry["role"], entry) for entry in entries)
+    for role in filter(of_role.__contains__, ROLE_WORDS):
+        kinds = [entry.get("codec") or entry["dtype"] for entry in of_role[role]]
+        kinds = [kind for kind in kinds if not kind.startswith("lossless/")] or kinds[:1]
+        name = f'{text(ROLE_WORDS[role])} <span class="soft">{text(", ".join(map(codec_text, kinds)))}</span>'
+        yield name, [{role: sum(entry[column] for entry in of_role[role])} for column in columns]
+
+
+def _size_rows(rows: Iterable[tuple[str, Sizes]]) -> str:
+    """A row of bars for each name, which is markup."""
+    rows = list(rows)
+    full_bar = max((sum(sizes.values()) for _, sides in rows for sizes in sides), default=1)
+    return "".join(
+        row(
+            name,
+            stacks([_segments(sizes, full_bar) for sizes in sides]),
+            " → ".join(size(sum(sizes.values())) for sizes in sides),
+        )
+        for name, sides in rows
     )
 
 
@@ -322,71 +308,6 @@ def _segments(sizes: Mapping[str, int], full_bar: int) -> Stack:
         for role, words in ROLE_WORDS.items()
         if sizes.get(role)
     ]
-
-
-def _size_totals(facts: dict[str, Any]) -> str:
-    """A row with the original size, then one for the stored size or one for each predicted size."""
-    original_bytes, stored_bytes = Counter[str](), Counter[str]()
-    for entry in facts["roles"]:
-        original_bytes[entry["role"]] += entry["bytes"]
-        stored_bytes[entry["role"]] += entry.get("stored_bytes", 0)
-    after = (
-        [(facts["asked"], facts["stored_bytes"], facts["ratio"], "container", facts["overhead_bytes"])]
-        if facts["kind"] == "ckpt8"
-        else [
-            (
-                f"{preset if preset.startswith('budget ') else f'preset {preset}'}, predicted",
-                predicted["bytes"],
-                predicted["ratio"],
-                "predicted",
-                predicted["bytes"],
-            )
-            for preset, predicted in facts["predicted"].items()
-        ]
-    )
-    # The container of a small checkpoint is larger than its original.
-    full_bar = max(1, facts["bytes"], *(nbytes for _, nbytes, *_ in after))
-    rows = [row("original", stacks([_segments(original_bytes, full_bar)]), size(facts["bytes"]))]
-    stored = _segments(stored_bytes, full_bar)
-    rows += [
-        row(
-            text(name),
-            stacks([[*stored, ("total", rest / full_bar, f"{what}: {size(rest)}")]]),
-            f"{size(nbytes)} <small>{ratio:.2f}x</small>",
-        )
-        for name, nbytes, ratio, what, rest in after
-    ]
-    return "".join(rows)
-
-
-def _by_role(facts: dict[str, Any]) -> str:
-    full_bar = max((max(entry["bytes"], entry.get("stored_bytes", 0)) for entry in facts["roles"]), default=1)
-    rows = []
-    for entry in sorted(facts["roles"], key=lambda entry: list(ROLE_WORDS).index(entry["role"])):
-        role, stored = entry["role"], entry.get("stored_bytes")
-        bars = [_segments({role: nbytes}, full_bar) for nbytes in (entry["bytes"], stored) if nbytes is not None]
-        more = f" <small>{percent(entry['bytes'], facts['bytes'])}</small>" if stored is None else f" → {size(stored)}"
-        encoding = text(codec_text(entry.get("codec") or entry["dtype"]))
-        name = f'{text(ROLE_WORDS[role])} <span class="soft">{encoding}</span>'
-        rows.append(row(name, stacks(bars), size(entry["bytes"]) + more))
-    return "".join(rows)
-
-
-def _sizes_by_layer(layers: list[dict[str, Any]], *, is_compressed: bool) -> str:
-    largest, others = split_largest(layers, lambda layer: sum(layer["bytes"].values()))
-    columns = ("bytes", "stored_bytes") if is_compressed else ("bytes",)
-    full_bar = max((sum(layer[column].values()) for layer in largest for column in columns), default=1)
-    rows = []
-    for layer in largest:
-        value = " → ".join(size(sum(layer[column].values())) for column in columns)
-        if layer["weights"] and not is_compressed:
-            value += f" <small>{layer['weights']:,} weights</small>"
-        bars = [_segments(layer[column], full_bar) for column in columns]
-        rows.append(row(text(layer["layer"]), stacks(bars), value))
-    if others:
-        total = size(sum(sum(other["bytes"].values()) for other in others))
-        rows.append(f'<p class="note">{len(others):,} smaller layers together: {total}</p>')
-    return "".join(rows)
 
 
 def split_largest(
@@ -407,48 +328,56 @@ def error_section(
 
     ``source`` is ``measured_from`` of ``inspect``, ``steps`` the error in steps of a container under a budget.
     """
-    lines = markup(_error_totals(errors, steps))
     where = f", {source['path']}" if source else ""
     return section(
         "errors",
         "Error of lossy storage",
-        f'<p class="soft">Measured on {text(distributions["errors_from"] + where)}. '
-        "u is the step that the optimizer would take, per unit of learning rate: in update space as its state alone "
-        "determines it, else the first step that verify --resume-steps replays. NMSE is the energy of the error in "
-        "it, relative to that of u.</p>",
-        f"<table><tbody>{lines}</tbody></table>" if lines else "<p>No error was measured.</p>",
-        f"<p><b>{text(differing_line(source))}</b></p>" if source and source["differing"] else "",
+        f'<p class="soft">Measured on {text(distributions["errors_from"] + where)}. NMSE is the energy of an error, '
+        "relative to that of the values. u is the step that the optimizer would take, per unit of learning rate: in "
+        f"update space as its state alone determines it, else the first step that {prose('verify --resume-steps')} "
+        "replays.</p>",
+        terms(_error_totals(errors, steps)) or "<p>No error was measured.</p>",
+        table("optimizers", *by_optimizer) if (by_optimizer := optimizer_table(steps))[1] else "",
         _errors_by_layer(distributions["layers"]),
     )
 
 
 def _error_totals(errors: dict[str, Any], steps: dict[str, Any] | None) -> list[Row]:
-    rows: list[Row] = []
-    if weight := errors["weight"]:
-        rows.append(
-            (
-                "weights",
-                (f"max relative {number(weight['max_relative'])}", f"mean {number(weight['mean_relative'])}"),
-            )
-        )
-    if weight := errors.get("lattice"):
-        rows.append(("weights", (_decibels(weight), f"max error {number(weight['max_distance'])}")))
-    for what, name in {"moment1": ROLE_WORDS["moment1"], "moment2": ROLE_WORDS["moment2"], **FIGURE_WORDS}.items():
-        if error := errors[what]:
-            rows.append((name, (f"NMSE {number(error['nmse'])}", _decibels(error))))
-            if what in FIGURE_WORDS:
-                largest = f"max |Δu| {number(error['max_error'])}", f"max |u| {number(error['max_update'])}"
-                rows.append((f"{name}, largest", largest))
+    weights = (_weight_figures, errors["weight"]), (_lattice_figures, errors.get("lattice"))
+    rows: list[Row] = [("weights", figures(error)) for figures, error in weights if error]
+    moments = ((ROLE_WORDS[what], errors[what]) for what in ("moment1", "moment2"))
+    rows += [(words, (f"NMSE {number(error['nmse'])}", _snr(error))) for words, error in moments if error]
+    rows += [(words, _update_figures(errors[what])) for what, words in FIGURE_WORDS.items() if errors[what]]
     rows += [
         ("update", (f"unknown for {counted(count, 'parameter')}: {reason}",))
         for reason, count in errors["update_reasons"].items()
     ]
     heals = healing_line(errors["update"], steps)
-    return [*rows, *([("update", heals.split(": "))] if heals else []), *step_rows(steps)]
+    return [*rows, *([("update", (heals,))] if heals else []), *step_rows(steps)]
 
 
-def _decibels(error: dict[str, Any]) -> str:
-    return "-" if error["snr_db"] is None else f"SNR {number(error['snr_db'])} dB"
+def _snr(error: Mapping[str, Any], what: str = "") -> str:
+    """The SNR, and ``what`` it is of: a tensor has one, and the update that it makes another."""
+    return f"SNR{what} " + ("-" if error["snr_db"] is None else f"{number(error['snr_db'])} dB")
+
+
+def _weight_figures(error: Mapping[str, Any]) -> Sequence[str]:
+    return f"mean relative error {number(error['mean_relative'])}", f"max {number(error['max_relative'])}"
+
+
+def _lattice_figures(error: Mapping[str, Any]) -> Sequence[str]:
+    return _snr(error, " of the weights"), f"max |Δw| {number(error['max_distance'])}"
+
+
+def _update_figures(error: Mapping[str, Any]) -> Sequence[str]:
+    kind = [FIGURE_WORDS["replayed"]] if error.get("figure") == "replayed" else []
+    return (
+        *kind,
+        f"NMSE of u {number(error['nmse'])}",
+        _snr(error, " of u"),
+        f"max |Δu| {number(error['max_error'])}",
+        f"max |u| {number(error['max_update'])}",
+    )
 
 
 def _errors_by_layer(layers: list[dict[str, Any]]) -> str:
@@ -484,8 +413,11 @@ def worst_section(distributions: dict[str, Any]) -> str:
     ):
         articles += [f"<h3>{title}</h3>"] if rows else []
         articles += [
-            f'<article><h4>{text(shown(tensor))}</h4><p class="soft">{text(figures(tensor))}</p>'
-            f"{charts(histograms(tensor['histograms']))}</article>"
+            folded(
+                f'<b class="name">{text(shown(tensor))}</b> '
+                f'<span class="soft">{prose(", ".join(figures(tensor)))}</span>',
+                charts(histograms(tensor["histograms"])),
+            )
             for tensor in rows
         ]
     return section(
@@ -495,22 +427,6 @@ def worst_section(distributions: dict[str, Any]) -> str:
         or '<p class="soft">With <code>--against ORIGINAL</code> they are shown as they were before, too.</p>',
         *articles,
     )
-
-
-def _update_figures(error: dict[str, Any]) -> str:
-    kind = f"{FIGURE_WORDS['replayed']}: " if error["figure"] == "replayed" else ""
-    return (
-        f"{kind}max |Δu| {number(error['max_error'])} "
-        f"where max |u| is {number(error['max_update'])}, NMSE {number(error['nmse'])}, {_decibels(error)}"
-    )
-
-
-def _lattice_figures(error: dict[str, Any]) -> str:
-    return f"{_decibels(error)}, max |Δw| {number(error['max_distance'])}"
-
-
-def _weight_figures(error: dict[str, Any]) -> str:
-    return f"mean relative error {number(error['mean_relative'])}, max {number(error['max_relative'])}"
 
 
 class Report:
@@ -556,9 +472,10 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str,
     errors = facts["errors"] if facts["kind"] == "ckpt8" else distributions["errors"]
     name = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"]
     sections = [
-        _heading(facts, name),
-        _tiles(facts, errors),
+        f"<header><h1>{text(name)}</h1></header>",
+        _verdict(facts),
         _flags(facts),
+        _readiness(facts),
         size_section(facts, distributions["layers"]),
         error_section(errors, distributions, facts.get("measured_from"), facts.get("steps")),
         replay_section(replay),
@@ -570,56 +487,105 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str,
     return document(name, sections, {"facts": facts, "distributions": distributions, "replay": replay})
 
 
-def _heading(facts: dict[str, Any], name: str) -> str:
+def _verdict(facts: dict[str, Any]) -> str:
+    """Sizes in large type, what resuming will notice, the origin, and a table: of the parts, or of the presets."""
     if facts["kind"] == "ckpt8":
-        origin = facts["directory"] or ", ".join(member["path"] for member in facts["members"])
-        lines = [f"ckpt8 {facts['format']}, {facts['asked']}, written by {facts['writer']}", f"from {origin}"]
-        lines += [base_line(facts)] if facts["base"] else []
+        stored, ratio, words, error = facts["stored_bytes"], facts["ratio"], "stored", error_in_words(facts["steps"])
+        source = facts["measured_from"]
+        differing = [differing_line(source)] if source and source["differing"] else []
+        body = [
+            f'<p class="lead">Error when resuming: <b>{prose(error)}</b></p>' if error else "",
+            *(f'<p class="alarm">{prose(line)}</p>' for line in (*differing, *warnings_of(facts["steps"]))),
+            terms(_container_rows(facts)),
+            _parts(facts),
+        ]
     else:
-        lines = [f"{facts['format']}, {facts['tensor_count']:,} tensors in {facts['storages']:,} storages"]
-        lines += map(optimizer_line, facts["optimizer"])
-    words = "".join(f'<p class="soft name">{text(line)}</p>' for line in lines)
-    return f"<header><h1>{text(name)}</h1>{words}</header>"
+        default, (columns, cells) = facts["predicted"]["flash"], prediction_table(facts)
+        rows = [(option.removeprefix("--").removeprefix("preset "), *others) for option, *others in cells]
+        stored, ratio, words = default["bytes"], default["ratio"], "flash, predicted"
+        body = [
+            terms(_checkpoint_rows(facts)),
+            '<h3>What <span class="whole">ckpt8 compress</span> would make of it</h3>',
+            table("predictions", ("preset", *columns[1:]), rows),
+            '<p class="note">Predicted from a sample. The error is in steps of the optimizer, the drift is the mean '
+            "|Δloss| of a resumed run on the same batches.</p>",
+            terms(("not in steps", (f"{counted(n, 'tensor')}: {why}",)) for why, n in facts["unpredicted"].items()),
+        ]
+    sizes = ("original", size(facts["bytes"])), (words, size(stored)), ("times smaller", f"{ratio:.2f}x")
+    return f'<section id="verdict">{tiles(sizes)}{"".join(body)}</section>'
 
 
-def _tiles(facts: dict[str, Any], errors: dict[str, Any]) -> str:
-    if facts["kind"] == "ckpt8":
-        pairs = [
-            ("original", size(facts["bytes"])),
-            ("stored", size(facts["stored_bytes"])),
-            ("ratio", f"{facts['ratio']:.2f}x"),
-        ]
-        pairs += [("bytes per weight", f"{per:.3f}")] if (per := facts["bytes_per_weight"]) else []
-    else:
-        flash = facts["predicted"]["flash"]
-        pairs = [
-            ("size", size(facts["bytes"])),
-            ("preset flash, predicted", size(flash["bytes"])),
-            ("predicted ratio", f"{flash['ratio']:.2f}x"),
-        ]
-    if (steps := facts.get("steps")) is not None and steps["steps"] is not None:
-        pairs += [("error in steps", number(steps["steps"])), ("loss drift to expect", number(steps["drift"]["mean"]))]
-    step = f"the {FIGURE_WORDS['replayed']}"
-    for kind, nmse, largest in (
-        ("update", "NMSE of the update", "max |Δu|"),
-        ("replayed", f"NMSE of {step}", f"max |Δu| of {step}"),
-    ):
-        if update := errors[kind]:
-            pairs += [(nmse, number(update["nmse"])), (largest, number(update["max_error"]))]
-    return tiles(pairs)
+def _container_rows(facts: dict[str, Any]) -> Iterator[Row]:
+    per_weight = [f"{facts['bytes_per_weight']:.3f} bytes per weight"] if facts["bytes_per_weight"] else []
+    yield "made with", (facts["asked"], *per_weight, f"written by {facts['writer']}", f"format {facts['format']}")
+    yield "from", (facts["directory"] or listed(member["path"] for member in facts["members"]),)
+    if facts["base"]:
+        yield "base", (base_line(facts),)
+
+
+def _checkpoint_rows(facts: dict[str, Any]) -> Iterator[Row]:
+    yield "format", (facts["format"], f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages")
+    if origin := origin_words(facts, ""):
+        yield "written by", (origin,)
+    yield from (("optimizer", (optimizer_line(state),)) for state in facts["optimizer"])
+
+
+def _parts(facts: dict[str, Any]) -> str:
+    """The table of what is in a container: its kinds of tensors, the rest, and all."""
+    original, stored = Counter[str](), Counter[str]()
+    for entry in facts["roles"]:
+        part = ROLE_WORDS[entry["role"]] if entry["role"] in PARTS else "everything else"
+        original[part] += entry["bytes"]
+        stored[part] += entry["stored_bytes"]
+    stored["everything else"] += facts["stored_bytes"] - stored.total()
+    names = [name for name in (*PARTS.values(), "everything else") if name in stored]
+    rows = [
+        *((name, original[name], stored[name]) for name in names),
+        ("whole checkpoint", facts["bytes"], facts["stored_bytes"]),
+    ]
+    return table(
+        "parts",
+        ("part", "original", "stored", "times smaller"),
+        [(name, size(before), size(after), f"{before / after:.2f}x" if after else "-") for name, before, after in rows],
+        total=True,
+    )
+
+
+_OPEN_FLAGS = 5
 
 
 def _flags(facts: dict[str, Any]) -> str:
-    """The red flags, ten tensors of each; empty if ``facts`` have none of that key."""
+    """The red flags by kind: of the first kinds the worst tensor is open, all others are folded.
+
+    Empty if ``facts`` have none of that key. What fp16 would lose belongs to the readiness report.
+    """
     if "flags" not in facts:
         return ""
-    items = "".join(
-        f"<li><b>{text(title)}</b>: {text(extent)}<ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul></li>"
-        for _, title, extent, lines in flags_by_kind(facts["flags"], 10)
+    flags, kinds = shown_flags(facts), []
+    for _, title, extent, (worst, *others) in flags_by_kind(flags, 10):
+        more = others and folded("more of them", bullets(map(prose, others)))
+        kinds.append(f"<b>{text(title)}</b>: {prose(extent)}<br>{prose(worst)}{more or ''}")
+    first, rest = kinds[:_OPEN_FLAGS], kinds[_OPEN_FLAGS:]
+    return section(
+        "flags",
+        '<span class="alarm">Red flags</span>' if kinds else "Red flags",
+        f"<p>{prose(looked_at(facts['sample'], flags))}</p>",
+        bullets(first),
+        folded(f"{counted(len(rest), 'more kind')}", bullets(rest)) if rest else "",
     )
-    seen = text(looked_at(facts["sample"], facts["flags"]))
-    alarm = ' class="alarm"' if items else ""
-    return f'<section id="flags"><h2{alarm}>Red flags</h2><p>{seen}</p>{items and f"<ul>{items}</ul>"}</section>'
+
+
+def _readiness(facts: dict[str, Any]) -> str:
+    """What other formats would lose; empty unless it was asked for."""
+    if (readiness := facts.get("readiness")) is None:
+        return ""
+    return section(
+        "readiness",
+        "Low-precision readiness",
+        f'<p class="soft">{prose(coverage(readiness))}</p>',
+        terms((row["label"], (row["line"].removeprefix(f"{row['label']}: "),)) for row in readiness["formats"]),
+        table("formats", COLUMNS, [*format_rows(readiness["formats"])], words=("role",)),
+    )
 
 
 def _footer(sample: dict[str, Any]) -> str:

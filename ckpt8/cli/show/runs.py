@@ -158,7 +158,7 @@ def _sizes(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str]
             [checkpoint["stored_bytes"] for checkpoint in known],
             lambda exponent: size(10**exponent).replace(".00", ""),
         )
-        yield _figure("sizes", "Size", over_steps(curves, "step", "size", axis, joined=False), len(known))
+        yield _figure("sizes", "Size", over_steps(curves, "size", axis, joined=False), len(known))
 
 
 def _point(checkpoint: Row, value: float, words: str) -> Point:
@@ -178,7 +178,7 @@ def _losses(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str
         entries += [(f"dot {css}", words)] if of_runs else []
     if curves:
         values = [value for _, points in curves for _, value, _ in points]
-        yield _figure("losses", "Loss", over_steps(curves, "step", "loss", close_axis(values)), len(values))
+        yield _figure("losses", "Loss", over_steps(curves, "loss", close_axis(values)), len(values))
 
 
 def _list(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -11,8 +12,9 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
-from ckpt8.cli.show.tables import number
+from ckpt8.cli.show.tables import codec_text, number
 from ckpt8.core.text import size
 
 BROWSER = shutil.which("chromium")
@@ -36,11 +38,29 @@ addEventListener("load", () => {
   const frame = document.querySelector("iframe"), page = frame.contentDocument, root = page.documentElement;
   const all = (where, what) => [...page.querySelectorAll(where)].map(what);
   const shown = e => e.innerText.replace(/\\s+/g, " ").trim();
+  const style = e => frame.contentWindow.getComputedStyle(e);
+  const ground = e => e.closest("section") ? style(e.closest("section")).backgroundColor
+    : style(page.body).backgroundColor;
+  const ink = e => e.matches("svg text") ? style(e).fill : style(e).color;
+  const paint = e => style(e).stroke === "none" ? style(e).fill : style(e).stroke;
+  const light = colour => colour.match(/\\d+/g).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, k) => sum + v * [0.2126, 0.7152, 0.0722][k], 0);
+  const contrast = (one, other) => { const [low, high] = [light(one), light(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05) };
   const box = e => { const r = e.getBoundingClientRect(); return [r.x, r.y, r.width, r.height] };
   const found = {
     width: root.clientWidth,
     scroll: root.scrollWidth,
-    beyond: all("body *", e => e).filter(e => e.getBoundingClientRect().right > root.clientWidth + 0.5).length,
+    beyond: all("body *", e => e).filter(e => !e.closest(".wide table") &&
+      e.getBoundingClientRect().right > root.clientWidth + 0.5).length,
+    broken: all(".whole, .figures td, .tile b, .value", e => [...e.childNodes]).flat().filter(node => {
+      const range = page.createRange(); range.selectNodeContents(node);
+      return node.nodeType === 3 && range.getClientRects().length > 1 }).map(node => node.textContent),
+    pale: all("p, h1, h2, h3, th, td, b, span, summary, li, .note, svg text", e => e).filter(e =>
+      e.textContent.trim() && contrast(ink(e), ground(e)) < 4.5).map(e => e.textContent.slice(0, 40)),
+    faint: all("rect, circle, .line", e => e).filter(e => !e.matches(".hit, .faint, .ring") &&
+      contrast(paint(e), ground(e)) < 3).map(e => e.getAttribute("class")),
     cut: all("figure text", e => [e.textContent, box(e), box(e.closest("svg"))]).filter(([_, t, s]) =>
       t[0] < s[0] || t[1] < s[1] || t[0] + t[2] > s[0] + s[2] || t[1] + t[3] > s[1] + s[3]).map(([words]) => words),
     resources: frame.contentWindow.performance.getEntriesByType("resource").map(e => e.name),
@@ -107,8 +127,11 @@ def browse(content, folder, *, width=1200, dark=False):
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="chromium is not installed")
 
 PHONE, DESK = 360, 1200
-BROKEN = b"""<!doctype html><script>console.error("an error")</script><img src="/picture.png">
-<div style="width:500px">wide</div><p style="width:900px">wider</p>"""
+BROKEN = b"""<!doctype html><body style="background:#fff">
+<script>console.error("an error")</script><img src="/picture.png">
+<div style="width:500px">wide</div><p style="width:900px">wider</p>
+<div style="width:9px"><i class="whole">12.34 kB</i></div>
+<h1 style="color:#999">pale</h1><svg><rect fill="#ddd" width="9" height="9"/></svg>"""
 
 
 def assert_at_ease(seen, width):
@@ -118,6 +141,9 @@ def assert_at_ease(seen, width):
     assert seen["resources"] == []
     assert (seen["width"], seen["scroll"], seen["beyond"]) == (width, width, 0)
     assert seen["cut"] == []
+    assert seen["broken"] == seen["pale"] == seen["faint"] == []
+    for chart in seen["charts"]:
+        assert sum(not re.search(r"\d", words) for words in chart["axes"]) == 1
     assert seen["embedded"] == ["facts", "distributions", "replay"]
 
 
@@ -129,6 +155,8 @@ def test_a_broken_page_is_seen_to_be_broken(tmp_path):
     assert [name.rpartition("/")[2] for name in seen["resources"]] == ["picture.png"]
     assert seen["scroll"] > seen["width"] == PHONE
     assert seen["beyond"] == 2
+    assert seen["broken"] == ["12.34 kB"]
+    assert [len(seen["pale"]), len(seen["faint"])] == [1, 1]
 
 
 @pytest.mark.slow
@@ -157,13 +185,28 @@ def test_a_checkpoint_on_a_desk_in_the_light(inputs, inspect, tmp_path):
     assert not seen["dark"]
     assert brightness(seen["ink"]) < 60 < 180 < brightness(seen["paper"])
     assert_codes(seen, tree["distributions"]["codes"])
-    assert dict(seen["tiles"])["preset flash, predicted"] == size(facts["predicted"]["flash"]["bytes"])
+    assert dict(seen["tiles"])["flash, predicted"] == size(facts["predicted"]["flash"]["bytes"])
     rows = {row["name"]: row for row in seen["rows"]["roles"]}
     for row in facts["roles"]:
         name = {"weight": "weights", "moment1": "first moments", "moment2": "second moments"}.get(row["role"])
         if name is not None:
-            assert rows[f"{name} {row['dtype']}"]["value"].startswith(size(row["bytes"]) + " ")
+            assert rows[f"{name} {row['dtype']}"]["value"] == size(row["bytes"])
     assert "as preset flash would give it back" in seen["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_long_names_and_every_section_on_a_phone(dark, inspect, tmp_path):
+    """Names as long as the page is wide times five, red flags, and the readiness report."""
+    weights = {f"encoder{'_and_more' * 20}.{k}.weight": torch.rand(80, 64) * 1e-9 + (k < 2) for k in range(3)}
+    for weight in weights.values():
+        weight[0, 0] = math.nan
+    torch.save({"model": weights}, tmp_path / "run.pt")
+    _, page, _ = inspect(tmp_path / "run.pt", tmp_path / "r.html", "--readiness", "--full")
+    seen = browse(page, tmp_path, width=PHONE, dark=dark)
+    assert_at_ease(seen, PHONE)
+    assert seen["dark"] is dark
+    assert "Low-precision readiness" in seen["headings"]
 
 
 def brightness(colour):
@@ -177,7 +220,8 @@ def assert_codes(seen, codes):
         assert numbers == row["counts"]
         entropy = number(row["entropy_bits"])
         assert (
-            chart["note"] == f"{row['codec']}: {row['used']} of {row['levels']} codes used, entropy {entropy} bits of 8"
+            chart["note"]
+            == f"{codec_text(row['codec'])}: {row['used']} of {row['levels']} codes used, entropy {entropy} bits of 8"
         )
         assert chart["axes"].count("0 %") == 1
 
@@ -191,4 +235,4 @@ def assert_histograms(seen, distributions):
         counts = [100 * count / pair["before"]["total"] for count in pair["before"]["counts"]]
         assert shares == pytest.approx([share for share in counts if share >= 1e-4], rel=5e-3)
         assert f"{pair['after']['zero']:,} zeros" in charts[what]["note"]
-        assert "share of values" in charts[what]["axes"]
+        assert "magnitude" in charts[what]["axes"]

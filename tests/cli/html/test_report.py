@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.cli.show.report import page
+from ckpt8.container.steps import error_in_words
 from ckpt8.core.text import size
 
 TAGS = re.compile(
     "html|head|meta|link|title|style|body|main|header|footer|h[1-4]|p|section|div|span|small|b|code|figure|figcaption|"
-    "table|tbody|tr|th|td|ul|li|article|script|svg|path|line|rect|circle|polyline|text"
+    "table|thead|tbody|tr|th|td|ul|li|br|wbr|details|summary|script|svg|path|line|rect|circle|polyline|text"
 )
 
 
@@ -35,7 +36,7 @@ class Structure(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))
-        if tag not in ("meta", "link"):
+        if tag not in ("meta", "link", "br", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -127,11 +128,53 @@ def test_flags_are_shown_where_there_are_any(packed, inspect, tmp_path):
     facts |= {"flags": flags, "sample": {"elements": 50, "of": 200, "full": False}}
     shown = assert_inert(page(facts, tree["distributions"], None).encode())
     assert "looked at 25.0 % of 200 elements; --full reads all" in shown
-    assert "NaN: 1 tensormodel.<i>: <b>NaN</b> in 3 of 4" in " ".join(shown.split())
+    assert "NaN: 1 tensormodel.<i>: <b>NaN</b> in 3 of 4" in shown
     assert "one = other: 32 elements" in shown
     facts |= {"flags": [], "sample": {"elements": 0, "of": 200, "full": False}}
     shown = assert_inert(page(facts, tree["distributions"], None).encode())
     assert "not checked: inspect did not read the 200 elements; --full reads them" in shown
+
+
+FLAGS = ["nan", "inf", "negative_moment2", "zero_moment", "dead_rows", "bf16_in_fp32", "moment2_fp16_zero"]
+
+
+def test_at_most_five_flags_are_open_and_fp16_is_left_to_readiness(packed, inspect, tmp_path):
+    facts, _, tree = inspect(packed[0], tmp_path / "a.html", "--readiness")
+    facts["flags"] = [
+        {"kind": kind, "tensor": f"t{k}", "message": f"{kind} {k}", "count": 1, "of": 4} for kind in FLAGS for k in "ab"
+    ]
+    for is_ready in (True, False):
+        if not is_ready:
+            del facts["readiness"]
+        content = page(facts, tree["distributions"], None)
+        flags = content.partition('<section id="flags">')[2].partition("</section>")[0]
+        shown = re.findall(r"t[ab]: (\w+ [ab])", flags)
+        assert shown == [f"{kind} {k}" for kind in FLAGS[: 7 if is_ready else 6] for k in "ab"]
+        while "<details>" in flags:
+            flags = re.sub(r"<details>(?:(?!<details>).)*?</details>", "", flags)
+        assert re.findall(r"t[ab]: (\w+ [ab])", flags) == [f"{kind} a" for kind in FLAGS[:5]]
+        assert ('<section id="readiness">' in content) is is_ready
+
+
+def test_the_verdict_comes_first_and_adds_up(packed, inspect, tmp_path):
+    facts, content, _ = inspect(packed[1], tmp_path / "a.html")
+    _, verdict, *others = content.decode().split("<section id=")
+    assert verdict.startswith('"verdict"')
+    assert not any("<table id=" in section for section in others)
+    figures = [size(facts["bytes"]), size(facts["stored_bytes"]), f"{facts['ratio']:.2f}x"]
+    assert re.findall(r'<div class="tile"><b>([^<]+)</b>', verdict) == figures
+    assert error_in_words(facts["steps"]) in re.sub("<[^>]+>", "", verdict)
+    table = verdict.partition('<table id="parts"')[2].partition("<tbody>")[2]
+    rows = [re.findall("<t[hd]>([^<]*)<", row) for row in table.split("</tr>")[:-1]]
+    assert {name: cells for name, *cells in rows}["whole checkpoint"] == figures
+    for column in (1, 2):
+        of_parts = [float(row[column].split()[0]) * UNITS[row[column].split()[1]] for row in rows]
+        assert sum(of_parts[:-1]) == pytest.approx(of_parts[-1], rel=0.01)
+    facts, content, _ = inspect(packed[0], tmp_path / "b.html")
+    assert re.findall(r"<tr><th>(\w+(?: [\d.]+)?)</th><td>[\d.]+ [kM]B</td>", content.decode()) == [*facts["predicted"]]
+
+
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6}
 
 
 def test_no_bar_is_wider_than_the_page(inspect, tmp_path):
