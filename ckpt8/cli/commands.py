@@ -189,7 +189,7 @@ def compress_share(
     if as_json:
         print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
     else:
-        summary(console(), facts, str(output), seconds, waited())
+        summary(console(), facts, str(src), str(output), seconds, whole=waited(), kept=True)
         print_lines(console(), [f"left out: {listed(left_out, _LISTED)}"] if left_out else [])
 
 
@@ -357,7 +357,7 @@ def _compress_now(
     if is_there and not as_json:
         print_lines(console(), [f"{target}: was there already"])
     elif not as_json:
-        summary(console(), facts, str(target), seconds, waited())
+        summary(console(), facts, str(src), str(target), seconds, whole=waited(), kept=not remove)
     if remove:
         with progress_bar(f"verify {src.name}", src, src, enabled=not as_json) as progress:
             remove_verified(src, target, threads=options["threads"], progress=progress)

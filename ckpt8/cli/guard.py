@@ -103,9 +103,14 @@ def is_quiet() -> bool:
     return _volume.get() == _QUIET
 
 
+def is_verbose() -> bool:
+    """Whether the command has ``--verbose``."""
+    return _volume.get() == _VERBOSE
+
+
 def most(count: int) -> int:
     """How many rows a report shows before it says how many more there are: ``count``, with ``--verbose`` all."""
-    return sys.maxsize if _volume.get() == _VERBOSE else count
+    return sys.maxsize if is_verbose() else count
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers import READERS, get_reader
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember
-from ckpt8.checkpoint.readers.torch_rules import foreign_names
+from ckpt8.checkpoint.readers.torch_rules import NUMPY_NAMES, foreign_names
 from ckpt8.checkpoint.sources.bundle import Bundle, Member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, format_path, iter_nodes, read_scalar
 from ckpt8.codecs import codec_from_config
@@ -83,7 +83,11 @@ def names_in_container(reader: ContainerReader) -> Iterator[tuple[str, list[str]
 
 
 def foreign_flags(members: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """A red flag for each member with such names, in the form of ``survey``; ``globals`` lists the names."""
+    """A red flag for each member with such names, in the form of ``survey``; ``globals`` lists the names.
+
+    Arrays and scalars of numpy, as random states have them, are none: ``load`` makes them and calls nothing for it.
+    """
+    others = ((path, [name for name in names if name not in NUMPY_NAMES]) for path, names in members)
     return [
         {
             "kind": FOREIGN,
@@ -95,7 +99,8 @@ def foreign_flags(members: Iterable[tuple[str, Sequence[str]]]) -> list[dict[str
             "message": listed(names, _LISTED),
             "globals": list(names[:_MOST]),
         }
-        for path, names in members
+        for path, names in others
+        if names
     ]
 
 

@@ -93,7 +93,7 @@ def test_a_source_that_is_kept_is_told_after_its_container(run, run_command, mon
     code, out, err = run_command("compress", run[0], "--remove")
     assert code == 3
     assert "is kept" in err
-    assert "Measured error" in out
+    assert "\nerror: " in out
     assert run[0].is_file()
     code, out, err = run_command("compress", *run[1:], "--remove")
     assert (code, err.count("is kept")) == (3, 2)
@@ -210,8 +210,8 @@ def test_lines_and_json_name_the_error_in_steps_and_what_is_under_no_budget(comm
     assert facts["fallbacks"]
     reason = facts["fallbacks"][0]["reason"]
     if command == "one":
-        assert f"steps         {facts['steps']:.3g} (budget 2) over 2 parameters: " in out
-        assert reason in out
+        assert f"error: {facts['steps']:.3g} steps of the optimizer, " in out
+        assert f"of what changed: {reason}" in " ".join(out.split())
         return
     line = next(line for line in out.splitlines() if line.startswith(str(run[1].with_suffix(".ckpt8"))))
     assert f", error {facts['steps']:.3g} steps (budget 2) in " in line

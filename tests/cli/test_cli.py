@@ -316,16 +316,16 @@ def unwrapped(text):
 
 def test_inspect_says_what_it_measured_from_and_what_differs(run, packed, small, tmp_path):
     out = run.shown("inspect", packed, "--against", small)
-    assert unwrapped(f"Measured error, from {small}\n") in unwrapped(out)
+    assert unwrapped(f"\nerror, measured against {small}: ") in unwrapped(out)
     assert "differ" not in out
-    assert "Measured error\n" in run("inspect", packed)[1]
+    assert "\nerror: " in run("inspect", packed)[1]
     tree = torch.load(small, weights_only=True)
     tree["model"]["0.bias"][3] += 1
     other = tmp_path / "other" / "run.pt"
     other.parent.mkdir()
     torch.save(tree, other)
     out = run.shown("inspect", packed, "--against", other)
-    assert unwrapped(f"Measured error, from {other}\n") in unwrapped(out)
+    assert unwrapped(f"\nerror, measured against {other}: ") in unwrapped(out)
     said = f"not made from {other}: 2 lossless storages differ, such as model.0.bias"
     assert unwrapped(said) in unwrapped(out)
     tree["optimizer"]["state"][1]["exp_avg"] += 1

@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from chain_kit import chain
 from runs_kit import train
 
@@ -34,7 +35,7 @@ def test_a_table_at_any_width_json_and_a_page(run, run_command, monkeypatch, tmp
         assert "step-30.ckpt8: holds" in err
         assert max(map(len, out.splitlines())) <= width
         flat = " ".join(out.split())
-        for words in ("step-10.pt", "preset archive", f"{record.ratio:.2f}x", f"{record.steps:.3g}", "sealed"):
+        for words in ("step-10.pt", "preset archive", f"{record.ratio:.2f}x", f"{record.steps:.3g} steps", "sealed"):
             assert words in flat
         assert "3 checkpoints: 1 key, 1 raw;" in flat
         assert "1 damaged" in flat
@@ -52,17 +53,27 @@ def test_a_table_at_any_width_json_and_a_page(run, run_command, monkeypatch, tmp
     assert (code, out, err.count("\n"), page.read_text()) == (4, "", 1, "mine")
     assert run_command("runs", run, "--html", page, "--force")[0] == 3
     assert page.read_text().startswith("<!doctype html>")
-    # Columns without a value are left out.
+    # Columns without a value are left out, and those that say the same of all rows.
     monkeypatch.setenv("COLUMNS", "200")
     (run / "step-30.ckpt8").unlink()
     ckpt8.compress(run / "step-10.pt")
     out = run_command.shown("runs", run)
     assert "2 checkpoints: 2 keys; " in out
     assert "1 of them raw as well, which takes" in out
-    header = out.splitlines()[1].split("  ")
-    assert {title.strip() for title in header} - {""} == {
-        "checkpoint", "step", "saved", "loss", "kind", "made with", "size", "ratio", "error in steps", "state"
-    }  # fmt: skip
+    common = ["checkpoint", "step", "loss", "size", "ratio", "error", "kind"]
+    assert titles(out) == [*common, "made with"]
+    assert titles(run_command.shown("runs", "-v", run)) == [*common, "made with", "state", "saved"]
+    (run / "step-10.ckpt8").unlink()
+    out = run_command.shown("runs", run)
+    assert out.splitlines()[0] == f"{run}, preset archive"
+    assert titles(out) == common
+    # Where no step is known the time is said.
+    ckpt8.save({"model": {"w": torch.rand(90, 90)}}, run / "model.ckpt8", preset="archive")
+    assert titles(run_command.shown("runs", run)) == [*common, "saved"]
+
+
+def titles(out):
+    return [title.strip() for title in out.splitlines()[1].split("  ") if title.strip()]
 
 
 def test_a_base_in_another_folder(inputs, tmp_path, run_command):

@@ -231,7 +231,8 @@ def test_an_unknown_step_is_told_and_stays_lossless_under_a_bound(tmp_path, monk
     assert (parameter.rule, parameter.reason, parameter.error) == (None, reason, None)
     errors = inspect_container(tmp_path / "run.ckpt8")["errors"]
     assert (errors["update_unknown"], errors["update_reasons"]) == (1, {reason: 1})
-    assert f"unknown for 1 parameter: {reason}" in " ".join(run_command("inspect", tmp_path / "run.ckpt8")[1].split())
+    shown = run_command("inspect", "-v", tmp_path / "run.ckpt8")[1]
+    assert f"unknown for 1 parameter: {reason}" in " ".join(shown.split())
     stored = compress(tmp_path, tree, max_update_error=1e9).storages
     assert [each.reason for each in stored if each.role.value == "moment1"] == [f"update error unknown: {reason}"]
     assert inspect_container(tmp_path / "run.ckpt8")["errors"]["update_unknown"] == 0
@@ -253,7 +254,7 @@ def test_reports_name_the_figure(tmp_path, run_command):
     errors = inspect_container(tmp_path / "run.ckpt8")["errors"]
     assert (errors["update"]["parameters"], errors["replayed"]["parameters"]) == (1, 1)
     assert errors["update"]["max_update"] != 1.0 == errors["replayed"]["max_update"]
-    text = " ".join(run_command("inspect", tmp_path / "run.ckpt8")[1].split())
+    text = " ".join(run_command("inspect", "-v", tmp_path / "run.ckpt8")[1].split())
     assert "update space NMSE" in text
     assert "first replayed step NMSE" in text
     assert "lion.state.0 (first replayed step)" in text

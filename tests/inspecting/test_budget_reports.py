@@ -203,14 +203,14 @@ def test_weights_whose_size_caps_their_lattice_are_counted(checkpoint, run_comma
     facts = json.loads(out)["steps"]
     assert code == 0
     assert facts["capped"] == {"elements": 96 * 160, "of": 2 * 96 * 160}
-    assert "50.0 % of the weights have the largest step" in run_command("inspect", tmp_path / "x.ckpt8")[1]
+    assert "50.0 % of the weights have the largest step" in run_command("inspect", "-v", tmp_path / "x.ckpt8")[1]
 
 
 def test_a_rate_of_zero_counts_a_tenth_of_the_initial_one_and_the_report_says_so(checkpoint, run_command, tmp_path):
     tree = torch.load(checkpoint("adamw"), weights_only=True)
     tree["optimizer"]["param_groups"][0] |= {"lr": 0.0, "initial_lr": 1e-2}
     torch.save(tree, tmp_path / "x.pt")
-    code, out, _ = run_command("compress", tmp_path / "x.pt", "--preset", "archive")
+    code, out, _ = run_command("compress", "-v", tmp_path / "x.pt", "--preset", "archive")
     assert code == 0
     assert "learning rate 0.001 for 4 parameters, a tenth of the initial rate: the file has 0" in " ".join(out.split())
     facts = inspect_container(tmp_path / "x.ckpt8")["steps"]
@@ -236,7 +236,7 @@ def test_weights_of_the_lowest_snr_are_listed(checkpoint, run_command, tmp_path)
     assert {row["name"]: (row["snr_db"], row["max_distance"]) for row in found} == {
         name: pytest.approx(figures, rel=1e-6) for name, figures in expected.items()
     }
-    code, out, _ = run_command("inspect", tmp_path / "x.ckpt8")
+    code, out, _ = run_command("inspect", "-v", tmp_path / "x.ckpt8")
     assert code == 0
     assert "lowest SNR of weights" in out
 
@@ -255,6 +255,6 @@ def test_every_optimizer_of_a_file_has_figures_of_its_own(checkpoint, run_comman
     for each, (model, optimizer) in zip(facts["optimizers"], (("g", one), ("d", other)), strict=True):
         restored = {"model": loaded[model], "optimizer": loaded[f"{model}_optimizer"]}
         assert each["steps"] == pytest.approx(parts_of(optimizer, restored, "adamw")["steps"], rel=2e-3)
-    shown = run_command("verify", tmp_path / "x.ckpt8", "--against", tmp_path / "x.pt")[1]
+    shown = run_command("verify", "-v", tmp_path / "x.ckpt8", "--against", tmp_path / "x.pt")[1]
     assert shown.count("4 parameters") == 2
     assert "expected loss drift" in shown

@@ -1,21 +1,24 @@
 """Shows the facts of ``inspect`` in a terminal, and the summary of ``compress``.
 
-The overview has the origin, sizes, settings and red flags of a checkpoint, in a terminal of any width.
+Both begin with the verdict: sizes, what a resumed run will notice, and warnings. All else that was measured is shown
+with ``--verbose``. The overview then has the sizes, settings and red flags of a checkpoint, in a terminal of any width.
 """
 
 import re
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from ckpt8.checkpoint.meaning.optimizer_state import line as low_bit_line
 from ckpt8.checkpoint.meaning.parameter_names import shown
-from ckpt8.cli.guard import most
+from ckpt8.cli.guard import is_verbose, most
 from ckpt8.cli.show.tables import (
+    HANG,
     Share,
     bars,
     codec_text,
@@ -27,12 +30,16 @@ from ckpt8.cli.show.tables import (
     show_predictions,
     show_table,
     step_lines,
+    warnings_of,
 )
+from ckpt8.codecs import codec_from_config
+from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE
 from ckpt8.container.manifest import DIRECTORY
+from ckpt8.container.steps import NO_ERROR, error_in_words
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, differing_line, listed, percent, printable, printable_tree, size
 from ckpt8.inspecting.container import FOREIGN
-from ckpt8.inspecting.facts import FIGURE_WORDS
+from ckpt8.inspecting.facts import FIGURE_WORDS, ROLE_WORDS
 
 _MOST_GROUPS = 16
 _MOST_ROWS = 4
@@ -50,7 +57,15 @@ FLAG_TITLES = {
     "fp16_scales": "moments that FlashOptim's fp16 scales would lose",
 }
 _LOST_IN_FP16 = ("moment2_fp16_zero", "fp16_scales")
-"""Kinds that only hurt if somebody stores the checkpoint in fp16."""
+"""Kinds that only hurt if somebody stores the checkpoint in fp16: shown with ``--readiness``."""
+
+_ALWAYS_KEPT = ("small", "buffer")
+"""Why every preset keeps a storage: no news."""
+
+_SMALL_SHARE = 0.01
+"""Rows of lossless tensors with less than this share of the bytes are shown as one."""
+
+_PARTS = {**ROLE_WORDS, SKELETON_ROLE: "structure", FILE_ROLE: "other files"}
 
 _SHOWN_OPTIONS = ("lr", "betas", "momentum", "dampening", "nesterov", "eps", "weight_decay", "amsgrad")
 _NUMBER = re.compile(r"(.*?)(\d+)")
@@ -177,11 +192,16 @@ def _stack(item: tuple[int, Mapping[str, Any]]) -> object:
     return name[1], int(name[2]) - place, group["roles"]
 
 
-def show_flags(console: Console, flags: Sequence[Mapping[str, Any]], sample: Mapping[str, Any]) -> None:
-    """Print the red flags by kind, the worst tensors of each, and how much was read to find them."""
+def show_flags(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print the red flags by kind, the worst tensors of each, and how much was read to find them; else a line."""
+    flags = shown_flags(facts)
+    seen = looked_at(facts["sample"], flags)
     console.print()
+    if not flags:
+        say(console, f"Red flags: {seen}")
+        return
     say(console, "Red flags", style="bold")
-    say(console, looked_at(sample, flags))
+    say(console, seen)
     for kind, title, extent, lines in flags_by_kind(flags, most(3)):
         say(console, f"{title}: {extent}", style="yellow" if kind in _LOST_IN_FP16 else "red", indent="  ")
         say(console, *lines, indent="    ")
@@ -215,17 +235,16 @@ def _extent(kind: str, flags: Sequence[Mapping[str, Any]]) -> str:
 
 
 def looked_at(sample: Mapping[str, Any], flags: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence on how much ``inspect`` read to find flags and, unless values have some, that there are none."""
-    is_flagged = any(flag["kind"] != FOREIGN for flag in flags)
+    """A sentence on how much ``inspect`` read to find ``flags`` and, unless there are some, that there are none."""
     count, total = sample["elements"], sample["of"]
     if not total:
         return "the checkpoint has no floating-point tensors to look at"
     if not count:
         return f"not checked: inspect did not read the {counted(total, 'element')}; --full reads them"
+    verb = "looked at" if flags else "none in"
     if sample["full"]:
-        return f"looked at all {counted(total, 'element')}" + ("" if is_flagged else ": none")
-    seen = f"looked at {percent(count / total)} of {counted(total, 'element')}; --full reads all"
-    return seen if is_flagged else f"{seen}; none seen in those"
+        return f"{verb} all {counted(total, 'element')}"
+    return f"{verb} {percent(count / total)} of {counted(total, 'element')}; --full reads all"
 
 
 def show(console: Console, facts: dict[str, Any]) -> None:
@@ -242,25 +261,15 @@ def show(console: Console, facts: dict[str, Any]) -> None:
 
 
 def _show_container(console: Console, facts: dict[str, Any]) -> None:
-    per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
     say(console, facts["path"], style="bold")
-    say(console, f"ckpt8 {facts['format']}, {facts['asked']}", f"from {_origin(facts)}")
-    say(console, *([] if facts["base"] is None else [base_line(facts)]))
+    say(console, f"{_sizes(facts)}, {facts['asked']}")
+    _show_verdict(console, facts)
+    say(console, f"made from {_origin(facts)}")
     _show_origins(console, facts["origins"])
-    say(console, f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x{per_weight}")
-    rows = [
-        (
-            row["role"],
-            codec_text(row["codec"]),
-            f"{row['storages']:,}",
-            f"{row['elements']:,}",
-            size(row["bytes"]),
-            size(row["stored_bytes"]),
-            f"{row['bytes'] / row['stored_bytes']:.2f}x" if row["stored_bytes"] else "-",
-        )
-        for row in facts["roles"]
-    ]
-    show_table(console, ("role", "codec", "storages", "elements", "original", "stored", "ratio"), rows)
+    if is_verbose():
+        per_weight = f", {facts['bytes_per_weight']:.3f} bytes per weight" if facts["bytes_per_weight"] else ""
+        say(console, f"format {facts['format']}{per_weight}")
+    _show_roles(console, facts)
     _show_contents(console, facts)
     if facts["directory"] is not None:
         # There may be a thousand files of ranks.
@@ -272,29 +281,124 @@ def _show_container(console: Console, facts: dict[str, Any]) -> None:
         )
         if len(first) < len(facts["members"]):
             say(console, f"and {len(facts['members']) - len(first):,} more")
-    _show_errors(console, facts["errors"], facts["steps"], facts["measured_from"])
-    _show_worst(console, facts["worst"])
-    _show_kept(console, facts, facts["lossless"])
+    if is_verbose():
+        _show_errors(console, facts)
+        _show_worst(console, facts["worst"])
+        _show_kept(console, facts)
     _show_tensors(
         console,
         facts,
         {
             "shape": _shape,
-            "codec": lambda tensor: codec_text(tensor["codec"]),
+            "codec": lambda tensor: _codec(tensor["codec"]),
             "stored": lambda tensor: size(tensor["stored_bytes"]),
             "error": lambda tensor: _error(tensor["error"]),
         },
     )
 
 
+def _sizes(facts: Mapping[str, Any]) -> str:
+    return f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, {facts['ratio']:.2f}x"
+
+
+def _show_verdict(console: Console, facts: dict[str, Any]) -> None:
+    """Print what a resumed run will notice, the base of a delta, and what nobody should miss."""
+    source = facts["measured_from"]
+    measured = f", measured against {source['path']}" if source else ""
+    say(console, f"error{measured}: {_error_words(facts)}")
+    say(console, *warnings_of(facts["steps"]), indent="  ")
+    say(console, *([differing_line(source)] if source and source["differing"] else []), style="red")
+    say(console, *([] if facts["base"] is None else [base_line(facts)]))
+    say(console, *_warnings(facts), style="yellow")
+
+
+def _error_words(facts: Mapping[str, Any]) -> str:
+    """The error in steps and the loss drift to expect, or why there is no figure."""
+    ids = {row["codec"].partition("(")[0] for row in facts["roles"]}
+    if all(codec_from_config({"id": codec}).measured_as is None for codec in ids):
+        return error_in_words(NO_ERROR)
+    return error_in_words(facts["steps"]) or "not measured in steps of the optimizer"
+
+
+def _warnings(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Large errors of updates, what is lossless against the preset, and tensors of unknown role."""
+    is_known = facts["steps"] is not None and facts["steps"]["steps"] is not None
+    updates = [facts["errors"][kind] for kind in FIGURE_WORDS if facts["errors"][kind]]
+    if not is_known and any(update["max_error"] > update["max_update"] / 2 for update in updates):
+        yield "some updates change as much as they are large; --max-update-error bounds that"
+    kept = [
+        f"kept lossless: {counted(row['count'], 'storage')}, {row['reason']}, such as {row['names'][0]}"
+        for row in facts["lossless"]
+        if row["reason"] not in _ALWAYS_KEPT
+    ]
+    yield from _first(kept)
+    yield from _first(_unrecognised(facts))
+
+
+def _unrecognised(facts: Mapping[str, Any]) -> list[str]:
+    """What would compress tensors of unknown role."""
+    return [
+        f"of unknown role and kept lossless: {counted(row['tensors'], 'tensor')}, {size(row['bytes'])}; "
+        f"to compress: --rule {shlex.quote(row['rule'])}"
+        for row in facts["unrecognised"]
+    ]
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    left = len(lines) - most(_MOST_ROWS)
+    return [*lines[: most(_MOST_ROWS)], *([f"and {left:,} more"] if left > 0 else [])]
+
+
+def _show_roles(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print the sizes by role and codec; unless ``--verbose``, small lossless rows as one."""
+    if is_verbose():
+        rows = [
+            (
+                _PARTS[row["role"]],
+                codec_text(row["codec"]),
+                f"{row['storages']:,}",
+                f"{row['elements']:,}",
+                *_bytes(row["bytes"], row["stored_bytes"]),
+            )
+            for row in facts["roles"]
+        ]
+        show_table(console, ("role", "codec", "storages", "elements", "original", "stored", "ratio"), rows)
+        return
+    order, sizes = list(_PARTS), dict[tuple[str, str], Counter[str]]()
+    for row in sorted(facts["roles"], key=lambda row: order.index(row["role"])):
+        part, codec = _PARTS[row["role"]], _codec(row["codec"])
+        if codec == _EXACT and row["role"] not in (SKELETON_ROLE, FILE_ROLE):
+            part = "small tensors" if row["bytes"] < _SMALL_SHARE * facts["bytes"] else part
+        sizes.setdefault((part, codec), Counter()).update({key: row[key] for key in ("bytes", "stored_bytes")})
+    last = sorted(sizes.items(), key=lambda item: item[0][0] in ("small tensors", "structure", "other files"))
+    show_table(
+        console,
+        ("role", "codec", "original", "stored", "ratio"),
+        [(*key, *_bytes(total["bytes"], total["stored_bytes"])) for key, total in last],
+    )
+
+
+def _bytes(nbytes: int, stored: int) -> tuple[str, str, str]:
+    return size(nbytes), size(stored), f"{nbytes / stored:.2f}x" if stored else "-"
+
+
+_EXACT = "kept exactly"
+
+
+def _codec(name: str) -> str:
+    """A codec in a word; with ``--verbose`` its id and settings."""
+    bare = name.partition("/")[0]
+    return codec_text(name) if is_verbose() else _EXACT if bare == "lossless" else bare
+
+
 def _show_contents(console: Console, facts: dict[str, Any]) -> None:
     """Print the low-bit optimizers, the roles of a checkpoint, the layers and the red flags."""
     say(console, *(f"optimizer: {low_bit_line(state)}" for state in facts["low_bit"]))
     if facts["kind"] != "ckpt8":
-        rows = [{"label": f"{row['role']} {row['dtype']}", **row} for row in facts["roles"]]
+        rows = [{"label": f"{_PARTS[row['role']]} {row['dtype']}", **row} for row in facts["roles"]]
         _show_bars(console, "Elements and bytes by role", rows, facts["bytes"], lambda row: (f"{row['elements']:,}",))
     show_layers(console, facts["layers"])
-    show_flags(console, facts["flags"], facts["sample"])
+    show_flags(console, facts)
 
 
 def _origin(facts: dict[str, Any]) -> str:
@@ -306,11 +410,9 @@ def _origin(facts: dict[str, Any]) -> str:
     return ", ".join(f"{m['path']} ({m['format']})" for m in facts["members"])
 
 
-def _show_errors(
-    console: Console, errors: dict[str, Any], steps: dict[str, Any] | None, source: dict[str, Any] | None = None
-) -> None:
-    """Print the errors, also in steps; ``source`` is the original of ``--against``, if there is one."""
-    lines = []
+def _show_errors(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print every figure of the error, those in steps as well."""
+    errors, steps, lines = facts["errors"], facts["steps"], []
     if weight := errors["weight"]:
         lines.append(
             f"weights       max relative error {number(weight['max_relative'])}, "
@@ -323,17 +425,12 @@ def _show_errors(
             most = error["max_scaled"]
             scaled = "" if most is None else f", max error {number(most)} of the group's scale"
             lines.append(f"{role}       NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){scaled}")
-    is_bounded = steps is not None and steps["steps"] is not None
     for kind, words in FIGURE_WORDS.items():
         if update := errors[kind]:
             lines.append(
                 f"{words}  NMSE {number(update['nmse'])}, max |Δu| {number(update['max_error'])} "
                 f"where max |u| is {number(update['max_update'])}, {counted(update['parameters'], 'parameter')}"
             )
-            if not is_bounded and update["max_error"] > update["max_update"] / 2:
-                lines.append(
-                    "              some updates change as much as they are large; --max-update-error bounds that"
-                )
     heals = healing_line(errors["update"], steps)
     lines += [
         *([f"              {heals}"] if heals else []),
@@ -342,12 +439,11 @@ def _show_errors(
             for reason, count in errors["update_reasons"].items()
         ),
         *(step_lines(steps) if steps else []),
-        *([differing_line(source)] if source and source["differing"] else []),
     ]
     if lines:
         console.print()
-        say(console, f"Measured error, from {source['path']}" if source else "Measured error", style="bold")
-        say(console, *lines)
+        say(console, "Measured error, over all elements together", style="bold")
+        say(console, *lines, hang=HANG)
         show_optimizers(console, steps)
 
 
@@ -367,22 +463,14 @@ def _show_worst(console: Console, worst: dict[str, list[dict[str, Any]]]) -> Non
             show_table(console, (title, *columns), cells)
 
 
-def _show_kept(console: Console, facts: dict[str, Any], lossless: list[dict[str, Any]]) -> None:
-    """Print why storages are lossless, why the codecs of a budget do not keep others, and tensors of unknown role."""
+def _show_kept(console: Console, facts: Mapping[str, Any]) -> None:
+    """Print why storages are lossless, and why the codecs of a budget do not keep others."""
     for title, reasons in (
-        ("kept lossless because", lossless),
+        ("kept lossless because", facts["lossless"]),
         ("under no budget because", (facts["steps"] or {}).get("fallbacks", [])),
     ):
         if rows := [(row["reason"], f"{row['count']:,}", row["names"][0]) for row in reasons]:
             show_table(console, (title, "storages", "such as"), rows)
-    _show_unrecognised(console, facts)
-
-
-def _show_unrecognised(console: Console, facts: dict[str, Any]) -> None:
-    if rows := [
-        (f"{row['tensors']:,}", size(row["bytes"]), f"--rule '{row['rule']}'") for row in facts["unrecognised"]
-    ]:
-        show_table(console, ("lossless tensors of unknown role", "original", "compress them with"), rows)
 
 
 def _show_tensors(
@@ -415,48 +503,53 @@ def _error(error: dict[str, Any] | None) -> str:
 
 
 def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
-    tensors = f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages"
-    say(console, facts["path"], style="bold")
-    say(console, f"{facts['format']}, {size(facts['bytes'])}, {tensors}")
     parameters = sum(group["parameters"] for group in facts["layers"])
-    if words := origin_words(facts, "", counted(parameters, "parameter") if parameters else ""):
-        say(console, words)
+    origin = origin_words(facts, "", counted(parameters, "parameter") if parameters else "")
+    say(console, facts["path"], style="bold")
+    say(console, ", ".join(filter(None, (facts["format"], size(facts["bytes"]), origin))))
     _show_origins(console, facts["origins"])
-    say(console, *map(optimizer_line, facts["optimizer"]))
-    show_hyperparameters(console, facts["hyperparameters"])
-    _show_contents(console, facts)
     console.print()
-    say(console, "What ckpt8 compress would make of it, from a sample", style="bold")
+    say(console, "What ckpt8 compress would make of it: size, error in optimizer steps, loss drift", style="bold")
     show_predictions(console, facts)
+    say(console, *_first(_unrecognised(facts)), style="yellow")
+    if facts["optimizer"] or facts["hyperparameters"]:
+        console.print()
+        say(console, *map(optimizer_line, facts["optimizer"]))
+        show_hyperparameters(console, facts["hyperparameters"])
+    _show_contents(console, facts)
     if facts["format"] == DIRECTORY:
         show_table(
             console,
             ("member", "format", "original", "reason"),
             [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]],
         )
-    _show_unrecognised(console, facts)
     _show_tensors(
         console,
         facts,
         {
             "dtype": lambda tensor: tensor["dtype"],
             "shape": _shape,
-            "codec": lambda tensor: codec_text(tensor["codec"]),
+            "codec": lambda tensor: _codec(tensor["codec"]),
             "reason": lambda tensor: tensor["reason"] or "",
         },
     )
 
 
-def summary(console: Console, facts: dict[str, Any], target: str, seconds: float, total_seconds: float) -> None:
-    """Print the result of ``compress``: sizes, speed, errors, and the reasons for lossless tensors.
+def summary(
+    console: Console, facts: dict[str, Any], source: str, target: str, seconds: float, *, whole: float, kept: bool
+) -> None:
+    """Print the result of ``compress``: the file, its sizes, what a resumed run will notice, and what to do next.
 
-    ``seconds`` took the compression alone; a person waited ``total_seconds``.
+    ``seconds`` took the compression alone, a person waited the ``whole`` time. ``kept``: the source stays.
     """
-    facts, target = printable_tree(facts), printable(target)
-    console.print(f"[bold]{escape(target)}[/]", soft_wrap=True)
-    console.print(
-        f"{size(facts['bytes'])} -> {size(facts['stored_bytes'])}, [bold]{facts['ratio']:.2f}x[/] "
-        f"in {total_seconds:.2f} s (compressed in {seconds:.2f} s, {size(facts['bytes'] / max(seconds, 1e-9))}/s)"
-    )
-    _show_errors(console, facts["errors"], facts["steps"])
-    _show_kept(console, facts, [row for row in facts["lossless"] if row["reason"] not in ("small", "buffer")])
+    facts, source, target = printable_tree(facts), printable(source), printable(target)
+    console.print(Text(target, style="bold"), soft_wrap=True)
+    say(console, f"{_sizes(facts)}, {facts['asked']}, in {whole:.2f} s")
+    _show_verdict(console, facts)
+    then = f"verify {shlex.quote(target)} --against {shlex.quote(source)}" if kept else f"restore {shlex.quote(target)}"
+    console.print(Text(f"next: ckpt8 {then}"), soft_wrap=True)
+    if is_verbose():
+        speed = facts["bytes"] / max(seconds, 1e-9)
+        say(console, f"compressed in {seconds:.2f} s, {size(speed)}/s")
+        _show_errors(console, facts)
+        _show_kept(console, facts)

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
-from ckpt8.cli.show.tables import Table, show_table
+from ckpt8.cli.show.tables import Table, say, show_table
 from ckpt8.core.text import percent
 from ckpt8.inspecting.facts import ROLE_WORDS
 from ckpt8.inspecting.readiness import RAW, SCALED, snr, snr_text
@@ -17,10 +16,9 @@ COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scaled
 
 def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool = False) -> None:
     """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
-    console.print("\n[bold]Low-precision readiness[/]")
-    console.print(escape(coverage(readiness)))
-    for label, line in ((row["label"], row["line"]) for row in readiness["formats"]):
-        console.print(f"[bold]{escape(label)}[/]{escape(line.removeprefix(label))}")
+    console.print()
+    say(console, "Low-precision readiness: the SNR of rounding to each format", style="bold")
+    say(console, *(row["line"] for row in readiness["formats"]), *coverage(readiness).splitlines())
     show_table(console, COLUMNS, format_rows(readiness["formats"]))
     if "against" in readiness:
         _show_measured(console, readiness["against"])
@@ -59,16 +57,23 @@ def format_rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
 
 
 def _show_measured(console: Console, against: dict[str, Any]) -> None:
-    console.print(f"\n[bold]Measured[/] against {escape(against['path'])}", soft_wrap=True)
-    for role, total in against["roles"].items():
-        console.print(f"{ROLE_WORDS[role]}, {total['tensors']:,} tensors: {escape(snr_text(total))}")
+    console.print()
+    say(console, f"The SNR of this file against {against['path']}, tensors in units of their own RMS", style="bold")
+    say(
+        console,
+        *(
+            f"{ROLE_WORDS[role]}, {total['tensors']:,} tensors: {snr_text(total)}"
+            for role, total in against["roles"].items()
+        ),
+    )
     if against["unpaired"]:
-        console.print(f"{against['unpaired']:,} tensors have no counterpart of their name and shape in it")
+        say(console, f"{against['unpaired']:,} tensors have no counterpart of their name and shape in it")
 
 
 def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:
-    """Print the SNR of every tensor by format, raw and scaled."""
-    console.print("\n[bold]SNR in dB, raw and scaled[/]")
+    """Print the SNR of every tensor by format, raw and scaled, and that of its copy, if one was measured."""
+    console.print()
+    say(console, "SNR in dB of rounding to each format, raw and scaled; measured: of this file", style="bold")
     formats = {number_format["format"]: number_format["label"] for number_format in readiness["formats"]}
     rows = [
         (

@@ -9,11 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 
-from ckpt8.cli.guard import most, print_lines
-from ckpt8.cli.show.tables import Table, measured_lines, number, shape_text, show_optimizers, show_table
-from ckpt8.core.text import counted, listed, printable_tree, shortened, size
+from ckpt8.cli.guard import is_verbose, most
+from ckpt8.cli.show.tables import (
+    HANG,
+    Table,
+    measured_lines,
+    number,
+    say,
+    shape_text,
+    show_optimizers,
+    show_table,
+    warnings_of,
+)
+from ckpt8.container.steps import error_in_words
+from ckpt8.core.text import counted, listed, printable, printable_tree, shortened, size
 from ckpt8.inspecting.diff import verdict
 from ckpt8.inspecting.facts import ROLE_WORDS
 
@@ -39,10 +49,10 @@ def show_diff(console: Console, facts: dict[str, Any], *, tensors: bool) -> None
     for side in ("a", "b"):
         own = facts[side]
         kind = f"{'ckpt8 of ' if own['ckpt8'] else ''}{own['layout']}"
-        console.print(f"{side.upper()}  {escape(own['path'])}  {kind}, {size(own['bytes'])}", soft_wrap=True)
-    console.print(f"\n[bold]{escape(verdict(facts))}[/]", soft_wrap=True)
-    for line in _sentences(facts):
-        console.print(escape(line), soft_wrap=True)
+        say(console, f"{side.upper()}  {own['path']}  {kind}, {size(own['bytes'])}")
+    console.print()
+    say(console, verdict(facts), style="bold")
+    say(console, *_sentences(facts))
     _show_one_sided(console, facts)
     _show_list(
         console,
@@ -108,7 +118,7 @@ def _show_list(console: Console, title: str, rows: Sequence[str]) -> None:
         shown = ((row, _pattern(row), counts[_pattern(row)]) for row in rows)
         lines = list(dict.fromkeys(f"{name}  ({count:,} of them)" if count > 3 else row for row, name, count in shown))
         for line in lines[: most(_LISTED)]:
-            console.print(f"  {line}", soft_wrap=True, markup=False)
+            say(console, line, indent="  ")
         _show_more(console, len(lines) - most(_LISTED))
 
 
@@ -206,13 +216,13 @@ def show_converted(console: Console, report: Report, seconds: float) -> None:
         (f"left out    {line}" for line in report.dropped),
         (f"note        {line}" for line in report.notes),
     )
-    print_lines(console, [*lines, *dropped, *notes])
+    say(console, *map(printable, (*lines, *dropped, *notes)), hang=12)
 
 
 def show_verified(console: Console, src: Path, against: Path | None, result: Verification) -> None:
     """Print the result, and the figures of replayed steps."""
     if result.plain is not None:
-        print_lines(console, [f"{src}: {result.plain.line()}"])
+        say(console, printable(f"{src}: {result.plain.line()}"))
         return
     text = f"{src}: intact, all {result.frames:,} frames and the seal ({size(result.nbytes)})"
     if result.against and not result.failures:
@@ -220,8 +230,13 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
         if result.unmeasured:
             text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
     links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []
-    print_lines(console, [text, *links, *(measured_lines(result.steps) if result.steps else [])])
-    show_optimizers(console, result.steps)
+    say(console, *map(printable, [text, *links]))
+    if steps := printable_tree(result.steps):
+        say(console, f"error: {error_in_words(steps) or 'not measured in steps of the optimizer'}")
+        say(console, *warnings_of(steps), indent="  ")
+        if is_verbose():
+            say(console, *measured_lines(steps), hang=HANG)
+            show_optimizers(console, steps)
     if result.resume is not None:
         _show_replay(console, result.resume)
 
@@ -231,19 +246,21 @@ def _show_replay(console: Console, resume: dict[str, Any]) -> None:
     from ckpt8.inspecting.replay import left_out
 
     if resume["parameters"]:
-        console.print(
+        say(
+            console,
             f"replayed {counted(len(resume['steps']), 'step')} of {counted(resume['parameters'], 'parameter')}; "
-            f"replay error {number(resume['replay_error'])}"
+            f"replay error {number(resume['replay_error'])}",
         )
         keys = ("update_nmse", "update_max", "weight_rms", "weight_max")
         rows = [(str(k), *(number(step[key]) for key in keys)) for k, step in enumerate(resume["steps"], 1)]
         console.print(Table(("step", "update NMSE", "max |Δu|", "weights RMS", "weights max"), rows))
         first = resume["first_of_gradient_rules"]
         if first and first["parameters"] < resume["parameters"]:
-            console.print(
+            say(
+                console,
                 f"first step of the {counted(first['parameters'], 'parameter')} whose step needs a gradient: "
-                f"NMSE {number(first['update_nmse'])}, max |Δu| {number(first['update_max'])}"
+                f"NMSE {number(first['update_nmse'])}, max |Δu| {number(first['update_max'])}",
             )
     else:
-        console.print("nothing could be replayed: the replay error is unknown")
-    print_lines(console, left_out(resume))
+        say(console, "nothing could be replayed: the replay error is unknown")
+    say(console, *map(printable, left_out(resume)))

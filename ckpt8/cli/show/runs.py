@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from ckpt8 import __version__
+from ckpt8.cli.guard import is_verbose
 from ckpt8.cli.show.charts import (
     TWO_BARS,
     charts,
@@ -30,11 +31,16 @@ Row = Mapping[str, Any]
 
 
 def show(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print ``Run.to_json``; escape unprintable characters of names. Columns without a value are left out."""
+    """Print ``Run.to_json``; escape unprintable characters of names.
+
+    Columns without a value are left out, and unless ``--verbose`` those of ``_DETAILS`` that tell no rows apart.
+    """
     facts = printable_tree(facts)
-    say(console, facts["path"], style="bold")
     rows: Sequence[Row] = facts["checkpoints"]
-    shown = {title: column for title, cell in _COLUMNS if any(column := [cell(row) for row in rows])}
+    cells = {title: [cell(row) for row in rows] for title, cell in _COLUMNS}
+    alike = {} if is_verbose() else {title: cells.pop(title) for title, is_plain in _DETAILS.items() if is_plain(rows)}
+    say(console, ", ".join((facts["path"], *dict.fromkeys(filter(None, alike.get("made with", []))))), style="bold")
+    shown = {title: column for title, column in cells.items() if any(column)}
     console.print(Table(("checkpoint", *shown), list(zip((row["name"] for row in rows), *shown.values(), strict=True))))
     if damaged := [(row["name"], row["damage"]) for row in rows if row["damage"] is not None]:
         show_table(console, ("damaged", "reason"), damaged)
@@ -82,18 +88,25 @@ def _known(value: float | None) -> str:
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("step", lambda row: "" if row["step"] is None else f"{row['step']:,}"),
-    ("saved", lambda row: local_time(row["time"])),
     ("loss", lambda row: _known(row["loss"])),
     ("val. loss", lambda row: _known(row["val_loss"])),
+    ("size", lambda row: size(row["stored_bytes"])),
+    ("ratio", lambda row: "" if row["ratio"] is None else f"{row['ratio']:.2f}x"),
+    ("error", lambda row: "" if row["steps"] is None else f"{number(row['steps'])} steps"),
     ("kind", lambda row: " + ".join(filter(None, (row["kind"], row["raw"] and "raw")))),
     ("base", lambda row: row["base"] or ""),
     ("made with", lambda row: row["asked"] or ""),
-    ("size", lambda row: size(row["stored_bytes"])),
-    ("ratio", lambda row: "" if row["ratio"] is None else f"{row['ratio']:.2f}x"),
-    ("error in steps", lambda row: _known(row["steps"])),
     ("state", state),
+    ("saved", lambda row: local_time(row["time"])),
 )
 """The title and the text of every column but the name."""
+
+_DETAILS: Mapping[str, Callable[[Sequence[Row]], bool]] = {
+    "made with": lambda rows: len({row["asked"] for row in rows} - {None}) <= 1,
+    "state": lambda rows: {state(row) for row in rows} <= {"", "sealed"},
+    "saved": lambda rows: all(row["step"] is not None for row in rows),
+}
+"""The columns that say nothing new of some runs, and when: all alike, all sealed, the order known from the steps."""
 
 _KINDS = {"key": "weight", "delta": "moment2", "raw": "other"}
 """The style of every kind."""

@@ -194,6 +194,9 @@ def bars(shares: Sequence[Share], width: int, *, ascii_only: bool = False) -> It
             yield _GAP + drawn.ljust(max(length, 0)) + figures
 
 
+HANG = 14
+"""Columns of the names before figures that were measured."""
+
 HEALS = "this error fades: gradients renew the momentum within about ten steps, and the loss drift counts that"
 
 

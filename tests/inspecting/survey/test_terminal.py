@@ -64,7 +64,7 @@ def test_what_is_not_listed_is_counted(count, more, tmp_path):
     rows = torch.rand(count, 64) + 0.5
     rows[:, 5] = float("nan")
     torch.save({"model": {f"w{k}": row.clone() for k, row in enumerate(rows)}}, tmp_path / "a.pt")
-    lines = shown(tmp_path / "a.pt", "--html", str(tmp_path / "a.html"), width=120).splitlines()
+    lines = [*shown(tmp_path / "a.pt", "--html", str(tmp_path / "a.html"), width=120).splitlines(), ""]
     at = next(k for k, line in enumerate(lines) if line.strip() == f"NaN: {count} tensors")
     assert [line.strip().startswith("model.w") for line in lines[at + 1 : at + 5]] == [True, True, True, False]
     assert (lines[at + 4].rstrip() if "more" in lines[at + 4] else None) == more
@@ -77,7 +77,7 @@ def test_what_is_not_listed_is_counted(count, more, tmp_path):
 
 @pytest.mark.usefixtures("without_predictions")
 def test_each_kind_is_said_in_words(planted):
-    out = shown(planted / "run.pt", "--full", width=120)
+    out = shown(planted / "run.pt", "--full", "--readiness", width=120)
     for words in (
         "NaN: 1 tensor",
         "Inf: 1 tensor",
