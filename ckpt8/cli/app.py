@@ -87,14 +87,15 @@ def inspect(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Show what a .ckpt8 or a checkpoint holds, where its bytes are, red flags, and the error of compression.
+    """Show what a .ckpt8 or a checkpoint holds, where its bytes are, red flags, and what resuming will notice.
 
     Of a checkpoint it predicts what every preset and three budgets would make: size, error in optimizer steps, and how
-    much the loss of a resumed run would drift.
+    much the loss of a resumed run would drift. Of a .ckpt8, -v shows every error that was measured.
 
-    Red flags are NaN, dead rows, weights stored twice, values that fp16 would lose, and names in a pickle that
-    torch.load refuses with weights_only. inspect looks at a sample of the values of a checkpoint, and with --full at
-    every element; at those of a .ckpt8 with --full only. --json prints them as flags, with sample and layers.
+    Red flags are NaN, dead rows, weights stored twice, and names in a pickle that torch.load refuses with
+    weights_only; --readiness adds values that fp16 would lose. inspect looks at a sample of the values of a checkpoint,
+    and with --full at every element; at those of a .ckpt8 with --full only. --json prints all as flags, with sample and
+    layers.
     """
     from ckpt8.container.joined import is_stored
     from ckpt8.inspecting.inspection import facts_of
@@ -319,7 +320,7 @@ def _volume_options() -> list[TyperOption]:
     """The two options that stand before a command or after it."""
     return [
         _volume_option([*_QUIET], quieter, "No progress, and nothing on stdout but --json."),
-        _volume_option([*_VERBOSE], louder, "Show all rows of a report, and say what ckpt8 falls back to."),
+        _volume_option([*_VERBOSE], louder, "Show all that was measured, all rows, and what ckpt8 falls back to."),
     ]
 
 

@@ -35,7 +35,7 @@ from ckpt8.cli.show.tables import (
 from ckpt8.codecs import codec_from_config
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.container.steps import NO_ERROR, error_in_words
+from ckpt8.container.steps import NO_BUDGET, NO_ERROR, error_in_words
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, differing_line, listed, percent, printable, printable_tree, size
 from ckpt8.inspecting.container import FOREIGN
@@ -326,19 +326,20 @@ def _warnings(facts: Mapping[str, Any]) -> Iterator[str]:
     updates = [facts["errors"][kind] for kind in FIGURE_WORDS if facts["errors"][kind]]
     if not is_known and any(update["max_error"] > update["max_update"] / 2 for update in updates):
         yield "some updates change as much as they are large; --max-update-error bounds that"
-    kept = [
-        f"kept lossless: {counted(row['count'], 'storage')}, {row['reason']}, such as {row['names'][0]}"
-        for row in facts["lossless"]
-        if row["reason"] not in _ALWAYS_KEPT
-    ]
-    yield from _first(kept)
+    yield from _first([_kept_line(row) for row in facts["lossless"] if row["reason"] not in _ALWAYS_KEPT])
     yield from _first(_unrecognised(facts))
+
+
+def _kept_line(row: Mapping[str, Any]) -> str:
+    name, reason = row["names"][0], row["reason"].removeprefix(NO_BUDGET)
+    which = f"{name} is" if row["count"] == 1 else f"{row['count']:,} storages such as {name} are"
+    return f"{which} kept lossless: {reason}"
 
 
 def _unrecognised(facts: Mapping[str, Any]) -> list[str]:
     """What would compress tensors of unknown role."""
     return [
-        f"of unknown role and kept lossless: {counted(row['tensors'], 'tensor')}, {size(row['bytes'])}; "
+        f"{counted(row['tensors'], 'tensor')} of unknown role, {size(row['bytes'])}, kept lossless; "
         f"to compress: --rule {shlex.quote(row['rule'])}"
         for row in facts["unrecognised"]
     ]
