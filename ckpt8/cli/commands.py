@@ -498,7 +498,7 @@ def chain(
     """
     require(
         not (watch and dry_run),
-        "--dry-run says what would be done now, and --watch goes on for ever; leave out one of them",
+        "--dry-run says what would be done now, and --watch never ends; leave out one of them",
         UsageError,
     )
     require(
