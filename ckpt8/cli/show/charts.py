@@ -114,7 +114,7 @@ class LogAxis:
         return f'<svg height="18" role="img" aria-label="error">{"".join(parts)}</svg>'
 
     def labels(self) -> str:
-        """The row below all others, with the numbers of the axis."""
+        """The row above all others, with the numbers of the axis."""
         labels = "".join(
             f'<text x="{place}" y="13" text-anchor="middle">{power(tick)}</text>' for place, tick in self._ticks
         )
@@ -342,6 +342,7 @@ main{max-width:1000px;margin:0 auto;padding:24px 16px 48px}
 h1{font-size:1.3rem;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:0 0 4px}
 h3{font-size:1rem;margin:20px 0 6px}
+h1,h2,h3,.lead{text-wrap:balance}
 p{margin:0 0 10px}
 .soft,.note,figcaption span{color:var(--soft)}
 .note{font-size:.82rem;margin:4px 0 0}
@@ -364,7 +365,7 @@ padding:5px 0;border-top:1px solid var(--grid);align-items:center}
 .row>.bar{grid-area:bar;min-width:0}
 .row svg,.axis svg{display:block;width:100%;overflow:visible}
 .axis{padding-top:2px}
-@media (min-width:760px){.row,.axis{display:grid;grid-template-columns:minmax(120px,250px) minmax(0,1fr) 230px;
+@media (min-width:760px){.row,.axis{display:grid;grid-template-columns:minmax(120px,250px) minmax(0,1fr) 200px;
 grid-template-areas:"name bar value";gap:0 14px}.axis>*{grid-area:bar}
 .row>.value small{display:inline}}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,280px),1fr));gap:18px 16px;margin-top:10px}
@@ -463,6 +464,9 @@ def terms(rows: Iterable[Row]) -> str:
     return items and f'<table class="terms"><tbody>{items}</tbody></table>'
 
 
+_BREAK = re.compile(" (?=to |or )")
+
+
 def table(
     name: str,
     columns: Sequence[str],
@@ -478,7 +482,7 @@ def table(
     styles = [' class="word"' if column in words else "" for column in columns]
     head, *body = (
         "".join(
-            f"<{tag}{css}>{text(cell).replace(' to ', ' <wbr>to ')}</{tag}>"
+            f"<{tag}{css}>{_BREAK.sub(' <wbr>', text(cell))}</{tag}>"
             for tag, css, cell in zip(["th", *[tags] * len(styles)], styles, cells, strict=False)
         )
         for tags, cells in (("th", columns), *(("td", row) for row in rows))
@@ -494,6 +498,15 @@ def bullets(items: Iterable[str]) -> str:
     """A list of markup; empty without items."""
     lines = "".join(f"<li>{item}</li>" for item in items)
     return lines and f"<ul>{lines}</ul>"
+
+
+_OPEN_ROWS = 20
+
+
+def long_list(rows: Sequence[str]) -> str:
+    """Rows of markup, the first of them open, the others folded."""
+    rest = rows[_OPEN_ROWS:]
+    return "".join(rows[:_OPEN_ROWS]) + (folded(f"{len(rest):,} more", *rest) if rest else "")
 
 
 def folded(summary: str, *parts: str) -> str:

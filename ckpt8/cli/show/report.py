@@ -30,6 +30,7 @@ from ckpt8.cli.show.charts import (
     figure,
     folded,
     legend,
+    long_list,
     magnitudes,
     prose,
     row,
@@ -291,14 +292,9 @@ def _size_rows(rows: Iterable[tuple[str, Sizes]]) -> str:
     """A row of bars for each name, which is markup."""
     rows = list(rows)
     full_bar = max((sum(sizes.values()) for _, sides in rows for sizes in sides), default=1)
-    return "".join(
-        row(
-            name,
-            stacks([_segments(sizes, full_bar) for sizes in sides]),
-            " → ".join(size(sum(sizes.values())) for sizes in sides),
-        )
-        for name, sides in rows
-    )
+    bars = (stacks([_segments(sizes, full_bar) for sizes in sides]) for _, sides in rows)
+    values = (" → ".join(size(sum(sizes.values())) for sizes in sides) for _, sides in rows)
+    return long_list([row(name, bar, value) for (name, _), bar, value in zip(rows, bars, values, strict=True)])
 
 
 def _segments(sizes: Mapping[str, int], full_bar: int) -> Stack:
@@ -397,7 +393,7 @@ def _errors_by_layer(layers: list[dict[str, Any]]) -> str:
     )
     more = f'<p class="note">{len(others):,} layers with a smaller max |Δu| are left out.</p>' if others else ""
     colours = legend([("dot update", "NMSE of the update"), ("dot moment2 ring", "max |Δu|, the largest single error")])
-    return f'<h3>{title}, by layer</h3>{colours}<div id="layer-errors">{"".join(rows)}{axis.labels()}</div>{more}'
+    return f'<h3>{title}, by layer</h3>{colours}<div id="layer-errors">{axis.labels()}{long_list(rows)}</div>{more}'
 
 
 def worst_section(distributions: dict[str, Any]) -> str:
