@@ -342,7 +342,7 @@ main{max-width:1000px;margin:0 auto;padding:24px 16px 48px}
 h1{font-size:1.3rem;line-height:1.25;margin:0;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:0 0 4px}
 h3{font-size:1rem;margin:20px 0 6px}
-h1,h2,h3,.lead{text-wrap:balance}
+h1,h2,h3{text-wrap:balance}
 p{margin:0 0 10px}
 .soft,.note,figcaption span{color:var(--soft)}
 .note{font-size:.82rem;margin:4px 0 0}

@@ -305,14 +305,14 @@ def _show_verdict(console: Console, facts: dict[str, Any]) -> None:
     """Print what a resumed run will notice, the base of a delta, and what nobody should miss."""
     source = facts["measured_from"]
     measured = f", measured against {source['path']}" if source else ""
-    say(console, f"error{measured}: {_error_words(facts)}")
+    say(console, f"error{measured}: {error_words(facts)}")
     say(console, *warnings_of(facts["steps"]), indent="  ")
     say(console, *([differing_line(source)] if source and source["differing"] else []), style="red")
     say(console, *([] if facts["base"] is None else [base_line(facts)]))
-    say(console, *_warnings(facts), style="yellow")
+    say(console, *cautions(facts), style="yellow")
 
 
-def _error_words(facts: Mapping[str, Any]) -> str:
+def error_words(facts: Mapping[str, Any]) -> str:
     """The error in steps and the loss drift to expect, or why there is no figure."""
     ids = {row["codec"].partition("(")[0] for row in facts["roles"]}
     if all(codec_from_config({"id": codec}).measured_as is None for codec in ids):
@@ -320,7 +320,7 @@ def _error_words(facts: Mapping[str, Any]) -> str:
     return error_in_words(facts["steps"]) or "not measured in steps of the optimizer"
 
 
-def _warnings(facts: Mapping[str, Any]) -> Iterator[str]:
+def cautions(facts: Mapping[str, Any]) -> Iterator[str]:
     """Large errors of updates, what is lossless against the preset, and tensors of unknown role."""
     is_known = facts["steps"] is not None and facts["steps"]["steps"] is not None
     updates = [facts["errors"][kind] for kind in FIGURE_WORDS if facts["errors"][kind]]

@@ -41,7 +41,16 @@ from ckpt8.cli.show.charts import (
     text,
     tiles,
 )
-from ckpt8.cli.show.inspect import base_line, flags_by_kind, looked_at, optimizer_line, origin_words, shown_flags
+from ckpt8.cli.show.inspect import (
+    base_line,
+    cautions,
+    error_words,
+    flags_by_kind,
+    looked_at,
+    optimizer_line,
+    origin_words,
+    shown_flags,
+)
 from ckpt8.cli.show.readiness import COLUMNS, coverage, format_rows
 from ckpt8.cli.show.tables import (
     codec_text,
@@ -57,7 +66,7 @@ from ckpt8.cli.show.tables import (
 )
 from ckpt8.container.bases import files_of
 from ckpt8.container.joined import Stored
-from ckpt8.container.steps import PARTS, error_in_words
+from ckpt8.container.steps import PARTS
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.source_file import reading, refuse_url
@@ -486,12 +495,11 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str,
 def _verdict(facts: dict[str, Any]) -> str:
     """Sizes in large type, what resuming will notice, the origin, and a table: of the parts, or of the presets."""
     if facts["kind"] == "ckpt8":
-        stored, ratio, words, error = facts["stored_bytes"], facts["ratio"], "stored", error_in_words(facts["steps"])
-        source = facts["measured_from"]
-        differing = [differing_line(source)] if source and source["differing"] else []
+        stored, ratio, words, source = facts["stored_bytes"], facts["ratio"], "stored", facts["measured_from"]
         body = [
-            f'<p class="lead">Error when resuming: <b>{prose(error)}</b></p>' if error else "",
-            *(f'<p class="alarm">{prose(line)}</p>' for line in (*differing, *warnings_of(facts["steps"]))),
+            f'<p class="lead">Error when resuming: <b>{prose(error_words(facts))}</b></p>',
+            f'<p class="alarm">{text(differing_line(source))}</p>' if source and source["differing"] else "",
+            *(f'<p class="soft">{prose(line)}</p>' for line in (*warnings_of(facts["steps"]), *cautions(facts))),
             terms(_container_rows(facts)),
             _parts(facts),
         ]
@@ -521,8 +529,8 @@ def _container_rows(facts: dict[str, Any]) -> Iterator[Row]:
 
 def _checkpoint_rows(facts: dict[str, Any]) -> Iterator[Row]:
     yield "format", (facts["format"], f"{facts['tensor_count']:,} tensors in {facts['storages']:,} storages")
-    if origin := origin_words(facts, ""):
-        yield "written by", (origin,)
+    several = [f"{row['path']}: {origin_words(row, 'of unknown origin')}" for row in facts["origins"]]
+    yield from (("written by", (line,)) for line in filter(None, several or [origin_words(facts, "")]))
     yield from (("optimizer", (optimizer_line(state),)) for state in facts["optimizer"])
 
 

@@ -14,8 +14,8 @@ from runs_kit import train
 from safetensors.torch import save_file
 
 import ckpt8
+from ckpt8.cli.show.inspect import error_words
 from ckpt8.cli.show.report import page
-from ckpt8.container.steps import error_in_words
 from ckpt8.core.text import size
 
 TAGS = re.compile(
@@ -89,7 +89,7 @@ def test_a_container_without_statistics(inputs, inspect, tmp_path):
     assert "The worst tensors" not in text
     assert tree["distributions"]["worst"] == {"update": [], "weight": [], "lattice": []}
     facts, content, tree = inspect(container, tmp_path / "b.html", "--against", inputs / "gpt_adamw.pt")
-    assert "not measured" not in assert_inert(content)
+    assert "unknown for 10 parameters" not in assert_inert(content)
     worst = tree["distributions"]["worst"]["update"]
     assert [row["name"] for row in worst] == [row["name"] for row in facts["worst"]["update"]]
     assert len(worst) == 5
@@ -163,7 +163,7 @@ def test_the_verdict_comes_first_and_adds_up(packed, inspect, tmp_path):
     assert not any("<table id=" in section for section in others)
     figures = [size(facts["bytes"]), size(facts["stored_bytes"]), f"{facts['ratio']:.2f}x"]
     assert re.findall(r'<div class="tile"><b>([^<]+)</b>', verdict) == figures
-    assert error_in_words(facts["steps"]) in re.sub("<[^>]+>", "", verdict)
+    assert f"Error when resuming: {error_words(facts)}" in re.sub("<[^>]+>", "", verdict)
     table = verdict.partition('<table id="parts"')[2].partition("<tbody>")[2]
     rows = [re.findall("<t[hd]>([^<]*)<", row) for row in table.split("</tr>")[:-1]]
     assert {name: cells for name, *cells in rows}["whole checkpoint"] == figures
