@@ -92,10 +92,9 @@ def inspect(
     Of a checkpoint it predicts what every preset and three budgets would make: size, error in optimizer steps, and how
     much the loss of a resumed run would drift. Of a .ckpt8, -v shows every error that was measured.
 
-    Red flags are NaN, dead rows, weights stored twice, and names in a pickle that torch.load refuses with
-    weights_only; --readiness adds values that fp16 would lose. inspect looks at a sample of the values of a checkpoint,
-    and with --full at every element; at those of a .ckpt8 with --full only. --json prints all as flags, with sample and
-    layers.
+    Red flags are NaN, dead rows, weights stored twice, and classes that torch.load refuses with weights_only;
+    --readiness adds values that fp16 would lose. inspect looks at a sample of the values of a checkpoint, and with
+    --full at every element; at those of a .ckpt8 with --full only. --json prints all as flags, with sample and layers.
     """
     from ckpt8.container.joined import is_stored
     from ckpt8.inspecting.inspection import facts_of

@@ -37,6 +37,7 @@ from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE
 from ckpt8.container.manifest import DIRECTORY
 from ckpt8.container.steps import NO_BUDGET, NO_ERROR, error_in_words
 from ckpt8.core.grouping import grouped
+from ckpt8.core.tensors import SMALL_NUMEL
 from ckpt8.core.text import counted, differing_line, listed, percent, printable, printable_tree, size
 from ckpt8.inspecting.container import FOREIGN
 from ckpt8.inspecting.facts import FIGURE_WORDS, ROLE_WORDS
@@ -45,7 +46,7 @@ _MOST_GROUPS = 16
 _MOST_ROWS = 4
 
 FLAG_TITLES = {
-    FOREIGN: "classes and functions in a pickle that torch.load(weights_only=True) refuses",
+    FOREIGN: "classes and functions that torch.load(weights_only=True) refuses",
     "nan": "NaN",
     "inf": "Inf",
     "negative_moment2": "second moments below zero",
@@ -62,8 +63,8 @@ _LOST_IN_FP16 = ("moment2_fp16_zero", "fp16_scales")
 _ALWAYS_KEPT = ("small", "buffer")
 """Why every preset keeps a storage: no news."""
 
-_SMALL_SHARE = 0.01
-"""Rows of lossless tensors with less than this share of the bytes are shown as one."""
+_SMALL, _SMALL_SHARE = "small tensors", 0.01
+"""Rows of lossless tensors with less than this share of the bytes are shown as one, beside lossy ones small tensors."""
 
 _PARTS = {**ROLE_WORDS, SKELETON_ROLE: "structure", FILE_ROLE: "other files"}
 
@@ -351,7 +352,7 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 
 def _show_roles(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the sizes by role and codec; unless ``--verbose``, small lossless rows as one."""
+    """Print the sizes by role and codec; unless ``--verbose``, small lossless tensors in one row."""
     if is_verbose():
         rows = [
             (
@@ -366,12 +367,14 @@ def _show_roles(console: Console, facts: Mapping[str, Any]) -> None:
         show_table(console, ("role", "codec", "storages", "elements", "original", "stored", "ratio"), rows)
         return
     order, sizes = list(_PARTS), dict[tuple[str, str], Counter[str]]()
+    lossy = {row["role"] for row in facts["roles"] if _codec(row["codec"]) != _EXACT}
     for row in sorted(facts["roles"], key=lambda row: order.index(row["role"])):
         part, codec = _PARTS[row["role"]], _codec(row["codec"])
         if codec == _EXACT and row["role"] not in (SKELETON_ROLE, FILE_ROLE):
-            part = "small tensors" if row["bytes"] < _SMALL_SHARE * facts["bytes"] else part
+            are_small = row["role"] in lossy and row["elements"] < SMALL_NUMEL * row["storages"]
+            part = _SMALL if are_small or row["bytes"] < _SMALL_SHARE * facts["bytes"] else part
         sizes.setdefault((part, codec), Counter()).update({key: row[key] for key in ("bytes", "stored_bytes")})
-    last = sorted(sizes.items(), key=lambda item: item[0][0] in ("small tensors", "structure", "other files"))
+    last = sorted(sizes.items(), key=lambda item: item[0][0] in (_SMALL, _PARTS[SKELETON_ROLE], _PARTS[FILE_ROLE]))
     show_table(
         console,
         ("role", "codec", "original", "stored", "ratio"),

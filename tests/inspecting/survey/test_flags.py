@@ -244,7 +244,7 @@ def test_every_report_of_a_file_has_the_names(zipped, protocol, run_command, tmp
     for path in (source, packed):
         code, out, err = run_command("inspect", path)
         assert (code, err) == (0, "")
-        assert "classes and functions in a pickle that torch.load(weights_only=True) refuses" in out
+        assert "classes and functions that torch.load(weights_only=True) refuses" in out
         assert "run.pt: builtins.eval, posix.system" in out
         for flags in ((), ("--full",)):
             found = json.loads(run_command("inspect", path, "--json", *flags)[1])["flags"][0]
