@@ -293,7 +293,7 @@ def chain(
     force: bool = False,
     progress: Progress = lambda _: None,
 ) -> Outcomes:
-    """Compress every checkpoint of a run: each beside itself, oldest first, as a delta where that is smaller.
+    """Compress every checkpoint of a run, oldest first, each next to itself, as a delta if that is smaller.
 
     Checkpoints are the files and directories in ``directory`` that ``compress`` takes; one whose container is there,
     made with the same preset or budget and rules, is skipped, so a run that was killed goes on where it ended. A

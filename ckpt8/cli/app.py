@@ -93,8 +93,8 @@ def inspect(
     much the loss of a resumed run would drift. Of a .ckpt8, -v shows every error that was measured.
 
     Red flags are NaN, dead rows, weights stored twice, and classes that torch.load refuses with weights_only;
-    --readiness adds values that fp16 would lose. inspect looks at a sample of the values of a checkpoint, and with
-    --full at every element; at those of a .ckpt8 with --full only. --json prints all as flags, with sample and layers.
+    --readiness adds values that fp16 would lose. inspect reads a sample of a checkpoint, and no values of a .ckpt8;
+    with --full it reads every element of both. In the JSON see flags, sample and layers.
     """
     from ckpt8.container.joined import is_stored
     from ckpt8.inspecting.inspection import facts_of

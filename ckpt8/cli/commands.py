@@ -234,7 +234,7 @@ def compress(
     torchrun -m ckpt8 compress DIR -o OUT has the ranks share the slices of a directory of torch.distributed.checkpoint;
     OUT becomes a directory with a .ckpt8 of each rank.
 
-    Several SRC become a .ckpt8 each. Where one fails, a message says why and the others go on; the exit code is the
+    Several SRC become a .ckpt8 each. If one fails, a message says why and the others go on; the exit code is the
     highest of all failures.
     """
     require(stats or not remove, "--remove verifies by the statistics of a container; leave out --no-stats", UsageError)
@@ -469,7 +469,7 @@ def chain(
     budget: Budget = None,
     rule: Rules = None,
     delta: Annotated[
-        bool, typer.Option("--delta/--no-delta", help="Write deltas where these are smaller, or whole files only.")
+        bool, typer.Option("--delta/--no-delta", help="Write deltas if they are smaller, or whole files only.")
     ] = True,
     remove: Remove = False,
     keep_raw: Annotated[
@@ -480,7 +480,7 @@ def chain(
             help="Leave the checkpoints of the newest N steps as they are, neither compressed nor removed.",
         ),
     ] = 0,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on with checkpoints that appear, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Then wait for new checkpoints, until Ctrl-C.")] = False,
     rest: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="Leave a checkpoint alone until it has not changed for so long."),
@@ -491,10 +491,10 @@ def chain(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Compress every checkpoint of a run in DIR, oldest first, each beside itself and as a delta where that is smaller.
+    """Compress every checkpoint of a run in DIR, oldest first, each next to itself, as a delta if that is smaller.
 
-    Checkpoints that are compressed already are skipped: after a kill, run it again. What is being written is left
-    alone. Where one fails, a message says why and the others go on; the exit code is the highest of all failures.
+    It skips checkpoints that are compressed already: after a kill, run it again. It leaves unfinished ones alone. If
+    one fails, a message says why and the others go on; the exit code is the highest of all failures.
     """
     require(
         not (watch and dry_run),
@@ -587,15 +587,15 @@ def runs(
     ] = None,
     release: Annotated[
         bool,
-        typer.Option("--release", help="List nothing; free the room in bases/ of what no container needs."),
+        typer.Option("--release", help="List nothing; free the space in bases/ that no container needs."),
     ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """List the checkpoints in DIR and the folders in it, compressed or not, by step: loss, size, base, error, damage.
 
-    It reads the heads of files, no tensors: that a seal and the length hold says nothing about the bytes between, which
-    verify checks. Exit code 3: a checkpoint is damaged, or the base of one is missing.
+    It reads the heads of files, no tensors. sealed means that header, manifest and length are intact; verify checks the
+    bytes between. Exit code 3: a checkpoint is damaged, or the base of one is missing.
     """
     if release:
         require(html is None, "--release lists nothing; leave out --html", UsageError)
