@@ -396,6 +396,7 @@ tr:first-child>*{border-top:0}
 .terms{margin-bottom:14px}
 .terms th{width:9.5rem;padding-right:12px;color:var(--soft);font-weight:400}
 .terms td{overflow-wrap:anywhere}
+#readiness .terms th{width:4.6rem}
 .wide{overflow-x:auto}
 .figures{width:auto;min-width:min(100%,620px)}
 section>:last-child{margin-bottom:0}

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from ckpt8.cli.show.tables import Table, say, show_table
-from ckpt8.core.text import percent
+from ckpt8.core.text import counted, percent
 from ckpt8.inspecting.facts import ROLE_WORDS
 from ckpt8.inspecting.readiness import RAW, SCALED, snr, snr_text
 
@@ -18,19 +18,22 @@ def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool
     """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
     console.print()
     say(console, "Low-precision readiness: the SNR of rounding to each format", style="bold")
-    say(console, *(row["line"] for row in readiness["formats"]), *coverage(readiness).splitlines())
+    say(console, *(row["line"] for row in readiness["formats"]), *coverage(readiness))
     show_table(console, COLUMNS, format_rows(readiness["formats"]))
     if "against" in readiness:
-        _show_measured(console, readiness["against"])
+        title, *lines = measured_lines(readiness["against"])
+        console.print()
+        say(console, title, style="bold")
+        say(console, *lines)
     if tensors:
         _show_tensors(console, readiness)
 
 
-def coverage(readiness: dict[str, Any]) -> str:
+def coverage(readiness: dict[str, Any]) -> list[str]:
     """Lines on how much was read, and what is left out."""
     count, total = readiness["looked_at"], readiness["elements"]
     sample, odd = readiness["sample"], readiness["nonfinite"]
-    lines = [
+    return [
         f"all {total:,} elements of {len(readiness['tensors']):,} weights and moments"
         if count == total
         else f"a sample of {count:,} of {total:,} elements: of every weight and moment at most {sample['elements']:,} "
@@ -38,7 +41,6 @@ def coverage(readiness: dict[str, Any]) -> str:
         *([f"{odd:,} of them are NaN or infinite, and are left out"] if odd else []),
         *(f"left out: {count:,} tensors {why}" for why, count in readiness["left_out"].items()),
     ]
-    return "\n".join(lines)
 
 
 def format_rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
@@ -56,18 +58,14 @@ def format_rows(formats: Sequence[dict[str, Any]]) -> Iterator[Sequence[str]]:
             name = ideal = ""
 
 
-def _show_measured(console: Console, against: dict[str, Any]) -> None:
-    console.print()
-    say(console, f"The SNR of this file against {against['path']}, tensors in units of their own RMS", style="bold")
-    say(
-        console,
-        *(
-            f"{ROLE_WORDS[role]}, {total['tensors']:,} tensors: {snr_text(total)}"
-            for role, total in against["roles"].items()
-        ),
-    )
+def measured_lines(against: dict[str, Any]) -> list[str]:
+    """What the SNR of the file against another is of, then that of every role."""
+    lines = [f"The SNR of this file against {against['path']}, tensors in units of their own RMS"]
+    for role, total in against["roles"].items():
+        lines.append(f"{ROLE_WORDS[role]}, {counted(total['tensors'], 'tensor')}: {snr_text(total)}")
     if against["unpaired"]:
-        say(console, f"{against['unpaired']:,} tensors have no counterpart of their name and shape in it")
+        lines.append(f"{counted(against['unpaired'], 'tensor')} without a counterpart of the same name and shape in it")
+    return lines
 
 
 def _show_tensors(console: Console, readiness: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ from ckpt8.cli.show.inspect import (
     origin_words,
     shown_flags,
 )
-from ckpt8.cli.show.readiness import COLUMNS, coverage, format_rows
+from ckpt8.cli.show.readiness import COLUMNS, coverage, format_rows, measured_lines
 from ckpt8.cli.show.tables import (
     codec_text,
     drift_text,
@@ -559,12 +559,7 @@ _OPEN_FLAGS = 5
 
 
 def _flags(facts: dict[str, Any]) -> str:
-    """The red flags by kind: of the first kinds the worst tensor is open, all others are folded.
-
-    Empty if ``facts`` have none of that key. What fp16 would lose belongs to the readiness report.
-    """
-    if "flags" not in facts:
-        return ""
+    """The red flags by kind: of the first kinds the worst tensor is open, all others are folded."""
     flags, kinds = shown_flags(facts), []
     for _, title, extent, (worst, *others) in flags_by_kind(flags, 10):
         more = others and folded("more of them", bullets(map(prose, others)))
@@ -583,12 +578,14 @@ def _readiness(facts: dict[str, Any]) -> str:
     """What other formats would lose; empty unless it was asked for."""
     if (readiness := facts.get("readiness")) is None:
         return ""
+    title, *measured = measured_lines(readiness["against"]) if "against" in readiness else [""]
     return section(
         "readiness",
         "Low-precision readiness",
-        f'<p class="soft">{prose(coverage(readiness))}</p>',
+        f'<p class="soft">The SNR of rounding to each format: {prose("; ".join(coverage(readiness)))}</p>',
         terms((row["label"], (row["line"].removeprefix(f"{row['label']}: "),)) for row in readiness["formats"]),
         table("formats", COLUMNS, [*format_rows(readiness["formats"])], words=("role",)),
+        title and f"<h3>{text(title)}</h3>{bullets(map(prose, measured))}",
     )
 
 

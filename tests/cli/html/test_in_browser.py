@@ -202,11 +202,16 @@ def test_long_names_and_every_section_on_a_phone(dark, inspect, tmp_path):
     for weight in weights.values():
         weight[0, 0] = math.nan
     torch.save({"model": weights}, tmp_path / "run.pt")
-    _, page, _ = inspect(tmp_path / "run.pt", tmp_path / "r.html", "--readiness", "--full")
+    shutil.copy(tmp_path / "run.pt", tmp_path / "copy.pt")
+    options = "--readiness", "--full", "--against", tmp_path / "copy.pt"
+    _, page, _ = inspect(tmp_path / "run.pt", tmp_path / "r.html", *options)
     seen = browse(page, tmp_path, width=PHONE, dark=dark)
     assert_at_ease(seen, PHONE)
     assert seen["dark"] is dark
     assert "Low-precision readiness" in seen["headings"]
+    assert "elements of 3 weights and moments; 3 of them are NaN or infinite, and are left out" in seen["text"]
+    assert f"The SNR of this file against {tmp_path / 'copy.pt'}, tensors in units of their own RMS" in seen["text"]
+    assert "weights, 3 tensors: SNR" in seen["text"]
 
 
 def brightness(colour):
