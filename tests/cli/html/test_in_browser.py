@@ -211,7 +211,7 @@ def test_long_names_and_every_section_on_a_phone(dark, inspect, tmp_path):
     assert "Low-precision readiness" in seen["headings"]
     assert "elements of 3 weights and moments; 3 of them are NaN or infinite, and are left out" in seen["text"]
     assert f"The SNR of this file against {tmp_path / 'copy.pt'}, tensors in units of their own RMS" in seen["text"]
-    assert "weights, 3 tensors: SNR" in seen["text"]
+    assert "weights, 3 tensors: exact" in seen["text"]
 
 
 def brightness(colour):
