@@ -80,7 +80,7 @@ def refuse_removal(source: Path) -> None:
     """Raise UsageError for a source that must not be removed, and OutputError for one that cannot be."""
     require(
         not source.is_symlink(),
-        f"{source}: is a link; --remove removes what it leads to only where that is given itself",
+        f"{source}: is a link; to have --remove remove its target, give the target",
         UsageError,
     )
     with reading(source):

@@ -360,7 +360,7 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
     """
     require(
         folder.is_dir() or not folder.exists(),
-        f"{folder}: is no folder; give that of a run, or ckpt8 compress a checkpoint",
+        f"{folder}: is no folder; give the folder of a run, or use ckpt8 compress for one checkpoint",
     )
     with reading(folder):
         with os.scandir(folder) as entries:

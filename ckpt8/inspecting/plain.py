@@ -46,13 +46,12 @@ class PlainChecks:
     def line(self) -> str:
         """All of it in a sentence."""
         whose = "a plain checkpoint" if self.files == 1 else f"{self.files} plain checkpoint files"
-        text = f"{whose} ({', '.join(self.formats)}, {size(self.nbytes)}): structure holds, "
+        text = f"{whose} ({', '.join(self.formats)}, {size(self.nbytes)}): structure intact, "
         text += f"{counted(self.storages, 'storage')} inside the file and readable"
         if self.records:
             text += f"; {counted(self.records, 'record')} of the zip match their CRC"
         if self.unknown:
-            text += f"; {self.unknown} of {self.storages} storages have no checksum, so whether their values changed "
-            text += "cannot be known"
+            text += f"; {self.unknown} of {self.storages} storages have no checksum, so changed values would not show"
         if self.others:
             text += f"; not checked: {listed(self.others)}"
         return text

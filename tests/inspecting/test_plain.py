@@ -31,8 +31,8 @@ def plain(tmp_path):
 def test_what_holds_is_counted_and_what_cannot_be_known_is_said(plain, run_command):
     with zipfile.ZipFile(plain / "zip.pt") as archive:
         records = len(archive.infolist())
-    out = run_command.shown("verify", plain / "zip.pt")
-    assert out.count("\n") == 1
+    code, out, _ = run_command("verify", plain / "zip.pt", columns=500)
+    assert (code, out.count("\n")) == (0, 1)
     assert f"{records} records of the zip match their CRC" in out
     assert "no checksum" not in out
     for name in ("old.pt", "it.safetensors"):

@@ -86,11 +86,13 @@ def _entry(root: Path, path: str) -> Entry | None:
     with reading(full):
         mode = full.lstat().st_mode
         target = os.readlink(full) if stat.S_ISLNK(mode) else ""  # noqa: PTH115 - a Path would drop redundant parts
-        require(is_unicode(target), f"{full}: where it leads is not valid UTF-8; make the link anew")
+        require(is_unicode(target), f"{full}: the target of the link is not valid UTF-8; make the link again")
         stays = bool(target) and link_stays_inside(path, target)
         leads_nowhere = bool(target) and not stays and not full.is_file()
     if leads_nowhere:
-        raise InputError(f"{full}: a link out of the directory that leads to no file; remove it, or copy what it means")
+        raise InputError(
+            f"{full}: a link that leads out of the directory, and to no file; remove it, or copy its target"
+        )
     if not (target or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
         raise InputError(f"{full}: is neither a file nor a directory nor a link; remove it")
     entry = Entry(path, SYMLINK, target) if stays else Entry(path, FILE)

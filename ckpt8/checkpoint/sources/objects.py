@@ -233,7 +233,10 @@ class TreeBuilder(RestBuilder):
         """The tensor as torch makes it: a view of nothing, with flags and attributes. Raises UnsupportedError."""
         require(ref.share is None, "the checkpoint has a DTensor together with arrays of numpy", UnsupportedError)
         attributes = self._build(ref.attributes)
-        require(PROPERTIES.isdisjoint(attributes or ()), "the checkpoint sets what is no attribute of a tensor")
+        require(
+            PROPERTIES.isdisjoint(attributes or ()),
+            "the checkpoint gives a tensor an attribute that torch.save does not write",
+        )
         content = self._load(ref.key)
         empty = torch.empty(0, dtype=ref.dtype.torch, device=content.device)
         tensor = empty.set_(content.untyped_storage(), ref.offset, ref.shape, ref.stride)

@@ -204,7 +204,7 @@ def find_random_states(tree: object, values: ValueBuilder) -> tuple[dict[str, An
     problems = []
     if not named:
         others = listed((format_path(path) for _, path, _ in found), _SHOWN)
-        more = f" whose name says that it is a global one, only {others}" if found else ""
+        more = f" under a name such as rng or torch_rng, only {others}" if found else ""
         problems.append(f"rng: the file holds no state of random numbers{more}")
     for kind, states in named.items():
         likely = [state for state in states if any(map(_IS_RANDOM.search, state[0]))] or states

@@ -542,6 +542,4 @@ def _only_fitting(path: Path, candidates: list[Candidate], fits: Fits) -> Candid
         return fitting[0]
     paths = listed((candidate.path for candidate in candidates), _SHOWN)
     which = "none fits" if not fitting else f"{len(fitting)} fit"
-    raise UsageError(
-        f"{path}: holds {len(candidates)} optimizers ({paths}), of which {which}; choose with optimizer_at="
-    )
+    raise UsageError(f"{path}: holds {len(candidates)} optimizers ({paths}), and {which}; choose with optimizer_at=")

@@ -185,7 +185,7 @@ def misfits(state):
         ),
         "only the state of a sampler": (
             {**state, "sampler": {"generator": torch.get_rng_state()}}, {"rng": True},
-            "no state of random numbers whose name says that it is a global one, only sampler.generator;",
+            "no state of random numbers under a name such as rng or torch_rng, only sampler.generator;",
         ),
         "schedulers by name": (
             {**state, "scheduler": {"a": state["scheduler"], "b": {**state["scheduler"], "T_max": 5}}}, {},

@@ -147,7 +147,7 @@ def test_several_optimizers(tmp_path):
     assert rest["optimizer_states"][0]["param_groups"] == both[0].state_dict()["param_groups"]
     path = write(tmp_path, {"optimizer_states": [trained_on(first).state_dict(), both[0].state_dict()]})
     again = ADAMW(nn.Linear(3, 4).parameters(), 0.5)
-    with pytest.raises(UsageError, match=r"2 optimizers \(optimizer_states.0, optimizer_states.1\), of which 2 fit"):
+    with pytest.raises(UsageError, match=r"2 optimizers \(optimizer_states.0, optimizer_states.1\), and 2 fit"):
         ckpt8.resume(path, optimizer=again)
     ckpt8.resume(path, optimizer=again, optimizer_at="optimizer_states.1")
     assert same(again.state_dict(), both[0].state_dict())
