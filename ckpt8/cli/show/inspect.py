@@ -318,7 +318,9 @@ def error_words(facts: Mapping[str, Any]) -> str:
     ids = {row["codec"].partition("(")[0] for row in facts["roles"]}
     if all(codec_from_config({"id": codec}).measured_as is None for codec in ids):
         return error_in_words(NO_ERROR)
-    return error_in_words(facts["steps"]) or "not measured in steps of the optimizer"
+    others = any(facts["errors"][kind] for kind in ("weight", "lattice", "moment1", "moment2", *FIGURE_WORDS))
+    unknown = "not known in steps of the optimizer; -v shows what was measured" if others else "not measured"
+    return error_in_words(facts["steps"]) or unknown
 
 
 def cautions(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -428,7 +430,9 @@ def _show_errors(console: Console, facts: Mapping[str, Any]) -> None:
         if error := errors[role]:
             most = error["max_scaled"]
             scaled = "" if most is None else f", max error {number(most)} of the group's scale"
-            lines.append(f"{role}       NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){scaled}")
+            lines.append(
+                f"{ROLE_WORDS[role]:<{HANG}}NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){scaled}"
+            )
     for kind, words in FIGURE_WORDS.items():
         if update := errors[kind]:
             lines.append(
