@@ -35,7 +35,7 @@ def commands(files, out):
     return {
         ("inspect", source, "--tensors", "--readiness"): 0,
         ("inspect", packed, "--tensors"): 0,
-        ("compress", source, "-o", out / "x.ckpt8", "--force"): 0,
+        ("compress", "-v", source, "-o", out / "x.ckpt8", "--force"): 0,
         ("restore", packed, "-o", out / "x.pt", "--force"): 0,
         ("restore", packed, "--salvage", "-o", out / "y.pt", "--force"): 0,
         ("verify", packed, "--against", source, "--resume-steps", "1"): 0,

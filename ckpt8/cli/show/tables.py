@@ -23,8 +23,8 @@ _WORDS = (
 )
 """Columns of words."""
 
-_BLANK = re.compile(r" (?!(?<=\d )(?:%|(?:steps?|dB|[kMGT]?B|s)\b))")
-"""A blank where a line may be broken: not one between a number and its unit."""
+_BLANK = re.compile(r"(?<!--rule) (?!(?<=\d )(?:%|(?:steps?|dB|[kMGT]?B|s)\b))")
+"""A blank where a line may be broken: not one between a number and its unit, or an option to copy and its value."""
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LONGEST, _SHORTEST = 40, 8
