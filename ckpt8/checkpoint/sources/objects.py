@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ckpt8.checkpoint.readers.rebuild import WRAPPED, check_hashes
+from ckpt8.checkpoint.readers.rebuild import WRAPPED, check_hashes, dict_key
 from ckpt8.checkpoint.readers.torch_rules import ARRAYS, COUNTER, DATA_ALLOWANCE, DATA_FACTOR, PROPERTIES, TYPED
 from ckpt8.checkpoint.tree import (
     Checkpoint,
@@ -143,12 +143,12 @@ class RestBuilder:
 
     @staticmethod
     def _check_key(made: dict[Any, Any], name: Any) -> None:
-        """Raise InputError for a key that has no hash, or that makes the dictionary slow."""
+        """Raise InputError for a key that has no hash, or that makes the dictionary or set slow."""
         try:
             hash(name)
             check_hashes(made)
         except (TypeError, ValueError) as exc:
-            raise InputError(f"the checkpoint has a dictionary whose keys are no keys: {exc}") from exc
+            raise InputError(f"the checkpoint has a dictionary or set that cannot be built: {exc}") from exc
 
     def _load(self, key: str) -> torch.Tensor:
         if key not in self._loaded:
@@ -160,11 +160,7 @@ class RestBuilder:
 
     def _object(self, node: Inert) -> Any:
         if node.name in _SETS:
-            items = self._items(node.items)
-            try:
-                return _SETS[node.name](items)
-            except TypeError:
-                return Inert(node.name, items=items)
+            return self._set(node)
         if (plain := plain_object(node)) is not None:
             self._room -= getattr(plain, "nbytes", 0)
             require(self._room >= 0, "the checkpoint has the same data in many arrays of numpy")
@@ -180,6 +176,20 @@ class RestBuilder:
         made.pairs = [(self._build(key), self._build(value)) for key, value in node.pairs]
         made.state = self._build(node.state)
         return made
+
+    def _set(self, node: Inert) -> Any:
+        """The set, or an ``Inert`` where an item has no hash, or takes long to hash. Raises InputError."""
+        items, members = self._items(node.items), dict[Any, None]()
+        for saved, item in zip(node.items, items, strict=True):
+            try:
+                if type(saved) is tuple:
+                    dict_key(saved)
+                hash(item)
+            except (TypeError, ValueError):
+                return Inert(node.name, items=items)
+            self._check_key(members, item)
+            members[item] = None
+        return _SETS[node.name](members)
 
     @classmethod
     def unmade(cls, value: Any) -> str | None:
@@ -208,7 +218,7 @@ class RestBuilder:
         """The parts of an object that is built, or None for one that stays an ``Inert``."""
         if _is_counter(node):
             return list(node.args)
-        is_set = node.name in _SETS and all(type(item) in _SCALARS for item in node.items)
+        is_set = node.name in _SETS and all(map(_is_member, node.items))
         return [] if is_set or (node.name not in _SETS and plain_object(node) is not None) else None
 
 
@@ -430,6 +440,11 @@ class ValueBuilder(RestBuilder):
         if _registered_class(node) is not None:
             return list(node.args[3].values())
         return node.items if _is_deque(node) else super()._parts(node)
+
+
+def _is_member(item: Any) -> bool:
+    """Whether a value of a set is a scalar, or a tuple of scalars."""
+    return type(item) in _SCALARS or (type(item) is tuple and all(type(part) in _SCALARS for part in item))
 
 
 def _is_counter(node: Inert) -> bool:

@@ -64,6 +64,31 @@ def test_plain_values_tensors_and_objects_of_other_classes(tmp_path):
     assert rest["path"].name.startswith("pathlib.")
 
 
+class NestedTwice:
+    """A set of a tuple that holds one tuple twice, sixty deep: to hash it takes 2^60 steps."""
+
+    def __reduce__(self):
+        nested = (1,)
+        for _ in range(60):
+            nested = (nested, nested)
+        return set, ([nested],)
+
+
+class Colliding:
+    """A set of numbers of one hash: to build it takes time with their square."""
+
+    def __reduce__(self):
+        return set, ([k * ((1 << 61) - 1) for k in range(1, 1 << 12)],)
+
+
+def test_a_set_that_is_made_to_be_slow_is_not_built(tmp_path):
+    torch.save({"s": NestedTwice()}, tmp_path / "a.pt")
+    assert type(ckpt8.resume(tmp_path / "a.pt")["s"]) is Inert
+    torch.save({"s": Colliding()}, tmp_path / "a.pt")
+    with pytest.raises(ckpt8.InputError, match=r"a dictionary or set that cannot be built: .* made to collide"):
+        ckpt8.resume(tmp_path / "a.pt")
+
+
 def test_numpy(tmp_path):
     np = pytest.importorskip("numpy")
     generator = np.random.RandomState(3)

@@ -86,7 +86,16 @@ def test_what_stands_beside_an_array_loads_as_torch_loads_it(is_zip, tmp_path):
         ],
         "flags": [torch.randn(3, requires_grad=True), spectrum.conj(), other.conj().imag, weight.detach().t()],
         "sizes": [torch.Size([2, 3]), torch.Size([]), (2, 3), {torch.Size([1]): 2}, torch.ones(2, 3).shape],
-        "others": [{1, 2}, Counter("abca"), torch.device("cpu"), torch.bfloat16, 1j, bytearray(b"x"), -(2**70), ()],
+        "others": [
+            {1, (2, "b")},
+            Counter("abca"),
+            torch.device("cpu"),
+            torch.bfloat16,
+            1j,
+            bytearray(b"x"),
+            -(2**70),
+            (),
+        ],
         "module": torch.nn.BatchNorm1d(2).state_dict(keep_vars=True),
         "array": np.arange(3),
     }
@@ -173,7 +182,7 @@ CRAFTED = {
 
 SCALAR = "numpy._core.multiarray.scalar"
 CRAFTED_KEYS = {
-    "an array": (b"}" + made(FOUR, F4, content(bytes(16))) + number(1) + b"s", "keys are no keys"),
+    "an array": (b"}" + made(FOUR, F4, content(bytes(16))) + number(1) + b"s", "cannot be built: unhashable"),
     "numbers of one hash": (
         dtype("c16") + b"q\x600}("
         + b"".join(
@@ -181,6 +190,12 @@ CRAFTED_KEYS = {
             for k in range(1, 1 << 12)
         )
         + b"u", "made to collide"
+    ),
+    "a set of numbers of one hash": (
+        made(FOUR, F4, content(bytes(16))) + call(
+            "builtins.set", b"](" + b"".join(number(k * ((1 << 61) - 1)) for k in range(1, 1 << 12)) + b"e"
+        ),
+        "made to collide",
     ),
     "a text that is none": (call(SCALAR, dtype("U1"), content(b"\xff" * 4)), "not Unicode"),
 }  # fmt: skip
