@@ -331,7 +331,7 @@ def error_section(
 ) -> str:
     """The measured errors; ``errors_from`` says on which elements.
 
-    ``source`` is ``measured_from`` of ``inspect``, ``steps`` the error in steps of a container under a budget.
+    ``source`` is ``measured_from`` of ``inspect``, ``steps`` the error in steps of a container.
     """
     where = f", {source['path']}" if source else ""
     return section(
