@@ -124,7 +124,7 @@ class ChunkEncoder:
     def __init__(self, checkpoint: Checkpoint, *, measure: bool, base: OpenBase | None = None) -> None:
         self._checkpoint = checkpoint
         self._base = base
-        self._measures = measure
+        self.measures = measure
         self._lockstep = Lockstep(checkpoint)
 
     def packed(self, work: Iterable[Work], workers: Workers) -> Iterator[PackedChunk]:
@@ -182,7 +182,7 @@ class ChunkEncoder:
             bases = [
                 self._base_parts(stream, chunk, x.device) for stream, x in zip(unit.streams, originals, strict=True)
             ]
-            parts, errors = self._lockstep.encode(unit, first, originals, bases, measure=self._measures, reuse=reuse)
+            parts, errors = self._lockstep.encode(unit, first, originals, bases, measure=self.measures, reuse=reuse)
             for k, below in enumerate(bases):
                 if below is not None:
                     storage = unit.streams[k].index
@@ -200,7 +200,7 @@ class ChunkEncoder:
 
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Complete the errors of a unit whose chunks are all merged, while its source is as it was."""
-        if self._measures:
+        if self.measures:
             self._lockstep.meter.finish(unit, errors)
 
     def _encode_copy(self, stream: Stream, x: torch.Tensor, first: int) -> Parts:

@@ -39,7 +39,6 @@ from ckpt8.compressing.measure import UnitErrors, exceeded_share, excess
 from ckpt8.compressing.plan import Measured, OptimizerStep, Plan, Refusal, Share, Stream, Unit
 from ckpt8.compressing.policy import Policy
 from ckpt8.container import frames, header
-from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.manifest import (
     BaseRecord,
     FrameTable,
@@ -52,6 +51,7 @@ from ckpt8.container.manifest import (
     TensorRecord,
 )
 from ckpt8.container.sharded import SliceKey
+from ckpt8.container.steps import NO_PARAMETER
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import UsageError
@@ -123,20 +123,27 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
         manifest.tensors.append(
             TensorRecord(tensor.name, index, ref.dtype, ref.offset, list(ref.shape), list(ref.stride), flags)
         )
-    for unit in plan.units:
-        if (parameter := unit.parameter) is not None:
-            errors = errors_of.get(unit.streams[0].index, UnitErrors())
-            has_steps = errors.steps is not None and errors.steps.finite
-            manifest.parameters.append(
-                ParameterRecord(
-                    parameter.name,
-                    dict(parameter.moments),
-                    parameter.rule.to_json() if parameter.rule else None,
-                    parameter.reason,
-                    _figures(errors.update),
-                    steps_record(parameter.step, errors.steps if has_steps else None),
-                )
+    of_parameters = [(unit, unit.parameter) for unit in plan.units if unit.parameter is not None]
+    # In the order of their states, whether weights are in their units or not.
+    for unit, parameter in sorted(of_parameters, key=lambda pair: _place_of_state(plan, pair[0])):
+        errors = errors_of.get(unit.streams[0].index, UnitErrors())
+        has_steps = errors.steps is not None and errors.steps.finite
+        manifest.parameters.append(
+            ParameterRecord(
+                parameter.name,
+                dict(parameter.moments),
+                parameter.rule.to_json() if parameter.rule else None,
+                parameter.reason,
+                _figures(errors.update),
+                steps_record(parameter.step, errors.steps if has_steps else None),
             )
+        )
+
+
+def _place_of_state(plan: Plan, unit: Unit) -> int:
+    """Where the state of the parameter of a unit begins in the source."""
+    index = min(stream.index for stream in unit.streams if stream.index != unit.weight)
+    return plan.by_index[index].storage.offset
 
 
 def steps_record(step: OptimizerStep | None, error: StepError | None) -> dict[str, Any] | None:

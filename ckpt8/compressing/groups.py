@@ -16,7 +16,7 @@ import torch
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import config_of
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_bytes
-from ckpt8.compressing.measure import UnitErrors
+from ckpt8.compressing.measure import UnitErrors, exact_errors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import frames, header
@@ -64,7 +64,8 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
     alike: dict[Hashable, list[Unit]] = defaultdict(list)
     for unit in units:
         # The streams of a lossless unit come one by one, if nothing is measured of them together.
-        for piece in [Unit((stream,)) for stream in unit.streams] if unit.is_plain else [unit]:
+        is_apart = unit.is_plain and not unit.measured
+        for piece in [Unit((stream,)) for stream in unit.streams] if is_apart else [unit]:
             depends = any(stream.codec.companions or stream.codec.copied is not None for stream in piece.streams)
             if piece.numel <= PACK and not depends:
                 kind = tuple((s.spec.role, s.spec.dtype, s.codec, s.fallback_codec) for s in piece.streams)
@@ -199,18 +200,18 @@ class GroupEncoder:
 
     def _pack_at_once(self, units: Sequence[Unit], packed: PackedGroup) -> None:
         """Pack units that are stored as they are."""
-        rows = []
+        rows, errors, sizes = [], [UnitErrors() for _ in units], [unit.numel for unit in units]
+        moment1 = units[0].parameter.moments.get("moment1") if units[0].parameter and self._encoder.measures else None
         for streams in zip(*(unit.streams for unit in units), strict=True):
-            parts, crcs = self._encode(streams)
+            parts, crcs, content = self._encode(streams)
             packed.packs.append((list(streams), parts, {}))
             rows.append(crcs)
-        packed.units += [
-            EncodedUnit(unit, UnitErrors(), list(crcs))
-            for unit, crcs in zip(units, zip(*rows, strict=True), strict=True)
-        ]
+            if streams[0].index == moment1:
+                errors = list(map(exact_errors, units, torch.split(content, sizes)))
+        packed.units += map(EncodedUnit, units, errors, map(list, zip(*rows, strict=True)))
 
-    def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int]]:
-        """The parts of lossless streams of one element type, one behind the other, and their checksums."""
+    def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int], torch.Tensor]:
+        """The parts of lossless streams of one type, one behind the other, their checksums, and their elements."""
         content = frames.host_bytes(sum(stream.storage.nbytes for stream in streams))
         view = frames.bytes_of(content)
         at, crcs = 0, []
@@ -218,4 +219,5 @@ class GroupEncoder:
             own = view[at : at + stream.spec.numel * stream.spec.dtype.itemsize]
             crcs.append(read_bytes(self._checkpoint, stream, 0, own) if len(own) else 0)
             at += len(own)
-        return LOSSLESS.encode(content[:at].view(streams[0].spec.dtype.torch)), crcs
+        elements = content[:at].view(streams[0].spec.dtype.torch)
+        return LOSSLESS.encode(elements), crcs, elements

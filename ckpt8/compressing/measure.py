@@ -382,6 +382,13 @@ class ChunkErrors:
         return scaled_steps(self._unit, sums)
 
 
+def exact_errors(unit: Unit, moment1: torch.Tensor) -> UnitErrors:
+    """The errors of a unit that comes back bit for bit, from its first moments: how far one step moves it."""
+    if step_scales(unit.parameter) is None:
+        return UnitErrors()
+    return UnitErrors(steps=scaled_steps(unit, StepError(_square_sum(moment1))))
+
+
 def scaled_steps(unit: Unit, sums: StepError) -> StepError:
     """The error in steps of a unit whose step is known, from sums over its elements.
 

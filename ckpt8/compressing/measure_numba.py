@@ -149,8 +149,8 @@ def _add_relative(x, x_bits, there, there_bits, room, room_bits, lanes):
 
 
 @kernel
-def _add_packed_weights(x, x_bits, exponent, mantissa, rho, levels, room, room_bits, lanes):
-    """Decode weights and measure them as ``_add_relative``."""
+def _add_packed_weights(x, x_bits, exponent, mantissa, rho, levels, room, room_bits, lanes, v, weighted):
+    """Decode weights and measure them as ``_add_relative``, and as ``_add_weighted_errors`` where there are ``v``."""
     smallest = f4(SMALLEST_NORMAL)
     there, there_bits, relative, relative_bits = room[0], room_bits[0], room[1], room_bits[1]
     largest, up, down = i4(0), i4(0), i4(0)
@@ -162,6 +162,9 @@ def _add_packed_weights(x, x_bits, exponent, mantissa, rho, levels, room, room_b
             relative[i] = abs(there[i] - a[i]) / (max(smallest, abs(a[i])))
         _add(relative, lanes)
         largest = max(largest, top_bits(relative_bits))
+        if v.size:
+            subtract(there, a, relative)
+            _add_weighted_squares(relative, v[first:last], weighted)
         for i in range(BLOCK):
             up = max(up, i4(there_bits[i] - bits[i]))
         for i in range(BLOCK):
@@ -271,6 +274,7 @@ def _add_packed_moments(
     v_levels,
     fourth_root,
     eps,
+    in_steps,
     room,
     room_bits,
     first_sums,
@@ -301,6 +305,9 @@ def _add_packed_moments(
         subtract(there, here, error)
         _widen(scales, wide_bits)
         maxima[0] = max(maxima[0], _largest_scaled(error_bits, wide, cell, cell_bits))
+        if in_steps:
+            _relative(there, here, block, error)
+            add_squares(error, sums[4])
         _add_update(block, m_there, here, there, eps, room, room_bits, sums, maxima)
 
 
@@ -334,27 +341,28 @@ class BlockSums:
 
         0 where there is no kernel for the codecs of the unit.
         """
-        codecs = [stream.codec for stream in self._unit.streams]
-        if self._step is not None or any(stream.spec.dtype is not DType.FLOAT32 for stream in self._unit.streams):
+        streams, first, second = self._unit.streams, self._first, self._second
+        lossy = [k for k, stream in enumerate(streams) if stream.lossy]
+        weights = {k: codec for k in lossy if isinstance(codec := streams[k].codec, Split24)}
+        moments = {k: codec for k in lossy if isinstance(codec := streams[k].codec, Companded8)}
+        known = {} if self._rule is None else {first: True, second: False}
+        signs = {k: codec.signed for k, codec in moments.items()}
+        if signs != known or len(weights) + len(moments) < len(lossy):
             return 0
-        done, room, first, second = len(originals[0]) // BLOCK * BLOCK, self._room, self._first, self._second
-        arrays, one, other = [x[:done].numpy() for x in originals], codecs[first], codecs[second]
-        if self._rule is None and len(codecs) == 1 and isinstance(one, Split24):
-            planes = (parts[0][name].numpy() for name in ("exponent", "mantissa", "rho"))
-            tops = _add_packed_weights(arrays[0], arrays[0].view(i4), *planes, one.R, *room, self._sums[0, 0])
-            self._maxima[0] = tops
-        elif (
-            self._rule is not None
-            and len(codecs) == 2
-            and isinstance(one, Companded8)
-            and isinstance(other, Companded8)
-            and (one.signed, other.signed) == (True, False)
-        ):
-            m, v = ((arrays[k], parts[k]["codes"].numpy(), parts[k]["scales"].numpy()) for k in (first, second))
-            sums = self._sums[first], self._maxima[first], self._updates, self._tops
-            _add_packed_moments(*m, one.Q, *v, other.Q, other.p != 1, self._rule.divisor_eps, *room, *sums)
-        else:
+        if any(streams[k].spec.dtype is not DType.FLOAT32 for k in lossy):
             return 0
+        done, room = len(originals[0]) // BLOCK * BLOCK, self._room
+        arrays = {k: originals[k][:done].numpy() for k in lossy}
+        v = arrays[second] if self._step is not None else np.zeros(0, f4)
+        for k, weight in weights.items():
+            planes = (parts[k][name].numpy() for name in ("exponent", "mantissa", "rho"))
+            sums = self._sums[k, 0], v, self._weight
+            self._maxima[k] = _add_packed_weights(arrays[k], arrays[k].view(i4), *planes, weight.R, *room, *sums)
+        if self._rule is not None:
+            one, other = ((arrays[k], parts[k]["codes"].numpy(), parts[k]["scales"].numpy()) for k in (first, second))
+            how = moments[second].p != 1, self._rule.divisor_eps, self._step is not None
+            into = self._sums[first], self._maxima[first], self._updates, self._tops
+            _add_packed_moments(*one, moments[first].Q, *other, moments[second].Q, *how, *room, *into)
         self._count += done
         return done
 
@@ -362,10 +370,14 @@ class BlockSums:
         """Measure a tile but what is behind its last whole block; return how many elements these are."""
         done = len(originals[0]) // BLOCK * BLOCK
         self._count += done
-        pairs = [(x[:done].float().numpy(), y[:done].float().numpy()) for x, y in zip(originals, decoded, strict=True)]
-        room, room_bits = self._room
-        for k, (stream, (x, y), part) in enumerate(zip(self._unit.streams, pairs, parts, strict=True)):
-            sums, maxima = self._sums[k], self._maxima[k]
+        streams, (room, room_bits) = self._unit.streams, self._room
+        pairs = {
+            k: (originals[k][:done].float().numpy(), decoded[k][:done].float().numpy())
+            for k, stream in enumerate(streams)
+            if stream.lossy or k in (self._first, self._second)
+        }
+        for k, (x, y) in pairs.items():
+            stream, part, sums, maxima = streams[k], parts[k], self._sums[k], self._maxima[k]
             if stream.codec.measured_as == "weight":
                 tops = _add_relative(x, x.view(i4), y, y.view(i4), room, room_bits, sums[0])
                 maxima[:] = max(maxima[0], tops[0]), max(maxima[1], tops[1])
@@ -377,11 +389,11 @@ class BlockSums:
                 maxima[0] = max(maxima[0], top)
         if self._rule is not None:
             both, in_steps = (*pairs[self._first], *pairs[self._second]), self._step is not None
-            scales = _scales(self._unit.streams[self._second], parts[self._second])
+            scales = _scales(streams[self._second], parts[self._second])
             _add_updates(*both, scales, self._rule.divisor_eps, in_steps, room, room_bits, self._updates, self._tops)
-            if self._step is not None and self._step.weight is not None:
-                x, y = pairs[self._place[self._step.weight]]
-                _add_weighted_errors(x, y, pairs[self._second][0], room[0], self._weight)
+            weight = None if self._step is None else self._step.weight
+            if weight is not None and self._place[weight] in pairs:
+                _add_weighted_errors(*pairs[self._place[weight]], pairs[self._second][0], room[0], self._weight)
         return done
 
     def result(self) -> UnitErrors:

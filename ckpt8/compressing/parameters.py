@@ -1,8 +1,8 @@
 """The parameters of a checkpoint whose moments compression reads together, and how each makes a step of its state.
 
-A budget counts the steps of the optimizer that move each parameter. The weight of a parameter is a stream of its unit
-where the source says which it is, and where its elements lie as those of the moments do; where a flat one ends before
-the padding of its moments, zeros have to follow it in its storage. Nothing is guessed from values.
+An error is measured in the steps of the optimizer that move each parameter. The weight of a parameter is a stream of
+its unit where the source says which it is, and where its elements lie as those of the moments do; where a flat one
+ends before the padding of its moments, zeros have to follow it in its storage. Nothing is guessed from values.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +22,7 @@ from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, f
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, views_of
+from ckpt8.container.steps import COUNTED, UNCOUNTED
 from ckpt8.core.tensors import DType
 from ckpt8.optim.cards import Card, Form
 from ckpt8.optim.known_optimizers import MASTER_KEYS, MEGATRON_MASTER, MOMENT_SLOTS, SIDE_STATE, setting
@@ -175,9 +176,6 @@ def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, col
     )
 
 
-_RULES = ("adam", "stable_adamw", "came")
-"""The kinds of rules whose steps a budget can be told in."""
-
 _DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
 """Settings that are False where weight decay is part of the gradient."""
 
@@ -268,8 +266,8 @@ class _Steps:
 def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     """The step with no weight yet, or why it is not known."""
     group = state.group
-    if parameter.rule is None or parameter.rule.kind not in _RULES:
-        return parameter.reason or "a budget cannot count the steps of its optimizer"
+    if parameter.rule is None or parameter.rule.kind not in COUNTED:
+        return parameter.reason or UNCOUNTED
     lr = _rate(group)
     if isinstance(lr, str):
         return lr

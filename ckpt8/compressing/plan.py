@@ -43,7 +43,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """What a budget needs to know of the step that moves one parameter.
+    """What an error in steps needs to know of the step that moves one parameter.
 
     ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
     least a tenth of the initial one where that is known, and above zero; ``stated_lr`` is what the group says.
@@ -69,7 +69,7 @@ class Parameter:
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
     statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage; ``has_some_rows``
     says whether they are those of a slice without all rows. ``replay`` is there
-    if the rule is ``replayed``. ``step`` is there under a budget, where rule and learning rate are known, else
+    if the rule is ``replayed``. ``step`` is there where anything is lossy, and rule and learning rate are known, else
     ``stepless`` says why it is not; its weight is then a stream of the same unit. ``rule_beside_master`` is the rule of
     a state without the master that makes ``rule`` unknown.
     """
@@ -170,8 +170,11 @@ class Unit:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are stored as they are, and nothing is measured of them."""
-        return not self.measured and all(stream.codec == LOSSLESS for stream in self.streams)
+        """Whether its bytes are stored as they are, and nothing is measured of them but how far a step moves them."""
+        parameter = self.parameter
+        if parameter is not None and (parameter.replay is not None or (parameter.step and parameter.squares)):
+            return False
+        return all(stream.codec == LOSSLESS for stream in self.streams)
 
     @property
     def weight(self) -> int | None:
@@ -222,7 +225,7 @@ class Plan:
     ``chosen`` are the storages whose codec the policy chose; that of the others is lossless under every policy.
     ``masters`` are those of rounded copies that are all of one master, whatever codec these copies have.
     ``stepless`` are weights whose state tells no step, with the reason.
-    ``copies`` are averages and other copies of weights, under a budget: each with the weight whose step it takes.
+    ``copies`` are averages and other copies of weights, each with the weight whose step it takes under a budget.
     ``shares`` are those of the storages that a budget may choose codecs for, and whose error it measures. ``energies``
     are what one step moves, by optimizer; ``is_measured`` says whether a whole file told it, and not a sample.
     """

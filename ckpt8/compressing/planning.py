@@ -19,6 +19,7 @@ from ckpt8.compressing.plan import Measured, Parameter, Plan, Stream, Unit, read
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.compressing.spending import spend
 from ckpt8.container.manifest import SKELETON
+from ckpt8.container.steps import COPY
 from ckpt8.core.closing import without_collection
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
@@ -44,17 +45,34 @@ def plan_policies(bundle: Bundle, policies: Sequence[Policy], measured: Measured
         for index in first.chosen if policy is not policies[0] else ():
             plan.by_index[index] = choose(plan.by_index[index], views[index], policy)
         refer_to_masters(plan, bundle, trees, policy)
-        if policy.budget is not None:
+        if plan.is_lossy or policy.budget is not None:
             if stepped is None:
                 attach_steps(plan, bundle)
-                plan.copies = copies_of_weights(plan, bundle)
+                plan.copies = copies_of_weights(plan, bundle) if _has_other_weights(plan) else {}
                 stepped = plan
-            # They are the same under every budget.
+            # They are the same under every policy that is not lossless.
             plan.parameters, plan.copies, plan.stepless = stepped.parameters, stepped.copies, stepped.stepless
+        if policy.budget is not None:
             spend(plan, bundle, policy, policy.budget, measured)
+        else:
+            _note_copies(plan)
         set_companions(plan)
         plans.append(plan)
     return plans
+
+
+def _has_other_weights(plan: Plan) -> bool:
+    """Whether a policy chooses codecs for weights that no step moves."""
+    moved = {parameter.step.weight for parameter in plan.parameters if parameter.step}
+    return any(plan.by_index[index].spec.role is Role.WEIGHT for index in plan.chosen - moved)
+
+
+def _note_copies(plan: Plan) -> None:
+    """Note of lossy copies of weights that no optimizer updates them: their error is in no figure in steps."""
+    for index in plan.copies:
+        stream = plan.by_index[index]
+        if stream.lossy and stream.reason is None:
+            plan.by_index[index] = replace(stream, reason=COPY)
 
 
 def plan_members(bundle: Bundle, policy: Policy) -> Plan:

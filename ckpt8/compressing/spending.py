@@ -42,9 +42,8 @@ from ckpt8.codecs.vscaled import LARGEST, VScaled
 from ckpt8.compressing.parameters import is_plain
 from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Plan, Share, Stream, Unit, read_factors, views_of
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
-from ckpt8.container.facts import NO_PARAMETER
 from ckpt8.container.frames import FRAME
-from ckpt8.container.steps import CAPPED, NO_BUDGET
+from ckpt8.container.steps import CAPPED, NO_BUDGET, NO_PARAMETER, UNMOVED
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.tensors import DType, Role
@@ -372,8 +371,7 @@ class _Spending:
             for stream in [stream for stream in free if stream.index not in self._plan.copies]:
                 shapes = (view.ref.shape for view in self._views[stream.index])
                 reason = next((self._unpaired[shape] for shape in shapes if shape in self._unpaired), None)
-                unknown = "no optimizer in the file is known to update it"
-                reason = f"the state of its shape: {reason}" if reason else unknown
+                reason = f"the state of its shape: {reason}" if reason else UNMOVED
                 reason = self._plan.stepless.get(stream.index, reason)
                 self._note([stream], reason, Role.WEIGHT)
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)

@@ -200,8 +200,18 @@ class DamagedContainer(ContainerReader):
         return placed
 
     def _expected_entries(self) -> Iterator[tuple[str, tuple[int, int, int]]]:
-        """For every entry its name, its length, and the length and the checksum of its first frame."""
-        for owner, record in self.owners():
+        """For every entry its name, its length, and the length and the checksum of its first frame, in their order.
+
+        Weight and moments of a parameter follow each other. Packs come last.
+        """
+        first: dict[int, int] = {}
+        for parameter in self.manifest.parameters:
+            weight = (parameter.steps or {}).get("weight_storage")
+            together = [*parameter.moments.values(), *([] if weight is None else [weight])]
+            first |= dict.fromkeys(together, min(together, default=0))
+        packs = len(self.manifest.storages)
+        order = sorted(self.owners(), key=lambda own: packs if isinstance(own[0], Pack) else first.get(own[0], own[0]))
+        for owner, record in order:
             check_frame_count(record, str(self.path))
             layout = layout_of(record, self.codec(owner))
             layout = {part: layout[part] for part in record.parts if part in layout}

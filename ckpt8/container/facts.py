@@ -8,10 +8,8 @@ from typing import Any, Literal
 from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, MomentError, UpdateError, WeightError, read_error
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, ParameterRecord, StorageRecord, TensorRecord
-from ckpt8.container.steps import NOT_MEASURED
+from ckpt8.container.steps import NO_PARAMETER, NOT_MEASURED
 from ckpt8.core.tensors import Role
-
-NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
 
 SKELETON_ROLE, FILE_ROLE = "structure", "file"
 

@@ -20,7 +20,7 @@ as s + 1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -36,7 +36,7 @@ from ckpt8.container.header import (
     REFERENCE_VERSION,
     SHARED_VERSION,
 )
-from ckpt8.container.steps import NO_ERROR, error_in_words, step_facts
+from ckpt8.container.steps import error_in_words, step_facts
 from ckpt8.core.json_text import Fields, as_count, as_object, as_text, below, or_null
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.tensors import DType, PartSpec, Role, Strided, TensorSpec
@@ -410,7 +410,7 @@ class Manifest(Summarised):
         yield "Manifest", f"{name}, {counted(len(self.tensors), 'tensor')}"
         yield "size", size(self.nbytes) if self.stored_nbytes is None else shrunk(self.nbytes, self.stored_nbytes)
         yield "made with", f"preset {self.preset}" + (f", budget {self.budget['steps']:g}" if self.budget else "")
-        yield "error", error_in_words(self._step_figures()) or "not measured in steps of the optimizer"
+        yield "error", error_in_words(self._step_figures())
         yield "base", self.base.path if self.base else self.key_reason or ""
 
     @property
@@ -426,8 +426,8 @@ class Manifest(Summarised):
     @property
     def error_in_steps(self) -> float | None:
         """The error in steps of the optimizer; None where it was not measured, 0.0 where every tensor is exact."""
-        steps: float | None = self._step_figures()["steps"]
-        return steps
+        figures = self._step_figures()
+        return figures["steps"] if figures else 0.0
 
     @property
     def expected_drift(self) -> tuple[float, float] | None:
@@ -435,13 +435,19 @@ class Manifest(Summarised):
 
         Some runs drift further where ``repr`` says ``or more``.
         """
-        drift = self._step_figures()["drift"]
+        figures = self._step_figures()
+        drift = figures["drift"] if figures else {"low": 0.0, "high": 0.0}
         return None if drift is None else (drift["low"], drift["high"])
 
-    def _step_figures(self) -> Mapping[str, Any]:
-        if all(codec_from_config(record.codec).measured_as is None for record in self.storages):
-            return NO_ERROR
-        return step_facts(self, lambda names: len(list(names))) or {"steps": None, "drift": None}
+    @property
+    def is_lossy(self) -> bool:
+        """Whether any tensor comes back with other values."""
+        return any(codec_from_config(record.codec).measured_as is not None for record in self.storages)
+
+    def _step_figures(self) -> dict[str, Any] | None:
+        """The figures in steps; None where every tensor is exact."""
+        facts = step_facts(self, lambda names: len(list(names)))
+        return facts if facts and facts["changed"]["of"] else None
 
     @property
     def version(self) -> str:
@@ -451,9 +457,7 @@ class Manifest(Summarised):
         needs = {
             BITS_VERSION: self.slices or any(table.has_bits for own in owners for table in own.parts.values()),
             CHAIN_VERSION: self.base,
-            BUDGET_VERSION: self.budget
-            or ids & {*dict(BUDGETED), "reference/2"}
-            or any(own.steps for own in self.parameters),
+            BUDGET_VERSION: self.budget or ids & {*dict(BUDGETED), "reference/2"},
             SHARED_VERSION: self.packs or "reference16/1" in ids,
             REFERENCE_VERSION: any(record.is_reference for record in self.storages),
             DIRECTORY_VERSION: self.directory is not None,

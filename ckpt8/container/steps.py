@@ -1,4 +1,4 @@
-"""The error in steps of a container under a budget, and the loss drift that it is expected to cost.
+"""The error in steps of a container, and the loss drift that it is expected to cost.
 
 Nothing here needs torch.
 
@@ -42,7 +42,14 @@ from ckpt8.core.tensors import Role
 if TYPE_CHECKING:
     from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 
+COUNTED = ("adam", "stable_adamw", "came")
+"""The kinds of update rules whose steps errors are measured in."""
+
 NOT_MEASURED = "its error was not measured, or is not finite"
+NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
+UNCOUNTED = "ckpt8 cannot count the steps of its optimizer"
+UNMOVED = "no optimizer in the file is known to update it"
+_NO_RATE = "its optimizer states no betas, or no learning rate above zero"
 NO_BUDGET = "no budget: "
 """Begins the reason why a storage keeps the codec of the preset under a budget."""
 
@@ -97,10 +104,6 @@ def _drift(energy: float, step: float) -> float:
     return NOISE * math.sqrt(energy) + RISE * energy / math.sqrt(step)
 
 
-NO_ERROR: Mapping[str, Any] = {"steps": 0.0, "drift": ExpectedDrift(0.0, 0.0, 0.0)._asdict()}
-"""The figures of a container whose tensors are all lossless."""
-
-
 def interval(drift: Mapping[str, float] | None) -> str:
     """The interval of an expected loss drift; a dash where nothing is predicted."""
     if drift is None:
@@ -112,12 +115,16 @@ def interval(drift: Mapping[str, float] | None) -> str:
 
 
 def error_in_words(figures: Mapping[str, Any] | None) -> str:
-    """The error in steps and the loss drift to expect, in a line; empty where no error in steps is known."""
-    if figures is NO_ERROR:
-        return "none, every tensor is kept bit for bit"
-    if figures is None or figures["steps"] is None:
-        return ""
-    return f"{figures['steps']:.3g} steps of the optimizer, expected loss drift {interval(figures['drift'])}"
+    """The error in steps and the loss drift to expect, in a line, or why there is no figure."""
+    if figures is None or not figures["changed"]["of"]:
+        return "none, every tensor comes back bit for bit"
+    if figures["steps"] is not None:
+        drift = interval(figures["drift"])
+        return f"{figures['steps']:.3g} steps of the optimizer, expected loss drift {drift}"
+    reasons = [row["reason"] for row in figures["outside"]]
+    # What updates the weights says more than that nothing is known to.
+    reason = next((reason for reason in reasons if reason != UNMOVED), UNMOVED) if reasons else NOT_MEASURED
+    return f"unknown in steps of the optimizer: {reason}"
 
 
 def number(record: Mapping[str, Any], key: str) -> float:
@@ -150,15 +157,18 @@ def step_figures(error: StepError, records: Iterable[Mapping[str, Any]] = ()) ->
 
 
 def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
-    """The error in steps of a container under a budget: in all and by optimizer; None without a budget.
+    """The error in steps of a container: in all and by optimizer; None where every tensor is exact.
 
     It is over ``parameters``, and ``outside`` are the lossy storages that are not in it, by reason. Where none is in
-    it, there is no figure. ``rates`` are the learning rates that it counts with. ``changed`` counts the elements of
-    lossy storages: those in it, and all. ``fallbacks`` are the storages that the codecs of the budget do not keep, by
-    reason, and ``capped`` the elements of weights whose steps are the largest that the budget allows. ``count`` counts
-    parameters by their names.
+    it, there is no figure. ``budget`` is what it was asked to be, None without a budget. ``rates`` are the learning
+    rates that it counts with. ``changed`` counts the elements of lossy storages: those in it, and all. ``fallbacks``
+    are the storages that the codecs of a budget do not keep, by reason, and ``capped`` the elements of weights whose
+    steps are the largest that the budget allows. ``count`` counts parameters by their names.
     """
-    if manifest.budget is None:
+    storages = manifest.storages
+    kinds = [codec_from_config(storage.codec).measured_as for storage in storages]
+    lossy = {index for index, kind in enumerate(kinds) if kind is not None}
+    if not lossy and manifest.budget is None:
         return None
     optimizers = grouped(
         (_stated(parameter, "optimizer") or 0, (parameter, error))
@@ -166,10 +176,7 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
         if (error := read_step_error(parameter.steps)) is not None
     )
     every = [step for _, known in sorted(optimizers.items()) for step in known]
-    storages = manifest.storages
-    kinds = [codec_from_config(storage.codec).measured_as for storage in storages]
     inside = {index for parameter, _ in every for index in (*parameter.moments.values(), *_weights([parameter]))}
-    lossy = {index for index, kind in enumerate(kinds) if kind is not None}
     outside = _rows((storages[index], _why_outside(manifest, index)) for index in sorted(lossy - inside))
     figures = _figures(every)
     if not lossy & inside and lossy:
@@ -177,9 +184,9 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     elif figures["drift"] is not None and any(row["reason"] != COPY for row in outside):
         figures["drift"]["is_open"] = True
     weights = [index for index, kind in enumerate(kinds) if kind == "lattice"]
-    unbudgeted = (storages[index] for index in sorted(lossy) if storages[index].codec["id"] not in _ARCHIVED)
+    unbudgeted = [storages[index] for index in sorted(lossy) if storages[index].codec["id"] not in _ARCHIVED]
     return {
-        "budget": manifest.budget.get("steps"),
+        "budget": manifest.budget.get("steps") if manifest.budget else None,
         **figures,
         "parameters": count(parameter.name for parameter, _ in every),
         "outside": outside,
@@ -201,7 +208,7 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
             "elements": sum(storages[index].numel for index in weights if storages[index].reason == CAPPED),
             "of": sum(storages[index].numel for index in weights),
         },
-        "fallbacks": _rows((record, record.reason) for record in unbudgeted if record.reason is not None),
+        "fallbacks": _rows((record, record.reason) for record in unbudgeted if record.reason and manifest.budget),
     }
 
 
@@ -257,8 +264,16 @@ def _why_outside(manifest: Manifest, index: int) -> str:
     record = manifest.storages[index]
     if record.role is Role.WEIGHT and record.codec["id"] in _ARCHIVED:
         return COPY
+    if record.reason is not None:
+        return record.reason
     owner = next((parameter for parameter in manifest.parameters if index in parameter.moments.values()), None)
-    return record.reason or (owner.reason if owner else None) or NOT_MEASURED
+    if owner is None:
+        return UNMOVED if record.role is Role.WEIGHT else NO_PARAMETER
+    if owner.rule is None:
+        return owner.reason or NOT_MEASURED
+    if owner.rule.get("kind") not in COUNTED:
+        return UNCOUNTED
+    return _NO_RATE if owner.error is not None else NOT_MEASURED
 
 
 def _rows(reasons: Iterable[tuple[StorageRecord, str]]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from ckpt8.compressing.compressor import steps_record
 from ckpt8.compressing.groups import Group, GroupEncoder, share
 from ckpt8.compressing.lockstep import Lockstep
 from ckpt8.compressing.measure import exceeded_share
-from ckpt8.compressing.plan import Plan, Refusal, Unit, join, read_elements
+from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.planning import plan_policies
 from ckpt8.compressing.policy import PRESETS, Budget, Policy
 from ckpt8.container import frames, header, symbols
@@ -169,7 +169,7 @@ def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Pl
     """
     with Workers() as workers:
         predicted = {
-            name: _Prediction(source, skeletons, plan).run(workers, plans["archive"], _POLICIES[name].budget)
+            name: _Prediction(source, skeletons, plan).run(workers, _POLICIES[name].budget)
             for name, plan in plans.items()
         }
     return {"predicted": predicted, "unpredicted": _unpredicted(plans["archive"])}
@@ -207,30 +207,25 @@ class _Prediction:
         self._structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
         self._lockstep = Lockstep(source)
 
-    def run(self, workers: Workers, stepped: Plan, budget: Budget | None) -> dict[str, Any]:
-        """The figures under a ``budget``. ``stepped`` is a plan that knows the steps of the parameters."""
+    def run(self, workers: Workers, budget: Budget | None) -> dict[str, Any]:
+        """The figures under a ``budget``."""
         size, errors = self.measured(workers)
         error = StepError() if self._plan.is_lossy else StepError(1.0)
-        if self._plan.is_lossy and not any(map(_has_step, self._plan.units)):
-            # The plan knows no steps: measure it as if it did.
-            units = join(self._plan.streams, stepped.parameters)
-            again = workers.map(self._of_unit, [unit for unit in units if _has_step(unit)])
-            errors += [steps for _, steps in again]
         for part in errors:
             error.merge(part)
         if budget is not None and error.energy > (most := budget.steps**2 * error.step):
             # Such a file is encoded again.
             error = replace(_scaled(error, most / error.energy), step=error.step)
-        return {"bytes": size, "ratio": self._source.size / max(size, 1), **self._figures(error, stepped)}
+        return {"bytes": size, "ratio": self._source.size / max(size, 1), **self._figures(error)}
 
-    def _figures(self, error: StepError, stepped: Plan) -> dict[str, Any]:
+    def _figures(self, error: StepError) -> dict[str, Any]:
         """The figures of an error; none where all lossy tensors are outside, and a drift of some of them is open."""
         records = [
             {**(steps_record(parameter.step, error) or {}), "kind": parameter.rule.kind, "age": parameter.rule.step}
-            for unit in stepped.units
+            for unit in self._plan.units
             if (parameter := unit.parameter) and parameter.rule
         ]
-        figures, outside = step_figures(error, records), bool(self._plan.is_lossy and _unpredicted(stepped))
+        figures, outside = step_figures(error, records), bool(_unpredicted(self._plan))
         if outside and not error.energy:
             return dict.fromkeys(figures)
         if outside and figures["drift"] is not None:

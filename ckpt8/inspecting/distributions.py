@@ -37,11 +37,11 @@ from ckpt8.compressing.measure import UnitErrors, root
 from ckpt8.compressing.plan import Parameter, Stream, Unit, join, read_elements
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import LOSSLESS, Policy
-from ckpt8.container.facts import NO_PARAMETER, codec_kind, error_facts, figure_of, unknown_updates
+from ckpt8.container.facts import codec_kind, error_facts, figure_of, unknown_updates
 from ckpt8.container.frames import FRAME
 from ckpt8.container.joined import JoinedReader, Stored
 from ckpt8.container.manifest import Manifest, ParameterRecord
-from ckpt8.container.steps import NOT_MEASURED
+from ckpt8.container.steps import NO_PARAMETER, NOT_MEASURED
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.core.workers import Workers

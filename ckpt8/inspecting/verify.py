@@ -112,7 +112,7 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
     """Compare a container with an open original. Raises CheckFailedError, InputError."""
     _check_structure(reader, source)
     plan = plan_bundle(source, Policy.of("lossless"))
-    if reader.manifest.budget is not None:
+    if reader.manifest.budget is not None or reader.manifest.is_lossy:
         attach_steps(plan, source)
     parameter_of = {
         frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
@@ -499,7 +499,7 @@ class Verification(Summarised):
         yield "checked", frames if self.plain is None else self.plain.line()
         if self.plain is None:
             yield "original", against if self.against else "none was given to compare with"
-        yield "error", error_in_words(self.steps)
+        yield "error", error_in_words(self.steps) if self.against else ""
         yield "needs", listed(self.links, 1)
 
 

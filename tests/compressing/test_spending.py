@@ -82,7 +82,7 @@ def test_small_tensors_stay_exact_and_rules_win(tmp_path):
 SPOILT = {
     "no rate": "its learning rate is missing",
     "rate zero": "its learning rate is zero",
-    "no moments": "a budget cannot count the steps of its optimizer",
+    "no moments": "ckpt8 cannot count the steps of its optimizer",
     "at rest": "has not moved anything",
 }
 

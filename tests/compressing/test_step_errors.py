@@ -205,6 +205,7 @@ UNITS = {
     "largest second moments": ({**FLASH, "max_moment2": FLASH["moment2"]}, "adam"),
     "exact": (dict.fromkeys(FLASH, Lossless()), "adam"),
     "weight alone is lossy": ({**dict.fromkeys(FLASH, Lossless()), "weight": Lattice(-28, 7)}, "adam"),
+    "moments alone are lossy": ({**FLASH, "weight": Lossless()}, "adam"),
     "budget": (None, "adam"),
     "no rule": ({"moment2": FLASH["moment2"]}, None),
 }

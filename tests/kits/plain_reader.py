@@ -184,13 +184,12 @@ class Plain:
 
     def lowest_version(self):
         codecs = {each.get("shared", each)["codec"]["id"] for each in self.manifest["storages"]}
-        steps = any("steps" in each for each in self.manifest["parameters"])
         tables = [part for each in self.manifest["storages"] for part in each["parts"].values()]
         if "slices" in self.manifest or any(len(mode) > 4 for table in tables for mode in table.get("modes", [])):
             return "1.6"
         if "base" in self.manifest:
             return "1.5"
-        if "budget" in self.manifest or steps or codecs & STEPPED:
+        if "budget" in self.manifest or codecs & STEPPED:
             return "1.4"
         if any(each["codec"] == SHARED or each["codec"]["id"] == "reference16/1" for each in self.manifest["storages"]):
             return "1.3"

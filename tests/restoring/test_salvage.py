@@ -258,7 +258,9 @@ def test_a_header_that_is_gone_and_first_frames_that_are_damaged(gone, sample, t
     """What is damaged at its beginning is placed by what follows it."""
     found = {name: (start, stop) for name, start, stop in places(sample.read_bytes())}
     ends = ("mlp.c_fc.weight/exponent", "mlp.c_proj.weight/rho", "exp_avg/codes", "exp_avg_sq/scales")
-    names = [max(name for name in found if name.endswith(end)) for end in ends]
+    # Of other parameters: entries of one follow each other.
+    picks = (max, min, max, min)
+    names = [pick(name for name in found if name.endswith(end)) for pick, end in zip(picks, ends, strict=True)]
     path = damage(sample, tmp_path / "x.ckpt8", *((name, 0) for name in names))
     data = bytearray(path.read_bytes())
     for start, stop in map(found.get, gone):

@@ -32,10 +32,9 @@ from ckpt8.cli.show.tables import (
     step_lines,
     warnings_of,
 )
-from ckpt8.codecs import codec_from_config
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.container.steps import NO_BUDGET, NO_ERROR, error_in_words
+from ckpt8.container.steps import NO_BUDGET, error_in_words
 from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import SMALL_NUMEL
 from ckpt8.core.text import counted, differing_line, listed, percent, printable, printable_tree, size
@@ -306,28 +305,19 @@ def _show_verdict(console: Console, facts: dict[str, Any]) -> None:
     """Print what a resumed run will notice, the base of a delta, and what nobody should miss."""
     source = facts["measured_from"]
     measured = f", measured against {source['path']}" if source else ""
-    say(console, f"error{measured}: {error_words(facts)}")
+    say(console, f"error{measured}: {error_in_words(facts['steps'])}")
     say(console, *warnings_of(facts["steps"]), indent="  ")
     say(console, *([differing_line(source)] if source and source["differing"] else []), style="red")
     say(console, *([] if facts["base"] is None else [base_line(facts)]))
     say(console, *cautions(facts), style="yellow")
 
 
-def error_words(facts: Mapping[str, Any]) -> str:
-    """The error in steps and the loss drift to expect, or why there is no figure."""
-    ids = {row["codec"].partition("(")[0] for row in facts["roles"]}
-    if all(codec_from_config({"id": codec}).measured_as is None for codec in ids):
-        return error_in_words(NO_ERROR)
-    others = any(facts["errors"][kind] for kind in ("weight", "lattice", "moment1", "moment2", *FIGURE_WORDS))
-    unknown = "not known in steps of the optimizer; -v shows what was measured" if others else "not measured"
-    return error_in_words(facts["steps"]) or unknown
-
-
 def cautions(facts: Mapping[str, Any]) -> Iterator[str]:
     """Large errors of updates, what is lossless against the preset, and tensors of unknown role."""
-    is_known = facts["steps"] is not None and facts["steps"]["steps"] is not None
+    steps = facts["steps"] or {}
+    is_bounded = None not in (steps.get("budget"), steps.get("steps"))
     updates = [facts["errors"][kind] for kind in FIGURE_WORDS if facts["errors"][kind]]
-    if not is_known and any(update["max_error"] > update["max_update"] / 2 for update in updates):
+    if not is_bounded and any(update["max_error"] > update["max_update"] / 2 for update in updates):
         yield "some updates change as much as they are large; --max-update-error bounds that"
     yield from _first([_kept_line(row) for row in facts["lossless"] if row["reason"] not in _ALWAYS_KEPT])
     yield from _first(_unrecognised(facts))

@@ -44,7 +44,6 @@ from ckpt8.cli.show.charts import (
 from ckpt8.cli.show.inspect import (
     base_line,
     cautions,
-    error_words,
     flags_by_kind,
     looked_at,
     optimizer_line,
@@ -66,7 +65,7 @@ from ckpt8.cli.show.tables import (
 )
 from ckpt8.container.bases import files_of
 from ckpt8.container.joined import Stored
-from ckpt8.container.steps import PARTS
+from ckpt8.container.steps import PARTS, error_in_words
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.source_file import reading, refuse_url
@@ -497,7 +496,7 @@ def _verdict(facts: dict[str, Any]) -> str:
     if facts["kind"] == "ckpt8":
         stored, ratio, words, source = facts["stored_bytes"], facts["ratio"], "stored", facts["measured_from"]
         body = [
-            f'<p class="lead">Error when resuming: <b>{prose(error_words(facts))}</b></p>',
+            f'<p class="lead">Error when resuming: <b>{prose(error_in_words(facts["steps"]))}</b></p>',
             f'<p class="alarm">{text(differing_line(source))}</p>' if source and source["differing"] else "",
             *(f'<p class="soft">{prose(line)}</p>' for line in (*warnings_of(facts["steps"]), *cautions(facts))),
             terms(_container_rows(facts)),

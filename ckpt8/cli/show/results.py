@@ -232,7 +232,7 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
     links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []
     say(console, *map(printable, [text, *links]))
     if steps := printable_tree(result.steps):
-        say(console, f"error: {error_in_words(steps) or 'not measured in steps of the optimizer'}")
+        say(console, f"error: {error_in_words(steps)}")
         say(console, *warnings_of(steps), indent="  ")
         if is_verbose():
             say(console, *measured_lines(steps), hang=HANG)

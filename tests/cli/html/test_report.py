@@ -14,8 +14,8 @@ from runs_kit import train
 from safetensors.torch import save_file
 
 import ckpt8
-from ckpt8.cli.show.inspect import error_words
 from ckpt8.cli.show.report import page
+from ckpt8.container.steps import error_in_words
 from ckpt8.core.text import size
 
 TAGS = re.compile(
@@ -163,7 +163,7 @@ def test_the_verdict_comes_first_and_adds_up(packed, inspect, tmp_path):
     assert not any("<table id=" in section for section in others)
     figures = [size(facts["bytes"]), size(facts["stored_bytes"]), f"{facts['ratio']:.2f}x"]
     assert re.findall(r'<div class="tile"><b>([^<]+)</b>', verdict) == figures
-    assert f"Error when resuming: {error_words(facts)}" in re.sub("<[^>]+>", "", verdict)
+    assert f"Error when resuming: {error_in_words(facts['steps'])}" in re.sub("<[^>]+>", "", verdict)
     table = verdict.partition('<table id="parts"')[2].partition("<tbody>")[2]
     rows = [re.findall("<t[hd]>([^<]*)<", row) for row in table.split("</tr>")[:-1]]
     assert {name: cells for name, *cells in rows}["whole checkpoint"] == figures

@@ -1,0 +1,108 @@
+"""The error in steps that a container states under any preset: worked out in float64 from what load gives back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt8
+from ckpt8.container.steps import COPY, UNCOUNTED, UNMOVED
+
+G = 0.576
+"""How far a relative error of a root carries a weight: the constant of the policy."""
+
+
+def trained(kind=torch.optim.AdamW, small=0, **options):
+    """A model with large tensors and ``small`` small ones, and its optimizer after a few steps."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Linear(80, 96), nn.Linear(96, 80), *(nn.Linear(3, 5) for _ in range(small))])
+    optimizer = kind(model.parameters(), lr=2e-3, **options)
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * torch.rand(()) * 1e-2
+        optimizer.step()
+    return model, optimizer
+
+
+def error_in_float64(was, there):
+    """sqrt((S_W + S_M + S_V) / M1) of a file of model and optimizer: the formulas of ``compressing.policy``."""
+    moved = erred = 0.0
+    names = list(was["model"])
+    group = was["optimizer"]["param_groups"][0]
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    both = beta1 * beta2
+    carried = G * math.sqrt((1 + both) / ((1 - beta2**2) * (1 - both)))
+    for index, state in was["optimizer"]["state"].items():
+        step, back = int(state["step"]), there["optimizer"]["state"][index]
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
+        dw = there["model"][names[index]].double() - was["model"][names[index]].double()
+        dm = (back["exp_avg"].double() - m) / bias1
+        e = torch.where(v > 0, back["exp_avg_sq"].double().sqrt() / v.sqrt() - 1, 0.0)
+        moved += float((lr * m / bias1).square().sum())
+        erred += float((v / bias2 * dw.square()).sum())
+        erred += float((lr * beta1 / (1 - beta1) * dm).square().sum())
+        erred += carried**2 * float((lr * e * m / bias1).square().sum())
+    return math.sqrt(erred / moved)
+
+
+@pytest.mark.parametrize("small", [0, 150], ids=["own entries", "packs"])
+@pytest.mark.parametrize("preset", ["flash", "archive"])
+def test_it_is_what_the_decoded_tensors_say(preset, small, tmp_path):
+    model, optimizer = trained(small=small)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset=preset)
+    assert bool(manifest.packs) == bool(small)
+    assert manifest.error_in_steps == pytest.approx(
+        error_in_float64(tree, ckpt8.load(tmp_path / "run.ckpt8")), rel=1e-5
+    )
+    assert 0 < manifest.expected_drift[0] < manifest.expected_drift[1]
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
+    live = ckpt8.save(tree, tmp_path / "live.ckpt8", preset=preset)
+    assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
+
+
+def test_an_average_of_weights_is_named_and_changes_neither_figure(tmp_path):
+    model, optimizer = trained()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    alone = ckpt8.save(tree, tmp_path / "alone.ckpt8")
+    ema = {name: w * 0.99 for name, w in model.state_dict().items()}
+    both = ckpt8.save({**tree, "ema": ema}, tmp_path / "both.ckpt8")
+    assert (both.error_in_steps, both.expected_drift) == (alone.error_in_steps, alone.expected_drift)
+    facts = ckpt8.inspect(tmp_path / "both.ckpt8")["steps"]
+    assert {row["reason"] for row in facts["outside"]} == {COPY}
+    assert facts["drift"] == ckpt8.inspect(tmp_path / "alone.ckpt8")["steps"]["drift"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (lambda model, _: {"model": model.state_dict()}, {}, f"unknown in steps of the optimizer: {UNMOVED}"),
+        (
+            lambda model, optimizer: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            {"kind": torch.optim.SGD, "momentum": 0.9},
+            f"unknown in steps of the optimizer: {UNCOUNTED}",
+        ),
+    ],
+    ids=["weights alone", "SGD"],
+)
+def test_where_there_is_no_figure_the_line_says_why(make, options, words, tmp_path):
+    manifest = ckpt8.save(make(*trained(**options)), tmp_path / "x.ckpt8")
+    assert (manifest.error_in_steps, manifest.expected_drift) == (None, None)
+    assert words in repr(manifest)
+    assert words in repr(ckpt8.inspect(tmp_path / "x.ckpt8"))
+
+
+def test_without_a_rate_or_statistics_there_is_no_figure_and_lossless_has_none_to_show(tmp_path):
+    model, optimizer = trained()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    assert "its error was not measured" in repr(ckpt8.save(tree, tmp_path / "x.ckpt8", stats=False))
+    exact = ckpt8.save(tree, tmp_path / "x.ckpt8", preset="lossless")
+    assert (exact.error_in_steps, exact.expected_drift) == (0.0, (0.0, 0.0))
+    assert "none, every tensor comes back bit for bit" in repr(exact)
+    tree["optimizer"]["param_groups"][0]["lr"] = 0.0
+    assert "no learning rate above zero" in repr(ckpt8.save(tree, tmp_path / "x.ckpt8"))
