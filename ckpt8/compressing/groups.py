@@ -2,8 +2,9 @@
 
 Small storages of one role and codec share entries where the header would be long otherwise: their parts lie one behind
 the other. Lossless ones form groups one by one. The lossy moments of a parameter stay together: the codec of all of
-them changes where one is refused. A unit of a group is encoded on its own unless its bytes are stored as they are. One
-that is refused falls back alone: its storages go, with the next codecs, to packs beside those of the others.
+them changes where one is refused, and that of its weight does not. A unit of a group is encoded on its own unless its
+bytes are stored as they are. One that is refused falls back alone: its storages with other codecs go to packs beside
+those of the others.
 """
 
 from collections import defaultdict
@@ -14,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs import config_of
+from ckpt8.codecs import Codec, config_of
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_bytes
 from ckpt8.compressing.measure import UnitErrors, exact_errors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
@@ -155,6 +156,31 @@ def pack_record(name: str, streams: Sequence[Stream], tables: dict[str, FrameTab
     return Pack(name, spec.dtype, spec.role, config_of(streams[0].codec), indices, starts, tables)
 
 
+class _Packs:
+    """The packs of a group: streams and parts by their place in units and their codec.
+
+    Where one stream of a unit is refused, its others keep their codecs, and stay in the packs of these.
+    """
+
+    def __init__(self) -> None:
+        self._packs: dict[tuple[int, Codec], tuple[list[Stream], list[Parts]]] = {}
+
+    def add(self, place: int, streams: Sequence[Stream], parts: Parts) -> None:
+        """Add ``streams`` of one codec, whose ``parts`` lie one behind the other."""
+        pack = self._packs.setdefault((place, streams[0].codec), ([], []))
+        pack[0].extend(streams)
+        pack[1].append(parts)
+
+    def joined(self) -> Iterator[tuple[list[Stream], Parts]]:
+        """The streams of every pack, and its parts."""
+        for streams, several in self._packs.values():
+            first = several[0]
+            yield (
+                streams,
+                first if len(several) == 1 else {name: torch.cat([parts[name] for parts in several]) for name in first},
+            )
+
+
 class GroupEncoder:
     """Packs groups of units of one checkpoint on the CPU. Thread-safe."""
 
@@ -165,23 +191,23 @@ class GroupEncoder:
 
     def pack(self, group: Group) -> PackedGroup:
         """Read and pack a group. Raises InputError."""
-        packed, units = PackedGroup(), group.units
+        units, packs, encoded = group.units, _Packs(), list[EncodedUnit]()
         while units:
             if all(unit.is_plain for unit in units):
-                self._pack_at_once(units, packed)
+                encoded += self._pack_at_once(units, packs)
                 break
-            units = self._pack_each(units, packed)
-        return packed
+            kept, units = self._pack_each(units, packs)
+            encoded += kept
+        joined = [(streams, *self._encoder.pack_symbols(parts)) for streams, parts in packs.joined()]
+        return PackedGroup(encoded, joined)
 
     def stored(self, group: Group) -> EncodedGroup:
         """Read, pack and compress a group. Raises InputError."""
         return store_group(self.pack(group))
 
-    def _pack_each(self, units: Sequence[Unit], packed: PackedGroup) -> list[Unit]:
-        """Encode and measure every unit on its own; pack those that their codecs take, return the others."""
-        refused: list[Unit] = []
-        kept: list[Unit] = []
-        encoded: list[list[Parts]] = []
+    def _pack_each(self, units: Sequence[Unit], packs: _Packs) -> tuple[list[EncodedUnit], list[Unit]]:
+        """Encode and measure every unit on its own; pack those that their codecs take, return them and the others."""
+        kept, refused = list[EncodedUnit](), list[Unit]()
         for unit in units:
             chunk = self._encoder.encode((unit, 0))
             self._encoder.finish(unit, chunk.errors)
@@ -189,26 +215,22 @@ class GroupEncoder:
             if refusal is not None:
                 refused.append(unit.fallback(refusal))
                 continue
-            kept.append(unit)
-            encoded.append(chunk.parts)
-            packed.units.append(EncodedUnit(unit, chunk.errors, chunk.crcs))
-        for place in range(len(units[0].streams) if kept else 0):
-            parts = [streams[place] for streams in encoded]
-            joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-            packed.packs.append(([unit.streams[place] for unit in kept], *self._encoder.pack_symbols(joined)))
-        return refused
+            kept.append(EncodedUnit(unit, chunk.errors, chunk.crcs))
+            for place, (stream, parts) in enumerate(zip(unit.streams, chunk.parts, strict=True)):
+                packs.add(place, [stream], parts)
+        return kept, refused
 
-    def _pack_at_once(self, units: Sequence[Unit], packed: PackedGroup) -> None:
+    def _pack_at_once(self, units: Sequence[Unit], packs: _Packs) -> Iterable[EncodedUnit]:
         """Pack units that are stored as they are."""
         rows, errors, sizes = [], [UnitErrors() for _ in units], [unit.numel for unit in units]
         moment1 = units[0].parameter.moments.get("moment1") if units[0].parameter and self._encoder.measures else None
-        for streams in zip(*(unit.streams for unit in units), strict=True):
+        for place, streams in enumerate(zip(*(unit.streams for unit in units), strict=True)):
             parts, crcs, content = self._encode(streams)
-            packed.packs.append((list(streams), parts, {}))
+            packs.add(place, streams, parts)
             rows.append(crcs)
             if streams[0].index == moment1:
                 errors = list(map(exact_errors, units, torch.split(content, sizes)))
-        packed.units += map(EncodedUnit, units, errors, map(list, zip(*rows, strict=True)))
+        return map(EncodedUnit, units, errors, map(list, zip(*rows, strict=True)))
 
     def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int], torch.Tensor]:
         """The parts of lossless streams of one type, one behind the other, their checksums, and their elements."""

@@ -180,6 +180,45 @@ def test_a_unit_that_is_refused_falls_back_alone(background, tmp_path):
     assert not ckpt8.verify(path).failures
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_units_of_a_group_are_refused_for_different_streams(background, tmp_path):
+    """Weights alone, moments alone, both: what is not refused keeps its codec, and its pack."""
+    tree = adamw_state(20)
+    weights, state = tree["model"], tree["optimizer"]["state"]
+    state[5]["exp_avg"][0], state[6]["exp_avg_sq"][3] = float("nan"), float("inf")
+    weights["layers.9.lora.weight"][0] = float("inf")
+    weights["layers.11.lora.weight"][2], state[11]["exp_avg"][1] = float("nan"), float("inf")
+    saved = ckpt8.save(tree, tmp_path / "a.ckpt8", rules=ALL_LOSSY, background=background)
+    manifest = saved.result() if background else saved
+    exact = {(5, "m"), (5, "v"), (6, "m"), (6, "v"), (9, "w"), (11, "m"), (11, "v"), (11, "w")}
+    lossless = {record.name for record in manifest.storages if record.reason}
+    names = {
+        "m": "optimizer.state.{}.exp_avg",
+        "v": "optimizer.state.{}.exp_avg_sq",
+        "w": "model.layers.{}.lora.weight",
+    }
+    assert lossless == {names[kind].format(k) for k, kind in exact}
+    # One pack for each codec of each place, and that of the steps.
+    assert len(manifest.packs) == 7
+    loaded = ckpt8.load(tmp_path / "a.ckpt8")
+    for k in range(20):
+        name = f"layers.{k}.lora.weight"
+        pairs = {
+            "m": (loaded["optimizer"]["state"][k]["exp_avg"], state[k]["exp_avg"]),
+            "v": (loaded["optimizer"]["state"][k]["exp_avg_sq"], state[k]["exp_avg_sq"]),
+            "w": (loaded["model"][name], weights[name]),
+        }
+        for kind, (there, was) in pairs.items():
+            if (k, kind) in exact:
+                assert torch.equal(there.view(torch.int32), was.view(torch.int32))
+            else:
+                assert (there - was).abs().max() <= 0.01 * was.abs().max()
+    assert not ckpt8.verify(tmp_path / "a.ckpt8").failures
+    torch.save(tree, tmp_path / "b.pt")
+    ckpt8.compress(tmp_path / "b.pt", rules=ALL_LOSSY)
+    assert not ckpt8.verify(tmp_path / "b.ckpt8", tmp_path / "b.pt").failures
+
+
 @pytest.mark.slow
 def test_what_is_said_of_storages_in_packs_adds_up(tmp_path):
     torch.save(adamw_state(100), tmp_path / "a.pt")
