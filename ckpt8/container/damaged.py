@@ -25,6 +25,7 @@ from ckpt8.container.manifest import Pack, StorageRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import crc32
+from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import Parts
 
 if TYPE_CHECKING:
@@ -224,14 +225,37 @@ class DamagedContainer(ContainerReader):
     def _find_entry(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> str | None:
         """The entry at ``start``: its first frame stands there or, if that is damaged, another entry follows it."""
         near = list(missing.items())[:_ENTRIES_TRIED]
-        for name, (length, first, crc) in near:
-            if length <= stop - start and self._has_frame(self._data_start + start, first, crc):
-                return name
+
+        def fits(facts: tuple[int, int, int]) -> bool:
+            length, first, crc = facts
+            return length <= stop - start and self._has_frame(self._data_start + start, first, crc)
+
+        # It is the next one where the manifest knows which weight is beside which moments, and no frame is damaged.
+        # A few bytes may stand anywhere: short frames count where no longer one fits.
+        if near and near[0][1][1] >= _SMALLEST_FRAME and fits(near[0][1]):
+            return near[0][0]
+        if (name := self._entry_by_checksum(start, stop, missing)) is not None:
+            return name
+        if (name := next((name for name, facts in near if fits(facts)), None)) is not None:
+            return name
         for name, (length, _, _) in near[:_ENTRIES_GUESSED]:
             others = [facts for other, facts in near[: _ENTRIES_GUESSED + 1] if other != name]
             after = start + length
             if after == stop or any(self._has_frame(self._data_start + after, first, crc) for _, first, crc in others):
                 return name
+        return None
+
+    def _entry_by_checksum(self, start: int, stop: int, missing: dict[str, tuple[int, int, int]]) -> str | None:
+        """The entry whose first frame stands at ``start``, whatever the order of entries; None if there is none."""
+        room = stop - start
+        by_length = grouped((first, (crc, name)) for name, (length, first, crc) in missing.items() if length <= room)
+        content = memoryview(self._file.read(self._data_start + start, max(by_length, default=0)))
+        checksum = done = 0
+        for first in sorted(by_length):
+            checksum, done = crc32(content[done:first], checksum), first
+            for crc, name in by_length[first]:
+                if crc == checksum and first >= _SMALLEST_FRAME:
+                    return name
         return None
 
 

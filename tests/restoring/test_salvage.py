@@ -271,6 +271,28 @@ def test_a_header_that_is_gone_and_first_frames_that_are_damaged(gone, sample, t
     assert_all_but(lost, tmp_path / "x.pt", sample.with_name("whole.pt"))
 
 
+@pytest.mark.parametrize("how", ["no statistics", "a moment is NaN"])
+def test_a_header_that_is_gone_where_the_manifest_does_not_pair_weights_and_moments(how, tmp_path):
+    """Entries are found by their checksums, in whatever order they are."""
+    model = torch.nn.ModuleList([torch.nn.Linear(80, 70) for _ in range(25)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    if how == "a moment is NaN":
+        optimizer.state[model[3].weight]["exp_avg"][0, 0] = float("nan")
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with own_entries():
+        ckpt8.save(tree, tmp_path / "run.ckpt8", stats=how != "no statistics")
+    ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "whole.pt")
+    path = damage(tmp_path / "run.ckpt8", tmp_path / "x.ckpt8")
+    data = bytearray(path.read_bytes())
+    start, stop = next((start, stop) for name, start, stop in places(bytes(data)) if name == "header")
+    data[start:stop] = bytes(stop - start)
+    path.write_bytes(data)
+    assert_all_comes_back(path, tmp_path / "run.ckpt8")
+
+
 @pytest.mark.slow
 def test_a_file_that_is_cut_off(sample, tmp_path):
     """Into the seal everything is there, into the manifest nothing, since it alone tells what the rest is."""
