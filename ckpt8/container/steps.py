@@ -47,8 +47,8 @@ COUNTED = ("adam", "stable_adamw", "came")
 
 NOT_MEASURED = "its error was not measured, or is not finite"
 NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
-UNCOUNTED = "ckpt8 cannot count the steps of its optimizer"
-UNMOVED = "no optimizer in the file is known to update it"
+UNCOUNTED = "ckpt8 cannot count the steps of this optimizer"
+UNMOVED = "no optimizer in the file is known to update these weights"
 _NO_RATE = "its optimizer states no betas, or no learning rate above zero"
 NO_BUDGET = "no budget: "
 """Begins the reason why a storage keeps the codec of the preset under a budget."""

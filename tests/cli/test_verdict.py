@@ -14,7 +14,7 @@ import torch
 
 from ckpt8.container.steps import error_in_words
 
-FIGURES = ("NMSE", "SNR", "ULP", "|Δu|", "learning rate", "first moments ")
+FIGURES = ("NMSE", "SNR", "ULP", "|Δu|", "learning rate", "1st moments ")
 """What only ``-v`` shows."""
 
 

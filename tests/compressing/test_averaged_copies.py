@@ -188,4 +188,4 @@ def test_a_copy_of_weights_without_a_step_keeps_the_codec_of_the_preset(tmp_path
     manifest = ckpt8.compress(tmp_path / "a.pt", preset="archive")
     (record,) = [record for record in manifest.storages if record.name == "ema.0.weight"]
     assert record.codec["id"] == "split24/1"
-    assert record.reason == "no budget: no optimizer in the file is known to update it"
+    assert record.reason == "no budget: no optimizer in the file is known to update these weights"

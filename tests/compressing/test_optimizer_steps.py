@@ -136,7 +136,7 @@ def test_a_largest_second_moment_is_in_the_unit(tmp_path):
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_rules_without_a_step(nesterov, tmp_path):
     plan = of_run(tmp_path, make_net(), torch.optim.SGD, momentum=0.9, nesterov=nesterov)
-    assert set(steps(plan)) == {"ckpt8 cannot count the steps of its optimizer"}
+    assert set(steps(plan)) == {"ckpt8 cannot count the steps of this optimizer"}
 
 
 def test_a_rule_that_is_not_known(tmp_path):

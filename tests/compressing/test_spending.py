@@ -82,7 +82,7 @@ def test_small_tensors_stay_exact_and_rules_win(tmp_path):
 SPOILT = {
     "no rate": "its learning rate is missing",
     "rate zero": "its learning rate is zero",
-    "no moments": "ckpt8 cannot count the steps of its optimizer",
+    "no moments": "ckpt8 cannot count the steps of this optimizer",
     "at rest": "has not moved anything",
 }
 
@@ -115,7 +115,9 @@ def test_what_no_optimizer_moves_keeps_the_codec_of_flash(tmp_path):
     tree["model"]["half.weight"] = torch.randn(96, 128).bfloat16()
     storages, path = compressed(tree, tmp_path)
     assert ids(storages)["model.frozen.weight"] == "split24/1"
-    assert storages["model.frozen.weight"].reason == "no budget: no optimizer in the file is known to update it"
+    assert (
+        storages["model.frozen.weight"].reason == "no budget: no optimizer in the file is known to update these weights"
+    )
     assert ids(storages)["model.half.weight"] == "lossless/1"
     assert ids(storages)["model.0.weight"] == "lattice/1"
     assert torch.equal(ckpt8.load(path)["model"]["half.weight"], tree["model"]["half.weight"])

@@ -22,6 +22,7 @@ from ckpt8.cli.show.tables import (
     Share,
     bars,
     codec_text,
+    error_line,
     healing_line,
     number,
     say,
@@ -34,7 +35,7 @@ from ckpt8.cli.show.tables import (
 )
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE
 from ckpt8.container.manifest import DIRECTORY
-from ckpt8.container.steps import NO_BUDGET, error_in_words
+from ckpt8.container.steps import NO_BUDGET
 from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import SMALL_NUMEL
 from ckpt8.core.text import counted, differing_line, listed, percent, printable, printable_tree, size
@@ -305,7 +306,7 @@ def _show_verdict(console: Console, facts: dict[str, Any]) -> None:
     """Print what a resumed run will notice, the base of a delta, and what nobody should miss."""
     source = facts["measured_from"]
     measured = f", measured against {source['path']}" if source else ""
-    say(console, f"error{measured}: {error_in_words(facts['steps'])}")
+    say(console, f"error{measured}: {error_line(facts['steps'])}")
     say(console, *warnings_of(facts["steps"]), indent="  ")
     say(console, *([differing_line(source)] if source and source["differing"] else []), style="red")
     say(console, *([] if facts["base"] is None else [base_line(facts)]))
@@ -416,13 +417,11 @@ def _show_errors(console: Console, facts: Mapping[str, Any]) -> None:
         )
     if weight := errors["lattice"]:
         lines.append(f"weights       SNR {number(weight['snr_db'])} dB, max error {number(weight['max_distance'])}")
-    for role in ("moment1", "moment2"):
+    for role, words in (("moment1", "1st moments"), ("moment2", "2nd moments")):
         if error := errors[role]:
             most = error["max_scaled"]
             scaled = "" if most is None else f", max error {number(most)} of the group's scale"
-            lines.append(
-                f"{ROLE_WORDS[role]:<{HANG}}NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){scaled}"
-            )
+            lines.append(f"{words}   NMSE {number(error['nmse'])} (SNR {number(error['snr_db'])} dB){scaled}")
     for kind, words in FIGURE_WORDS.items():
         if update := errors[kind]:
             lines.append(

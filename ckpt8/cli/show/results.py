@@ -14,6 +14,7 @@ from ckpt8.cli.guard import is_verbose, most
 from ckpt8.cli.show.tables import (
     HANG,
     Table,
+    error_line,
     measured_lines,
     number,
     say,
@@ -22,7 +23,6 @@ from ckpt8.cli.show.tables import (
     show_table,
     warnings_of,
 )
-from ckpt8.container.steps import error_in_words
 from ckpt8.core.text import counted, listed, printable, printable_tree, shortened, size
 from ckpt8.inspecting.diff import verdict
 from ckpt8.inspecting.facts import ROLE_WORDS
@@ -232,7 +232,7 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
     links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []
     say(console, *map(printable, [text, *links]))
     if steps := printable_tree(result.steps):
-        say(console, f"error: {error_in_words(steps)}")
+        say(console, f"error: {error_line(steps)}")
         say(console, *warnings_of(steps), indent="  ")
         if is_verbose():
             say(console, *measured_lines(steps), hang=HANG)

@@ -13,7 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from ckpt8.container.steps import PARTS, interval
+from ckpt8.cli.guard import is_verbose
+from ckpt8.container.steps import PARTS, error_in_words, interval
 from ckpt8.core.text import counted, percent, size
 
 _GAP = "  "
@@ -213,6 +214,12 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
         share = percent(capped, steps["capped"]["of"])
         lines.append(f"lattice       {share} of the weights have the largest step that their size allows")
     return lines
+
+
+def error_line(steps: Mapping[str, Any] | None) -> str:
+    """The verdict on an error; where it is not known in steps, it says how to see what is."""
+    is_unknown = steps is not None and steps["steps"] is None and steps["changed"]["of"]
+    return error_in_words(steps) + ("; -v shows what was measured" if is_unknown and not is_verbose() else "")
 
 
 def warnings_of(steps: Mapping[str, Any] | None) -> list[str]:
