@@ -18,6 +18,7 @@ from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRe
 from ckpt8.codecs import Codec
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import header
+from ckpt8.container.steps import COPY
 from ckpt8.core.log import log
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
@@ -122,8 +123,9 @@ class Stream:
 
     def fallback(self, reason: str) -> Stream:
         """The stream with its next codec; ``reason`` is noted behind that of an earlier one."""
-        # What is noted of the codec of a budget goes with it.
-        reasons = [reason] if self.reason is None or self.fallback_codec is not None else [self.reason, reason]
+        # What is noted of the codec of a budget goes with it, and what is noted of a lossy copy of weights.
+        earlier = None if self.fallback_codec is not None or self.reason == COPY else self.reason
+        reasons = [reason] if earlier is None else [earlier, reason]
         reason = "; ".join(dict.fromkeys(reasons))
         return replace(self, codec=self.fallback_codec or LOSSLESS, reason=reason, fallback_codec=None, base=None)
 

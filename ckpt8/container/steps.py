@@ -49,7 +49,9 @@ NOT_MEASURED = "its error was not measured, or is not finite"
 NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
 UNCOUNTED = "ckpt8 cannot count the steps of this optimizer"
 UNMOVED = "no optimizer in the file is known to update these weights"
-_NO_RATE = "its optimizer states no betas, or no learning rate above zero"
+_UNSTEPPED = "no optimizer in the file is known to update these weights, or its step is not stated"
+_NO_STEP = "an earlier ckpt8 wrote the file, or its optimizer states no betas or no learning rate above zero"
+_NO_STATE = "it is neither a weight nor a moment"
 NO_BUDGET = "no budget: "
 """Begins the reason why a storage keeps the codec of the preset under a budget."""
 
@@ -123,7 +125,8 @@ def error_in_words(figures: Mapping[str, Any] | None) -> str:
         return f"{figures['steps']:.3g} steps of the optimizer, expected loss drift {drift}"
     reasons = [row["reason"] for row in figures["outside"]]
     # What updates the weights says more than that nothing is known to.
-    reason = next((reason for reason in reasons if reason != UNMOVED), UNMOVED) if reasons else NOT_MEASURED
+    vague = (UNMOVED, _UNSTEPPED)
+    reason = next((reason for reason in reasons if reason not in vague), (reasons or [NOT_MEASURED])[0])
     return f"unknown in steps of the optimizer: {reason}"
 
 
@@ -177,7 +180,12 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     )
     every = [step for _, known in sorted(optimizers.items()) for step in known]
     inside = {index for parameter, _ in every for index in (*parameter.moments.values(), *_weights([parameter]))}
-    outside = _rows((storages[index], _why_outside(manifest, index)) for index in sorted(lossy - inside))
+    owners = {index: parameter for parameter in reversed(manifest.parameters) for index in parameter.moments.values()}
+    unpaired = UNMOVED if len(every) == len(manifest.parameters) else _UNSTEPPED
+    outside = _rows(
+        (storages[index], _why_outside(storages[index], owners.get(index), unpaired))
+        for index in sorted(lossy - inside)
+    )
     figures = _figures(every)
     if not lossy & inside and lossy:
         figures |= {"steps": None, **dict.fromkeys(PARTS), "drift": None}
@@ -259,21 +267,23 @@ def _rates(every: Iterable[tuple[ParameterRecord, StepError]], count: Count) -> 
     return [{"rate": rate, "stated": stated, "parameters": count(name)} for (rate, stated), name in names.items()]
 
 
-def _why_outside(manifest: Manifest, index: int) -> str:
-    """Why the error of a lossy storage is not in the figure."""
-    record = manifest.storages[index]
+def _why_outside(record: StorageRecord, owner: ParameterRecord | None, unpaired: str) -> str:
+    """Why the error of a lossy storage is not in the figure.
+
+    ``owner`` is the parameter whose moment it is. Parameters name their weights only where their steps are stated:
+    ``unpaired`` says what is true of the others.
+    """
     if record.role is Role.WEIGHT and record.codec["id"] in _ARCHIVED:
         return COPY
     if record.reason is not None:
         return record.reason
-    owner = next((parameter for parameter in manifest.parameters if index in parameter.moments.values()), None)
     if owner is None:
-        return UNMOVED if record.role is Role.WEIGHT else NO_PARAMETER
+        return unpaired if record.role is Role.WEIGHT else _NO_STATE if record.role is Role.OTHER else NO_PARAMETER
     if owner.rule is None:
         return owner.reason or NOT_MEASURED
     if owner.rule.get("kind") not in COUNTED:
         return UNCOUNTED
-    return _NO_RATE if owner.error is not None else NOT_MEASURED
+    return _NO_STEP if owner.error is not None else NOT_MEASURED
 
 
 def _rows(reasons: Iterable[tuple[StorageRecord, str]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,10 @@ def test_an_average_of_weights_is_named_and_changes_neither_figure(tmp_path):
     facts = ckpt8.inspect(tmp_path / "both.ckpt8")["steps"]
     assert {row["reason"] for row in facts["outside"]} == {COPY}
     assert facts["drift"] == ckpt8.inspect(tmp_path / "alone.ckpt8")["steps"]["drift"]
+    ema["0.weight"][0, 0] = float("nan")
+    kept = ckpt8.save({**tree, "ema": ema}, tmp_path / "kept.ckpt8")
+    (reason,) = (record.reason for record in kept.storages if record.name == "ema.0.weight")
+    assert reason.startswith("holds NaN, Inf")
 
 
 @pytest.mark.parametrize(
@@ -106,3 +111,17 @@ def test_without_a_rate_or_statistics_there_is_no_figure_and_lossless_has_none_t
     assert "none, every tensor comes back bit for bit" in repr(exact)
     tree["optimizer"]["param_groups"][0]["lr"] = 0.0
     assert "no learning rate above zero" in repr(ckpt8.save(tree, tmp_path / "x.ckpt8"))
+
+
+def test_what_is_outside_the_figure_is_said_truly(tmp_path):
+    """The weight of a parameter without a figure has an optimizer; a file of an earlier version states no steps."""
+    model, optimizer = trained()
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    tree["optimizer"]["state"][2]["exp_avg"][0, 0] = float("nan")
+    ckpt8.save(tree, tmp_path / "nan.ckpt8")
+    facts = ckpt8.inspect(tmp_path / "nan.ckpt8")["steps"]
+    (row,) = facts["outside"]
+    assert (row["names"], facts["drift"]["is_open"]) == (["model.1.weight"], True)
+    assert row["reason"] == "no optimizer in the file is known to update these weights, or its step is not stated"
+    old = repr(ckpt8.inspect(Path(__file__).parents[2] / "fixtures/golden/gpt_adamw_part.flash.ckpt8"))
+    assert "an earlier ckpt8 wrote the file, or " in old
