@@ -63,7 +63,12 @@ class Tensors(Summarised, Closing, Generic[T]):
         if name not in self._tensors:
             near = get_close_matches(name, self._tensors, 3, 0.5)
             raise UsageError(
-                f"{self._path}: has no tensor {name!r}" + (f"; near it are {listed(near)}" if near else "")
+                f"{self._path}: has no tensor {name!r}; "
+                + (
+                    f"near it are {listed(near)}"
+                    if near
+                    else f"keys() lists its {counted(len(self._tensors), 'tensor')}"
+                )
             )
         return self._tensors[name]
 

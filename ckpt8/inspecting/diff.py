@@ -59,7 +59,9 @@ class TensorDifference:
 
     @property
     def role(self) -> Role:
-        """The role of the tensor in the checkpoint."""
+        """The role of the tensor in the checkpoint; a counter beside weights is none of them."""
+        if self.a.ref.numel == 1 and not self.a.ref.dtype.is_floating:
+            return Role.OTHER
         return self.b.role if self.a.role is Role.OTHER else self.a.role
 
     @property

@@ -134,6 +134,17 @@ def test_states_without_names_at_another_place_are_not_matched(tmp_path, loaded)
     assert facts["values"]["equal"] > 10, "settings of groups are the same"
 
 
+def test_a_counter_among_weights_is_none_of_them(tmp_path):
+    """As ``AveragedModel`` has one."""
+    for name, count in (("a.pt", 20), ("b.pt", 60)):
+        ema = {"n_averaged": torch.tensor(count), "module.weight": torch.full((80, 80), 1.0 + count / 1000)}
+        torch.save({"ema": ema}, tmp_path / name)
+    facts = facts_of(tmp_path / "a.pt", tmp_path / "b.pt")
+    weights = facts["roles"]["weight"]
+    assert (weights["tensors"], weights["elements"]) == (1, 6400)
+    assert weights["max_change"] == pytest.approx(0.04)
+
+
 def test_of_two_models_none_is_guessed(tmp_path, loaded):
     model = loaded[0]["model"]
     two = saved(tmp_path / "two.pt", {"model": model, "ema": {name: w + 1 for name, w in model.items()}})
