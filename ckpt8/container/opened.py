@@ -62,14 +62,8 @@ class Tensors(Summarised, Closing, Generic[T]):
         """What is known of one tensor. Raises UsageError for an unknown name."""
         if name not in self._tensors:
             near = get_close_matches(name, self._tensors, 3, 0.5)
-            raise UsageError(
-                f"{self._path}: has no tensor {name!r}; "
-                + (
-                    f"near it are {listed(near)}"
-                    if near
-                    else f"keys() lists its {counted(len(self._tensors), 'tensor')}"
-                )
-            )
+            rest = f"near it are {listed(near)}" if near else f"keys() lists its {counted(len(self._tensors), 'tensor')}"
+            raise UsageError(f"{self._path}: has no tensor {name!r}; {rest}")
         return self._tensors[name]
 
     def _box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor | None:  # noqa: ARG002
