@@ -62,7 +62,8 @@ class Tensors(Summarised, Closing, Generic[T]):
         """What is known of one tensor. Raises UsageError for an unknown name."""
         if name not in self._tensors:
             near = get_close_matches(name, self._tensors, 3, 0.5)
-            rest = f"near it are {listed(near)}" if near else f"keys() lists its {counted(len(self._tensors), 'tensor')}"
+            names = counted(len(self._tensors), "tensor")
+            rest = f"near it are {listed(near)}" if near else f"keys() lists its {names}"
             raise UsageError(f"{self._path}: has no tensor {name!r}; {rest}")
         return self._tensors[name]
 
