@@ -202,7 +202,7 @@ def test_the_lines_of_two_optimizers_and_of_what_is_left_out():
     facts = facts_of(TWO)
     lines = step_lines(facts)
     assert lines[0].startswith("steps         0.652 (budget 1) over 3 parameters: weights 0.548, ")
-    assert lines[1] == "steps         without 3 tensors, 25.0 % of what changed: its learning rate is missing"
+    assert lines[1] == "steps         not counted: 3 tensors, 25.0 % of what changed: its learning rate is missing"
     assert lines[2] == "loss drift    1.68 expected, 0.84 to 3.36 or more"
     assert lines[3] == "lattice       33.3 % of the weights have the largest step that their size allows"
     # verify states weights and updates as well, and explains a large error of these under a budget.

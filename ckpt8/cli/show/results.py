@@ -226,7 +226,9 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
         return
     text = f"{src}: intact, all {result.frames:,} frames and the seal ({size(result.nbytes)})"
     if result.against and not result.failures:
-        text += f"; {result.statistics} statistics and all lossless tensors agree with {against}"
+        text += f"; against {against}: every lossless tensor is equal"
+        if result.statistics:
+            text += f", and the {counted(result.statistics, 'figure')} of the error are as stated"
         if result.unmeasured:
             text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
     links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []

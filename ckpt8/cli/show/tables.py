@@ -292,7 +292,7 @@ def figure_phrases(steps: Mapping[str, Any]) -> list[str]:
 
 def outside_phrases(steps: Mapping[str, Any]) -> list[str]:
     """What is not in an error in steps, or that it is unknown of all that changed."""
-    word, of = "without" if steps["steps"] is not None else "unknown for", steps["changed"]["of"]
+    word, of = "not counted:" if steps["steps"] is not None else "unknown for", steps["changed"]["of"]
     return [
         f"{word} {counted(row['count'], 'tensor')}, {percent(row['elements'], of)} of what changed: {row['reason']}"
         for row in steps["outside"]
