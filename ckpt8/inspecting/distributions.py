@@ -18,7 +18,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -409,7 +409,9 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
     with open_source(path, containers=False) as source, Workers() as workers:
         plan = plan_bundle(source, Policy.of(PRESET))
         counted = {stream.index for stream in plan.streams if is_counted(stream.spec, stream.codec)}
-        units = [unit for unit in plan.units if any(stream.index in counted for stream in unit.streams)]
+        # Weights apart from the moments, as reports list them.
+        apart = join(plan.streams, (replace(parameter, step=None) for parameter in plan.parameters))
+        units = [unit for unit in apart if any(stream.index in counted for stream in unit.streams)]
         gathered = Gathered(
             describe(source, plan),
             counted,
