@@ -236,7 +236,8 @@ class DamagedContainer(ContainerReader):
             return near[0][0]
         if (name := self._entry_by_checksum(start, stop, missing)) is not None:
             return name
-        if (name := next((name for name, facts in near if fits(facts)), None)) is not None:
+        short = (name for name, facts in near if facts[1] < _SMALLEST_FRAME and fits(facts))
+        if (name := next(short, None)) is not None:
             return name
         for name, (length, _, _) in near[:_ENTRIES_GUESSED]:
             others = [facts for other, facts in near[: _ENTRIES_GUESSED + 1] if other != name]

@@ -278,7 +278,7 @@ def _why_outside(record: StorageRecord, owner: ParameterRecord | None, unpaired:
     if record.reason is not None:
         return record.reason
     if owner is None:
-        return unpaired if record.role is Role.WEIGHT else _NO_STATE if record.role is Role.OTHER else NO_PARAMETER
+        return {Role.WEIGHT: unpaired, Role.OTHER: _NO_STATE}.get(record.role, NO_PARAMETER)
     if owner.rule is None:
         return owner.reason or NOT_MEASURED
     if owner.rule.get("kind") not in COUNTED:

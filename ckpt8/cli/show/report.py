@@ -59,7 +59,7 @@ from ckpt8.cli.show.tables import (
     number,
     optimizer_table,
     outside_phrases,
-    prediction_table,
+    prediction_rows,
     rate_phrases,
     warnings_of,
 )
@@ -244,7 +244,7 @@ def replay_section(resume: dict[str, Any] | None) -> str:
 
 
 def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
-    """The rows of ``facts``; none without a budget."""
+    """What ``step_facts`` says, in rows; none where every tensor is exact."""
     if steps is None:
         return []
     rows: list[Row] = [
@@ -503,13 +503,13 @@ def _verdict(facts: dict[str, Any]) -> str:
             _parts(facts),
         ]
     else:
-        default, (columns, cells) = facts["predicted"]["flash"], prediction_table(facts)
+        default, cells = facts["predicted"]["flash"], prediction_rows(facts)
         rows = [(option.removeprefix("--").removeprefix("preset "), *others) for option, *others in cells]
         stored, ratio, words = default["bytes"], default["ratio"], "flash, predicted"
         body = [
             terms(_checkpoint_rows(facts)),
             '<h3>What <span class="whole">ckpt8 compress</span> would make of it</h3>',
-            table("predictions", ("preset", *columns[1:]), rows),
+            table("predictions", ("preset", "predicted", "ratio", "error in steps", "expected loss drift"), rows),
             '<p class="note">Predicted from a sample. The error is in steps of the optimizer, the drift is the mean '
             "|Δloss| of a resumed run on the same batches.</p>",
             terms(("not in steps", (f"{counted(n, 'tensor')}: {why}",)) for why, n in facts["unpredicted"].items()),

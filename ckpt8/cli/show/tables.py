@@ -343,9 +343,9 @@ def show_optimizers(console: Console, steps: Mapping[str, Any] | None) -> None:
         show_table(console, columns, rows)
 
 
-def prediction_table(facts: Mapping[str, Any]) -> Cells:
-    """What every preset and some budgets would make of a checkpoint."""
-    return ("option", "predicted", "ratio", "error in steps", "expected loss drift"), [
+def prediction_rows(facts: Mapping[str, Any]) -> Sequence[Sequence[str]]:
+    """What every preset and some budgets would make of a checkpoint: option, size, ratio, error in steps, drift."""
+    return [
         (
             option_of(name),
             size(prediction["bytes"]),
@@ -359,8 +359,7 @@ def prediction_table(facts: Mapping[str, Any]) -> Cells:
 
 def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
     """Print what every preset and some budgets would make of a checkpoint."""
-    _, rows = prediction_table(facts)
-    console.print(Table(("option", "size", "ratio", "steps", "expected loss drift"), rows))
+    console.print(Table(("option", "size", "ratio", "steps", "expected loss drift"), prediction_rows(facts)))
     outside = facts["unpredicted"].items()
     say(console, *(f"not in steps: {counted(count, 'tensor')}: {reason}" for reason, count in outside))
 
