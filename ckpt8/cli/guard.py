@@ -17,6 +17,7 @@ import errno
 import io
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -383,7 +384,7 @@ def _said(error: Exception) -> tuple[str, int]:
     if isinstance(error, UnexpectedError):
         return _said(error.args[0])
     if isinstance(error, Ckpt8Error):
-        return str(error).replace("force=True", "--force"), error.exit_code
+        return re.sub(r"\b(force|salvage)=True\b", r"--\1", str(error)), error.exit_code
     if (missing := _missing(error)) is not None:
         return f"not enough {missing} for this process; raise its limit, or give fewer --threads", INTERNAL
     text = printable(str(error))

@@ -37,7 +37,7 @@ from ckpt8.container.manifest import (
     StorageRecord,
     planes,
 )
-from ckpt8.core.errors import InputError, require
+from ckpt8.core.errors import DamagedError, InputError, require
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.tensors import DType, PartSpec
@@ -404,8 +404,8 @@ class Locator:
 
 
 def check_frame(stored: bytes | memoryview, expected: int, where: str) -> None:
-    """Raise InputError when stored bytes do not have the ``expected`` crc32."""
-    require(crc32(stored) == expected, f"{where}: checksum does not match; the file is damaged")
+    """Raise DamagedError when stored bytes do not have the ``expected`` crc32."""
+    require(crc32(stored) == expected, f"{where}: checksum does not match; the file is damaged", DamagedError)
 
 
 def check_frame_count(record: StorageRecord | Pack, where: str) -> None:

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import zstandard
-
 from ckpt8.codecs import Codec
 from ckpt8.container import header
 from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count, layout_of, slab_entries
@@ -31,9 +29,6 @@ from ckpt8.core.tensors import Parts
 if TYPE_CHECKING:
     import torch
 
-_SEARCHED = 1 << 27
-"""Bytes at the end of a file in which to search for the manifest."""
-_MANIFESTS_TRIED = 16
 _ENTRIES_TRIED, _ENTRIES_GUESSED = 64, 8
 _SMALLEST_FRAME = 8
 """The shortest zstd frame of a whole chunk. Bounds how much a small file can make a reader write."""
@@ -90,7 +85,7 @@ class DamagedContainer(ContainerReader):
         try:
             return super()._open_header()
         except InputError as exc:
-            self.damage = str(exc)
+            self.damage = exc.problem
         length = int.from_bytes(self._file.read(0, min(header.LENGTH_BYTES, self.size)), "little")
         by_header = min(header.LENGTH_BYTES + length, header.MAX_HEADER, self.size)
         start, stored = self._find_manifest(
@@ -132,32 +127,23 @@ class DamagedContainer(ContainerReader):
     def _find_manifest(self, places: Iterable[int]) -> tuple[int, bytes]:
         """Find the manifest at one of ``places`` or right before the seal; return its place and stored bytes."""
         for place in places:
-            if place < self.size and (stored := self._manifest_at(place, self.size)) is not None:
+            stored = header.frame_at(self._file, place, self.size) if place < self.size else None
+            if stored is not None and self._is_manifest(stored):
                 return place, stored
-        first = max(0, self.size - _SEARCHED)
-        tail = self._file.read(first, self.size - first)
-        place = len(tail)
-        for _ in range(_MANIFESTS_TRIED):
-            place = tail.rfind(zstandard.FRAME_HEADER, 0, place)
-            if place < 0:
-                break
-            if (stored := self._manifest_at(first + place, header.SEAL_BYTES)) is not None:
-                return first + place, stored
+        for place, stored in header.frames_at_end(self._file):
+            if self._is_manifest(stored):
+                return place, stored
         raise InputError(f"{self.path}: has no readable manifest, which is at its end")
 
-    def _manifest_at(self, place: int, after: int) -> bytes | None:
-        """The stored bytes of a manifest at ``place``; None if there is none, or more than ``after`` bytes follow."""
-        content = self._file.read(place, min(self.size - place, _SEARCHED))
+    def _is_manifest(self, stored: bytes) -> bool:
+        """Whether a frame is a readable manifest. Raises UnsupportedError for one of a later version."""
         try:
-            stored = content[: _frame_length(content)]
-            if len(content) - len(stored) <= after:
-                self._open_manifest(stored)
-                return stored
+            self._open_manifest(stored)
         except UnsupportedError:
             raise
-        except (zstandard.ZstdError, InputError):
-            pass
-        return None
+        except InputError:
+            return False
+        return True
 
     def _locate(self, entries: dict[str, Entry]) -> dict[int | Pack, Places]:
         if self.damage is None:
@@ -258,14 +244,3 @@ class DamagedContainer(ContainerReader):
                 if crc == checksum and first >= _SMALLEST_FRAME:
                     return name
         return None
-
-
-def _frame_length(content: bytes) -> int:
-    """Bytes of the zstd frame that ``content`` begins with, without decompressing it. Raises ZstdError."""
-    parameters = zstandard.get_frame_parameters(content)
-    place, last = zstandard.frame_header_size(content), False
-    while not last and place + 3 <= len(content):
-        block = int.from_bytes(content[place : place + 3], "little")
-        last, is_run, size = bool(block & 1), (block >> 1) & 3 == 1, block >> 3
-        place += 3 + (1 if is_run else size)
-    return place + 4 * int(parameters.has_checksum)

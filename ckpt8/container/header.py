@@ -11,16 +11,17 @@ JSON in one frame of zstd, and the seal a SHA-256 of header and manifest. All of
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
+from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import zstandard
 
 from ckpt8.codecs import Codec
-from ckpt8.core.errors import InputError, UnsupportedError, require
+from ckpt8.core.errors import DamagedError, InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import PartSpec, TensorSpec
@@ -52,6 +53,11 @@ TORCH = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS = ".safetensors"
 SUFFIXES = (*TORCH, SAFETENSORS)
 """The suffixes of checkpoint files."""
+
+_BEGINNING = b'{"__metadata__":{"format":"ckpt8","ckpt8":"'
+"""What a header begins with."""
+_MOST_DAMAGED = 4
+"""So many bytes of it may be damaged. The header of another safetensors file differs in more."""
 
 _WIDEST_OFFSET = 10**16 - 1
 
@@ -89,8 +95,11 @@ def container_names(name: str) -> tuple[str, str]:
 
 
 def begins_container(head: bytes) -> bool:
-    """Whether the first HEAD_BYTES of a file are those of a ``.ckpt8``."""
-    return head[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{" and f'"{FORMAT_KEY}":'.encode() in head
+    """Whether the first HEAD_BYTES of a file are those of a ``.ckpt8``, of which a few may be damaged."""
+    begins = head[LENGTH_BYTES : LENGTH_BYTES + len(_BEGINNING)]
+    if sum(map(eq, begins, _BEGINNING)) >= len(_BEGINNING) - _MOST_DAMAGED:
+        return True
+    return begins[:1] == b"{" and f'"{FORMAT_KEY}":'.encode() in head
 
 
 def render_safetensors(header: Mapping[str, object], size: int | None = None, *, ascii_only: bool = True) -> bytes:
@@ -159,11 +168,17 @@ def _entry(name: str, value: object, where: str) -> Entry:
     raise InputError(f"{where}: header entry {name[:80]!r} is malformed")
 
 
-def parse(text: bytes, data_bytes: int, where: str) -> list[Entry]:
-    """The entries in the order of their offsets. Raises InputError unless they tile ``data_bytes`` exactly."""
-    metadata, header = parse_safetensors(text, where)
+def parse(text: bytes, data_bytes: int, where: str, unreadable: str) -> list[Entry]:
+    """The entries in the order of their offsets. Raises InputError unless they tile ``data_bytes`` exactly.
+
+    Its text is ``unreadable`` where the header is none of ckpt8.
+    """
+    try:
+        metadata, header = parse_safetensors(text, where)
+    except InputError as exc:
+        raise InputError(unreadable) from exc
     if not isinstance(metadata, Mapping) or FORMAT_KEY not in metadata:
-        raise InputError(f"{where}: is not a ckpt8 file; its header has no {FORMAT_KEY!r} entry")
+        raise InputError(unreadable)
     check_version(metadata[FORMAT_KEY], where)
     entries = sorted(
         (_entry(name, value, where) for name, value in header.items()), key=lambda entry: (entry.start, entry.stop)
@@ -175,7 +190,7 @@ def parse(text: bytes, data_bytes: int, where: str) -> list[Entry]:
         position = entry.stop
     require(
         position == data_bytes,
-        f"{where}: holds {data_bytes} bytes of data, the header describes {position}; truncated?",
+        f"{where}: holds {data_bytes} bytes of data, the header describes {position}; copy or download it again",
     )
     return entries
 
@@ -189,14 +204,29 @@ class Head(NamedTuple):
 
 
 def read_head(file: SourceFile, where: str) -> Head:
-    """The head of a container, once header and manifest match the seal. Raises InputError."""
+    """The head of a container, once header and manifest match the seal.
+
+    Raises InputError, DamagedError where only the manifest is readable.
+    """
+    try:
+        return _read_head(file, where)
+    except UnsupportedError:
+        raise
+    except InputError as exc:
+        if any(_is_manifest(stored, file.source.length) for _, stored in frames_at_end(file)):
+            raise DamagedError(*exc.args) from exc
+        raise
+
+
+def _read_head(file: SourceFile, where: str) -> Head:
     size = file.source.length
-    require(size >= LENGTH_BYTES + 2, f"{where}: is not a ckpt8 file ({size} bytes)")
-    length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
-    require(length <= min(MAX_HEADER, size - LENGTH_BYTES), f"{where}: is not a ckpt8 file, or is cut off")
+    first = file.read(0, min(HEAD_BYTES, size))
+    unreadable = f"{where}: {'' if begins_container(first) else 'is not a ckpt8 file, or '}its first bytes are damaged"
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    require(2 <= length <= min(MAX_HEADER, size - LENGTH_BYTES), f"{unreadable}, or it is cut off")
     head = file.read(0, LENGTH_BYTES + length)
     start = len(head)
-    entries = parse(head[LENGTH_BYTES:], size - start, where)
+    entries = parse(head[LENGTH_BYTES:], size - start, where, unreadable)
     require(
         [entry.name for entry in entries[-2:]] == [MANIFEST, SEAL], f"{where}: does not end in a manifest and a seal"
     )
@@ -343,3 +373,51 @@ def parse_manifest(text: bytes, size: int, where: str) -> Any:
 
 def _allowed(size: int) -> int:
     return FREE + MANIFEST_COST * size
+
+
+def _is_manifest(stored: bytes, size: int) -> bool:
+    """Whether a frame holds the JSON of a manifest in a container of ``size`` bytes."""
+    with suppress(InputError):
+        parse_manifest(manifest_text(stored, ""), size, "")
+        return True
+    return False
+
+
+_SEARCHED = 1 << 27
+"""Bytes at the end of a file in which to search for the manifest."""
+_FRAMES_TRIED = 16
+
+
+def frames_at_end(file: SourceFile) -> Iterator[tuple[int, bytes]]:
+    """Places and bytes of frames of zstd that nothing but a seal follows: the manifest, if that is intact."""
+    size = file.source.length
+    first = max(0, size - _SEARCHED)
+    tail = file.read(first, size - first)
+    place = len(tail)
+    for _ in range(_FRAMES_TRIED):
+        place = tail.rfind(zstandard.FRAME_HEADER, 0, place)
+        if place < 0:
+            break
+        if (stored := frame_at(file, first + place, SEAL_BYTES)) is not None:
+            yield first + place, stored
+
+
+def frame_at(file: SourceFile, place: int, after: int) -> bytes | None:
+    """The frame of zstd at ``place``; None if there is none, or more than ``after`` bytes follow."""
+    content = file.read(place, min(file.source.length - place, _SEARCHED))
+    try:
+        stored = content[: _frame_length(content)]
+    except zstandard.ZstdError:
+        return None
+    return stored if len(content) - len(stored) <= after else None
+
+
+def _frame_length(content: bytes) -> int:
+    """Bytes of the zstd frame that ``content`` begins with, without decompressing it. Raises ZstdError."""
+    parameters = zstandard.get_frame_parameters(content)
+    place, last = zstandard.frame_header_size(content), False
+    while not last and place + 3 <= len(content):
+        block = int.from_bytes(content[place : place + 3], "little")
+        last, is_run, size = bool(block & 1), (block >> 1) & 3 == 1, block >> 3
+        place += 3 + (1 if is_run else size)
+    return place + 4 * int(parameters.has_checksum)

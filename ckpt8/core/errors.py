@@ -18,8 +18,13 @@ class Ckpt8Error(Exception):
 
     exit_code = 1
 
-    def __str__(self) -> str:
+    @property
+    def problem(self) -> str:
+        """The text without what to do about it, where that depends on the class."""
         return shortened(printable(super().__str__()), 1500)
+
+    def __str__(self) -> str:
+        return self.problem
 
 
 class CheckFailedError(Ckpt8Error):
@@ -91,6 +96,13 @@ class InputError(Ckpt8Error):
     """
 
     exit_code = 3
+
+
+class DamagedError(InputError):
+    """A container is damaged, and ``restore`` with ``salvage`` reads it; the message says so (exit code 3)."""
+
+    def __str__(self) -> str:
+        return f"{self.problem}; restore with salvage=True writes whatever is intact"
 
 
 class MissingError(InputError, FileNotFoundError):

@@ -16,7 +16,7 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember, is_directory
 from ckpt8.checkpoint.readers.torch_zip import STORED, read_directory
 from ckpt8.checkpoint.sources.opening import open_source, storage_crc
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo, format_path, iter_leaves
-from ckpt8.container.header import MANIFEST, SEAL, is_meant_as_container
+from ckpt8.container.header import is_meant_as_container
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.container.sharded import find_sharded, is_part
 from ckpt8.core.errors import InputError, UsageError, require
@@ -118,8 +118,6 @@ class _Checks:
     def add(self, member: DirectoryMember, where: str) -> None:
         """Read a file, called ``where`` in messages. Raises InputError where it cannot be read."""
         checkpoint, names, zips = member.checkpoint, _names(member.checkpoint.tree), _zips(member)
-        if any(storage.key in (MANIFEST, SEAL) for storage in checkpoint.storages):
-            raise InputError(f"{where}: is a .ckpt8 whose head is damaged")
         for file in zips:
             place = where if len(zips) == 1 else f"{where}: {file.source.name}"
             inside = OpenCheckpoint("torch-zip", file)

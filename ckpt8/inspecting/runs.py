@@ -299,7 +299,7 @@ def read(place: Place) -> Row | None:
         try:
             facts = read_facts()
         except InputError as exc:
-            row.record.damage = row.record.damage or str(exc)
+            row.record.damage = row.record.damage or exc.problem
             return None
         heads.extend([] if facts is None else [facts])
         return facts

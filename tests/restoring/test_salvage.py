@@ -23,6 +23,7 @@ from ckpt8.compressing import groups
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError
 
 FRAME = 1 << 20
+ADVICE = "; restore with salvage=True writes whatever is intact"
 
 
 @contextmanager
@@ -236,9 +237,24 @@ def test_a_damaged_header_or_seal_costs_nothing(part, bits, sample, tmp_path):
         if at + bits > size:
             continue
         path = damage(sample, tmp_path / "x.ckpt8", (part, at), bits=bits)
-        with pytest.raises(InputError):
+        with pytest.raises(InputError, match=rf"{ADVICE}$"):
             ckpt8.verify(path)
+        assert ADVICE not in assert_all_comes_back(path, sample).damage
         assert "x.ckpt8" in assert_all_comes_back(path, sample).damage
+
+
+@pytest.mark.parametrize("name", ["x.ckpt8", "x.bin"])
+def test_a_flipped_bit_of_the_first_bytes_is_named(name, sample, tmp_path):
+    """No command takes such a file, which also looks like safetensors, for a checkpoint of planes."""
+    path, data = tmp_path / name, sample.read_bytes()
+    for at in range(data.index(b"1.")):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :])
+        for call in (ckpt8.inspect, ckpt8.verify, ckpt8.restore):
+            with pytest.raises(InputError) as caught:
+                call(path)
+            said = str(caught.value)
+            assert "its first bytes are damaged" in said or "does not match the seal" in said, said
+            assert said.endswith(ADVICE), said
 
 
 @pytest.mark.slow
@@ -305,6 +321,8 @@ def test_a_file_that_is_cut_off(sample, tmp_path):
         path.write_bytes(data[:size])
         with pytest.raises(InputError, match="nothing can be recovered"):
             ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+        with pytest.raises(InputError, match=r"^(?!.*salvage)"):
+            ckpt8.restore(path, tmp_path / "x.pt")
         assert list(tmp_path.iterdir()) == [path]
 
 
@@ -319,6 +337,8 @@ def test_what_never_was_a_container_or_has_no_manifest(sample, tmp_path):
         path.write_bytes(content)
         with pytest.raises(InputError, match=r"^[^\n]*x\.ckpt8: .*; nothing can be recovered$"):
             ckpt8.restore(path, tmp_path / "x.pt", salvage=True)
+        with pytest.raises(InputError, match=r"^(?!.*salvage)"):
+            ckpt8.restore(path, tmp_path / "x.pt")
         assert list(tmp_path.iterdir()) == [path]
 
 
@@ -412,6 +432,7 @@ def test_targets_are_as_safe_as_ever(directory, tmp_path):
 def test_the_command(sample, run_command, tmp_path):
     plane = max(name for name in entries_of(sample) if "mlp" in name and name.endswith("/rho"))
     path = damage(sample, tmp_path / "run.ckpt8", plane)
+    assert run_command.refused(3, "restore", path).endswith("; restore with --salvage writes whatever is intact\n")
     code, out, err = run_command("restore", path, "--salvage", "--json")
     assert (code, err.count("\n")) == (1, 1)
     report = json.loads(out)

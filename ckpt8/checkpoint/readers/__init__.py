@@ -27,6 +27,7 @@ from typing import cast
 from ckpt8.checkpoint.readers.entries import refuse_lone_shard, refuse_share
 from ckpt8.checkpoint.tree import OpenCheckpoint, Reader
 from ckpt8.container.header import CONTAINER, HEAD_BYTES, begins_container
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile, reading, refuse_url
@@ -76,16 +77,14 @@ def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
 def is_plain_file(path: Path) -> bool:
     """Whether a file begins as a checkpoint of torch or safetensors does; False where nothing is there.
 
-    A container with a damaged head can look like safetensors, so that no ``.ckpt8`` is taken for it. Raises InputError,
-    or UsageError for a URL.
+    Raises InputError, or UsageError for a URL.
     """
     refuse_url(path)
     with reading(path):
         if not path.is_file() or not path.stat().st_size:
             return False
     with closing(SourceFile(ByteRange.of(path))) as file:
-        reader = match_reader(file)
-    return reader is not None and (path.suffix != CONTAINER or reader is not get_reader("safetensors"))
+        return match_reader(file) is not None
 
 
 def _as_source(path: Path) -> ByteRange:
@@ -106,6 +105,8 @@ def _refusal(file: SourceFile) -> InputError:
         return UnsupportedError(f"{file.source}: a tar file; unpack it, or load it and save it again with torch.save")
     if begins_container(head):
         return InputError(f"{file.source}: already a .ckpt8 file; give the checkpoint that it was made from")
+    if file.source.path.suffix == CONTAINER:
+        ContainerReader(file.source.path).close()  # says what is damaged, and what helps
     what = next((what for start, what in _KNOWN_STARTS if head.startswith(start)), None)
     if what is None:
         what = "a text file" if is_text(head) else "of an unknown format"
