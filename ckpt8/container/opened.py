@@ -19,7 +19,7 @@ from ckpt8.container.manifest import Manifest, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import GlobalTensor, Slice
 from ckpt8.core.closing import Closing
-from ckpt8.core.errors import UnsupportedError, UsageError
+from ckpt8.core.errors import UnknownNameError, UnsupportedError
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import Role, Strided, view_of_box
@@ -31,7 +31,8 @@ T = TypeVar("T", bound=Strided | GlobalTensor)
 class Tensors(Summarised, Closing, Generic[T]):
     """The tensors of an open checkpoint by name, as ``safetensors.safe_open`` gives them.
 
-    Iteration, ``len`` and ``in`` go over the names; ``file[name]`` is ``file.get_tensor(name)``.
+    Iteration, ``len`` and ``in`` go over the names; ``file[name]`` is ``file.get_tensor(name)``. The UsageError for an
+    unknown name is a KeyError as well.
     """
 
     def __init__(self, path: Path, device: torch.device | str, tensors: Mapping[str, T]) -> None:
@@ -64,7 +65,7 @@ class Tensors(Summarised, Closing, Generic[T]):
             near = get_close_matches(name, self._tensors, 3, 0.5)
             names = counted(len(self._tensors), "tensor")
             rest = f"near it are {listed(near)}" if near else f"keys() lists its {names}"
-            raise UsageError(f"{self._path}: has no tensor {name!r}; {rest}")
+            raise UnknownNameError(f"{self._path}: has no tensor {name!r}; {rest}")
         return self._tensors[name]
 
     def _box(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor | None:  # noqa: ARG002

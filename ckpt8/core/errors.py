@@ -21,7 +21,7 @@ class Ckpt8Error(Exception):
     @property
     def problem(self) -> str:
         """The text without what to do about it, where that depends on the class."""
-        return shortened(printable(super().__str__()), 1500)
+        return shortened(printable(Exception.__str__(self)), 1500)  # KeyError would quote it
 
     def __str__(self) -> str:
         return self.problem
@@ -50,6 +50,10 @@ class UsageError(Ckpt8Error, ValueError):
 
 class WrongTypeError(UsageError, TypeError):
     """An argument has a type or value that its parameter does not take (exit code 2)."""
+
+
+class UnknownNameError(UsageError, KeyError):
+    """A checkpoint has no tensor of this name (exit code 2)."""
 
 
 class ResumeError(UsageError):

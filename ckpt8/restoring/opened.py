@@ -53,7 +53,8 @@ def open(  # noqa: A001 - as torch has load and save
 
     It may be a ``.ckpt8``, an original of torch or safetensors, or a directory that ``Ckpt8StorageWriter`` wrote, whose
     tensors are put together from the slices of all ranks. ``in``, iteration and ``len`` go over the names; ``f[name]``,
-    ``get_tensor(name)`` and ``get_slice(name)[:10]`` give tensors on ``device``.
+    ``get_tensor(name)`` and ``get_slice(name)[:10]`` give tensors on ``device``. An unknown name is a UsageError and a
+    KeyError.
 
     >>> with ckpt8.open("run.ckpt8") as file:
     ...     file["model.weight"].dtype
