@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -403,7 +403,7 @@ class _Plan:
         chosen = (
             match_several(self._source.path, given, candidates, fits)
             if given.many
-            else [self._choose_model(given.objects[0], candidates, given.at[0])]
+            else [self._choose_model(given.objects[0], candidates, given.at[0], partial(plan, 0))]
         )
         filled: dict[int, TensorRef] = {}
         for number, (label, candidate) in enumerate(zip(given.labels, chosen, strict=True)):
@@ -472,19 +472,30 @@ class _Plan:
             else:
                 self._fills.append(rounded.get(id(target)) or copy_of(ref, target))
 
-    def _choose_model(self, model: nn.Module, saved: list[Candidate], at: str | None) -> Candidate:
-        candidates = candidates_at(self._source.path, saved, at, "model_at")
-        require(candidates, f"{self._source.path}: holds no model state dict", UsageError)
+    def _choose_model(
+        self, model: nn.Module, saved: list[Candidate], at: str | None, plan: Callable[[Candidate], ModelPlan]
+    ) -> Candidate:
+        path, candidates = self._source.path, candidates_at(self._source.path, saved, at, "model_at")
+        if not candidates:
+            others = listed((tree.path for tree in find_trees(self._source.checkpoint.tree)), _SHOWN)
+            more = f" under a name of models; choose one of {others} with model_at=" if others else ""
+            raise UsageError(f"{path}: holds no model state dict{more}")
         fitting = fitting_models(candidates, model)
         if len(fitting) > 1:
             fitting = [candidate for candidate in fitting if not is_average(candidate.path)] or fitting
-        if len(fitting) != 1:
-            paths = listed((candidate.path for candidate in fitting or candidates), _SHOWN)
-            raise UsageError(
-                f"{self._source.path}: holds {len(candidates)} state dicts that fit or could fit ({paths}); "
-                "choose with model_at="
-            )
-        return fitting[0]
+        if len(fitting) == 1:
+            return fitting[0]
+        problems = {candidate: plan(candidate).problems for candidate in fitting or candidates}
+        nearest = min(problems, key=lambda candidate: len(problems[candidate]))
+        paths = listed((candidate.path for candidate in problems), _SHOWN)
+        if not (wrong := problems[nearest]):
+            raise UsageError(f"{path}: holds several state dicts that fit the model ({paths}); choose with model_at=")
+        first = wrong[0] + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
+        raise ResumeError(
+            f"{path}: no state dict in it fits the model. Nearest is {nearest.path}: {first}. "
+            f"Looked at {paths}; name another place with model_at=",
+            tuple(wrong),
+        )
 
     def _plan_optimizer(self, candidate: Candidate, number: int, filled: Mapping[int, TensorRef]) -> OptimizerPlan:
         optimizer, packed = self._optimizers.objects[number], self._packed[number]

@@ -136,6 +136,23 @@ def test_several_models(tmp_path):
         ckpt8.resume(path, other, model_at="x")
 
 
+def test_of_several_models_that_do_not_fit_the_nearest_is_shown(tmp_path):
+    """With its first difference, and all places that were looked at."""
+    saved = {"model": nn.Linear(2, 2), "net": nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1), nn.Linear(1, 1))}
+    path = write(tmp_path, {name: module.state_dict() for name, module in saved.items()})
+    live = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
+    differs = r"Nearest is net: 0\.weight: was saved with shape \[3, 5\], here it has \[4, 5\] \(and 4 more\)"
+    refused(path, live, None, rf"fits the model\. {differs}\. Looked at model, net; name another place with model_at=$")
+    path = write(tmp_path, {name: saved["net"].state_dict() for name in ("mine", "yours")})
+    refused(
+        path,
+        live,
+        None,
+        "no model state dict under a name of models; choose one of mine, yours with model_at=$",
+        UsageError,
+    )
+
+
 def test_several_optimizers(tmp_path):
     first, second = nn.Linear(3, 4), nn.Linear(4, 3)
     both = [trained_on(first), trained_on(second)]
