@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from ckpt8.container.manifest import FILE
 from ckpt8.container.sharded import is_sharded
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.log import log
 from ckpt8.core.public import checked
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
@@ -156,11 +157,20 @@ _SHORTEST_NAP, _LONGEST_NAP = 0.05, 1.0
 class ChainRun:
     """The checkpoints of a run in a folder, as jobs. The ``keep_raw`` newest stay as they are.
 
-    A checkpoint gets a job once it is at rest. With ``watch`` the jobs never end.
+    A checkpoint gets a job once it is at rest. With ``watch`` the jobs never end. ``tell`` gets a line
+    about checkpoints that are waited for, once for each.
     """
 
     def __init__(
-        self, folder: Path, settings: Settings, *, force: bool, keep_raw: int, watch: bool, rest: float
+        self,
+        folder: Path,
+        settings: Settings,
+        *,
+        force: bool,
+        keep_raw: int,
+        watch: bool,
+        rest: float,
+        tell: Callable[[str], object] = log.info,
     ) -> None:
         require(rest >= 0, f"a checkpoint is at rest after 0 seconds or more, not {rest}", UsageError)
         require(
@@ -173,6 +183,7 @@ class ChainRun:
         self._rest = Rest(rest, watched=watch)
         self._done: dict[Path, Look | None] = {}
         self._raw: set[Path] = set()
+        self._tell, self._told = tell, set[Path]()
 
     def skipped(self) -> dict[Path, str]:
         """What looks like a checkpoint and is left alone, and why. Raises InputError."""
@@ -215,6 +226,10 @@ class ChainRun:
             elif not waiting and not self._watch:
                 return
             else:
+                if unknown := [path for path in waiting if path not in self._told]:
+                    self._told.update(unknown)
+                    names = listed(path.name for path in unknown)
+                    self._tell(f"waiting for {names} to stay unchanged for {self._rest.seconds:g} s (--rest)")
                 # Ten times as long as a look at all files takes: some folders are large, and on a network.
                 idle = 10 * (time.monotonic() - started)
                 time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, idle))
@@ -251,16 +266,16 @@ class ChainRun:
             known = self._known[path] = look, _read(path)
         return known[1]
 
-    def _sorted_out(self) -> tuple[list[Job], bool]:
-        """Jobs for what is at rest or, unless that is watched, will not be; and whether anything else is waited for."""
+    def _sorted_out(self) -> tuple[list[Job], list[Path]]:
+        """Jobs for what is at rest or, unless that is watched, will not be; and what else is waited for."""
         if self._watch and not os.path.lexists(self._folder):
-            return [], False
+            return [], []
         listing = self._listing()
         problems = {path: self._rest.problem(path) for path in listing.progress}
         left = listing.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
         self._raw = left - self._done.keys()
         taken: set[Path] = set()
-        jobs, is_waiting = [], False
+        jobs, waiting = list[Job](), list[Path]()
         for path, problem in problems.items():
             look = self._rest.look(path)
             if path in left or (path in self._done and (not self._watch or self._done[path] == look)):
@@ -268,13 +283,13 @@ class ChainRun:
             if problem is None:
                 jobs.append(placed(path, self._settings, force=self._force, taken=taken))
             elif self._watch or not self._rest.is_patient(path):
-                is_waiting = True
+                waiting.append(path)
                 continue
             else:
                 error = InputError(f"{path}: is still being written, or was never finished: {problem}")
                 jobs.append(Job(path, default_target(path), self._settings, problem=error))
             self._done[path] = look
-        return jobs, is_waiting
+        return jobs, waiting
 
 
 @checked

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ckpt8.cli.guard import console, is_quiet, present, print_json, print_lines, progress_bar, waited
+from ckpt8.cli.guard import console, is_quiet, note, present, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable, size
@@ -511,7 +511,7 @@ def chain(
     from ckpt8.cli.jobs import run_jobs
 
     settings = Settings(chain_options(preset, budget, rule or (), device, threads, delta=delta), remove)
-    run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest)
+    run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest, tell=note)
     if watch:
         absent = [] if os.path.lexists(directory) else [f"{directory}: is not there yet; waiting for it"]
         print_lines(console(), [*_left_alone(run.skipped(), run.packed()), *absent])

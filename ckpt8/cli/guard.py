@@ -125,6 +125,12 @@ def usual_volume() -> Iterator[None]:
                 _undone.pop()()
 
 
+def note(text: str) -> None:
+    """Say on stderr what a person waits for: on a terminal, or with ``--verbose``."""
+    if is_verbose() or (sys.stderr.isatty() and not is_quiet()):
+        sys.stderr.write(f"ckpt8: {printable(text)}\n")
+
+
 def console() -> Console:
     """The console on stdout. It wraps lines on a terminal only: a log or a pipe gets whole names.
 

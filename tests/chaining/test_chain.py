@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -215,6 +216,28 @@ def test_damaged_and_unfinished_ones_amid_others(run, run_command, inputs):
     assert "trainer_state.json" in err
     assert sum(row["removed"] for row in rows) == 3
     assert names(folder) == ["checkpoint-12", "step-10.pt", "step-15.ckpt8", "step-20.ckpt8", "step-5.ckpt8"]
+
+
+def test_what_a_chain_waits_for_is_said_to_who_watches(tmp_path, run_command, monkeypatch, caplog):
+    """On a terminal, with -v, and in the log of a program."""
+    paths = make_run(tmp_path, 2)
+    said = "waiting for step-5.pt, step-10.pt to stay unchanged for 0.2 s (--rest)"
+
+    def err(*options):
+        for path in paths:
+            path.with_suffix(".ckpt8").unlink(missing_ok=True)
+            age(path, -7200)  # a time that is yet to come says nothing
+        return run_command("chain", tmp_path, "--rest", 0.2, *options)[2]
+
+    assert err() == ""
+    assert err("-v").count(f"ckpt8: {said}\n") == 1
+    assert said not in caplog.messages
+    with caplog.at_level("INFO", "ckpt8"):
+        ckpt8.chain(tmp_path, rest=0.2)
+    assert said in caplog.messages
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert err().count(f"ckpt8: {said}\n") == 1
+    assert err("-q") == ""
 
 
 def test_nothing_to_chain_and_wrong_arguments(tmp_path, run_command, inputs):
