@@ -51,10 +51,11 @@ CODECS: tuple[tuple[str, str], ...] = (
     ("split32/1", "ckpt8.codecs.split24:Split32"),
     ("companded8/1", "ckpt8.codecs.companded8:Companded8"),
 )
-"""(id, "module:Class") of every codec that a rule may name."""
+"""(id, "module:Class") of every codec that rules name by its id without the number."""
 
 BUDGETED: tuple[tuple[str, str], ...] = (
     ("lattice/1", "ckpt8.codecs.lattice:Lattice"),
+    ("lattice/2", "ckpt8.codecs.lattice:MomentLattice"),
     ("rclog/1", "ckpt8.codecs.rclog:RowColumnLog"),
     ("vscaled/1", "ckpt8.codecs.vscaled:VScaled"),
 )
@@ -66,6 +67,9 @@ RELATIONS: tuple[tuple[str, str], ...] = (
     ("reference/2", "ckpt8.codecs.rounded_copy:LatticeReference"),
 )
 """(id, "module:Class") of every codec that only the compressor chooses: copies of other storages."""
+
+RULED: Mapping[str, str] = {**{codec_id.partition("/")[0]: codec_id for codec_id, _ in CODECS}, "lattice2": "lattice/2"}
+"""The id of each codec that a rule may name, by the name that it has there."""
 
 _SHOWN = 200
 
@@ -90,11 +94,10 @@ def codec_from_config(config: Mapping[str, Any]) -> Codec:
 
 def parse_codec(text: str) -> tuple[type[Any], dict[str, Any]]:
     """Read ``name`` or ``name(key=value, ...)`` into a codec class and its given fields. Raises UsageError."""
-    names = {codec_id.partition("/")[0]: codec_id for codec_id, _ in CODECS}
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\)\s*)?", text)
-    if match is None or match[1] not in names:
-        raise UsageError(f"codec {text!r}: expected one of {', '.join(names)}, with parameters as in companded8(Q=31)")
-    cls = codec_class(names[match[1]])
+    if match is None or match[1] not in RULED:
+        raise UsageError(f"codec {text!r}: expected one of {', '.join(RULED)}, with parameters as in companded8(Q=31)")
+    cls = codec_class(RULED[match[1]])
     known = {field.name for field in fields(cls)}
     given: dict[str, Any] = {}
     for item in (match[2] or "").split(",") if (match[2] or "").strip() else ():
@@ -102,6 +105,8 @@ def parse_codec(text: str) -> tuple[type[Any], dict[str, Any]]:
         if not equals or key not in known or key in given:
             raise UsageError(f"codec {text!r}: parameters must read {match[1]}(key=value, ...)")
         given[key] = _parse_value(value, text)
+    if RULED[match[1]] in dict(BUDGETED) and "k" not in given:
+        raise UsageError(f"codec {text!r}: give k, which makes the step 2^(k/4), as in {match[1]}(k=-60)")
     return cls, given
 
 
@@ -109,6 +114,6 @@ def _parse_value(value: str, text: str) -> bool | int | float:
     """Read a parameter: True, False or a number."""
     words = {"True": True, "False": False}
     try:
-        return words[value] if value in words else int(value) if value.isdigit() else float(value)
+        return words[value] if value in words else int(value) if value.removeprefix("-").isdigit() else float(value)
     except ValueError as exc:
         raise UsageError(f"codec {text!r}: {value!r} is not a number, True or False") from exc

@@ -7,7 +7,7 @@ of them near to their base in time.
 Storages of a plan become differences to their partners in the base. A partner has the name, type, size and role of the
 storage, and tensors of the same names and places. A storage takes the fields of its partner's codec, such as the step
 and the salt of a weight, where these are near enough to its own, and a sample tells whether the difference is smaller
-than the whole. First moments gain nothing, and stay whole.
+than the whole. First moments in steps of second moments gain nothing, and stay whole.
 
 Weights keep a lattice of their own, and are differences to the points next to the weights of the base, where the step
 of the base is far from theirs, and in two cases all of them. The weights of a run that was resumed from the lattice of
@@ -33,7 +33,7 @@ from ckpt8.checkpoint.replacing import written_once
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec
-from ckpt8.codecs.lattice import Lattice
+from ckpt8.codecs.lattice import DitheredLattice, Lattice, MomentLattice
 from ckpt8.codecs.lattice.reference import phases
 from ckpt8.compressing.plan import Plan, Stream, read_elements
 from ckpt8.compressing.policy import Policy
@@ -364,8 +364,8 @@ class _Candidate(NamedTuple):
 
     @property
     def shares_lattice(self) -> bool:
-        """Whether weights take a lattice that is not their own."""
-        return isinstance(self.codec, Lattice) and self.codec != self.stream.codec
+        """Whether weights or first moments take a lattice that is not their own."""
+        return isinstance(self.codec, DitheredLattice) and self.codec != self.stream.codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,7 +427,9 @@ def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -
     candidates = []
     for stream in streams:
         partner = partners.get(stream.index)
-        if partner is None or stream.spec.role is Role.MOMENT1 or not stream.spec.numel:
+        if partner is None or not stream.spec.numel:
+            continue
+        if stream.spec.role is Role.MOMENT1 and not isinstance(stream.codec, MomentLattice):
             continue
         below = base.reader.codec(partner)
         codec = stream.codec.continued(below) or stream.codec
@@ -476,7 +478,7 @@ def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
     if partner is None:
         return stream.storage.nbytes
     codec, size = base.reader.codec(partner), base.reader.whole_bytes(partner)
-    if isinstance(codec, Lattice) and isinstance(stream.codec, Lattice):
+    if isinstance(codec, DitheredLattice) and isinstance(stream.codec, DitheredLattice):
         # A code takes a quarter of a bit less for each quarter octave of a larger step.
         return max(size + (codec.k - stream.codec.k) / 32 * stream.spec.numel, 0.0)
     return size

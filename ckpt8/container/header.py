@@ -35,9 +35,8 @@ MAJOR = 1
 """A reader refuses another major version. A higher minor version adds codecs, modes of symbols and fields; a reader
 may ignore the fields."""
 
-FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION, SHARED_VERSION, BUDGET_VERSION, CHAIN_VERSION, BITS_VERSION = (
-    f"{MAJOR}.{minor}" for minor in range(7)
-)
+FILE_VERSION, DIRECTORY_VERSION, REFERENCE_VERSION, SHARED_VERSION = (f"{MAJOR}.{minor}" for minor in range(4))
+BUDGET_VERSION, CHAIN_VERSION, BITS_VERSION, MOMENTUM_VERSION = (f"{MAJOR}.{minor}" for minor in range(4, 8))
 """A writer states the lowest version that covers the content of the container."""
 
 MANIFEST = "ckpt8.manifest"
@@ -133,7 +132,7 @@ def render(entries: Iterable[Entry], size: int | None, version: str) -> bytes:
 
 def reserved_size(names: Iterable[str]) -> int:
     """Bytes that a header for entries of these names needs at most, a multiple of 8."""
-    empty = len(json.dumps({METADATA: {"format": FORMAT_KEY, FORMAT_KEY: BITS_VERSION}}, separators=(",", ":")))
+    empty = len(json.dumps({METADATA: {"format": FORMAT_KEY, FORMAT_KEY: FILE_VERSION}}, separators=(",", ":")))
     return -(-(empty + sum(map(reserved_entry, (*names, MANIFEST, SEAL)))) // 8) * 8
 
 

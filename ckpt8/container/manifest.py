@@ -33,6 +33,7 @@ from ckpt8.container.header import (
     CHAIN_VERSION,
     DIRECTORY_VERSION,
     FILE_VERSION,
+    MOMENTUM_VERSION,
     REFERENCE_VERSION,
     SHARED_VERSION,
 )
@@ -455,6 +456,7 @@ class Manifest(Summarised):
         owners: list[StorageRecord | Pack] = [*self.storages, *self.packs]
         ids = {record.codec.get("id") for record in self.storages}
         needs = {
+            MOMENTUM_VERSION: "lattice/2" in ids,
             BITS_VERSION: self.slices or any(table.has_bits for own in owners for table in own.parts.values()),
             CHAIN_VERSION: self.base,
             BUDGET_VERSION: self.budget or ids & {*dict(BUDGETED), "reference/2"},

@@ -17,6 +17,7 @@ from ckpt8 import codecs
 from ckpt8.codecs import codec_class, codec_from_config, config_of, parse_codec
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.lattice import MomentLattice
 from ckpt8.codecs.lossless import Lossless
 from ckpt8.codecs.split24 import Split24
 from ckpt8.compressing.policy import PRESETS
@@ -121,8 +122,8 @@ def both_ways(codec, dtype, numel, seed=0):
 def test_ids_are_unique_those_of_the_classes_and_in_the_format():
     ids = [codec_id for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED, *codecs.RELATIONS)]
     assert len(set(ids)) == len(ids)
-    named = [codec_id for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED)]
-    assert len({codec_id.partition("/")[0] for codec_id in named}) == len(named)
+    assert set(codecs.RULED.values()) == {*dict(codecs.CODECS), "lattice/2"}
+    assert len(codecs.RULED) == len(codecs.CODECS) + 1
     for codec_id in ids:
         assert codec_class(codec_id).id == codec_id
         assert codec_id.partition("/")[2].isdigit()
@@ -134,9 +135,14 @@ def test_the_codecs_under_test_hold_every_registered_one_and_every_preset():
     assert {codec.id for codec in CODECS_UNDER_TEST} == registry
     assert {Split24(R=7), Companded8(Q=31), Companded8(signed=False, Q=63, p=0.5)} <= set(CODECS_UNDER_TEST)
     assert {codec for preset in PRESETS.values() for codec in preset.values()} <= set(CODECS_UNDER_TEST)
-    assert {codec.id for codec in LOSSY} == {"split24/1", "companded8/1", "lattice/1", "rclog/1", "vscaled/1"} | {
-        codec.id for codec in CODECS_UNDER_TEST if codec.measured_as in ("weight", "lattice", "moment")
-    }
+    assert {codec.id for codec in LOSSY} == {
+        "split24/1",
+        "companded8/1",
+        "lattice/1",
+        "lattice/2",
+        "rclog/1",
+        "vscaled/1",
+    } | {codec.id for codec in CODECS_UNDER_TEST if codec.measured_as in ("weight", "lattice", "moment")}
 
 
 @each_codec
@@ -170,6 +176,7 @@ UNKNOWN = {
     ],
     "lossless/1": [{"level": 3}],
     "lattice/1": [{"k": -409}, {"k": 401}, {"k": -40.0}, {"salt": 1 << 32}, {"salt": -1}, {"salt": True}],
+    "lattice/2": [{"k": -409}, {"k": "-40"}, {"salt": 1 << 32}, {"step": 1}],
     "rclog/1": [
         *({"S": 0}, {"S": 12 << 20}, {"S": 1e6}, {"C": 0}, {"C": 1 << 41}, {"C": 8193, "columns": True}),
         {"columns": 1},
@@ -204,6 +211,7 @@ def test_unknown_configurations_are_unsupported(config):
         (" split24 ( R = 7 ) ", Split24(R=7)),
         ("companded8(Q=31)", Companded8(Q=31)),
         ("companded8(signed=False, Q=63, p=0.5)", Companded8(signed=False, Q=63, p=0.5)),
+        ("lattice2(k=-61, salt=5)", MomentLattice(-61, 5)),
     ],
 )
 def test_codecs_as_text(text, codec):
@@ -214,7 +222,7 @@ def test_codecs_as_text(text, codec):
 MALFORMED = """
     split split24/1 Split24 split24( split24(R) split24(7) split24(R=) split24(R=7 split24(R==7) split24(R=seven)
     split24(R=__import__('os')) split24(Q=7) split24(id='lossless/1') split24(measured_as=None) companded8(*[3])
-    lossless(level=3)
+    lossless(level=3) lattice(k=-60) lattice1(k=-60) lattice2 lattice2() lattice2(salt=5) lattice2(k=--6) lattice2(k=-)
 """
 
 
@@ -397,9 +405,9 @@ def _repeats(codec, dtype) -> bool:
     """Whether decoded values have the codes that they come from.
 
     Factors of a chunk are means of its values, updates are compared with the second moments as they were, and bf16
-    rounds what lies between the points of a lattice.
+    rounds what lies between the points of a dithered lattice.
     """
-    return not (codec.by_chunk or codec.compares_originals or (codec.measured_as == "lattice" and dtype.itemsize == 2))
+    return not (codec.by_chunk or codec.compares_originals or (codec.counts_elements and dtype.itemsize == 2))
 
 
 @each_codec

@@ -1,4 +1,4 @@
-"""Weights on a dithered lattice: the hash against its definition, bounds and statistics of the error in float64."""
+"""A dithered lattice: the hash against its definition, bounds and statistics of the error in float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from archive_kit import each_backend, each_dtype, half_units, integers, spec_of, there_and_back
 
-from ckpt8.codecs.lattice import HIGHEST_K, LOWEST_K, Lattice, step_of
+from ckpt8.codecs.lattice import HIGHEST_K, LOWEST_K, DitheredLattice, Lattice, MomentLattice, step_of
 from ckpt8.codecs.lattice.reference import dither
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 CPU = torch.device("cpu")
 COUNT = 1 << 21
@@ -134,7 +135,41 @@ def test_what_is_refused(dtype, backend):
             codec.encode(x, backend=backend)
 
 
-def test_a_step_is_continued_within_half_an_octave():
-    base = Lattice(-20, salt=7)
+@pytest.mark.parametrize("kind", [Lattice, MomentLattice])
+def test_a_step_is_continued_within_half_an_octave(kind):
+    base = kind(-20, salt=7)
     for k, kept in ((-20, True), (-22, True), (-18, True), (-23, False), (-17, False)):
-        assert (Lattice(k, salt=9).continued(base) == base) is kept
+        assert (kind(k, salt=9).continued(base) == base) is kept
+
+
+@each_backend
+@each_dtype
+def test_first_moments_have_the_codes_of_weights(dtype, backend):
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(3)).mul(1e-4).to(dtype)
+    x[::9] = -0.0
+    (parts, y), (expected, z) = (
+        there_and_back(kind(-61, 9), x, backend, first=77) for kind in (MomentLattice, Lattice)
+    )
+    assert torch.equal(parts["codes"], expected["codes"])
+    assert torch.equal(y, z)
+    assert not torch.equal(y, x)
+    assert bool((y[::9] == 0).all())
+
+
+def test_weights_and_first_moments_are_told_apart():
+    weights, moments = Lattice(-20, 7), MomentLattice(-20, 7)
+    assert weights != moments
+    assert not isinstance(weights, MomentLattice)
+    assert not isinstance(moments, Lattice)
+    assert all(isinstance(codec, DitheredLattice) for codec in (weights, moments))
+    for one, other in ((weights, moments), (moments, weights)):
+        assert one.continued(other) is None
+        assert not one.counts_from(other)
+    taken = {
+        (dtype, role)
+        for dtype in DType
+        for role in Role
+        if moments.accepts(TensorSpec("m", role, dtype, (4,)))
+        and not weights.accepts(TensorSpec("m", role, dtype, (4,)))
+    }
+    assert taken == {(dtype, Role.MOMENT1) for dtype in (DType.FLOAT32, DType.BFLOAT16)}

@@ -25,7 +25,7 @@ from parity import (
     there,
 )
 
-from ckpt8.codecs.lattice import Lattice, step_of
+from ckpt8.codecs.lattice import Lattice, MomentLattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
 from ckpt8.core.errors import RefusedError
@@ -35,7 +35,7 @@ SIZES = (0, 1, 33, 4096 + 5)
 FIRSTS = (0, 77, (1 << 31) - 1000, (1 << 32) - 1000, (1 << 40) + 3)
 """Indexes of the first element; a hash is of the index modulo 2^32."""
 
-LATTICES = (Lattice(-40, 7), Lattice(-37, (1 << 32) - 1), Lattice(-408, 1 << 31), Lattice(399, 0))
+LATTICES = (Lattice(-40, 7), MomentLattice(-37, (1 << 32) - 1), Lattice(-408, 1 << 31), Lattice(399, 0))
 LOGS = (
     RowColumnLog(1 << 22, 64),
     RowColumnLog(7 * (1 << 23) // 5, 100, columns=True),
@@ -98,7 +98,7 @@ def test_weights_of_every_size_and_place(codec, dtype):
 def test_weights_next_to_where_codes_change():
     """Within a few steps of fp32 of each boundary, where a fused or an approximate operation would show."""
     for codec in LATTICES[:2]:
-        points = Lattice.decode(codec, {"codes": torch.arange(4096, dtype=torch.int32)}, _spec(4096), backend="torch")
+        points = codec.decode({"codes": torch.arange(4096, dtype=torch.int32)}, _spec(4096), backend="torch")
         x = (points.double() + step_of(codec.k) / 2).float().view(torch.int32)
         for near in range(-3, 4):
             assert_alike(codec, (x + near).view(torch.float32))

@@ -201,6 +201,7 @@ DECODE = {
     "split24/1": split24,
     "companded8/1": companded8,
     "lattice/1": lattice,
+    "lattice/2": lattice,
     "rclog/1": rclog,
     "vscaled/1": vscaled,
 }

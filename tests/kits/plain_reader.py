@@ -17,7 +17,7 @@ from plain_codecs import DECODE, FLOATS, SYMBOLS, added, itemsize, next_symbols,
 CHUNK = 1 << 20
 SHARED = {"id": "shared/1"}
 EXACT = ("lossless/1", "split24/1", "split32/1")
-STEPPED = {"lattice/1", "rclog/1", "vscaled/1", "reference/2"}
+STEPPED = {"lattice/1", "lattice/2", "rclog/1", "vscaled/1", "reference/2"}
 
 
 def half_bits(bits):
@@ -86,7 +86,7 @@ class Plain:
                 assert storage["codec"]["id"] not in {"reference/1", "reference16/1", "reference/2", "vscaled/1"}
                 assert all(storage[key] == partner[key] for key in ("dtype", "numel"))
                 both = {storage["codec"]["id"], partner["codec"]["id"]}
-                assert storage["codec"] == partner["codec"] or both == {"lattice/1"}
+                assert storage["codec"] == partner["codec"] or both in ({"lattice/1"}, {"lattice/2"})
 
     def whole(self, index):
         """As ``frames``, with the parts of the base added to differences."""
@@ -183,8 +183,11 @@ class Plain:
         return found
 
     def lowest_version(self):
-        codecs = {each.get("shared", each)["codec"]["id"] for each in self.manifest["storages"]}
+        configurations = [each.get("shared", each)["codec"] for each in self.manifest["storages"]]
+        codecs = {each.get("codec", each)["id"] for each in configurations}
         tables = [part for each in self.manifest["storages"] for part in each["parts"].values()]
+        if "lattice/2" in codecs:
+            return "1.7"
         if "slices" in self.manifest or any(len(mode) > 4 for table in tables for mode in table.get("modes", [])):
             return "1.6"
         if "base" in self.manifest:
@@ -220,7 +223,8 @@ class Plain:
             return {"exponent": (1, n), "mantissa": (1, n), "rho": (1, n)}
         if codec["id"] == "reference16/1":
             return {"delta": (1, n)}
-        if codec["id"] in ("lattice/1", "vscaled/1"):
+        if codec["id"] in ("lattice/1", "lattice/2", "vscaled/1"):
+            assert codec["id"] != "lattice/2" or storage["role"] == "moment1"
             return {"codes": (SYMBOLS, n)}
         if codec["id"] == "rclog/1":
             columns = {"columns": (2, codec["C"])} if codec["columns"] else {}

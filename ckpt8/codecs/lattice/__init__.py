@@ -1,5 +1,7 @@
 """``lattice/1``: weights on a lattice with one step for the whole tensor, and a dither for every element.
 
+``lattice/2``: first moments on the same lattice, of optimizers that do not divide them by second moments.
+
 With i the index of an element in its storage and t = t(i, salt) a number from 0 to 1 that follows from it:
 
     code     q = floor(w / step + t)            |q| < 2^18, else the tensor is refused
@@ -12,6 +14,8 @@ The step follows the gradients and not the weights: an error costs as much loss 
 second moment. One step for a tensor is as good as one for each row, and no side information. Steps are quarter octaves.
 An exact zero has a code of its own, and comes back as +0.
 
+``DitheredLattice`` is either of the two, ``Lattice`` is that of weights, and ``MomentLattice`` that of first moments.
+
 ``reference`` defines the arithmetic in torch. ``numba`` (CPU) and ``triton`` (CUDA) compute the same bits faster.
 """
 
@@ -19,6 +23,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from ckpt8.codecs.base import Codec, Direction
 from ckpt8.core.backend import Backend
@@ -41,14 +46,13 @@ def step_of(k: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Lattice(Codec):
-    """Weights in steps of 2^(k/4), from 2^-102 to 2^100. ``salt`` is a uint32. Other values raise UsageError."""
+class DitheredLattice(Codec):
+    """Elements in steps of 2^(k/4), from 2^-102 to 2^100. ``salt`` is a uint32. Other values raise UsageError."""
 
-    id = "lattice/1"
-    measured_as = "lattice"
     has_kernels = True
     counts_elements = True
-    may_be_copied = True
+    holds: ClassVar[tuple[Role, ...]]
+    """The roles of the tensors that it takes."""
 
     k: int = -40
     salt: int = 0
@@ -60,20 +64,20 @@ class Lattice(Codec):
             raise UsageError(f"lattice: salt must be an integer from 0 to 2^32 - 1, not {self.salt!r}")
 
     def accepts(self, spec: TensorSpec) -> bool:
-        """Whether the tensor is fp32 or bf16, and no moment."""
-        return spec.dtype in (DType.FLOAT32, DType.BFLOAT16) and spec.role in (Role.WEIGHT, Role.OTHER)
+        """Whether the tensor is fp32 or bf16, and has one of the roles."""
+        return spec.dtype in (DType.FLOAT32, DType.BFLOAT16) and spec.role in self.holds
 
     def layout(self, spec: TensorSpec) -> dict[str, PartSpec]:
         """``codes``: a symbol for every element, zigzag of q; -1 for an exact zero."""
         return {"codes": PartSpec(DType.INT32, spec.numel)}
 
     def continued(self, base: Codec) -> Codec | None:
-        """``base`` where its step is at most half an octave away."""
-        return base if isinstance(base, Lattice) and abs(self.k - base.k) <= NEAR else None
+        """``base`` where it is of the same class, and its step at most half an octave away."""
+        return base if isinstance(base, type(self)) and abs(self.k - base.k) <= NEAR else None
 
     def counts_from(self, base: Codec) -> bool:
-        """Whether ``base`` is a lattice, of any step and salt: its decoded weights lie near to points of this one."""
-        return isinstance(base, Lattice)
+        """Whether ``base`` is of the same class, of any step and salt: what it decodes to lies near points of this."""
+        return isinstance(base, type(self))
 
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
         """The function that encodes or decodes, see ``Codec.kernel``. Both compute in fp32.
@@ -81,3 +85,22 @@ class Lattice(Codec):
         ``encode`` raises RefusedError for NaN, Inf and |q| from 2^18 on.
         """
         return partial(self._function(direction, backend), k=self.k, salt=self.salt)
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice(DitheredLattice):
+    """Weights on a lattice."""
+
+    id = "lattice/1"
+    measured_as = "lattice"
+    may_be_copied = True
+    holds = (Role.WEIGHT, Role.OTHER)
+
+
+@dataclass(frozen=True, slots=True)
+class MomentLattice(DitheredLattice):
+    """First moments on a lattice."""
+
+    id = "lattice/2"
+    measured_as = "moment"
+    holds = (Role.MOMENT1,)

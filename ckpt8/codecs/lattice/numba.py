@@ -1,4 +1,4 @@
-"""Weights on a dithered lattice in one pass on a CPU: the arithmetic of ``reference``, to the bit.
+"""A dithered lattice in one pass on a CPU: the arithmetic of ``reference``, to the bit.
 
 Symbols and the dither of an element are functions for the kernels of all codecs that write symbols.
 """

@@ -1,4 +1,4 @@
-"""Weights on a dithered lattice in plain torch; every operation is rounded to fp32 once.
+"""A dithered lattice in plain torch; every operation is rounded to fp32 once.
 
 Symbols and the dither are those of all codecs that write symbols.
 
@@ -61,7 +61,7 @@ def dither(first: int, count: int, salt: int, device: torch.device) -> torch.Ten
 CODES = 1 << 18
 """The smallest |q| that is refused."""
 
-REFUSAL = "holds NaN, Inf or a weight of 2^18 steps or more"
+REFUSAL = "holds NaN, Inf or a value of 2^18 steps or more"
 
 
 def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:

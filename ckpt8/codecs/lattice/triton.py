@@ -1,4 +1,4 @@
-"""Weights on a lattice as Triton kernels: the operations of ``reference``, each rounded once, to the bit.
+"""A dithered lattice as Triton kernels: the operations of ``reference``, each rounded once, to the bit.
 
     q        = floor(w / step + t)                          t is the dither of an element, see ``dither``
     decode   : w' = (q + (1/2 - t)) * step                  the reserved symbol: +0
