@@ -49,13 +49,13 @@ class Lockstep:
         """
         chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
         parts = [chunk.room(k, reuse=reuse) for k in range(len(unit.streams))]
+        errors = self._begin(unit, chunk) if measure and unit.measured else None
+        done = errors.add_packed(originals, parts, fills=True) if errors else 0
         for k in chunk.alone:
-            parts[k] = chunk.encode(k, slice(0, chunk.numel), {}, parts[k], bases[k] if bases else None)
-        measures = measure and unit.measured
-        if not measures and len(chunk.alone) == len(parts):
+            chunk.encode_rest(k, done, parts[k], bases[k] if bases else None)
+        if errors is None and not chunk.dependent:
             return parts, UnitErrors()
-        errors = self._begin(unit, chunk) if measures else None
-        return parts, chunk.measure(parts, errors, encodes=True)
+        return parts, chunk.measure(done, parts, errors, encodes=True)
 
     def decode(
         self, unit: Unit, first: int, originals: Sequence[torch.Tensor], parts: Sequence[Parts]
@@ -70,7 +70,8 @@ class Lockstep:
         All must be on one device, which computes the errors.
         """
         chunk = _Chunk(unit, first, originals, self.backend, self._checkpoint)
-        return chunk.measure(parts, self._begin(unit, chunk), encodes=False)
+        errors = self._begin(unit, chunk)
+        return chunk.measure(errors.add_packed(originals, parts, fills=False), parts, errors, encodes=False)
 
     def _begin(self, unit: Unit, chunk: _Chunk) -> ChunkErrors:
         blocks = None
@@ -105,12 +106,11 @@ class _Chunk:
                 )
                 self._expanded[k][name] = expand(factors, rows, columns, first, self.numel).to(self._device)
 
-    def measure(self, parts: Sequence[Parts], errors: ChunkErrors | None, *, encodes: bool) -> UnitErrors:
-        """The errors of the chunk, if any are wanted. With ``encodes`` the parts of dependent streams are filled first.
+    def measure(self, done: int, parts: Sequence[Parts], errors: ChunkErrors | None, *, encodes: bool) -> UnitErrors:
+        """The errors of the chunk, if any are wanted; its first ``done`` elements are already in ``errors``.
 
-        Tiles go through codecs and meter in turn, but for elements that are measured from their parts.
+        With ``encodes`` the parts of dependent streams are filled first. Tiles go through codecs and meter in turn.
         """
-        done = errors.add_packed(self._originals, parts) if errors else 0
         step = TILE if self._device.type == "cpu" else self.numel
         for start in range(done, self.numel, step):
             run = slice(start, min(start + step, self.numel))
@@ -136,6 +136,15 @@ class _Chunk:
             else self._originals[k].new_empty(part.numel, dtype=part.dtype.torch)
             for name, part in layout.items()
         }
+
+    def encode_rest(self, k: int, done: int, out: Parts, inherited: Parts | None) -> None:
+        """Encode a stream into ``out``; without its first ``done`` elements if it is lossy. Raises RefusedError."""
+        stream = self._streams[k]
+        run = slice(done if stream.lossy else 0, self.numel)
+        if run.start == 0:
+            self.encode(k, run, {}, out, inherited)
+        elif run.start < run.stop:
+            self.encode(k, run, {}, stream.codec.tile(out, stream.spec.dtype, self._first, run))
 
     def encode(
         self, k: int, run: slice, decoded: Mapping[int, torch.Tensor], out: Parts, inherited: Parts | None = None

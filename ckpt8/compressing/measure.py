@@ -22,7 +22,7 @@ import torch
 
 from ckpt8.checkpoint.meaning.replayed import Confidence, Order
 from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.codecs.companded8.reference import as_groups, square_root
+from ckpt8.codecs.companded8.reference import as_groups, root_of_tile
 from ckpt8.codecs.error_stats import (
     SMALLEST_NORMAL,
     ErrorStats,
@@ -114,11 +114,6 @@ def _square_sum(x: torch.Tensor) -> float:
     return float(wide.dot(wide) if x.device.type == "cpu" else wide.square().sum())
 
 
-def root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded square root of a flat fp32 tile. On a GPU torch rounds it so; on a CPU MKL may not."""
-    return square_root(x) if x.device.type == "cpu" else x.sqrt()
-
-
 def weight_error(original: torch.Tensor, decoded: torch.Tensor) -> WeightError:
     """Measure a flat fp32 tile of weights."""
     relative = (decoded - original).abs_().div_(original.abs().clamp_min_(SMALLEST_NORMAL))
@@ -162,18 +157,16 @@ def lattice_error(original: torch.Tensor, decoded: torch.Tensor) -> LatticeError
     return LatticeError(_square_sum(error), _square_sum(original), _largest(error))
 
 
-def step_sums(weight: Pair | None, moment1: Pair, moment2: torch.Tensor, roots: Pair) -> StepError:
+def step_sums(weight: Pair | None, m: torch.Tensor, error: MomentError, roots: Pair) -> StepError:
     """Sums over a tile in the measure of a budget, without the factors of its parameter.
 
-    They are the sums of m^2, v dW^2, dm^2 and (e m)^2, with e the relative error of sqrt(v), 0 where v is 0. ``roots``
-    are the square roots of the second moments ``moment2`` and of these as they come back.
+    They are the sums of m^2, v dW^2, dm^2 and (e m)^2, with e the relative error of sqrt(v), 0 where v is 0. ``error``
+    is that of m; ``roots`` are the square roots of second moments and of these as they come back.
     """
-    m, decoded = moment1
-    moved = (roots[1] - roots[0]).div_(roots[0].clamp_min(SMALLEST_NORMAL)).masked_fill_(moment2 == 0, 0.0).mul_(m)
-    weighed = 0.0
-    if weight is not None:
-        weighed = float((weight[1] - weight[0]).double().square_().mul_(moment2.double()).sum())
-    return StepError(_square_sum(m), weighed, _square_sum(decoded - m), _square_sum(moved))
+    root, decoded = roots
+    moved = (decoded - root).mul_(root.sign()).div_(root.clamp_min(SMALLEST_NORMAL)).mul_(m)
+    weighed = 0.0 if weight is None else _square_sum((weight[1] - weight[0]).mul_(root))
+    return StepError(error.sum_square, weighed, error.sum_square_error, _square_sum(moved))
 
 
 def factored_step_sums(weight: Pair | None, update: Pair, inverse_roots: torch.Tensor) -> StepError:
@@ -296,9 +289,12 @@ class ChunkErrors:
     _factors: _Factors
     _blocks: BlockSums | None
 
-    def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> int:
-        """Measure the first elements of a chunk from its parts; return how many: 0 where tiles have to be decoded."""
-        return 0 if self._blocks is None else self._blocks.add_packed(originals, parts)
+    def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], *, fills: bool) -> int:
+        """Measure the first elements of a chunk from its parts, and with ``fills`` fill those of lossy streams before.
+
+        Returns how many elements these are: 0 where tiles have to be decoded. Raises RefusedError.
+        """
+        return 0 if self._blocks is None else self._blocks.add_packed(originals, parts, fills=fills)
 
     def add(
         self, first: int, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor], parts: Sequence[Parts]
@@ -310,20 +306,22 @@ class ChunkErrors:
         rest = slice(done, len(originals[0]))
         pairs = [(x[rest].float(), y[rest].float()) for x, y in zip(originals, decoded, strict=True)]
         sides: list[Pair] = []
+        energies: dict[int, MomentError] = {}
         for stream, (x, y), part in zip(self._unit.streams, pairs, parts, strict=True):
             codec, roots = stream.codec, None
             # Square roots count where the codec stores them, or the update is divided by them.
             if stream.spec.role is Role.MOMENT2 or codec.stores_roots:
-                roots = root(x), root(y)
+                roots = root_of_tile(x), root_of_tile(y)
             if codec.measured_as == "weight":
                 self._errors.streams[stream.index].merge(weight_error(x, y))
             elif codec.measured_as == "lattice":
                 self._errors.streams[stream.index].merge(lattice_error(x, y))
             elif codec.measured_as == "moment":
                 scales = codec.group_scales(codec.tile(part, stream.spec.dtype, first, rest))
-                self._errors.streams[stream.index].merge(moment_error(x, y, scales, roots))
+                energies[stream.index] = moment_error(x, y, scales, roots)
+                self._errors.streams[stream.index].merge(energies[stream.index])
             sides.append(roots or (x, y))
-        self._add_update(first + done, pairs, sides)
+        self._add_update(first + done, pairs, sides, energies)
 
     def result(self) -> UnitErrors:
         """The errors of all tiles."""
@@ -331,8 +329,13 @@ class ChunkErrors:
             self._errors.merge(self._blocks.result())
         return self._errors
 
-    def _add_update(self, first: int, pairs: Sequence[Pair], sides: Sequence[Pair]) -> None:
-        """Measure a tile in update space and in steps. In ``sides`` are roots of the second moments of ``pairs``."""
+    def _add_update(
+        self, first: int, pairs: Sequence[Pair], sides: Sequence[Pair], energies: Mapping[int, MomentError]
+    ) -> None:
+        """Measure a tile in update space and in steps.
+
+        In ``sides`` are roots of the second moments of ``pairs``, in ``energies`` the errors of lossy moments.
+        """
         parameter, errors = self._unit.parameter, self._errors
         if parameter is None or (rule := parameter.rule) is None:
             return
@@ -346,7 +349,7 @@ class ChunkErrors:
             if errors.update is not None:
                 errors.update.merge(update_error(*updates, rule.factor))
             if errors.steps is not None:
-                errors.steps.merge(self._step_error(parameter, place, first, pairs, sides, updates))
+                errors.steps.merge(self._step_error(parameter, first, pairs, sides, updates, energies))
         elif errors.update is not None:
             # On the CPU, where all arithmetic of a replay is done.
             was, there = (
@@ -363,22 +366,25 @@ class ChunkErrors:
     def _step_error(
         self,
         parameter: Parameter,
-        place: Mapping[int, int],
         first: int,
         pairs: Sequence[Pair],
         sides: Sequence[Pair],
         updates: Pair,
+        energies: Mapping[int, MomentError],
     ) -> StepError:
         """The error of a tile in the measure of a budget."""
         assert parameter.step is not None  # noqa: S101 - errors are measured in steps only for a known step
+        place = {stream.index: k for k, stream in enumerate(self._unit.streams)}
         weight = None if parameter.step.weight is None else pairs[place[parameter.step.weight]]
         if self._factors.squares is not None:
             inverse_roots = self._factors.squares.at(first, first + len(updates[0]), updates[0].device)
             sums = factored_step_sums(weight, updates, inverse_roots)
         else:
             assert parameter.denominator is not None  # noqa: S101 - nor without second moments
-            second = place[parameter.moments[parameter.denominator]]
-            sums = step_sums(weight, pairs[place[parameter.moments["moment1"]]], pairs[second][0], sides[second])
+            one, other = parameter.moments["moment1"], parameter.moments[parameter.denominator]
+            m = pairs[place[one]][0]
+            error = energies[one] if one in energies else MomentError(0.0, _square_sum(m))
+            sums = step_sums(weight, m, error, sides[place[other]])
         return scaled_steps(self._unit, sums)
 
 

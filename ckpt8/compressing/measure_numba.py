@@ -12,7 +12,17 @@ import numpy as np
 import torch
 
 from ckpt8.codecs.companded8 import GROUP, Companded8
-from ckpt8.codecs.companded8.numba import BLOCK, GROUPS, decode_roots, decode_signed_blocks, square
+from ckpt8.codecs.companded8.numba import (
+    BLOCK,
+    GROUPS,
+    decode_block,
+    encode_first,
+    encode_second,
+    refuse_first,
+    refuse_second,
+    square,
+    table_of,
+)
 from ckpt8.codecs.error_stats import (
     SMALLEST_NORMAL,
     ErrorStats,
@@ -23,14 +33,24 @@ from ckpt8.codecs.error_stats import (
     WeightError,
 )
 from ckpt8.codecs.split24 import Split24
-from ckpt8.codecs.split24.numba import join
+from ckpt8.codecs.split24.numba import join, refuse, split
 from ckpt8.compressing.measure import UnitErrors, scaled_steps
 from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import MAGNITUDE, f4, f8, i4, kernel, with_bits
 from ckpt8.core.tensors import DType, Parts, Role
 
 _ROOM = 8
 """Blocks of memory that kernels need."""
+
+_TILE = 1 << 15
+"""So many elements are packed before they are measured: few enough to be in the cache of a core then."""
+
+_NO_WEIGHT = np.zeros(0, f4), np.zeros(0, i4), *np.zeros((2, 0), np.uint8), np.zeros(0, np.int8), 1
+_NO_MOMENTS = tuple(
+    (np.zeros(0, f4), np.zeros(0, i4), np.zeros(0, dtype), np.zeros(0, np.uint16), 1, np.zeros(256, f4))
+    for dtype in (np.int8, np.uint8)
+)
 
 
 @kernel
@@ -101,84 +121,57 @@ def divide(m, root, eps, out):
 
 
 @kernel
-def _product(x, weight):
-    return f8(x) * f8(x) * f8(weight)
-
-
-@kernel
-def _add_weighted_squares(x, weights, lanes):
-    """Add the squares of a block, each times its weight, to the lanes."""
-    for j in range(GROUP):
-        a, b, c = j + 32, j + 64, j + 96
-        low = (_product(x[j], weights[j]) + _product(x[a], weights[a])) + (
-            _product(x[b], weights[b]) + _product(x[c], weights[c])
-        )
-        a, b, c, d = j + 128, j + 160, j + 192, j + 224
-        high = (_product(x[a], weights[a]) + _product(x[b], weights[b])) + (
-            _product(x[c], weights[c]) + _product(x[d], weights[d])
-        )
-        lanes[j] += low + high
-
-
-@kernel
-def _relative(decoded, root, m, out):
-    """The relative error of ``root`` times m; 0 where the root is 0."""
+def _add_weighed(x, there, root, error, lanes):
+    """Add the squares of the errors of a block, each times its root, to the lanes."""
     for i in range(BLOCK):
-        error = decoded[i] - root[i] if root[i] > 0 else f4(0)
-        out[i] = error / max(root[i], f4(SMALLEST_NORMAL)) * m[i]
+        error[i] = (there[i] - x[i]) * root[i]
+    add_squares(error, lanes)
 
 
 @kernel
-def _add_relative(x, x_bits, there, there_bits, room, room_bits, lanes):
-    """Add relative errors to the lanes; the bits of the largest, and the largest in fp32 steps."""
+def _add_moved(error, root, m, lanes):
+    """Add the squares of (e m) of a block to the lanes: e is the relative error of ``root``; 0 where the root is 0.
+
+    ``error`` is that of the root, and is overwritten.
+    """
+    for i in range(BLOCK):
+        e = error[i] if root[i] > 0 else f4(0)
+        error[i] = e / max(root[i], f4(SMALLEST_NORMAL)) * m[i]
+    add_squares(error, lanes)
+
+
+@kernel
+def _add_relative_block(x, bits, there, there_bits, relative, relative_bits, lanes, tops):
+    """Add the relative errors of a block to the lanes; raise ``tops``: the bits of the largest, and in fp32 steps."""
     smallest = f4(SMALLEST_NORMAL)
-    relative, relative_bits = room[0], room_bits[0]
-    largest, up, down = i4(0), i4(0), i4(0)
-    for first in range(0, x.size, BLOCK):
-        last = first + BLOCK
-        a, b, bits, decoded_bits = x[first:last], there[first:last], x_bits[first:last], there_bits[first:last]
-        for i in range(BLOCK):
-            relative[i] = abs(b[i] - a[i]) / (max(smallest, abs(a[i])))
-        _add(relative, lanes)
-        largest = max(largest, top_bits(relative_bits))
-        for i in range(BLOCK):
-            up = max(up, i4(decoded_bits[i] - bits[i]))
-        for i in range(BLOCK):
-            down = min(down, i4(decoded_bits[i] - bits[i]))
-    return largest, max(up, i4(-down))
+    for i in range(BLOCK):
+        relative[i] = abs(there[i] - x[i]) / (max(smallest, abs(x[i])))
+    _add(relative, lanes)
+    tops[0] = max(tops[0], top_bits(relative_bits))
+    up, down = i4(0), i4(0)
+    for i in range(BLOCK):
+        up = max(up, i4(there_bits[i] - bits[i]))
+    for i in range(BLOCK):
+        down = min(down, i4(there_bits[i] - bits[i]))
+    tops[1] = max(tops[1], up, i4(-down))
 
 
 @kernel
-def _add_packed_weights(x, x_bits, exponent, mantissa, rho, levels, room, room_bits, lanes, v, weighted):
-    """Decode weights and measure them as ``_add_relative``, and as ``_add_weighted_errors`` where there are ``v``."""
-    smallest = f4(SMALLEST_NORMAL)
-    there, there_bits, relative, relative_bits = room[0], room_bits[0], room[1], room_bits[1]
-    largest, up, down = i4(0), i4(0), i4(0)
+def _add_relative(x, x_bits, there, there_bits, room, room_bits, lanes, tops):
+    """Measure blocks as ``_add_relative_block``."""
     for first in range(0, x.size, BLOCK):
         last = first + BLOCK
-        a, bits = x[first:last], x_bits[first:last]
-        join(exponent[first:last], mantissa[first:last], rho[first:last], there_bits, levels)
-        for i in range(BLOCK):
-            relative[i] = abs(there[i] - a[i]) / (max(smallest, abs(a[i])))
-        _add(relative, lanes)
-        largest = max(largest, top_bits(relative_bits))
-        if v.size:
-            subtract(there, a, relative)
-            _add_weighted_squares(relative, v[first:last], weighted)
-        for i in range(BLOCK):
-            up = max(up, i4(there_bits[i] - bits[i]))
-        for i in range(BLOCK):
-            down = min(down, i4(there_bits[i] - bits[i]))
-    return largest, max(up, i4(-down))
+        pair = x[first:last], x_bits[first:last], there[first:last], there_bits[first:last]
+        _add_relative_block(*pair, room[0], room_bits[0], lanes, tops)
 
 
 @kernel
-def _add_weighted_errors(x, there, weights, error, lanes):
-    """Add the squares of the errors, each times its weight, to the lanes."""
+def _add_weighed_errors(x, there, v, room, lanes):
+    """Measure blocks as ``_add_weighed`` with the roots of ``v``."""
     for first in range(0, x.size, BLOCK):
         last = first + BLOCK
-        subtract(there[first:last], x[first:last], error)
-        _add_weighted_squares(error, weights[first:last], lanes)
+        take_roots(v[first:last], room[1])
+        _add_weighed(x[first:last], there[first:last], room[1], room[0], lanes)
 
 
 @kernel
@@ -246,12 +239,11 @@ def _add_updates(m, m_there, v, v_there, scales, eps, in_steps, room, room_bits,
         _add_difference(v[first:last], v_there[first:last], error, sums)
         take_roots(v[first:last], here)
         take_roots(v_there[first:last], there)
+        subtract(there, here, error)
         if scales.size:
-            subtract(there, here, error)
             maxima[0] = max(maxima[0], _largest_scaled(error_bits, scales[group : group + GROUPS], cell, cell_bits))
         if in_steps:
-            _relative(there, here, block, error)
-            add_squares(error, sums[4])
+            _add_moved(error, here, block, sums[4])
         _add_update(block, m_there[first:last], here, there, eps, room, room_bits, sums, maxima)
 
 
@@ -264,51 +256,79 @@ def _widen(scales, bits):
 
 @kernel
 def _add_packed_moments(
-    m,
-    m_codes,
-    m_scales,
-    m_levels,
-    v,
-    v_codes,
-    v_scales,
-    v_levels,
-    fourth_root,
-    eps,
-    in_steps,
-    room,
-    room_bits,
-    first_sums,
-    first_maxima,
-    sums,
-    maxima,
+    m, m_codes, m_scales, m_table, v, v_codes, v_scales, v_table, fourth_root, eps, room, room_bits, sums, maxima
 ):
-    """Decode both moments; measure first ones as ``_add_moments``, second ones and updates as ``_add_updates``."""
-    eps = f4(eps)
+    """Decode a block of both moments; measure first ones as ``_add_moments``, second ones and updates as above.
+
+    ``sums`` and ``maxima`` begin with those of the first moments. Square roots of v are then in the second block of
+    ``room``, their errors in the first.
+    """
     error, error_bits, here, there, cell, cell_bits = room[0], room_bits[0], room[1], room[2], room[3], room_bits[3]
     m_there, v_there, wide, wide_bits = room[5], room[6], room[7], room_bits[7]
-    for first in range(0, m.size, BLOCK):
-        last, group = first + BLOCK, first // GROUP
-        block, scales = m[first:last], m_scales[group : group + GROUPS]
-        decode_signed_blocks(m_codes[first:last], scales, cell, cell_bits, error, m_there, m_levels)
-        _add_difference(block, m_there, error, first_sums)
-        _widen(scales, wide_bits)
-        first_maxima[0] = max(first_maxima[0], _largest_scaled(error_bits, wide, cell, cell_bits))
-        scales = v_scales[group : group + GROUPS]
-        decode_roots(v_codes[first:last], scales, cell, cell_bits, error, there, v_levels, fourth_root)
-        square(there, v_there)
-        _add_difference(v[first:last], v_there, error, sums)
-        take_roots(v[first:last], here)
-        if fourth_root:
-            # Without the fourth root, ``there`` is already the rounded root of its rounded square: no code and scale
-            # are small enough for a square to lose bits.
-            take_roots(v_there, there)
-        subtract(there, here, error)
-        _widen(scales, wide_bits)
-        maxima[0] = max(maxima[0], _largest_scaled(error_bits, wide, cell, cell_bits))
-        if in_steps:
-            _relative(there, here, block, error)
-            add_squares(error, sums[4])
-        _add_update(block, m_there, here, there, eps, room, room_bits, sums, maxima)
+    decode_block(m_codes, m_scales, cell, cell_bits, m_table, m_there)
+    _add_difference(m, m_there, error, sums)
+    _widen(m_scales, wide_bits)
+    maxima[0] = max(maxima[0], _largest_scaled(error_bits, wide, cell, cell_bits))
+    decode_block(v_codes, v_scales, cell, cell_bits, v_table, there)
+    square(there, v_there)
+    _add_difference(v, v_there, error, sums[2:])
+    take_roots(v, here)
+    if fourth_root:
+        # Without the fourth root, ``there`` is already the rounded root of its rounded square: no code and scale
+        # are small enough for a square to lose bits.
+        take_roots(v_there, there)
+    _add_update(m, m_there, here, there, eps, room, room_bits, sums[2:], maxima[1:])
+    subtract(there, here, error)
+    _widen(v_scales, wide_bits)
+    maxima[1] = max(maxima[1], _largest_scaled(error_bits, wide, cell, cell_bits))
+
+
+@kernel
+def _add_packed(
+    weight, moment1, moment2, fourth_root, eps, in_steps, fills, room, room_bits, weight_sums, sums, tops, maxima
+):
+    """Measure whole blocks of weights, of both moments, or of all three, from their parts.
+
+    With ``fills`` these are filled before, tile by tile. Rows of ``weight_sums`` are relative errors and weighed
+    squares; those of ``sums`` squares of errors and values of m, then as in ``_add_updates``. Returns the bits of the
+    largest weight, the largest scale of m, whether any v is NaN or negative, and whether a decoded maximum overflows.
+    """
+    x, x_bits, exponent, mantissa, rho, levels = weight
+    m, m_bits, m_codes, m_scales, m_levels, m_table = moment1
+    v, v_bits, v_codes, v_scales, v_levels, v_table = moment2
+    eps = f4(eps)
+    largest, highest, is_wrong, overflows = i4(0), np.int64(0), False, False
+    for start in range(0, max(x.size, m.size), _TILE):
+        stop = min(start + _TILE, max(x.size, m.size))
+        groups = slice(start // GROUP, stop // GROUP)
+        if fills and x.size:
+            planes = exponent[start:stop], mantissa[start:stop], rho[start:stop]
+            largest = max(largest, split(x_bits[start:stop], *planes, levels))
+        if fills and m.size:
+            one, other = m_codes[start:stop], v_codes[start:stop]
+            cells = room[0], room_bits[0]
+            high = encode_first(m[start:stop], m_bits[start:stop], one, m_scales[groups], *cells, m_levels)
+            highest = max(highest, high)
+            into = other, v_scales[groups], *cells, room[1], room_bits[1]
+            wrong, overflow = encode_second(v[start:stop], v_bits[start:stop], *into, v_levels, fourth_root)
+            is_wrong, overflows = is_wrong or wrong, overflows or overflow
+        for first in range(start, stop, BLOCK):
+            last, group = first + BLOCK, first // GROUP
+            if m.size:
+                scales = slice(group, group + GROUPS)
+                one = m[first:last], m_codes[first:last], m_scales[scales], m_table
+                other = v[first:last], v_codes[first:last], v_scales[scales], v_table
+                _add_packed_moments(*one, *other, fourth_root, eps, room, room_bits, sums, maxima)
+                if in_steps:
+                    _add_moved(room[0], room[1], m[first:last], sums[6])
+            if x.size:
+                planes, there = (exponent[first:last], mantissa[first:last], rho[first:last]), room[5]
+                join(*planes, room_bits[5], levels)
+                pair = x[first:last], x_bits[first:last], there, room_bits[5]
+                _add_relative_block(*pair, room[0], room_bits[0], weight_sums[0], tops)
+                if in_steps:
+                    _add_weighed(x[first:last], there, room[1], room[0], weight_sums[1])
+    return largest, highest, is_wrong, overflows
 
 
 class BlockSums:
@@ -336,10 +356,11 @@ class BlockSums:
             return True
         return parameter.rule.divisor_eps is not None and parameter.denominator is not None
 
-    def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts]) -> int:
-        """Decode and measure a chunk but what is behind its last whole block; return how many elements these are.
+    def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], *, fills: bool) -> int:
+        """Measure a chunk from its parts but what is behind its last whole block; return how many elements these are.
 
-        0 where there is no kernel for the codecs of the unit.
+        With ``fills`` the parts of lossy streams are filled first. 0 where there is no kernel for the codecs of the
+        unit. Raises RefusedError.
         """
         streams, first, second = self._unit.streams, self._first, self._second
         lossy = [k for k, stream in enumerate(streams) if stream.lossy]
@@ -347,22 +368,40 @@ class BlockSums:
         moments = {k: codec for k in lossy if isinstance(codec := streams[k].codec, Companded8)}
         known = {} if self._rule is None else {first: True, second: False}
         signs = {k: codec.signed for k, codec in moments.items()}
-        if signs != known or len(weights) + len(moments) < len(lossy):
+        if signs != known or len(weights) + len(moments) < len(lossy) or len(weights) > 1:
             return 0
         if any(streams[k].spec.dtype is not DType.FLOAT32 for k in lossy):
             return 0
-        done, room = len(originals[0]) // BLOCK * BLOCK, self._room
+        done = len(originals[0]) // BLOCK * BLOCK
         arrays = {k: originals[k][:done].numpy() for k in lossy}
-        v = arrays[second] if self._step is not None else np.zeros(0, f4)
-        for k, weight in weights.items():
+        weight, (moment1, moment2) = _NO_WEIGHT, _NO_MOMENTS
+        for k, codec in weights.items():
             planes = (parts[k][name].numpy() for name in ("exponent", "mantissa", "rho"))
-            sums = self._sums[k, 0], v, self._weight
-            self._maxima[k] = _add_packed_weights(arrays[k], arrays[k].view(i4), *planes, weight.R, *room, *sums)
+            weight = arrays[k], arrays[k].view(i4), *planes, codec.R
+        fourth_root, eps = False, 0.0
         if self._rule is not None:
-            one, other = ((arrays[k], parts[k]["codes"].numpy(), parts[k]["scales"].numpy()) for k in (first, second))
-            how = moments[second].p != 1, self._rule.divisor_eps, self._step is not None
-            into = self._sums[first], self._maxima[first], self._updates, self._tops
-            _add_packed_moments(*one, moments[first].Q, *other, moments[second].Q, *how, *room, *into)
+            fourth_root, eps = moments[second].p != 1, self._rule.divisor_eps or 0.0
+            moment1, moment2 = (_moment_arrays(arrays[k], parts[k], moments[k]) for k in (first, second))
+        weight_sums, tops, sums, maxima = np.zeros((2, GROUP)), np.zeros(2, i4), np.zeros((7, GROUP)), np.zeros(4, i4)
+        how = fourth_root, eps, self._step is not None, fills
+        into = weight_sums, sums, tops, maxima
+        largest, highest, *wrong = _add_packed(weight, moment1, moment2, *how, *self._room, *into)
+        for k in lossy:
+            try:
+                if k in weights:
+                    refuse(largest)
+                elif k == first:
+                    refuse_first(highest)
+                else:
+                    refuse_second(*wrong)
+            except RefusedError as exc:
+                exc.storage = streams[k].index
+                raise
+        for k in weights:
+            self._sums[k, 0], self._maxima[k], self._weight = weight_sums[0], tops, weight_sums[1]
+        if self._rule is not None:
+            self._sums[first], self._updates = sums[:2], sums[2:]
+            self._maxima[first, 0], self._tops = maxima[0], maxima[1:]
         self._count += done
         return done
 
@@ -379,8 +418,7 @@ class BlockSums:
         for k, (x, y) in pairs.items():
             stream, part, sums, maxima = streams[k], parts[k], self._sums[k], self._maxima[k]
             if stream.codec.measured_as == "weight":
-                tops = _add_relative(x, x.view(i4), y, y.view(i4), room, room_bits, sums[0])
-                maxima[:] = max(maxima[0], tops[0]), max(maxima[1], tops[1])
+                _add_relative(x, x.view(i4), y, y.view(i4), room, room_bits, sums[0], maxima)
             elif stream.codec.measured_as == "lattice":
                 maxima[0] = max(maxima[0], _add_errors(x, y, room[0], room_bits[0], sums))
             elif k != self._second:
@@ -393,7 +431,7 @@ class BlockSums:
             _add_updates(*both, scales, self._rule.divisor_eps, in_steps, room, room_bits, self._updates, self._tops)
             weight = None if self._step is None else self._step.weight
             if weight is not None and self._place[weight] in pairs:
-                _add_weighted_errors(*pairs[self._place[weight]], pairs[self._second][0], room[0], self._weight)
+                _add_weighed_errors(*pairs[self._place[weight]], pairs[self._second][0], room, self._weight)
         return done
 
     def result(self) -> UnitErrors:
@@ -419,6 +457,12 @@ class BlockSums:
         error, moved = sums[self._first]
         steps = StepError(moved, float(self._weight.sum()), error, updates[4])
         return UnitErrors(errors, update, scaled_steps(self._unit, steps))
+
+
+def _moment_arrays(x: np.ndarray[Any, Any], parts: Parts, codec: Companded8) -> tuple[Any, ...]:
+    """What ``_add_packed`` takes of moments ``x`` and their parts."""
+    table = table_of(codec.signed, codec.Q, codec.p != 1)
+    return x, x.view(i4), parts["codes"].numpy(), parts["scales"].numpy(), codec.Q, table
 
 
 def _scales(stream: Stream, parts: Parts) -> np.ndarray[Any, Any]:

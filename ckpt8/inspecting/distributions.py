@@ -31,9 +31,10 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import StorageInfo
 from ckpt8.codecs import Codec, config_of
+from ckpt8.codecs.companded8.reference import root_of_tile
 from ckpt8.codecs.error_stats import ErrorStats, LatticeError, UpdateError, WeightError, read_error
 from ckpt8.compressing.lockstep import Lockstep
-from ckpt8.compressing.measure import UnitErrors, root
+from ckpt8.compressing.measure import UnitErrors
 from ckpt8.compressing.plan import Parameter, Stream, Unit, join, read_elements
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import LOSSLESS, Policy
@@ -229,7 +230,7 @@ def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
 def _update(parameter: Parameter, rule: UpdateRule, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
     moment = values[parameter.moments["moment1"]].float()
     slot = parameter.denominator
-    divisor = None if slot is None else root(values[parameter.moments[slot]].float())
+    divisor = None if slot is None else root_of_tile(values[parameter.moments[slot]].float())
     return rule.apply(moment, divisor, None) * rule.factor
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ckpt8.codecs.companded8 import Companded8
+from ckpt8.codecs.companded8.reference import root_of_tile
 from ckpt8.codecs.error_stats import ErrorStats, MomentError, NoiseError, UpdateError, WeightError
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.measure import moment_error, root, update_error, weight_error
+from ckpt8.compressing.measure import moment_error, update_error, weight_error
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 NAN = math.nan
@@ -308,7 +309,7 @@ def test_plain_numbers():
 def test_roots_are_rounded_correctly():
     bits = torch.randint(0, 0x7F800000, (3000,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 1.0, 1e-45, 2.0**-126, 3.4e38])])
-    for value, found in zip(x.tolist(), root(x).tolist(), strict=True):
+    for value, found in zip(x.tolist(), root_of_tile(x).tolist(), strict=True):
         near = torch.tensor(found)
         below, above = (float(torch.nextafter(near, torch.tensor(end))) for end in (0.0, math.inf))
         lower, upper = ((Fraction(found) + Fraction(other)) / 2 for other in (below, above))
@@ -319,4 +320,4 @@ def test_a_square_has_the_root_that_was_squared():
     """What lets the kernels take a decoded root for the root of the decoded second moment."""
     bits = torch.randint(0x24800000, 0x5F000000, (1 << 20,), generator=torch.Generator().manual_seed(1))
     y = bits.int().view(torch.float32)
-    assert torch.equal(root(y * y), y)
+    assert torch.equal(root_of_tile(y * y), y)

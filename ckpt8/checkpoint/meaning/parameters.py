@@ -427,15 +427,19 @@ def _parameters_of_files(
             if id(saved.group) not in groups:
                 groups[id(saved.group)] = read_settings(checkpoint, storages, saved.group)
             weight, home = saved.master or saved.weight, path if saved.master else saved.home or path
-            weight = weight and replace(weight, key=key_of(weight.key, numbers[home]))
+            weight = weight and _renamed(weight, key_of(weight.key, numbers[home]))
             yield replace(
                 saved,
-                state={key: replace(ref, key=key_of(ref.key, number)) for key, ref in saved.tensors.items()},
+                state={key: _renamed(ref, key_of(ref.key, number)) for key, ref in saved.tensors.items()},
                 group=groups[id(saved.group)],
                 weight=weight,
                 unpaired=None if weight else saved.unpaired,
                 optimizer=(_RANK.sub("rank", path), saved.optimizer),
             )
+
+
+def _renamed(ref: TensorRef, key: str) -> TensorRef:
+    return ref if ref.key == key else replace(ref, key=key)
 
 
 Weight = TypeVar("Weight")

@@ -5,6 +5,7 @@ number and ``cell_bits`` the same memory as int32. Loops are short and simple, s
 into vector instructions. Kernels take whole blocks; the rest of a tensor goes to the reference.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ def _round_scale(largest):
 
 
 @kernel
-def _encode_signed(x, x_bits, codes, scales, cell, cell_bits, levels):
+def encode_first(x, x_bits, codes, scales, cell, cell_bits, levels):
     """Fill codes and scales; the largest scale, which is infinite if any value is not finite."""
     one, half, top = f4(1), f4(0.5), f4(levels)
     highest = np.int64(0)
@@ -57,7 +58,7 @@ def _encode_signed(x, x_bits, codes, scales, cell, cell_bits, levels):
 
 
 @kernel
-def _encode_unsigned(v, v_bits, codes, scales, cell, cell_bits, root, root_bits, levels, fourth_root):
+def encode_second(v, v_bits, codes, scales, cell, cell_bits, root, root_bits, levels, fourth_root):
     """Fill codes and scales; whether any value is NaN or negative, and whether a decoded maximum overflows."""
     one, half, top = f4(1), f4(0.5), f4(levels)
     negative, highest, overflow = i4(0), i4(0), False
@@ -88,42 +89,27 @@ def _encode_unsigned(v, v_bits, codes, scales, cell, cell_bits, root, root_bits,
     return highest > _INFINITE or negative > 0, overflow
 
 
+@cache
+def table_of(signed: bool, levels: int, fourth_root: bool) -> np.ndarray[Any, Any]:
+    """What each of the 256 codes, as a byte, stands for in fp32, before it is multiplied by the scale of its group.
+
+    A first moment, or the square root of a second one.
+    """
+    with np.errstate(all="ignore"):
+        y = np.arange(256, dtype=np.uint8).view(np.int8 if signed else np.uint8).astype(f4) / f4(levels)
+        if signed:
+            return np.asarray(y / (f4(2) - abs(y)))
+        return y * y if fourth_root else y
+
+
 @kernel
-def _spread(scales, cell, cell_bits, out):
-    """Fill a block with the scales of its groups."""
+def decode_block(codes, scales, cell, cell_bits, table, out):
+    """Fill ``out`` with a block: what its codes stand for, times the scales of its groups."""
     for g in range(GROUPS):
         cell_bits[0] = i4(scales[g]) << 15
         s = cell[0]
-        group = out[g * GROUP : (g + 1) * GROUP]
-        for j in range(GROUP):
-            group[j] = s
-
-
-@kernel
-def decode_signed_blocks(codes, scales, cell, cell_bits, factor, out, levels):
-    """Fill ``out`` with the first moments of whole blocks; ``factor`` is room for one."""
-    top = f4(levels)
-    for first in range(0, out.size, BLOCK):
-        last, at = first + BLOCK, first // GROUP
-        block, x = codes[first:last], out[first:last]
-        _spread(scales[at : at + GROUPS], cell, cell_bits, factor)
-        for i in range(BLOCK):
-            y = f4(i4(block[i])) / top
-            x[i] = (y / (f4(2) - abs(y))) * factor[i]
-
-
-@kernel
-def decode_roots(codes, scales, cell, cell_bits, factor, out, levels, fourth_root):
-    """Fill ``out`` with the square roots of the second moments of a block; ``factor`` is room for one."""
-    top = f4(levels)
-    _spread(scales, cell, cell_bits, factor)
-    for i in range(BLOCK):
-        out[i] = f4(i4(codes[i])) / top
-    if fourth_root:
-        for i in range(BLOCK):
-            out[i] *= out[i]
-    for i in range(BLOCK):
-        out[i] *= factor[i]
+        for i in range(g * GROUP, (g + 1) * GROUP):
+            out[i] = table[np.uint8(codes[i])] * s
 
 
 @kernel
@@ -134,13 +120,14 @@ def square(x, out):
 
 
 @kernel
-def _decode_unsigned(codes, scales, cell, cell_bits, factor, out, levels, fourth_root):
-    """Fill ``out`` with the second moments of whole blocks; ``factor`` is room for one."""
+def _decode(codes, scales, cell, cell_bits, table, squares, out):
+    """Fill ``out`` with the moments of whole blocks, or their squares."""
     for first in range(0, out.size, BLOCK):
         last, at = first + BLOCK, first // GROUP
         x = out[first:last]
-        decode_roots(codes[first:last], scales[at : at + GROUPS], cell, cell_bits, factor, x, levels, fourth_root)
-        square(x, x)
+        decode_block(codes[first:last], scales[at : at + GROUPS], cell, cell_bits, table, x)
+        if squares:
+            square(x, x)
 
 
 def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Tensor, Parts]]:
@@ -151,18 +138,26 @@ def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Te
     return tuple(t.numpy() for t in (x[:whole], parts["codes"][:whole], parts["scales"][:groups])), (x[whole:], rest)
 
 
+def refuse_first(highest: int) -> None:
+    """Raise RefusedError where the largest scale of first moments is infinite."""
+    if not highest < reference.INFINITE_SCALE:
+        raise RefusedError(reference.REFUSAL_SIGNED)
+
+
+def refuse_second(is_wrong: bool, overflows: bool) -> None:
+    """Raise RefusedError where a second moment is NaN or negative, or a decoded maximum overflows."""
+    if is_wrong or overflows:
+        raise RefusedError(reference.REFUSAL_ROOT if is_wrong else reference.REFUSAL_UNSIGNED)
+
+
 def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_root: bool) -> None:
     """Fill ``out`` with codes and scales, to the bit those of ``reference``. Raises RefusedError."""
     (flat, codes, scales), rest = _cut(x.float(), out)
     if signed:
-        highest = _encode_signed(flat, flat.view(i4), codes, scales, *with_bits(1), levels)
-        refused, why = not highest < reference.INFINITE_SCALE, reference.REFUSAL_SIGNED
+        refuse_first(encode_first(flat, flat.view(i4), codes, scales, *with_bits(1), levels))
     else:
         memory = (*with_bits(1), *with_bits(GROUP))
-        wrong, overflow = _encode_unsigned(flat, flat.view(i4), codes, scales, *memory, levels, fourth_root)
-        refused, why = wrong or overflow, reference.REFUSAL_ROOT if wrong else reference.REFUSAL_UNSIGNED
-    if refused:
-        raise RefusedError(why)
+        refuse_second(*encode_second(flat, flat.view(i4), codes, scales, *memory, levels, fourth_root))
     if rest[0].numel():
         reference.encode(*rest, signed=signed, levels=levels, fourth_root=fourth_root)
 
@@ -171,11 +166,7 @@ def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth
     """Fill ``out`` with moments, to the bit those of ``reference``."""
     flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
     (x, codes, scales), (end, rest) = _cut(flat, parts)
-    memory = (*with_bits(1), with_bits(BLOCK)[0])
-    if signed:
-        decode_signed_blocks(codes, scales, *memory, x, levels)
-    else:
-        _decode_unsigned(codes, scales, *memory, x, levels, fourth_root)
+    _decode(codes, scales, *with_bits(1), table_of(signed, levels, fourth_root), not signed, x)
     if end.numel():
         reference.decode(rest, end, signed=signed, levels=levels, fourth_root=fourth_root)
     if flat is not out:

@@ -10,6 +10,7 @@ The companding is FlashOptim's (arXiv 2602.23349, section 3); its fp16 scales ar
 fp16's range. Every operation is rounded to fp32 once, in the order written, so that all backends give the same bytes.
 """
 
+import numpy as np
 import torch
 
 from ckpt8.codecs.companded8 import GROUP
@@ -48,6 +49,17 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
     step rounds to the right fp32 number, since no fp32 root lies that near to a midpoint.
     """
     return x.double().sqrt_().float()
+
+
+def root_of_tile(x: torch.Tensor) -> torch.Tensor:
+    """``square_root`` of a tile whose values are at hand, which no graph records.
+
+    numpy's takes an eighth of the time on a CPU; a GPU rounds correctly by itself.
+    """
+    if x.device.type != "cpu":
+        return x.sqrt()
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.sqrt(x.detach().float().numpy()))
 
 
 def _round_scale(largest: torch.Tensor) -> torch.Tensor:
@@ -110,7 +122,7 @@ def encode_unsigned(v: torch.Tensor, out: Parts, levels: int, fourth_root: bool)
 
     Raises RefusedError on NaN, Inf, a negative value and a group whose decoded maximum would be infinite.
     """
-    root = as_groups(square_root(v))
+    root = as_groups(root_of_tile(v))
     largest = root.amax(1)
     if bool(largest.isnan().any()):
         raise RefusedError(REFUSAL_ROOT)

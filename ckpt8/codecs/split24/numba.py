@@ -10,7 +10,7 @@ from ckpt8.core.tensors import Parts
 
 
 @kernel
-def _split(bits, exponent, mantissa, rho, levels):
+def split(bits, exponent, mantissa, rho, levels):
     """Fill the planes; return the largest magnitude."""
     largest = i4(0)
     r = i4(levels)
@@ -37,11 +37,16 @@ def join(exponent, mantissa, rho, bits, levels):
         bits[i] = i4(i4(hi << i4(16)) + i4(d))
 
 
+def refuse(largest: int) -> None:
+    """Raise RefusedError where the bits of the largest magnitude are NaN, Inf, or round to Inf in bf16."""
+    if largest >= FIRST_OVERFLOW:
+        raise RefusedError(REFUSAL)
+
+
 def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
     """Fill ``out`` with the planes of flat fp32 ``x``, to the bit those of ``reference``. Raises RefusedError."""
     planes = (out[name].numpy() for name in ("exponent", "mantissa", "rho"))
-    if _split(x.view(torch.int32).numpy(), *planes, levels) >= FIRST_OVERFLOW:
-        raise RefusedError(REFUSAL)
+    refuse(split(x.view(torch.int32).numpy(), *planes, levels))
 
 
 def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
