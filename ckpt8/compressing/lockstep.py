@@ -52,7 +52,7 @@ class Lockstep:
         errors = self._begin(unit, chunk) if measure and unit.measured else None
         done = errors.add_packed(originals, parts, fills=True) if errors else 0
         for k in chunk.alone:
-            chunk.encode_rest(k, done, parts[k], bases[k] if bases else None)
+            parts[k] = chunk.encode_rest(k, done, parts[k], bases[k] if bases else None)
         if errors is None and not chunk.dependent:
             return parts, UnitErrors()
         return parts, chunk.measure(done, parts, errors, encodes=True)
@@ -137,14 +137,18 @@ class _Chunk:
             for name, part in layout.items()
         }
 
-    def encode_rest(self, k: int, done: int, out: Parts, inherited: Parts | None) -> None:
-        """Encode a stream into ``out``; without its first ``done`` elements if it is lossy. Raises RefusedError."""
+    def encode_rest(self, k: int, done: int, out: Parts, inherited: Parts | None) -> Parts:
+        """The parts of a stream; the first ``done`` elements are already in ``out`` if it is lossy.
+
+        Raises RefusedError.
+        """
         stream = self._streams[k]
         run = slice(done if stream.lossy else 0, self.numel)
         if run.start == 0:
-            self.encode(k, run, {}, out, inherited)
-        elif run.start < run.stop:
+            return self.encode(k, run, {}, out, inherited)
+        if run.start < run.stop:
             self.encode(k, run, {}, stream.codec.tile(out, stream.spec.dtype, self._first, run))
+        return out
 
     def encode(
         self, k: int, run: slice, decoded: Mapping[int, torch.Tensor], out: Parts, inherited: Parts | None = None
