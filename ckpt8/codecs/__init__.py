@@ -29,8 +29,8 @@ To add a codec, say ``half/1``, which would store fp32 as fp16:
    tests for the last version, as some list all.
 5. Add it to ``tests/kits/plain_codecs.py`` (its decoding) and ``plain_reader.py`` (its layout, and
    ``lowest_version``): they read a container with numpy, from ``FORMAT.md`` alone.
-6. Add a source of a few KB and its presets to ``sources`` of ``fixtures/golden/make_golden.py``; it gives
-   ``compress`` no rules yet. It writes the file. ``tests/whole/test_golden.py`` lists the codecs and versions, and
+6. Add a source of a few KB and its presets to ``sources`` of ``fixtures/golden/make_golden.py``, and its rules to
+   ``RULES`` there. It writes the file. ``tests/whole/test_golden.py`` lists the codecs and versions, and
    limits all files to 1.85 MB; ``tests/container/test_format.py`` reads each with the plain reader. The case ``runs``
    of ``tests/whole/test_behaviour.py`` changes with a new file: that module says how to record it.
 """

@@ -150,7 +150,7 @@ def _agrees_with_safetensors(path, plain):
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.name)
 def test_golden_files_read_from_the_specification_alone(path, tmp_path):
     copy = tmp_path / path.name
-    for each in GOLDEN if path.name.startswith("chain_") else [path]:
+    for each in GOLDEN if path.name.startswith(("chain_", "momentum_")) else [path]:
         (tmp_path / each.name).write_bytes(each.read_bytes())
     plain = Plain(copy.read_bytes(), tmp_path)
     if "directory" not in plain.manifest:

@@ -290,7 +290,7 @@ INPUTS = [
 ]
 GOLDENS = [
     *("copied_masters.archive", "directory.flash", "half_precision.lossless", "low_bits.archive", "many_small.flash"),
-    *("mixed_precision.lossless", "gpt_bf16_part.flash", "gpt_came_part.archive"),
+    *("mixed_precision.lossless", "gpt_bf16_part.flash", "gpt_came_part.archive", "momentum_0.flash"),
 ]
 CASES = {
     **{name: (of_input, name) for name in INPUTS},
