@@ -121,6 +121,15 @@ def test_differences_are_smaller_and_decode_to_what_the_whole_file_does(name, ch
     assert restored[0].read_bytes() == restored[1].read_bytes()
 
 
+def test_a_step_near_that_of_the_base_is_continued(chain, tmp_path):
+    folder, trees = chain
+    manifest = saved(trees["same"], tmp_path / "x.ckpt8", k=-51, salt=8, base=folder / "key.ckpt8")
+    found = [each for each in manifest.storages if each.codec["id"] == "lattice/2"]
+    assert {(each.codec["k"], each.codec["salt"]) for each in found} == {(-50, 7)}
+    assert all(each.base is not None for each in found)
+    agrees(tmp_path / "x.ckpt8", trees["same"])
+
+
 def test_a_lattice_of_weights_is_no_base_for_momentum(chain, tmp_path):
     folder, _ = chain
     parts = unpack((folder / "same.ckpt8").read_bytes())
