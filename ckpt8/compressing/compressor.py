@@ -152,8 +152,9 @@ def steps_record(step: OptimizerStep | None, error: StepError | None) -> dict[st
         return None
     stated = {} if step.stated_lr in (None, step.lr) else {"stated_rate": step.stated_lr}
     decay = {"coupled_decay" if step.is_coupled else "decay": step.decay} if step.decay else {}
+    measure = {} if step.by_momentum is None else {"momentum": step.by_momentum}
     place = {"optimizer": step.optimizer, "weight_storage": step.weight}
-    return {**place, "rate": step.lr, **stated, **decay, **error.to_json()}
+    return {**place, "rate": step.lr, **stated, **decay, **measure, **error.to_json()}
 
 
 def _figures(error: ErrorStats | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,9 +33,10 @@ from ckpt8.codecs.error_stats import (
     WeightError,
     larger,
 )
-from ckpt8.codecs.lattice import Lattice, step_of
+from ckpt8.codecs.lattice import Lattice, MomentLattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
+from ckpt8.compressing.momentum import Momentum, MomentumSums
 from ckpt8.compressing.plan import Measured, Parameter, Refusal, Share, Unit, read_factors, read_tensor
 from ckpt8.compressing.policy import carry
 from ckpt8.core.tensors import Parts, Role
@@ -56,12 +57,14 @@ class UnitErrors:
 
     ``steps`` is its error in the measure of a budget, of exact parameters too: their steps count in those of the file.
     Those of a replayed step are known of exact moments too: its figure is that of all parameters, as in a replay.
-    Empty where nothing is measured. ``pieces`` wait for ``ErrorMeter.finish`` where a step takes the whole parameter.
+    Empty where nothing is measured. ``momentum`` and ``pieces`` wait for ``ErrorMeter.finish``: what an element counts,
+    or a step, takes the whole parameter.
     """
 
     streams: dict[int, ErrorStats] = field(default_factory=dict)
     update: UpdateError | None = None
     steps: StepError | None = None
+    momentum: MomentumSums | None = None
     pieces: list[tuple[Moments, Moments]] = field(default_factory=list)
 
     @classmethod
@@ -71,8 +74,13 @@ class UnitErrors:
         streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
         parameter = unit.parameter
         moved = parameter is not None and parameter.rule is not None and (parameter.replay is not None or streams)
-        in_steps = step_scales(parameter) is not None
-        return cls(streams, UpdateError() if moved else None, StepError() if in_steps else None)
+        in_steps, by_momentum = step_scales(parameter) is not None, momentum_of(parameter) is not None
+        return cls(
+            streams,
+            UpdateError() if moved else None,
+            StepError() if in_steps else None,
+            MomentumSums() if by_momentum else None,
+        )
 
     def merge(self, later: UnitErrors) -> None:
         """Add the errors of the chunk that follows."""
@@ -83,6 +91,13 @@ class UnitErrors:
             self.update.merge(later.update)
         if self.steps is not None and later.steps is not None:
             self.steps.merge(later.steps)
+        if self.momentum is not None and later.momentum is not None:
+            self.momentum.merge(later.momentum)
+
+
+def momentum_of(parameter: Parameter | None) -> Momentum | None:
+    """How steps of a parameter are counted by its momentum; None where they are not, or are not known."""
+    return parameter.momentum if parameter is not None and parameter.step is not None else None
 
 
 def step_scales(parameter: Parameter | None) -> StepError | None:
@@ -91,6 +106,8 @@ def step_scales(parameter: Parameter | None) -> StepError | None:
     None unless its step is known and divides by second moments.
     """
     if parameter is None or (step := parameter.step) is None or (rule := parameter.rule) is None:
+        return None
+    if parameter.momentum is not None:
         return None
     if rule.kind == "came" and parameter.squares:
         carried = 0.0
@@ -223,6 +240,8 @@ def excess(
                 per_square[stream.index] = error.weight / step_of(stream.codec.k) ** 2
             elif isinstance(stream.codec, VScaled):
                 per_square[stream.index] = error.moment1 / stream.codec.k**2
+            elif isinstance(stream.codec, MomentLattice):
+                per_square[stream.index] = error.moment1 / step_of(stream.codec.k) ** 2
             elif isinstance(stream.codec, RowColumnLog):
                 per_square[stream.index] = error.moment2 / stream.codec.S**2
     squares = (errors[optimizer] / energy for optimizer, energy in moved.items() if energy)
@@ -248,10 +267,14 @@ class ErrorMeter:
         return ChunkErrors(unit, UnitErrors.for_unit(unit), self._factors(unit.parameter), blocks)
 
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
-        """Replay the step that takes the whole parameter, once all chunks of ``unit`` are merged into ``errors``.
+        """Take what takes the whole parameter, once all chunks of ``unit`` are merged into ``errors``.
 
-        Without all of them the error of the update is unknown.
+        That is what its momentum counts, and the replay of its step: without all chunks the error of the update is
+        unknown.
         """
+        sums, errors.momentum = errors.momentum, None
+        if sums is not None:
+            errors.steps = _counted_by_momentum(unit, sums)
         replay = unit.parameter.replay if unit.parameter else None
         pieces, errors.pieces = errors.pieces, []
         if replay is None or errors.update is None or not pieces:
@@ -321,6 +344,8 @@ class ChunkErrors:
                 energies[stream.index] = moment_error(x, y, scales, roots)
                 self._errors.streams[stream.index].merge(energies[stream.index])
             sides.append(roots or (x, y))
+        if self._errors.momentum is not None:
+            self._errors.momentum.merge(_momentum_sums(self._unit, pairs, energies))
         self._add_update(first + done, pairs, sides, energies)
 
     def result(self) -> UnitErrors:
@@ -390,9 +415,36 @@ class ChunkErrors:
 
 def exact_errors(unit: Unit, moment1: torch.Tensor) -> UnitErrors:
     """The errors of a unit that comes back bit for bit, from its first moments: how far one step moves it."""
+    square = _square_sum(moment1)
+    if momentum_of(unit.parameter) is not None:
+        return UnitErrors(steps=_counted_by_momentum(unit, MomentumSums(square, count=len(moment1))))
     if step_scales(unit.parameter) is None:
         return UnitErrors()
-    return UnitErrors(steps=scaled_steps(unit, StepError(_square_sum(moment1))))
+    return UnitErrors(steps=scaled_steps(unit, StepError(square)))
+
+
+def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, MomentError]) -> MomentumSums:
+    """The sums of a tile; ``energies`` are the errors of lossy moments."""
+    weight, at = unit.weight, {stream.index: k for k, stream in enumerate(unit.streams)}
+    assert unit.parameter is not None  # noqa: S101 - it has the momentum
+    moment1 = unit.parameter.moments["moment1"]
+    here = pairs[at[moment1]][0]
+    error = energies[moment1] if moment1 in energies else MomentError(0.0, _square_sum(here))
+    moved = 0.0 if weight is None else _square_sum(pairs[at[weight]][1] - pairs[at[weight]][0])
+    return MomentumSums(error.sum_square, moved, error.sum_square_error, len(here))
+
+
+def _counted_by_momentum(unit: Unit, sums: MomentumSums) -> StepError:
+    """The error in steps of a unit from sums over all its elements. What comes back as it was errs by nothing."""
+    parameter = unit.parameter
+    assert parameter is not None and parameter.step is not None and parameter.momentum is not None  # noqa: S101, PT018
+    lossy = {stream.index for stream in unit.streams if stream.lossy}
+    error = parameter.momentum.energies(parameter.step.lr, sums)
+    return replace(
+        error,
+        weight=error.weight if parameter.step.weight in lossy else 0.0,
+        moment1=error.moment1 if parameter.moments["moment1"] in lossy else 0.0,
+    )
 
 
 def scaled_steps(unit: Unit, sums: StepError) -> StepError:

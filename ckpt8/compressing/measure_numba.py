@@ -34,7 +34,7 @@ from ckpt8.codecs.error_stats import (
 )
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split24.numba import join, refuse, split
-from ckpt8.compressing.measure import UnitErrors, scaled_steps
+from ckpt8.compressing.measure import UnitErrors, momentum_of, scaled_steps
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import MAGNITUDE, f4, f8, i4, kernel, with_bits
@@ -350,8 +350,10 @@ class BlockSums:
 
     @staticmethod
     def fits(unit: Unit) -> bool:
-        """Whether the update of a unit, if it has one, divides by second moments."""
+        """Whether the update of a unit, if it has one, divides by second moments; no steps are counted by momentum."""
         parameter = unit.parameter
+        if momentum_of(parameter) is not None:
+            return False
         if parameter is None or parameter.rule is None:
             return True
         return parameter.rule.divisor_eps is not None and parameter.denominator is not None

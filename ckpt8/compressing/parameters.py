@@ -21,6 +21,7 @@ from ckpt8.checkpoint.meaning.parameters import trained_states
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
+from ckpt8.compressing.momentum import Momentum
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, views_of
 from ckpt8.container.steps import COUNTED, UNCOUNTED
 from ckpt8.core.tensors import DType
@@ -95,6 +96,7 @@ def _parameter(
     if isinstance(rule, UpdateRule) and rule.kind == "replayed":
         replayed = _replay(streams, saved, refs, step)
         rule, replay = (replayed, None) if isinstance(replayed, str) else (rule, replayed)
+    momentum = _momentum(optimizer, saved, moments, shape, step)
     if isinstance(rule, UpdateRule):
         return Parameter(
             saved.name,
@@ -106,8 +108,24 @@ def _parameter(
             replay,
             squares=squares,
             has_some_rows=bool(squares) and _is_cut(shape, saved.whole, -2),
+            momentum=momentum,
         )
-    return Parameter(saved.name, moments, None, rule, shape, rule_beside_master=_rule_beside_master(saved, step))
+    beside_master = _rule_beside_master(saved, step)
+    return Parameter(saved.name, moments, None, rule, shape, rule_beside_master=beside_master, momentum=momentum)
+
+
+def _momentum(
+    optimizer: tuple[Card, Form] | None,
+    saved: SavedParameter,
+    moments: Mapping[str, int],
+    shape: tuple[int, ...],
+    step: object,
+) -> Momentum | None:
+    """How a rule without second moments moves the parameter, whose own shape a slice may not have; None for others."""
+    if optimizer is None or moments.keys() != {"moment1"}:
+        return None
+    rule = find_rule(saved.state, {"lr": 1.0, **saved.group}, step)
+    return None if isinstance(rule, str) else Momentum.of(rule, saved.whole or shape)
 
 
 def _rule_beside_master(saved: SavedParameter, step: object) -> UpdateRule | None:
@@ -203,6 +221,7 @@ class _Steps:
         self._taken = {index for parameter in parameters for index in parameter.streams}
         self.stepless: dict[int, str] = {}
         self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)
+        self._optimizers = 1 + max((state.optimizer for state in self._states.values()), default=0)
 
     def with_step(self, parameter: Parameter) -> Parameter:
         """The parameter with its step, or without one and with the reason."""
@@ -211,6 +230,10 @@ class _Steps:
         keys = (self._streams[index].storage.key for index in parameter.moments.values())
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
         step = _step(parameter, state)
+        if parameter.momentum is not None and not isinstance(step, str):
+            # Muon has groups that AdamW steps: each has a budget of its own.
+            own = step.optimizer + self._optimizers
+            step = replace(step, optimizer=own, by_momentum=parameter.momentum.origin)
         if isinstance(step, str):
             if state.weight is not None:
                 index = self._index[state.weight.key]
@@ -266,12 +289,12 @@ class _Steps:
 def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     """The step with no weight yet, or why it is not known."""
     group = state.group
-    if parameter.rule is None or parameter.rule.kind not in COUNTED:
+    if parameter.momentum is None and (parameter.rule is None or parameter.rule.kind not in COUNTED):
         return parameter.reason or UNCOUNTED
     lr = _rate(group)
     if isinstance(lr, str):
         return lr
-    betas = setting(group, "betas")
+    betas = setting(group, "betas") if parameter.momentum is None else (0.0, 0.0)
     numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
     known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
     if len(known) != 2:

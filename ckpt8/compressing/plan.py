@@ -16,9 +16,10 @@ from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Confidence, Order, Replayed
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef
 from ckpt8.codecs import Codec
+from ckpt8.compressing.momentum import Momentum
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import header
-from ckpt8.container.steps import COPY
+from ckpt8.container.steps import COPY, Origin
 from ckpt8.core.log import log
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
@@ -48,6 +49,7 @@ class OptimizerStep:
 
     ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
     least a tenth of the initial one where that is known, and above zero; ``stated_lr`` is what the group says.
+    Where steps are counted by momentum, ``by_momentum`` says what is known of them, and the betas are 0.
     ``decay`` is the weight decay, which ``is_coupled`` where it is part of the gradient. ``weight`` is the stream whose
     elements are its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
     """
@@ -61,6 +63,7 @@ class OptimizerStep:
     stated_lr: float | None = None
     decay: float = 0.0
     is_coupled: bool = False
+    by_momentum: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,9 @@ class Parameter:
     statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage; ``has_some_rows``
     says whether they are those of a slice without all rows. ``replay`` is there
     if the rule is ``replayed``. ``step`` is there where anything is lossy, and rule and learning rate are known, else
-    ``stepless`` says why it is not; its weight is then a stream of the same unit. ``rule_beside_master`` is the rule of
-    a state without the master that makes ``rule`` unknown.
+    ``stepless`` says why it is not; its weight is then a stream of the same unit. ``momentum`` is there for a rule
+    without second moments whose steps are counted by its momentum. ``rule_beside_master`` is the rule of a state
+    without the master that makes ``rule`` unknown.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Parameter:
     squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
     rule_beside_master: UpdateRule | None = None
     has_some_rows: bool = False
+    momentum: Momentum | None = None
 
     @property
     def streams(self) -> set[int]:

@@ -95,20 +95,34 @@ class Budget:
         reach = lr * beta1 / ((1 - beta1) * bias1)
         return self.rest(beta1, beta2) * math.sqrt(12 * energy / roots) / reach if roots and reach else math.inf
 
-    def weight_step(
-        self, energy: float, numel: int, beta1: float, beta2: float, mean_square: float, rms: float
-    ) -> tuple[int, bool]:
+    @property
+    def half(self) -> float:
+        """The steps that each of weights and momentum may take, where there are no second moments."""
+        return self.steps / math.sqrt(2)
+
+    def weight_step(self, part: float, energy: float, numel: int, mean_square: float, rms: float) -> tuple[int, bool]:
         """The k of ``lattice`` for a tensor of weights, and whether the cap makes it smaller than the budget allows.
 
-        ``energy`` is M1 and ``numel`` N, over all parameters of the optimizer. ``mean_square`` is the mean of v^ over
-        the tensor, ``rms`` the root mean square of its weights, above zero.
+        ``part`` are the steps that weights may take. ``energy`` is M1 and ``numel`` N, over all parameters of the
+        optimizer. ``mean_square`` is the mean of v^ over the tensor, ``rms`` the root mean square of its weights, above
+        zero.
         """
         most = math.floor(4 * math.log2(self.cap * rms))
         if not mean_square:
             return _in_range(most), True
-        step = self.rest(beta1, beta2) * math.sqrt(12 * energy / numel / mean_square)
+        step = part * math.sqrt(12 * energy / numel / mean_square)
         wanted = math.floor(4 * math.log2(step))
         return _in_range(min(wanted, most)), wanted > most
+
+    def momentum_step(self, allowed: float, per_square: float, rms: float) -> int:
+        """The k of ``lattice/2`` for the momentum of a tensor, ``rms`` the root mean square of it, above zero.
+
+        Steps of size s move ``per_square`` s^2, which may be ``allowed``. They err by ``rms`` at most, and by less
+        where updates have a bound.
+        """
+        most = math.sqrt(12) * rms * min(1.0, self.u_max)
+        step = min(math.sqrt(allowed / per_square), most) if per_square else most
+        return _in_range(math.floor(4 * math.log2(step)))
 
 
 def carry(beta1: float, beta2: float) -> float:

@@ -35,10 +35,11 @@ from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import Factors
-from ckpt8.codecs.lattice import LOWEST_K, Lattice, step_of
+from ckpt8.codecs.lattice import LOWEST_K, DitheredLattice, Lattice, MomentLattice, step_of
 from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
 from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
+from ckpt8.compressing.momentum import Momentum, MomentumSums
 from ckpt8.compressing.parameters import is_plain
 from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Plan, Share, Stream, Unit, read_factors, views_of
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
@@ -220,6 +221,10 @@ _LEAST_ROWS = 16
 """Matrices of fewer rows get no column factors: these would cost more than they save."""
 
 
+_BY_MOMENTUM = UpdateRule("momentum")
+"""The rule of a parameter whose steps are counted by its momentum, where no step is replayed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Stepped:
     """A parameter with the step that moves it.
@@ -237,6 +242,9 @@ class _Stepped:
 
     def energy(self, first: Spread) -> float:
         """What one step moves, from how the first moments are spread."""
+        if self.parameter.momentum is not None:
+            sums = MomentumSums(first.total("square"), count=first.numel)
+            return self.parameter.momentum.energies(self.step.lr, sums).step
         return (self.step.lr / self.rule.bias1) ** 2 * first.total("square")
 
     def roots(self, second: Spread) -> float:
@@ -284,7 +292,7 @@ def spend(plan: Plan, source: Checkpoint, policy: Policy, budget: Budget, measur
 
 
 def _correct(plan: Plan, measured: Measured) -> None:
-    """Choose the steps of weights anew, from what was measured. No last digits show in them."""
+    """Choose the steps of lattices anew, from what was measured. No last digits show in them."""
     plan.is_measured = True
     for index, share in plan.shares.items():
         planned, per_square = plan.energies.get(share.optimizer, 0.0), measured.per_square.get(index, share.per_square)
@@ -292,7 +300,7 @@ def _correct(plan: Plan, measured: Measured) -> None:
         allowed, per_square = _rounded(allowed, math.floor), _rounded(per_square, math.ceil)
         plan.shares[index] = Share(share.optimizer, allowed, per_square)
         stream = plan.by_index[index]
-        if isinstance(stream.codec, Lattice) and allowed and per_square:
+        if isinstance(stream.codec, DitheredLattice) and allowed and per_square:
             k = max(min(math.floor(2 * math.log2(allowed / per_square)), stream.codec.k), LOWEST_K)
             plan.by_index[index] = replace(stream, codec=replace(stream.codec, k=k))
 
@@ -333,6 +341,9 @@ def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float,
                 left += share.allowed - share.per_square * codec.S**2
             elif isinstance(codec, VScaled):
                 moments += share.allowed
+            elif isinstance(codec, MomentLattice):
+                moments += share.allowed
+                left += share.allowed - share.per_square * step_of(codec.k) ** 2
             shares[share.optimizer] = left, moments
     return shares
 
@@ -356,7 +367,9 @@ class _Spending:
         for number, optimizer in self._optimizers(stepped).items():
             self._plan.energies[number] = optimizer.energy
             for one, first, second, weight in optimizer.large:
-                if optimizer.energy and optimizer.roots:
+                if optimizer.energy and one.parameter.momentum is not None:
+                    self._spend_by_momentum(optimizer, one, one.parameter.momentum, first, weight)
+                elif optimizer.energy and optimizer.roots:
                     self._spend(optimizer, one, first, second, weight)
                 else:
                     self._keep(one, "its optimizer has not moved anything yet")
@@ -377,13 +390,13 @@ class _Spending:
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
             return None
         rule = parameter.rule
-        if parameter.step is None or rule is None:
+        if parameter.step is None or (rule is None and parameter.momentum is None):
             self._note(free, parameter.reason or parameter.stepless or "the step of its optimizer is unknown")
             return None
         factored = Factored.of(self._source, parameter)
-        divides = rule.divisor_eps is not None and parameter.denominator is not None
-        stepped = _Stepped(parameter, rule, parameter.step, free, unit.numel, factored)
-        if "moment1" not in parameter.moments or not (divides or factored):
+        divides = rule is not None and rule.divisor_eps is not None and parameter.denominator is not None
+        stepped = _Stepped(parameter, rule or _BY_MOMENTUM, parameter.step, free, unit.numel, factored)
+        if "moment1" not in parameter.moments or not (divides or factored or parameter.momentum is not None):
             self._keep(stepped, "its optimizer does not divide by second moments")
             return None
         return stepped
@@ -408,13 +421,14 @@ class _Spending:
 
     def _optimizers(self, stepped: Iterable[_Stepped]) -> Mapping[int, _Optimizer]:
         """The optimizers by number, with their sums, without parameters that hold NaN or Inf."""
-        small: dict[tuple[int, float, float], list[_Stepped]] = defaultdict(list)
+        small: dict[tuple[int, float, float, Momentum | None], list[_Stepped]] = defaultdict(list)
         groups: list[list[_Stepped]] = []
         for one in stepped:
-            if one.free or one.factored or one.numel > SAMPLE:
+            momentum = one.parameter.momentum
+            if one.free or one.factored or one.numel > SAMPLE or (momentum is not None and momentum.by_value):
                 groups.append([one])
             else:
-                small[one.step.optimizer, one.step.lr, one.rule.bias1].append(one)
+                small[one.step.optimizer, one.step.lr, one.rule.bias1, momentum].append(one)
         groups += small.values()
         samples = [_together([one.sample(self._streams) for one in group]) for group in groups]
         spreads = iter(self._sampler.spreads([sample for triple in samples for sample in triple]))
@@ -436,7 +450,9 @@ class _Spending:
         for stream in one.free:
             if stream.index == one.step.weight:
                 shares[stream.index] = Share(one.step.optimizer, energy * one.numel / optimizer.numel)
-                self._take(stream, *self._weight(optimizer, one, second, stream, weight))
+                mean_square = one.factored.mean if one.factored else second.mean("value") / one.rule.root_bias2**2
+                part = self._budget.rest(*betas)
+                self._take(stream, *self._weight(optimizer, part, mean_square, stream, weight))
             elif stream.spec.role is Role.MOMENT1:
                 shares[stream.index] = Share(one.step.optimizer, energy * one.roots(second) / optimizer.roots)
                 self._take(stream, self._first(optimizer, one, stream))
@@ -445,6 +461,27 @@ class _Spending:
                 shares[stream.index] = Share(one.step.optimizer, allowed)
                 if stream.spec.role is Role.MOMENT2:
                     self._take_second(one, stream)
+
+    def _spend_by_momentum(
+        self, optimizer: _Optimizer, one: _Stepped, momentum: Momentum, first: Spread, weight: Spread
+    ) -> None:
+        """Share the budget out to the streams of a parameter without second moments, and choose their codecs."""
+        count, mean_square = one.numel, first.mean("square")
+        allowed = self._budget.half**2 * optimizer.energy * count / optimizer.numel
+        for stream in one.free:
+            self._plan.shares[stream.index] = Share(one.step.optimizer, allowed)
+            if stream.index == one.step.weight:
+                part = self._budget.half
+                self._take(stream, *self._weight(optimizer, part, momentum.gain * mean_square, stream, weight))
+            elif mean_square:
+                # Steps of one err by a twelfth.
+                sums = MomentumSums(first.total("square"), moment1=count / 12, count=count)
+                per_square = momentum.energies(one.step.lr, sums).moment1
+                k = self._budget.momentum_step(allowed, per_square, math.sqrt(mean_square))
+                self._plan.shares[stream.index] = Share(one.step.optimizer, allowed, per_square)
+                self._take(stream, MomentLattice(k, self._sampler.salt(stream.index)))
+            else:
+                self._note([stream], "its momentum is zero")
 
     def _take(self, stream: Stream, codec: Codec | str, reason: str | None = None) -> None:
         """Give a stream a codec that takes its type, and note the ``reason``, or why where there is none."""
@@ -489,17 +526,18 @@ class _Spending:
             self._streams[stream.index] = replace(stream, codec=LOSSLESS, reason=reason)
 
     def _weight(
-        self, optimizer: _Optimizer, one: _Stepped, second: Spread, stream: Stream, weight: Spread
+        self, optimizer: _Optimizer, part: float, mean_square: float, stream: Stream, weight: Spread
     ) -> tuple[Codec | str, str | None]:
-        """The codec, and a reason where it is finer than the budget allows; or why there is none."""
+        """The codec, and a reason where it is finer than the budget allows; or why there is none.
+
+        ``part`` are the steps that weights may take, ``mean_square`` is what an element of the tensor counts.
+        """
         if not weight.is_finite:
             return "its weights hold NaN or Inf", None
         rms = weight.mean("square") ** 0.5
         if not rms:
             return "its weights are zero", None
-        mean_square = one.factored.mean if one.factored else second.mean("value") / one.rule.root_bias2**2
-        betas = one.step.beta1, one.step.beta2
-        k, capped = self._budget.weight_step(optimizer.energy, optimizer.numel, *betas, mean_square, rms)
+        k, capped = self._budget.weight_step(part, optimizer.energy, optimizer.numel, mean_square, rms)
         share, per_square = self._plan.shares[stream.index], mean_square * stream.spec.numel / 12
         allowed = per_square * step_of(k) ** 2 if capped else share.allowed
         self._plan.shares[stream.index] = Share(share.optimizer, allowed, per_square)

@@ -21,6 +21,8 @@ Second moments and rates do not tell everything in four cases, where the interva
 * A decay that is part of the gradient is part of v^ too, and the loss does not follow it: the drift may be any smaller.
 * A rate of 0 counts as a part of the initial one. While it is 0, errors of moments move nothing; the next is unknown.
 
+No drift is predicted of optimizers whose steps are counted by momentum, see ``compressing.momentum``.
+
 CAME amplifies differences: within sixty steps they grow by a factor that depends on the run, and that no checkpoint
 states. Two stable runs, stored eight times, drifted 1.8 to 13 times as far as others would, and up to 25 times when
 they were stored with other steps. AMPLIFIED is the least factor with which none of them drifts more than 1.5 times the
@@ -32,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ckpt8.codecs import BUDGETED, codec_from_config
 from ckpt8.codecs.error_stats import LatticeError, StepError, UpdateError, read_error, read_step_error
@@ -42,8 +44,11 @@ from ckpt8.core.tensors import Role
 if TYPE_CHECKING:
     from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 
+Origin = Literal["known", "estimate"]
+"""What a step is that is counted by momentum."""
+
 COUNTED = ("adam", "stable_adamw", "came")
-"""The kinds of update rules whose steps errors are measured in."""
+"""The kinds of update rules with second moments whose steps errors are measured in."""
 
 NOT_MEASURED = "its error was not measured, or is not finite"
 NO_PARAMETER = "its moments are not those of one parameter of a known optimizer, in storages of their own"
@@ -52,6 +57,7 @@ UNMOVED = "no optimizer in the file is known to update these weights"
 _UNSTEPPED = "no optimizer in the file is known to update these weights, or its step is not stated"
 _NO_STEP = "an earlier ckpt8 wrote the file, or its optimizer states no betas or no learning rate above zero"
 _NO_STATE = "it is neither a weight nor a moment"
+UNPREDICTED = "no loss drift is predicted for an optimizer without second moments"
 NO_BUDGET = "no budget: "
 """Begins the reason why a storage keeps the codec of the preset under a budget."""
 
@@ -122,7 +128,8 @@ def error_in_words(figures: Mapping[str, Any] | None) -> str:
         return "none, every tensor comes back bit for bit"
     if figures["steps"] is not None:
         drift = interval(figures["drift"])
-        return f"{figures['steps']:.3g} steps of the optimizer, expected loss drift {drift}"
+        predicted = f"expected loss drift {drift}" if figures["drift"] else UNPREDICTED
+        return f"{figures['steps']:.3g} steps of the optimizer, {predicted}"
     reasons = [row["reason"] for row in figures["outside"]]
     # What updates the weights says more than that nothing is known to.
     vague = (UNMOVED, _UNSTEPPED)
@@ -150,13 +157,15 @@ Count = Callable[[Iterable[str]], int]
 def step_figures(error: StepError, records: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The error in steps with its three parts, and the expected drift; all None where the optimizer moves nothing.
 
-    ``records`` are those of ``expected_drift``.
+    ``records`` are those of ``expected_drift``. The drift is None where one says that steps are counted by momentum.
     """
+    records = list(records)
     parts = {part: math.sqrt(getattr(error, part) / error.step) if error.step > 0 else math.inf for part in PARTS}
     steps = math.hypot(*parts.values())
     if not steps < _MOST:
         return {"steps": None, **dict.fromkeys(PARTS), "drift": None}
-    return {"steps": steps, **parts, "drift": expected_drift(error, records)._asdict()}
+    is_known = not any("momentum" in record for record in records)
+    return {"steps": steps, **parts, "drift": expected_drift(error, records)._asdict() if is_known else None}
 
 
 def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
@@ -208,6 +217,7 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
             {
                 "parameters": count(parameter.name for parameter, _ in members),
                 **_figures(members),
+                "measure": _measure(members[0][0]),
                 "weight_snr_db": _weight_snr(manifest, _weights(parameter for parameter, _ in members)),
             }
             for _, members in sorted(optimizers.items())
@@ -218,6 +228,14 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
         },
         "fallbacks": _rows((record, record.reason) for record in unbudgeted if record.reason and manifest.budget),
     }
+
+
+def _measure(parameter: ParameterRecord) -> str:
+    """What an error in steps of an optimizer is measured by."""
+    origin = (parameter.steps or {}).get("momentum")
+    return (
+        "second moments" if origin is None else f"momentum, its step is {'known' if origin == 'known' else 'estimated'}"
+    )
 
 
 def _stated(parameter: ParameterRecord, key: str) -> int | None:

@@ -8,10 +8,12 @@ is in the sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -32,6 +34,7 @@ from ckpt8.container.steps import NO_BUDGET, NOT_MEASURED, step_figures
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.grouping import grouped
+from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.container import foreign_flags, names_of, origin_of
 from ckpt8.inspecting.facts import (
@@ -253,7 +256,7 @@ class _Prediction:
         while True:
             try:
                 coded = self._lockstep.encode(unit, first, originals)[0]
-                steps = self._lockstep.measure(unit, first, originals, coded).steps if _has_step(unit) else None
+                steps = self._steps(unit, first, originals, coded) if _has_step(unit) else None
                 error = _scaled(steps, share_of_all)
                 refusal = exceeded_share(self._plan.shares, unit, error if steps else None)
             except RefusedError as exc:
@@ -269,6 +272,13 @@ class _Prediction:
         ]
         entries = len(header.slab_chunks(unit.numel, header.SLAB)) * sum(map(len, coded))
         return sum(lengths) * share_of_all + _ENTRY_BYTES * entries + _STEPS_BYTES * _has_step(unit), error
+
+    def _steps(
+        self, unit: Unit, first: int, originals: Sequence[torch.Tensor], coded: Sequence[Parts]
+    ) -> StepError | None:
+        errors = self._lockstep.measure(unit, first, originals, coded)
+        self._lockstep.meter.finish(unit, errors)
+        return errors.steps
 
     def _of_group(self, group: Group) -> tuple[float, StepError]:
         """Bytes and error of small units with common entries, from some of them. Thread-safe."""
