@@ -430,11 +430,10 @@ class Job:
                 _check(source, container, looks, aside)
                 aside = _going(aside)
         except (Ckpt8Error, OSError) as exc:
-            reason = str(exc).removeprefix(f"{source}: is kept: ")
+            reason = (exc.problem if isinstance(exc, Ckpt8Error) else str(exc)).removeprefix(f"{source}: is kept: ")
             where = f"what is left of it is {aside}, with files missing" if is_partial else _brought_back(aside, source)
-            raise (type(exc) if isinstance(exc, Ckpt8Error) else OutputError)(
-                f"{source}: its removal was interrupted, and is not finished: {reason}; {where}"
-            ) from exc
+            problem = f"{source}: its removal was interrupted, and is not finished: {reason}; {where}"
+            raise (exc.told(problem) if isinstance(exc, Ckpt8Error) else OutputError(problem)) from exc
         _remove(aside)
         self._read(outcome)
         outcome.present = outcome.removed = True

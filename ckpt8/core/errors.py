@@ -3,6 +3,8 @@
 A message is one line: which file, which tensor, what was found, what to do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -25,6 +27,10 @@ class Ckpt8Error(Exception):
 
     def __str__(self) -> str:
         return self.problem
+
+    def told(self, problem: str) -> Ckpt8Error:
+        """An error of its kind that tells another ``problem``, and gives no advice that the other does not."""
+        return type(self)(problem)
 
 
 class CheckFailedError(Ckpt8Error):
@@ -107,6 +113,10 @@ class DamagedError(InputError):
 
     def __str__(self) -> str:
         return f"{self.problem}; restore with salvage=True writes whatever is intact"
+
+    def told(self, problem: str) -> Ckpt8Error:
+        """An InputError: what wraps this knows better what to do."""
+        return InputError(problem)
 
 
 class MissingError(InputError, FileNotFoundError):

@@ -370,7 +370,7 @@ def salvage_container(
         reader = DamagedContainer(sources[0])
     except InputError as exc:
         # Of the same class: the container may be of a later version (UnsupportedError) and not damaged.
-        raise type(exc)(f"{exc}; nothing can be recovered") from exc
+        raise exc.told(f"{exc.problem}; nothing can be recovered") from exc
     with reader, Workers(threads) as workers:
         # First of all: the states of the members follow from the lost chunks.
         find_lost(reader, workers)

@@ -166,7 +166,7 @@ def salvage_directory(
         joined = JoinedReader(source, strict=False)
     except InputError as exc:
         advice = f"salvage its files one by one: restore {source}/FILE.ckpt8 --salvage"
-        raise type(exc)(f"{exc}; nothing can be recovered of the whole, {advice}") from exc
+        raise exc.told(f"{exc.problem}; nothing can be recovered of the whole, {advice}") from exc
     directory = _Directory(joined)
     with joined, Workers(threads) as workers:
         for reader in directory.readers.values():

@@ -141,7 +141,7 @@ class Bench:
         try:
             return self.run(MODULES[name], {**job, "name": name}, watch)
         except Ckpt8Error as exc:
-            raise type(exc)(f"{name}: {exc}") from exc
+            raise exc.told(f"{name}: {exc}") from exc
 
 
 def _row(name: str, source: Source, done: dict[str, Any]) -> dict[str, Any]:
