@@ -470,18 +470,18 @@ class _Spending:
         allowed = self._budget.half**2 * optimizer.energy * count / optimizer.numel
         for stream in one.free:
             self._plan.shares[stream.index] = Share(one.step.optimizer, allowed)
-            if stream.index == one.step.weight:
+            if not mean_square:
+                self._note([stream], "its momentum is zero")
+            elif stream.index == one.step.weight:
                 part = self._budget.half
                 self._take(stream, *self._weight(optimizer, part, momentum.gain * mean_square, stream, weight))
-            elif mean_square:
+            else:
                 # Steps of one err by a twelfth.
                 sums = MomentumSums(first.total("square"), moment1=count / 12, count=count)
                 per_square = momentum.energies(one.step.lr, sums).moment1
                 k = self._budget.momentum_step(allowed, per_square, math.sqrt(mean_square))
                 self._plan.shares[stream.index] = Share(one.step.optimizer, allowed, per_square)
                 self._take(stream, MomentLattice(k, self._sampler.salt(stream.index)))
-            else:
-                self._note([stream], "its momentum is zero")
 
     def _take(self, stream: Stream, codec: Codec | str, reason: str | None = None) -> None:
         """Give a stream a codec that takes its type, and note the ``reason``, or why where there is none."""
