@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 import ckpt8
-from ckpt8.container.steps import COPY, UNCOUNTED, UNMOVED
+from ckpt8.container.steps import COPY, UNMOVED
 
 G = 0.576
 """How far a relative error of a root carries a weight: the constant of the policy."""
 
 
-def trained(kind=torch.optim.AdamW, small=0, **options):
+def trained(small=0):
     """A model with large tensors and ``small`` small ones, and its optimizer after a few steps."""
     torch.manual_seed(3)
     model = nn.ModuleList([nn.Linear(80, 96), nn.Linear(96, 80), *(nn.Linear(3, 5) for _ in range(small))])
-    optimizer = kind(model.parameters(), lr=2e-3, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(5):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) * torch.rand(()) * 1e-2
@@ -83,21 +83,10 @@ def test_an_average_of_weights_is_named_and_changes_neither_figure(tmp_path):
     assert reason.startswith("holds NaN, Inf")
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "words"),
-    [
-        (lambda model, _: {"model": model.state_dict()}, {}, f"unknown in steps of the optimizer: {UNMOVED}"),
-        (
-            lambda model, optimizer: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            {"kind": torch.optim.Adamax},
-            f"unknown in steps of the optimizer: {UNCOUNTED}",
-        ),
-    ],
-    ids=["weights alone", "Adamax"],
-)
-def test_where_there_is_no_figure_the_line_says_why(make, options, words, tmp_path):
-    manifest = ckpt8.save(make(*trained(**options)), tmp_path / "x.ckpt8")
+def test_where_there_is_no_figure_the_line_says_why(tmp_path):
+    manifest = ckpt8.save({"model": trained()[0].state_dict()}, tmp_path / "x.ckpt8")
     assert (manifest.error_in_steps, manifest.expected_drift) == (None, None)
+    words = f"unknown in steps of the optimizer: {UNMOVED}"
     assert words in repr(manifest)
     assert words in repr(ckpt8.inspect(tmp_path / "x.ckpt8"))
 

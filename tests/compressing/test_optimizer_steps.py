@@ -133,11 +133,6 @@ def test_a_largest_second_moment_is_in_the_unit(tmp_path):
     assert pairs(plan) == {name: f"model.{name}" for name in net.state_dict()}
 
 
-def test_rules_without_a_step(tmp_path):
-    plan = of_run(tmp_path, make_net(), torch.optim.Adamax)
-    assert set(steps(plan)) == {"ckpt8 cannot count the steps of this optimizer"}
-
-
 def test_a_rule_that_is_not_known(tmp_path):
     net = make_net()
     state = trained(net).state_dict()
