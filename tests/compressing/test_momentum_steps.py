@@ -157,6 +157,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.by_default(most=6)
 @pytest.mark.parametrize("small", [0, 150], ids=["own entries", "packs"])
 @pytest.mark.parametrize(
     ("name", "dtype", "option"),
@@ -235,6 +236,7 @@ def test_the_step_is_how_far_the_next_one_moves_the_weights(name, tmp_path):
     assert least < math.sqrt(moved / stated) < most
 
 
+@pytest.mark.by_default("SGD, Nesterov", "Lion")
 @pytest.mark.parametrize("name", ["SGD", "SGD, dampened", "SGD, Nesterov", "Lion"])
 def test_an_error_of_the_momentum_moves_the_weights_until_it_has_healed(name, tmp_path):
     """Two runs from the original and from the file, on white gradients: their weights end as far apart as it says."""
