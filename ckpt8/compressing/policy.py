@@ -114,15 +114,12 @@ class Budget:
         wanted = math.floor(4 * math.log2(step))
         return _in_range(min(wanted, most)), wanted > most
 
-    def momentum_step(self, allowed: float, per_square: float, rms: float) -> int:
+    def momentum_step(self, error: float, rms: float) -> int:
         """The k of ``lattice/2`` for the momentum of a tensor, ``rms`` the root mean square of it, above zero.
 
-        Steps of size s move ``per_square`` s^2, which may be ``allowed``. They err by ``rms`` at most, and by less
-        where updates have a bound.
+        ``error`` is the root mean square of its error; that is ``rms`` at most, and less where updates have a bound.
         """
-        most = math.sqrt(12) * rms * min(1.0, self.u_max)
-        step = min(math.sqrt(allowed / per_square), most) if per_square else most
-        return _in_range(math.floor(4 * math.log2(step)))
+        return _in_range(math.floor(4 * math.log2(math.sqrt(12) * min(error, rms * min(1.0, self.u_max)))))
 
 
 def carry(beta1: float, beta2: float) -> float:

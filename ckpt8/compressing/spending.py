@@ -301,7 +301,10 @@ def _correct(plan: Plan, measured: Measured) -> None:
         plan.shares[index] = Share(share.optimizer, allowed, per_square)
         stream = plan.by_index[index]
         if isinstance(stream.codec, DitheredLattice) and allowed and per_square:
-            k = max(min(math.floor(2 * math.log2(allowed / per_square)), stream.codec.k), LOWEST_K)
+            change = allowed / (per_square * step_of(stream.codec.k) ** 2)
+            # What an error of a momentum moves may go with the error itself, and not with its square.
+            octaves = min(math.log2(change), 0.0) if isinstance(stream.codec, MomentLattice) else math.log2(change) / 2
+            k = max(min(stream.codec.k + math.floor(4 * octaves), stream.codec.k), LOWEST_K)
             plan.by_index[index] = replace(stream, codec=replace(stream.codec, k=k))
 
 
@@ -476,10 +479,12 @@ class _Spending:
                 part = self._budget.half
                 self._take(stream, *self._weight(optimizer, part, momentum.gain * mean_square, stream, weight))
             else:
-                # Steps of one err by a twelfth.
-                sums = MomentumSums(first.total("square"), moment1=count / 12, count=count)
-                per_square = momentum.energies(one.step.lr, sums).moment1
-                k = self._budget.momentum_step(allowed, per_square, math.sqrt(mean_square))
+                sums = MomentumSums(first.total("square"), count=count)
+                error = momentum.error(one.step.lr, sums, allowed)
+                k = self._budget.momentum_step(error, math.sqrt(mean_square))
+                square = step_of(k) ** 2
+                moved = momentum.energies(one.step.lr, replace(sums, moment1=count * square / 12)).moment1
+                per_square = moved / square
                 self._plan.shares[stream.index] = Share(one.step.optimizer, allowed, per_square)
                 self._take(stream, MomentLattice(k, self._sampler.salt(stream.index)))
 

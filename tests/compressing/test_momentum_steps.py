@@ -91,7 +91,8 @@ def movement(name, group, weight, mean_square):
     lr, longer = group["lr"], 1.0
     if name.startswith("Lion"):
         b1, b2 = group["betas"]
-        gain = 0.8 * b1 * math.sqrt((1 - b2) / (1 + b2)) / ((1 - b1) * (1 - b2))
+        spread = (1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2)
+        gain = 0.8 * b1 * math.sqrt((1 - b2) / (1 + b2) / spread) / (1 - b2)
         return lr, gain * lr / math.sqrt(mean_square), (1 + b2) / (1 - b2)
     b = group["momentum"]
     if group["nesterov"]:
@@ -104,6 +105,18 @@ def movement(name, group, weight, mean_square):
         scale = 0.2 * math.sqrt(max(rows, columns))
     step = 0.72 * lr * scale / math.sqrt(max(rows, columns))
     return step, step / math.sqrt(mean_square) * longer * b / (1 - b), (1 + b) / (1 - b)
+
+
+def energies(name, group, weight, weights, momentum):
+    """What a step moves, and what errors of weights and momentum do; ``weight`` has the shape of the parameter."""
+    (w, restored), (b, decoded) = weights, momentum
+    mean_square = float(b.square().mean())
+    p, a, f = movement(name, group, weight, mean_square)
+    shift = a * float((decoded - b).square().mean().sqrt())
+    flips = math.sqrt(3) * shift * p if name.startswith("Lion") else 0.0
+    unit = f * mean_square
+    moved, moments = p * p * b.numel(), (shift * shift + flips) * b.numel()
+    return unit * moved, unit * float((restored - w).square().sum()), unit * moments
 
 
 def in_float64(name, was, there, names):
@@ -126,10 +139,8 @@ def in_float64(name, was, there, names):
             if not mean_square:
                 assert torch.equal(b, decoded)
                 continue
-            p, a, f = movement(name, group, w, mean_square)
-            moved += f * mean_square * p * p * b.numel()
-            weights += f * mean_square * float((restored - w).square().sum())
-            moments += f * mean_square * a * a * float((decoded - b).square().sum())
+            own = energies(name, group, w, (w, restored), (b, decoded))
+            moved, weights, moments = moved + own[0], weights + own[1], moments + own[2]
     return {
         "steps": math.sqrt((weights + moments) / moved),
         "weight": math.sqrt(weights / moved),
@@ -426,10 +437,8 @@ def test_a_slice_counts_by_its_own_momentum_and_the_shape_of_the_whole(name, tmp
         for half in (slice(0, rows // 2), slice(rows // 2, rows)):
             w, v = (side[f"model.{weight}"][half].double() for side in (whole, back))
             b, c = (side[f"optimizer.state.{weight}.{key}"][half].double() for side in (whole, back))
-            mean_square = float(b.square().mean())
-            p, a, f = movement(name, group, whole[f"model.{weight}"], mean_square)
-            moved += f * mean_square * p * p * b.numel()
-            erred += f * mean_square * float((w - v).square().sum() + a * a * (b - c).square().sum())
+            own = energies(name, group, whole[f"model.{weight}"], (w, v), (b, c))
+            moved, erred = moved + own[0], erred + own[1] + own[2]
     (row,) = rows_of(ckpt8.inspect(tmp_path / "run.ckpt8"))
     assert row["steps"] == pytest.approx(math.sqrt(erred / moved), rel=1e-5)
     assert 0.5 < row["steps"] <= 1
