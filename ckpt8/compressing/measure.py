@@ -415,12 +415,12 @@ class ChunkErrors:
 
 def exact_errors(unit: Unit, moment1: torch.Tensor) -> UnitErrors:
     """The errors of a unit that comes back bit for bit, from its first moments: how far one step moves it."""
-    square = _square_sum(moment1)
     if momentum_of(unit.parameter) is not None:
-        return UnitErrors(steps=_counted_by_momentum(unit, MomentumSums(square, count=len(moment1))))
+        sums = MomentumSums(_square_sum(moment1), count=len(moment1))
+        return UnitErrors(steps=_counted_by_momentum(unit, sums))
     if step_scales(unit.parameter) is None:
         return UnitErrors()
-    return UnitErrors(steps=scaled_steps(unit, StepError(square)))
+    return UnitErrors(steps=scaled_steps(unit, StepError(_square_sum(moment1))))
 
 
 def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, MomentError]) -> MomentumSums:
