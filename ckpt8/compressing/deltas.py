@@ -88,7 +88,7 @@ class OpenBase(Closing):
         try:
             return self.reader.parts_under(codec, storage, chunk)
         except InputError as exc:
-            raise BrokenBaseError(str(exc)) from exc
+            raise BrokenBaseError(exc.problem) from exc
 
     def record(self, target: Path) -> BaseRecord:
         """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode.
@@ -108,7 +108,7 @@ def check_base(record: BaseRecord | None, target: Path) -> None:
         try:
             find_base(target, record)
         except InputError as exc:
-            raise BrokenBaseError(str(exc)) from exc
+            raise BrokenBaseError(exc.problem) from exc
 
 
 _STEP = re.compile(r"\bglobal_step\d+")

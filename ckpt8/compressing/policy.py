@@ -114,12 +114,14 @@ class Budget:
         wanted = math.floor(4 * math.log2(step))
         return _in_range(min(wanted, most)), wanted > most
 
-    def momentum_step(self, error: float, rms: float) -> int:
+    def momentum_step(self, error: float, rms: float) -> int | None:
         """The k of ``lattice/2`` for the momentum of a tensor, ``rms`` the root mean square of it, above zero.
 
         ``error`` is the root mean square of its error; that is ``rms`` at most, and less where updates have a bound.
+        None where the smallest step is too large.
         """
-        return _in_range(math.floor(4 * math.log2(math.sqrt(12) * min(error, rms * min(1.0, self.u_max)))))
+        k = math.floor(4 * math.log2(math.sqrt(12) * min(error, rms * min(1.0, self.u_max))))
+        return None if k < LOWEST_K else _in_range(k)
 
 
 def carry(beta1: float, beta2: float) -> float:

@@ -329,7 +329,9 @@ def balance(plan: Plan) -> None:
 
 
 def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float, float]]:
-    """What weights and second moments of each optimizer leave of their shares, and the share of its first moments.
+    """What lattices and second moments of each optimizer leave of their shares, and the share that gives way.
+
+    That is the share of first moments whose steps are any number: they can take less.
 
     ``codecs`` are those of some storages in place of their own. What is left is below zero where steps are too large.
     """
@@ -345,7 +347,6 @@ def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float,
             elif isinstance(codec, VScaled):
                 moments += share.allowed
             elif isinstance(codec, MomentLattice):
-                moments += share.allowed
                 left += share.allowed - share.per_square * step_of(codec.k) ** 2
             shares[share.optimizer] = left, moments
     return shares
@@ -482,6 +483,9 @@ class _Spending:
                 sums = MomentumSums(first.total("square"), count=count)
                 error = momentum.error(one.step.lr, sums, allowed)
                 k = self._budget.momentum_step(error, math.sqrt(mean_square))
+                if k is None:
+                    self._note([stream], "its momentum is smaller than the smallest step of a lattice")
+                    continue
                 square = step_of(k) ** 2
                 moved = momentum.energies(one.step.lr, replace(sums, moment1=count * square / 12)).moment1
                 per_square = moved / square

@@ -56,7 +56,7 @@ class DamagedContainer(ContainerReader):
         try:
             links = self.links()
         except InputError as exc:
-            return str(exc)
+            return exc.problem
         return next((link.damage for link in links if isinstance(link, DamagedContainer) and link.damage), None)
 
     def lost_runs(self, storage: int) -> list[tuple[int, int]]:

@@ -377,8 +377,8 @@ def _allowed(size: int) -> int:
 def _is_manifest(stored: bytes, size: int) -> bool:
     """Whether a frame holds the JSON of a manifest in a container of ``size`` bytes."""
     with suppress(InputError):
-        parse_manifest(manifest_text(stored, ""), size, "")
-        return True
+        tree = parse_manifest(manifest_text(stored, ""), size, "")
+        return isinstance(tree, dict) and "storages" in tree
     return False
 
 

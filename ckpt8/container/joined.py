@@ -141,7 +141,9 @@ def _add(
     for record in own.parameters:
         storage, steps = min(record.moments.values(), default=-1), record.steps
         if steps is not None:
-            home, weight = names.get(storage, "").partition(_STATE)[0], steps.get("weight_storage")
+            # Groups of one optimizer that are counted by momentum have a number of their own.
+            home = names.get(storage, "").partition(_STATE)[0], "momentum" in steps
+            weight = steps.get("weight_storage")
             steps = steps | {
                 "optimizer": optimizers.setdefault(home, len(optimizers)),
                 "weight_storage": weight + first if isinstance(weight, int) else None,
@@ -194,7 +196,7 @@ class JoinedReader(Closing):
                 except InputError as exc:
                     if strict:
                         raise
-                    self.unread[name] = str(exc).removeprefix(f"{path / name}: ")
+                    self.unread[name] = exc.problem.removeprefix(f"{path / name}: ")
             self.readers = list(self.by_name.values())
             self.slices = {name: slices_of(reader.manifest) for name, reader in self.by_name.items()}
             self.objects = {name: objects_of(reader.manifest) for name, reader in self.by_name.items()}

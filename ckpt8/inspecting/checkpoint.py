@@ -224,9 +224,10 @@ class _Prediction:
     def _figures(self, error: StepError) -> dict[str, Any]:
         """The figures of an error; none where all lossy tensors are outside, and a drift of some of them is open."""
         records = [
-            {**(steps_record(parameter.step, error) or {}), "kind": parameter.rule.kind, "age": parameter.rule.step}
+            (steps_record(parameter.step, error) or {})
+            | ({"kind": parameter.rule.kind, "age": parameter.rule.step} if parameter.rule else {})
             for unit in self._plan.units
-            if (parameter := unit.parameter) and parameter.rule
+            if (parameter := unit.parameter) is not None
         ]
         figures, outside = step_figures(error, records), bool(_unpredicted(self._plan))
         if outside and not error.energy:

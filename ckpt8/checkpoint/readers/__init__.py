@@ -84,7 +84,9 @@ def is_plain_file(path: Path) -> bool:
         if not path.is_file() or not path.stat().st_size:
             return False
     with closing(SourceFile(ByteRange.of(path))) as file:
-        return match_reader(file) is not None
+        reader = match_reader(file)
+    # A container with a damaged head can look like safetensors.
+    return reader is not None and (path.suffix != CONTAINER or reader is not get_reader("safetensors"))
 
 
 def _as_source(path: Path) -> ByteRange:

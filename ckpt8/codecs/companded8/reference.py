@@ -57,7 +57,7 @@ def root_of_tile(x: torch.Tensor) -> torch.Tensor:
     numpy's takes an eighth of the time on a CPU; a GPU rounds correctly by itself.
     """
     if x.device.type != "cpu":
-        return x.sqrt()
+        return x.float().sqrt()
     with np.errstate(invalid="ignore"):
         return torch.from_numpy(np.sqrt(x.detach().float().numpy()))
 
