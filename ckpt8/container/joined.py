@@ -81,7 +81,7 @@ def join_manifests(
     joined = Manifest(
         first.writer, first.preset, first.rules, first.slab, first.frame, directory=directory, budget=first.budget
     )
-    optimizers: dict[str, int] = {}
+    optimizers: dict[tuple[str, bool], int] = {}
     for file, manifest in manifests:
         _add(joined, file, manifest, shapes, optimizers)
     return joined
@@ -92,9 +92,9 @@ def _add(
     file: str,
     own: Manifest,
     shapes: Mapping[str, Sequence[int]],
-    optimizers: dict[str, int],
+    optimizers: dict[tuple[str, bool], int],
 ) -> None:
-    """Add the manifest of one file. ``optimizers`` are the numbers of optimizers, by their place."""
+    """Add the manifest of one file. ``optimizers`` are the numbers of optimizers, by their place and whether momentum counts them."""
     first = len(joined.storages)
     names, places, tensors = dict[int, str](), dict[int, str](), dict[int, str]()
     for piece in own.slices:
