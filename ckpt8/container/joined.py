@@ -94,7 +94,10 @@ def _add(
     shapes: Mapping[str, Sequence[int]],
     optimizers: dict[tuple[str, bool], int],
 ) -> None:
-    """Add the manifest of one file. ``optimizers`` are the numbers of optimizers, by their place and whether momentum counts them."""
+    """Add the manifest of one file.
+
+    ``optimizers`` are the numbers of optimizers, by their place and by whether momentum counts them.
+    """
     first = len(joined.storages)
     names, places, tensors = dict[int, str](), dict[int, str](), dict[int, str]()
     for piece in own.slices:

@@ -373,7 +373,7 @@ def test_a_command_does_its_work_whatever_the_cache_is(run, tmp_path):
 
     assert compress() == ""
     files = kept(tmp_path / "home")
-    assert any(file.name.startswith("_split-") for file in files)
+    assert any(file.name.startswith("split-") for file in files)
     for file in files:
         os.truncate(file, 40)
     assert compress() == ""
