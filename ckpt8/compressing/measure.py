@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -106,8 +106,6 @@ def step_scales(parameter: Parameter | None) -> StepError | None:
     None unless its step is known and divides by second moments.
     """
     if parameter is None or (step := parameter.step) is None or (rule := parameter.rule) is None:
-        return None
-    if parameter.momentum is not None:
         return None
     if rule.kind == "came" and parameter.squares:
         carried = 0.0
@@ -272,9 +270,7 @@ class ErrorMeter:
         That is what its momentum counts, and the replay of its step: without all chunks the error of the update is
         unknown.
         """
-        sums, errors.momentum = errors.momentum, None
-        if sums is not None:
-            errors.steps = _counted_by_momentum(unit, sums)
+        count_by_momentum(unit, errors)
         replay = unit.parameter.replay if unit.parameter else None
         pieces, errors.pieces = errors.pieces, []
         if replay is None or errors.update is None or not pieces:
@@ -417,34 +413,31 @@ def exact_errors(unit: Unit, moment1: torch.Tensor) -> UnitErrors:
     """The errors of a unit that comes back bit for bit, from its first moments: how far one step moves it."""
     if momentum_of(unit.parameter) is not None:
         sums = MomentumSums(_square_sum(moment1), count=len(moment1))
-        return UnitErrors(steps=_counted_by_momentum(unit, sums))
+        errors = UnitErrors(momentum=sums)
+        count_by_momentum(unit, errors)
+        return errors
     if step_scales(unit.parameter) is None:
         return UnitErrors()
     return UnitErrors(steps=scaled_steps(unit, StepError(_square_sum(moment1))))
 
 
 def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, MomentError]) -> MomentumSums:
-    """The sums of a tile; ``energies`` are the errors of lossy moments."""
-    weight, at = unit.weight, {stream.index: k for k, stream in enumerate(unit.streams)}
+    """The sums of a tile; ``energies`` are the errors of lossy moments. What comes back as it was errs by nothing."""
+    at = {stream.index: k for k, stream in enumerate(unit.streams)}
     assert unit.parameter is not None  # noqa: S101 - it has the momentum
-    moment1 = unit.parameter.moments["moment1"]
-    here = pairs[at[moment1]][0]
-    error = energies[moment1] if moment1 in energies else MomentError(0.0, _square_sum(here))
-    moved = 0.0 if weight is None else _square_sum(pairs[at[weight]][1] - pairs[at[weight]][0])
-    return MomentumSums(error.sum_square, moved, error.sum_square_error, len(here))
+    moment1, weight, moved = unit.parameter.moments["moment1"], unit.weight, 0.0
+    error = energies.get(moment1) or MomentError(0.0, _square_sum(pairs[at[moment1]][0]))
+    if weight is not None and unit.streams[at[weight]].lossy:
+        here, there = pairs[at[weight]]
+        moved = _square_sum(there - here)
+    return MomentumSums(error.sum_square, moved, error.sum_square_error, len(pairs[0][0]))
 
 
-def _counted_by_momentum(unit: Unit, sums: MomentumSums) -> StepError:
-    """The error in steps of a unit from sums over all its elements. What comes back as it was errs by nothing."""
-    parameter = unit.parameter
-    assert parameter is not None and parameter.step is not None and parameter.momentum is not None  # noqa: S101, PT018
-    lossy = {stream.index for stream in unit.streams if stream.lossy}
-    error = parameter.momentum.energies(parameter.step.lr, sums)
-    return replace(
-        error,
-        weight=error.weight if parameter.step.weight in lossy else 0.0,
-        moment1=error.moment1 if parameter.moments["moment1"] in lossy else 0.0,
-    )
+def count_by_momentum(unit: Unit, errors: UnitErrors) -> None:
+    """Make the error in steps of the sums over a whole parameter, or over a sample of it, where momentum counts it."""
+    parameter, sums, errors.momentum = unit.parameter, errors.momentum, None
+    if sums is not None and parameter is not None and parameter.step is not None and parameter.momentum is not None:
+        errors.steps = parameter.momentum.energies(parameter.step.lr, sums)
 
 
 def scaled_steps(unit: Unit, sums: StepError) -> StepError:

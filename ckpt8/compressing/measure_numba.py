@@ -352,10 +352,8 @@ class BlockSums:
     def fits(unit: Unit) -> bool:
         """Whether the update of a unit, if it has one, divides by second moments; no steps are counted by momentum."""
         parameter = unit.parameter
-        if momentum_of(parameter) is not None:
-            return False
         if parameter is None or parameter.rule is None:
-            return True
+            return momentum_of(parameter) is None
         return parameter.rule.divisor_eps is not None and parameter.denominator is not None
 
     def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], *, fills: bool) -> int:

@@ -340,14 +340,12 @@ def left_over(plan: Plan, codecs: Mapping[int, Codec]) -> dict[int, tuple[float,
         share, codec = plan.shares.get(stream.index), codecs.get(stream.index, stream.codec)
         if share is not None:
             left, moments = shares[share.optimizer]
-            if isinstance(codec, Lattice):
+            if isinstance(codec, DitheredLattice):
                 left += share.allowed - share.per_square * step_of(codec.k) ** 2
             elif isinstance(codec, RowColumnLog):
                 left += share.allowed - share.per_square * codec.S**2
             elif isinstance(codec, VScaled):
                 moments += share.allowed
-            elif isinstance(codec, MomentLattice):
-                left += share.allowed - share.per_square * step_of(codec.k) ** 2
             shares[share.optimizer] = left, moments
     return shares
 

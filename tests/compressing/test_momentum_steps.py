@@ -457,3 +457,16 @@ def test_a_matrix_too_large_to_replay_has_its_steps(tmp_path):
     (row,) = rows_of(ckpt8.inspect(tmp_path / "run.ckpt8"))
     assert_row(row, in_float64("Muon", tree, ckpt8.load(tmp_path / "run.ckpt8"), [["w"]]))
     assert 0.8 < row["steps"] <= 1
+    torch.save(tree, tmp_path / "run.pt")
+    predicted = ckpt8.inspect(tmp_path / "run.pt")["predicted"]["archive"]
+    assert (predicted["steps"] > 0, predicted["drift"]) == (True, None)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Lion"])
+def test_a_momentum_below_the_smallest_step_of_a_lattice_keeps_flash(name, tmp_path):
+    tree, _ = trained(name)
+    for state in tree["optimizer"]["state"].values():
+        next(x for x in state.values() if isinstance(x, torch.Tensor)).mul_(1e-33)
+    manifest = ckpt8.save(tree, tmp_path / "run.ckpt8", budget=1)
+    codecs = {each.codec["id"] for each in manifest.storages if each.role is Role.MOMENT1 and each.numel > 1000}
+    assert codecs <= {"companded8/1", "lossless/1"}
