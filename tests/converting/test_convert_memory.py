@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 WIDTH, LAYERS = 3584, 4
 BOUND = 300e6
 
-SETUP = """import ckpt8.converting.convert, ckpt8.converting.writers.torch_zip, ckpt8.converting.writers.flashoptim
+SETUP = """import ckpt8.converting.convert, ckpt8.converting.writers.torch_zip
+import ckpt8.converting.writers.dcp, ckpt8.converting.writers.flashoptim
 """
 CODE = """
 report = ckpt8.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], dtype=sys.argv[4] or None, threads=2)
