@@ -16,7 +16,7 @@ from torch.optim import SGD, Muon
 
 import ckpt8
 from ckpt8.compressing import lockstep, spending
-from ckpt8.container.steps import CAPPED, UNCOUNTED, UNPREDICTED
+from ckpt8.container.steps import CAPPED, MOMENTUM, NOISE, RISE, UNCOUNTED
 from ckpt8.core import backend
 from ckpt8.core.tensors import Role
 
@@ -120,7 +120,7 @@ def energies(name, group, weight, weights, momentum):
 
 
 def in_float64(name, was, there, names):
-    """Steps, and their parts of weights and momentum, of the first optimizer but for groups of AdamW."""
+    """Steps, their parts of weights and momentum, and drift, of the first optimizer but for groups of AdamW."""
     first = [
         tree["optimizer"][0] if isinstance(tree["optimizer"], list) else tree["optimizer"] for tree in (was, there)
     ]
@@ -141,8 +141,10 @@ def in_float64(name, was, there, names):
                 continue
             own = energies(name, group, w, (w, restored), (b, decoded))
             moved, weights, moments = moved + own[0], weights + own[1], moments + own[2]
+    energy = weights + moments
     return {
-        "steps": math.sqrt((weights + moments) / moved),
+        "drift": MOMENTUM * (NOISE * math.sqrt(energy) + RISE * energy / math.sqrt(moved)),
+        "steps": math.sqrt(energy / moved),
         "weight": math.sqrt(weights / moved),
         "moment1": math.sqrt(moments / moved),
     }
@@ -154,9 +156,9 @@ def rows_of(facts):
 
 
 def assert_row(row, expected):
-    assert {part: row[part] for part in expected} == pytest.approx(expected, rel=1e-5)
+    found = {part: row[part]["mean"] if part == "drift" else row[part] for part in expected}
+    assert found == pytest.approx(expected, rel=1e-5)
     assert row["moment2"] == 0
-    assert row["drift"] is None
 
 
 OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15}, "5": {"budget": 5}}
@@ -192,8 +194,7 @@ def test_figures_are_what_the_decoded_tensors_say(name, dtype, option, small, tm
     assert row["parameters"] == sum(not name.startswith("Muon") or "bias" not in key for key in names[0])
     assert_row(row, in_float64(name, tree, ckpt8.load(tmp_path / "run.ckpt8"), names))
     assert manifest.error_in_steps == facts["steps"]["steps"]
-    assert manifest.expected_drift is None
-    assert UNPREDICTED in repr(manifest)
+    assert (facts["steps"]["drift"]["low"], facts["steps"]["drift"]["high"]) == manifest.expected_drift
     budget = facts["steps"]["budget"]
     if budget is not None:
         assert facts["steps"]["outside"] == facts["steps"]["fallbacks"] == []
@@ -459,7 +460,7 @@ def test_a_matrix_too_large_to_replay_has_its_steps(tmp_path):
     assert 0.8 < row["steps"] <= 1
     torch.save(tree, tmp_path / "run.pt")
     predicted = ckpt8.inspect(tmp_path / "run.pt")["predicted"]["archive"]
-    assert (predicted["steps"] > 0, predicted["drift"]) == (True, None)
+    assert predicted["drift"]["mean"] == pytest.approx(row["drift"]["mean"], rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["SGD", "Lion"])

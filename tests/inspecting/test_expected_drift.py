@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from ckpt8.codecs.error_stats import StepError
-from ckpt8.container.steps import NOISE, RISE, expected_drift
+from ckpt8.container.steps import MOMENTUM, NOISE, RISE, expected_drift
 
 BENCH = Path(__file__).parents[2] / "fixtures/bench"
 RUNS = json.loads((BENCH / "drift.json").read_text())
@@ -85,3 +86,21 @@ def test_an_unstable_run_of_came_drifts_about_as_far_from_noise_alone():
     (noise,) = (case["drift"] for case in RUNS["cases"] if case["case"] == f"{run} at 300: weights off by 1e-7")
     assert max(came_ratios([run])) > 10
     assert max(came_ratios([run], noise=noise)) <= 2.5
+
+
+@pytest.mark.parametrize("factor", ["optimizer", "phase", "batch"])
+def test_one_factor_covers_nine_of_ten_runs_of_sgd_lion_and_muon_that_it_was_not_fitted_to(factor, monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    from drifting.momentum_table import error_of, fitted, left_out, points
+
+    results = json.loads((BENCH / "momentum.json").read_text())
+    known = points(results)
+    counts = Counter(point.optimizer for point in known)
+    assert set(counts) == {"SGD", "Lion", "Muon"}
+    assert min(counts.values()) >= 12
+    covered = [0.5 <= ratio <= 2 for _, ratio in left_out(known, lambda point: getattr(point, factor))]
+    assert sum(covered) >= 0.9 * len(covered)
+    assert fitted(known) == pytest.approx(MOMENTUM, rel=0.02)
+    (case,) = (found for found in results["cases"] if found["case"] == "Lion at 300: archive")
+    found = expected_drift(error_of(case), [{"momentum": "known"}])
+    assert found.low < case["drift"] < found.high

@@ -147,6 +147,7 @@ CIRCUMSTANCES = {
     "a plain run": ({}, "8.5e-05 expected, 4.25e-05 to 0.00017"),
     # Unstable runs of CAME drift further, and no checkpoint tells which are.
     "came": ({"kind": "came"}, "0.0014 expected, 4.25e-05 to 0.00281 or more"),
+    "momentum alone": ({"momentum": "estimate"}, "0.000118 expected, 5.91e-05 to 0.000236"),
     "a usual decay": ({"rate": 1e-3, "decay": 0.1}, "8.5e-05 expected, 4.24e-05 to 0.00017"),
     "a decay that ends errors": ({"rate": 1e-3, "decay": 50.0}, "8.5e-05 expected, 1.35e-05 to 0.00017"),
     "a decay in the gradient": ({"rate": 1e-3, "coupled_decay": 1.0}, "8.5e-05 expected, up to 0.00017"),
