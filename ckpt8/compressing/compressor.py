@@ -142,7 +142,7 @@ def fill_manifest(manifest: Manifest, source: Bundle, plan: Plan, results: Resul
 
 def _place_of_state(plan: Plan, unit: Unit) -> int:
     """Where the state of the parameter of a unit begins in the source."""
-    index = min(stream.index for stream in unit.streams if stream.index != unit.weight)
+    index = min((stream.index for stream in unit.streams if stream.index != unit.weight), default=unit.streams[0].index)
     return plan.by_index[index].storage.offset
 
 
@@ -152,7 +152,7 @@ def steps_record(step: OptimizerStep | None, error: StepError | None) -> dict[st
         return None
     stated = {} if step.stated_lr in (None, step.lr) else {"stated_rate": step.stated_lr}
     decay = {"coupled_decay" if step.is_coupled else "decay": step.decay} if step.decay else {}
-    measure = {} if step.by_momentum is None else {"momentum": step.by_momentum}
+    measure = {key: value for key, value in (("momentum", step.by_momentum), ("origin", step.by_size)) if value}
     place = {"optimizer": step.optimizer, "weight_storage": step.weight}
     return {**place, "rate": step.lr, **stated, **decay, **measure, **error.to_json()}
 

@@ -37,8 +37,9 @@ from ckpt8.codecs.lattice import Lattice, MomentLattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
 from ckpt8.compressing.momentum import Momentum, MomentumSums
-from ckpt8.compressing.plan import Measured, Parameter, Refusal, Share, Unit, read_factors, read_tensor
+from ckpt8.compressing.plan import Measured, Parameter, Refusal, Share, Unit, read_factors, read_roots, read_tensor
 from ckpt8.compressing.policy import carry
+from ckpt8.compressing.relative import RelativeSums, SecondRoots
 from ckpt8.core.tensors import Parts, Role
 
 if TYPE_CHECKING:
@@ -57,14 +58,15 @@ class UnitErrors:
 
     ``steps`` is its error in the measure of a budget, of exact parameters too: their steps count in those of the file.
     Those of a replayed step are known of exact moments too: its figure is that of all parameters, as in a replay.
-    Empty where nothing is measured. ``momentum`` and ``pieces`` wait for ``ErrorMeter.finish``: what an element counts,
-    or a step, takes the whole parameter.
+    Empty where nothing is measured. ``momentum``, ``relative`` and ``pieces`` wait for ``ErrorMeter.finish``: what an
+    element counts, or a step, takes the whole parameter.
     """
 
     streams: dict[int, ErrorStats] = field(default_factory=dict)
     update: UpdateError | None = None
     steps: StepError | None = None
     momentum: MomentumSums | None = None
+    relative: RelativeSums | None = None
     pieces: list[tuple[Moments, Moments]] = field(default_factory=list)
 
     @classmethod
@@ -80,6 +82,7 @@ class UnitErrors:
             UpdateError() if moved else None,
             StepError() if in_steps else None,
             MomentumSums() if by_momentum else None,
+            RelativeSums() if parameter is not None and parameter.step and parameter.relative else None,
         )
 
     def merge(self, later: UnitErrors) -> None:
@@ -93,6 +96,8 @@ class UnitErrors:
             self.steps.merge(later.steps)
         if self.momentum is not None and later.momentum is not None:
             self.momentum.merge(later.momentum)
+        if self.relative is not None and later.relative is not None:
+            self.relative.merge(later.relative)
 
 
 def momentum_of(parameter: Parameter | None) -> Momentum | None:
@@ -247,14 +252,15 @@ def excess(
 
 
 class _Factors(NamedTuple):
-    """CAME's factored terms: its confidence, and 1 / sqrt(v) from its second moments."""
+    """CAME's factored terms: its confidence, and 1 / sqrt(v) from its second moments. Adafactor's sqrt(v)."""
 
     confidence: Confidence | None = None
     squares: Confidence | None = None
+    roots: SecondRoots | None = None
 
 
 class ErrorMeter:
-    """Measures units of one checkpoint. Thread-safe; keeps CAME's factored statistics of the last parameter."""
+    """Measures units of one checkpoint. Thread-safe; keeps the factored statistics of the last parameter."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -267,10 +273,10 @@ class ErrorMeter:
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Take what takes the whole parameter, once all chunks of ``unit`` are merged into ``errors``.
 
-        That is what its momentum counts, and the replay of its step: without all chunks the error of the update is
-        unknown.
+        That is what its momentum counts, or the size of its weights, and the replay of its step: without all chunks the
+        error of the update is unknown.
         """
-        count_by_momentum(unit, errors)
+        count_steps(unit, errors)
         replay = unit.parameter.replay if unit.parameter else None
         pieces, errors.pieces = errors.pieces, []
         if replay is None or errors.update is None or not pieces:
@@ -286,16 +292,18 @@ class ErrorMeter:
         errors.update = update_error(*updates, 1.0)
 
     def _factors(self, parameter: Parameter | None) -> _Factors:
-        """CAME's factored terms; none of them for other rules."""
-        if parameter is None or not parameter.confidence:
+        """The factored terms of CAME or Adafactor; none of them for other rules."""
+        if parameter is None or not (parameter.confidence or parameter.relative):
             return _Factors()
         last = self._last  # another thread may replace it at any time
-        if last is None or last[0] is not parameter:
+        if (last is None or last[0] is not parameter) and parameter.relative:
+            self._last = last = (parameter, _Factors(roots=read_roots(self._checkpoint, parameter)))
+        elif last is None or last[0] is not parameter:
             factors = [
                 read_factors(self._checkpoint, parameter, pair) if pair else None
                 for pair in (parameter.confidence, parameter.squares if parameter.step else ())
             ]
-            self._last = last = (parameter, _Factors(*factors))
+            self._last = last = (parameter, _Factors(factors[0], factors[1]))
         return last[1]
 
 
@@ -342,6 +350,10 @@ class ChunkErrors:
             sides.append(roots or (x, y))
         if self._errors.momentum is not None:
             self._errors.momentum.merge(_momentum_sums(self._unit, pairs, energies))
+        if self._errors.relative is not None and self._factors.roots is not None:
+            elements = first + done, first + len(originals[0])
+            second = self._factors.roots.at(*elements, originals[0].device)
+            self._errors.relative.merge(_relative_sums(pairs[0], second))
         self._add_update(first + done, pairs, sides, energies)
 
     def result(self) -> UnitErrors:
@@ -414,7 +426,7 @@ def exact_errors(unit: Unit, moment1: torch.Tensor) -> UnitErrors:
     if momentum_of(unit.parameter) is not None:
         sums = MomentumSums(_square_sum(moment1), count=len(moment1))
         errors = UnitErrors(momentum=sums)
-        count_by_momentum(unit, errors)
+        count_steps(unit, errors)
         return errors
     if step_scales(unit.parameter) is None:
         return UnitErrors()
@@ -433,11 +445,25 @@ def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, Mom
     return MomentumSums(error.sum_square, moved, error.sum_square_error, len(pairs[0][0]))
 
 
-def count_by_momentum(unit: Unit, errors: UnitErrors) -> None:
-    """Make the error in steps of the sums over a whole parameter, or over a sample of it, where momentum counts it."""
-    parameter, sums, errors.momentum = unit.parameter, errors.momentum, None
-    if sums is not None and parameter is not None and parameter.step is not None and parameter.momentum is not None:
-        errors.steps = parameter.momentum.energies(parameter.step.lr, sums)
+def _relative_sums(weight: Pair, roots: torch.Tensor) -> RelativeSums:
+    """The sums of a tile of weights; ``roots`` are sqrt(v). What comes back as it was errs by nothing."""
+    here, there = weight
+    return RelativeSums(_square_sum(here), _square_sum(roots), _square_sum((there - here).mul_(roots)), len(here))
+
+
+def count_steps(unit: Unit, errors: UnitErrors) -> None:
+    """Make the error in steps of sums over a whole parameter, or over a sample of it.
+
+    That is where its momentum or the size of its weights counts it.
+    """
+    parameter = unit.parameter
+    by_momentum, by_size, errors.momentum, errors.relative = errors.momentum, errors.relative, None, None
+    if parameter is None or parameter.step is None:
+        return
+    if by_momentum is not None and parameter.momentum is not None:
+        errors.steps = parameter.momentum.energies(parameter.step.lr, by_momentum)
+    if by_size is not None and parameter.relative is not None:
+        errors.steps = parameter.relative.energies(parameter.step.lr, by_size)
 
 
 def scaled_steps(unit: Unit, sums: StepError) -> StepError:

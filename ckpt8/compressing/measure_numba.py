@@ -350,10 +350,10 @@ class BlockSums:
 
     @staticmethod
     def fits(unit: Unit) -> bool:
-        """Whether the update of a unit, if it has one, divides by second moments; no steps are counted by momentum."""
+        """Whether the update of a unit, if it has one, divides by second moments; no steps are counted otherwise."""
         parameter = unit.parameter
         if parameter is None or parameter.rule is None:
-            return momentum_of(parameter) is None
+            return momentum_of(parameter) is None and (parameter is None or parameter.relative is None)
         return parameter.rule.divisor_eps is not None and parameter.denominator is not None
 
     def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], *, fills: bool) -> int:

@@ -5,7 +5,7 @@ its unit where the source says which it is, and where its elements lie as those 
 ends before the padding of its moments, zeros have to follow it in its storage. Nothing is guessed from values.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
 from ckpt8.compressing.momentum import Momentum
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, views_of
+from ckpt8.compressing.relative import RelativeStep, shape_of
 from ckpt8.container.steps import COUNTED, UNCOUNTED
 from ckpt8.core.tensors import DType
 from ckpt8.optim.cards import Card, Form
@@ -35,7 +36,10 @@ def find_parameters(
     streams: Mapping[str, Stream],
     views: Mapping[int, list[NamedTensor]],
 ) -> list[Parameter]:
-    """The parameters whose moments fill storages of their own. ``streams`` are by the key that ``states`` use."""
+    """The parameters whose moments fill storages of their own, and those of Adafactor.
+
+    ``streams`` are by the key that ``states`` use.
+    """
     parameters, storages = [], {key: stream.storage for key, stream in streams.items()}
     groups: dict[int, tuple[Mapping[Any, Any], Mapping[Any, Any]]] = {}
     for saved in states:
@@ -53,7 +57,21 @@ def find_parameters(
             if owned and len({(ref.shape, ref.stride) for ref in refs.values()}) == 1:
                 parameters.append(_parameter(streams, state, refs, slots, optimizer))
                 break
+        else:
+            parameters += _relative(streams, state)
     return parameters
+
+
+def _relative(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[Parameter]:
+    """The parameter of a matrix of torch's Adafactor, which has statistics for moments; nothing for other states."""
+    keys = ("row_var", "col_var")
+    statistics = [ref for key in keys if isinstance(ref := saved.state.get(key), TensorRef)]
+    step = RelativeStep.of(saved.state, saved.group, saved.state.get("step"))
+    if step is None or saved.whole or saved.state.keys() - SIDE_STATE != set(keys):
+        return
+    if (shape := shape_of(*statistics)) is not None and not any(streams[ref.key].lossy for ref in statistics):
+        squares = [(streams[ref.key].storage, ref) for ref in statistics]
+        yield Parameter(saved.name, {}, None, "its state has no first moment", shape, squares=squares, relative=step)
 
 
 def _replayed_slots(card_and_form: tuple[Card, Form] | None) -> Mapping[str, str]:
@@ -205,7 +223,8 @@ _LEAST_SHARE = 0.1
 
 def attach_steps(plan: Plan, bundle: Bundle) -> None:
     """Give every parameter of ``plan`` its step, or the reason why it has none, and join weights into their units."""
-    if parameters := [unit.parameter for unit in plan.units if unit.parameter is not None]:
+    parameters = [unit.parameter for unit in plan.units if unit.parameter is not None]
+    if parameters := parameters + [parameter for parameter in plan.parameters if parameter.relative]:
         steps = _Steps(plan, bundle, parameters)
         plan.parameters, plan.stepless = [steps.with_step(parameter) for parameter in parameters], steps.stepless
 
@@ -227,13 +246,16 @@ class _Steps:
         """The parameter with its step, or without one and with the reason."""
         if parameter.rule_beside_master is not None:
             parameter = replace(parameter, rule=parameter.rule_beside_master, reason=None)
-        keys = (self._streams[index].storage.key for index in parameter.moments.values())
+        keys = [self._streams[index].storage.key for index in parameter.moments.values()]
+        keys += [storage.key for storage, _ in parameter.squares]
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
         step = _step(parameter, state)
         if parameter.momentum is not None and not isinstance(step, str):
             # Muon has groups that AdamW steps: each has a budget of its own.
             own = step.optimizer + self._optimizers
             step = replace(step, optimizer=own, by_momentum=parameter.momentum.origin)
+        elif parameter.relative is not None and not isinstance(step, str):
+            step = replace(step, by_size=parameter.relative.origin)
         if isinstance(step, str):
             if state.weight is not None:
                 index = self._index[state.weight.key]
@@ -241,7 +263,9 @@ class _Steps:
             return replace(parameter, stepless=step)
         weight = self._weight(parameter, state)
         if isinstance(weight, str):
-            return replace(parameter, step=replace(step, unpaired=weight))
+            # Without moments there is nothing else to count.
+            known = None if parameter.relative else replace(step, unpaired=weight)
+            return replace(parameter, step=known, stepless=weight if known is None else None)
         self._taken.add(weight)
         return replace(parameter, step=replace(step, weight=weight))
 
@@ -250,7 +274,9 @@ class _Steps:
         ref = state.weight
         if ref is None:
             return state.unpaired or "its weight is not known"
-        (moment,) = (view.ref for view in self._views[next(iter(parameter.moments.values()))])
+        moment = TensorRef.whole("", ref.dtype, parameter.shape)
+        for first in list(parameter.moments.values())[:1]:
+            (moment,) = (view.ref for view in self._views[first])
         index = self._index[ref.key]
         if index in self._masters:
             index = self._masters[index]
@@ -289,12 +315,13 @@ class _Steps:
 def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     """The step with no weight yet, or why it is not known."""
     group = state.group
-    if parameter.momentum is None and (parameter.rule is None or parameter.rule.kind not in COUNTED):
+    has_betas = parameter.momentum is None and parameter.relative is None
+    if has_betas and (parameter.rule is None or parameter.rule.kind not in COUNTED):
         return parameter.reason or UNCOUNTED
     lr = _rate(group)
     if isinstance(lr, str):
         return lr
-    betas = setting(group, "betas") if parameter.momentum is None else (0.0, 0.0)
+    betas = setting(group, "betas") if has_betas else (0.0, 0.0)
     numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
     known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
     if len(known) != 2:

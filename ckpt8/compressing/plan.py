@@ -18,6 +18,7 @@ from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRe
 from ckpt8.codecs import Codec
 from ckpt8.compressing.momentum import Momentum
 from ckpt8.compressing.policy import LOSSLESS
+from ckpt8.compressing.relative import RelativeStep, SecondRoots
 from ckpt8.container import header
 from ckpt8.container.steps import COPY, Origin
 from ckpt8.core.log import log
@@ -49,7 +50,8 @@ class OptimizerStep:
 
     ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
     least a tenth of the initial one where that is known, and above zero; ``stated_lr`` is what the group says.
-    Where steps are counted by momentum, ``by_momentum`` says what is known of them, and the betas are 0.
+    Where steps are counted by momentum, ``by_momentum`` says what is known of them, and the betas are 0; where they go
+    with the size of the weights, ``by_size`` does.
     ``decay`` is the weight decay, which ``is_coupled`` where it is part of the gradient. ``weight`` is the stream whose
     elements are its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
     """
@@ -64,6 +66,7 @@ class OptimizerStep:
     decay: float = 0.0
     is_coupled: bool = False
     by_momentum: Origin | None = None
+    by_size: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +74,12 @@ class Parameter:
     """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
 
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME's confidence, ``squares`` those of its second moments, each with its storage; ``has_some_rows``
-    says whether they are those of a slice without all rows. ``replay`` is there
+    statistics of CAME's confidence, ``squares`` those of its or Adafactor's second moments, each with its storage;
+    ``has_some_rows`` says whether they are those of a slice without all rows. ``replay`` is there
     if the rule is ``replayed``. ``step`` is there where anything is lossy, and rule and learning rate are known, else
     ``stepless`` says why it is not; its weight is then a stream of the same unit. ``momentum`` is there for a rule
-    without second moments whose steps are counted by its momentum. ``rule_beside_master`` is the rule of a state
-    without the master that makes ``rule`` unknown.
+    without second moments whose steps are counted by its momentum, ``relative`` for Adafactor, which has no moments of
+    full size. ``rule_beside_master`` is the rule of a state without the master that makes ``rule`` unknown.
     """
 
     name: str
@@ -92,10 +95,11 @@ class Parameter:
     rule_beside_master: UpdateRule | None = None
     has_some_rows: bool = False
     momentum: Momentum | None = None
+    relative: RelativeStep | None = None
 
     @property
     def streams(self) -> set[int]:
-        """The indices of all streams that are read together."""
+        """The indices of all streams that are read together; none for Adafactor where the weight is unknown."""
         storages = {*self.moments.values(), *(self.replay.state.values() if self.replay else ())}
         return storages if self.step is None or self.step.weight is None else storages | {self.step.weight}
 
@@ -293,13 +297,19 @@ def read_factors(
     return Confidence(rows, columns, has_some_rows=parameter.has_some_rows)
 
 
+def read_roots(source: Checkpoint, parameter: Parameter) -> SecondRoots:
+    """sqrt(v) of a parameter of Adafactor. Raises InputError."""
+    rows, columns = (read_tensor(source, *where) for where in parameter.squares)
+    return SecondRoots(rows.squeeze(-1), columns.squeeze(-2))
+
+
 def join(streams: Iterable[Stream], parameters: Iterable[Parameter]) -> list[Unit]:
     """Put the moments of each parameter into one unit; return the units in the order of the source."""
     rest = {stream.index: stream for stream in streams}
     units = [
         Unit(tuple(rest.pop(index) for index in sorted(parameter.streams)), parameter)
         for parameter in parameters
-        if parameter.streams <= rest.keys()
+        if parameter.streams and parameter.streams <= rest.keys()
     ]
     units += [Unit((stream,)) for stream in rest.values()]
     return sorted(units, key=lambda unit: unit.streams[0].storage.offset)

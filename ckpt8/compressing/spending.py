@@ -41,8 +41,20 @@ from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
 from ckpt8.compressing.momentum import Momentum, MomentumSums
 from ckpt8.compressing.parameters import is_plain
-from ckpt8.compressing.plan import Measured, OptimizerStep, Parameter, Plan, Share, Stream, Unit, read_factors, views_of
+from ckpt8.compressing.plan import (
+    Measured,
+    OptimizerStep,
+    Parameter,
+    Plan,
+    Share,
+    Stream,
+    Unit,
+    read_factors,
+    read_roots,
+    views_of,
+)
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
+from ckpt8.compressing.relative import RelativeSums
 from ckpt8.container.frames import FRAME
 from ckpt8.container.steps import CAPPED, NO_BUDGET, NO_PARAMETER, UNMOVED
 from ckpt8.core.errors import UsageError
@@ -221,8 +233,8 @@ _LEAST_ROWS = 16
 """Matrices of fewer rows get no column factors: these would cost more than they save."""
 
 
-_BY_MOMENTUM = UpdateRule("momentum")
-"""The rule of a parameter whose steps are counted by its momentum, where no step is replayed."""
+_UNRULED = UpdateRule("momentum")
+"""The rule of a parameter whose steps are counted by its momentum or its size, where no step is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +242,7 @@ class _Stepped:
     """A parameter with the step that moves it.
 
     ``free`` are the streams of its unit whose codecs the budget may choose. ``factored`` are the second moments of a
-    parameter that has only their row and column statistics.
+    parameter of CAME, which has only their row and column statistics; ``second`` is the sum of those of Adafactor.
     """
 
     parameter: Parameter
@@ -239,9 +251,19 @@ class _Stepped:
     free: Sequence[Stream]
     numel: int
     factored: Factored | None
+    second: float = 0.0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether what one step moves is no sum over its elements."""
+        parameter = self.parameter
+        return parameter.relative is not None or (parameter.momentum is not None and parameter.momentum.by_value)
 
     def energy(self, first: Spread) -> float:
-        """What one step moves, from how the first moments are spread."""
+        """What one step moves, from how the first moments are spread; from the weights of Adafactor."""
+        if self.parameter.relative is not None:
+            known = RelativeSums(first.total("square"), self.second, count=first.numel)
+            return self.parameter.relative.energies(self.step.lr, known).step
         if self.parameter.momentum is not None:
             sums = MomentumSums(first.total("square"), count=first.numel)
             return self.parameter.momentum.energies(self.step.lr, sums).step
@@ -252,9 +274,12 @@ class _Stepped:
         return self.factored.roots if self.factored else second.total("root")
 
     def sample(self, streams: Mapping[int, Stream]) -> tuple[Sample, Sample, Sample]:
-        """What is sampled: first moments as steps of the weight, second moments, and weights that are free."""
+        """What is sampled: first moments as steps of the weight, second moments, and weights that are free.
+
+        In place of first moments that Adafactor does not have it is weights.
+        """
         moments, denominator = self.parameter.moments, self.parameter.denominator
-        first = [streams[moments["moment1"]]]
+        first = [streams[index] for index in (moments.get("moment1", self.step.weight),) if index is not None]
         second = [] if denominator is None or self.factored else [streams[moments[denominator]]]
         weight = [stream for stream in self.free if stream.index == self.step.weight]
         return Sample(first, self.factored.weigh if self.factored else None), Sample(second), Sample(weight)
@@ -371,6 +396,8 @@ class _Spending:
             for one, first, second, weight in optimizer.large:
                 if optimizer.energy and one.parameter.momentum is not None:
                     self._spend_by_momentum(optimizer, one, one.parameter.momentum, first, weight)
+                elif optimizer.energy and one.parameter.relative is not None:
+                    self._spend_by_size(optimizer, one, weight)
                 elif optimizer.energy and optimizer.roots:
                     self._spend(optimizer, one, first, second, weight)
                 else:
@@ -392,12 +419,18 @@ class _Spending:
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
             return None
         rule = parameter.rule
-        if parameter.step is None or (rule is None and parameter.momentum is None):
+        if parameter.step is None or (rule is None and parameter.momentum is None and parameter.relative is None):
             self._note(free, parameter.reason or parameter.stepless or "the step of its optimizer is unknown")
             return None
         factored = Factored.of(self._source, parameter)
         divides = rule is not None and rule.divisor_eps is not None and parameter.denominator is not None
-        stepped = _Stepped(parameter, rule or _BY_MOMENTUM, parameter.step, free, unit.numel, factored)
+        second = read_roots(self._source, parameter).total if parameter.relative else 0.0
+        stepped = _Stepped(parameter, rule or _UNRULED, parameter.step, free, unit.numel, factored, second)
+        if parameter.relative is not None:
+            if math.isfinite(second):
+                return stepped
+            self._keep(stepped, "its second moments hold NaN or Inf")
+            return None
         if "moment1" not in parameter.moments or not (divides or factored or parameter.momentum is not None):
             self._keep(stepped, "its optimizer does not divide by second moments")
             return None
@@ -427,7 +460,7 @@ class _Spending:
         groups: list[list[_Stepped]] = []
         for one in stepped:
             momentum = one.parameter.momentum
-            if one.free or one.factored or one.numel > SAMPLE or (momentum is not None and momentum.by_value):
+            if one.free or one.factored or one.numel > SAMPLE or one.is_alone:
                 groups.append([one])
             else:
                 small[one.step.optimizer, one.step.lr, one.rule.bias1, momentum].append(one)
@@ -441,7 +474,8 @@ class _Spending:
                 optimizer.add(group[0], first, second)
                 optimizer.large.append((group[0], first, second, weight))
             else:
-                self._keep(group[0], "its moments hold NaN or Inf")
+                of = "weights" if group[0].parameter.relative else "moments"
+                self._keep(group[0], f"its {of} hold NaN or Inf")
         return optimizers
 
     def _spend(self, optimizer: _Optimizer, one: _Stepped, first: Spread, second: Spread, weight: Spread) -> None:
@@ -489,6 +523,17 @@ class _Spending:
                 per_square = moved / square
                 self._plan.shares[stream.index] = Share(one.step.optimizer, allowed, per_square)
                 self._take(stream, MomentLattice(k, self._sampler.salt(stream.index)))
+
+    def _spend_by_size(self, optimizer: _Optimizer, one: _Stepped, weight: Spread) -> None:
+        """Give the weights of a parameter of Adafactor their part of the budget, and choose their codec."""
+        steps = self._budget.steps
+        for stream in one.free:
+            allowed = steps**2 * optimizer.energy * one.numel / optimizer.numel
+            self._plan.shares[stream.index] = Share(one.step.optimizer, allowed)
+            if one.second:
+                self._take(stream, *self._weight(optimizer, steps, one.second / one.numel, stream, weight))
+            else:
+                self._note([stream], "its second moments are zero")
 
     def _take(self, stream: Stream, codec: Codec | str, reason: str | None = None) -> None:
         """Give a stream a codec that takes its type, and note the ``reason``, or why where there is none."""

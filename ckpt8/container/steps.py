@@ -23,6 +23,7 @@ Second moments and rates do not tell everything in four cases, where the interva
 
 Optimizers whose steps are counted by momentum, see ``compressing.momentum``, drift MOMENTUM times as far, by runs of
 SGD, Lion and Muon in ``fixtures/bench/momentum.json``. AdamW that steps beside Muon is within that factor.
+No drift is predicted of Adafactor, whose steps go with the size of the weights, see ``compressing.relative``.
 
 CAME amplifies differences: within sixty steps they grow by a factor that depends on the run, and that no checkpoint
 states. Two stable runs, stored eight times, drifted 1.8 to 13 times as far as others would, and up to 25 times when
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from ckpt8.container.manifest import Manifest, ParameterRecord, StorageRecord
 
 Origin = Literal["known", "estimate"]
-"""What a step is that is counted by momentum."""
+"""What a step is that does not follow from first and second moments."""
 
 COUNTED = ("adam", "stable_adamw", "came")
 """The kinds of update rules with second moments whose steps errors are measured in."""
@@ -58,6 +59,7 @@ UNMOVED = "no optimizer in the file is known to update these weights"
 _UNSTEPPED = "no optimizer in the file is known to update these weights, or its step is not stated"
 _NO_STEP = "an earlier ckpt8 wrote the file, or its optimizer states no betas or no learning rate above zero"
 _NO_STATE = "it is neither a weight nor a moment"
+UNPREDICTED = "no loss drift is predicted for this optimizer"
 NO_BUDGET = "no budget: "
 """Begins the reason why a storage keeps the codec of the preset under a budget."""
 
@@ -131,7 +133,8 @@ def error_in_words(figures: Mapping[str, Any] | None) -> str:
     if figures is None or not figures["changed"]["of"]:
         return "none, every tensor comes back bit for bit"
     if figures["steps"] is not None:
-        return f"{figures['steps']:.3g} steps of the optimizer, expected loss drift {interval(figures['drift'])}"
+        predicted = f"expected loss drift {interval(figures['drift'])}" if figures["drift"] else UNPREDICTED
+        return f"{figures['steps']:.3g} steps of the optimizer, {predicted}"
     reasons = [row["reason"] for row in figures["outside"]]
     # What updates the weights says more than that nothing is known to.
     vague = (UNMOVED, _UNSTEPPED)
@@ -159,13 +162,15 @@ Count = Callable[[Iterable[str]], int]
 def step_figures(error: StepError, records: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The error in steps with its three parts, and the expected drift; all None where the optimizer moves nothing.
 
-    ``records`` are those of ``expected_drift``.
+    ``records`` are those of ``expected_drift``. The drift is None where one states the ``origin`` of its step.
     """
+    records = list(records)
     parts = {part: math.sqrt(getattr(error, part) / error.step) if error.step > 0 else math.inf for part in PARTS}
     steps = math.hypot(*parts.values())
     if not steps < _MOST:
         return {"steps": None, **dict.fromkeys(PARTS), "drift": None}
-    return {"steps": steps, **parts, "drift": expected_drift(error, records)._asdict()}
+    is_known = not any("origin" in record for record in records)
+    return {"steps": steps, **parts, "drift": expected_drift(error, records)._asdict() if is_known else None}
 
 
 def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
@@ -232,10 +237,9 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
 
 def _measure(parameter: ParameterRecord) -> str:
     """What an error in steps of an optimizer is measured by."""
-    origin = (parameter.steps or {}).get("momentum")
-    return (
-        "second moments" if origin is None else f"momentum, its step is {'known' if origin == 'known' else 'estimated'}"
-    )
+    steps = parameter.steps or {}
+    measure, key = ("momentum", "momentum") if "momentum" in steps else ("second moments", "origin")
+    return f"{measure}, its step is {'known' if steps[key] == 'known' else 'estimated'}" if key in steps else measure
 
 
 def _stated(parameter: ParameterRecord, key: str) -> int | None:

@@ -23,7 +23,7 @@ from ckpt8.compressing.chunk_encoder import ChunkEncoder
 from ckpt8.compressing.compressor import steps_record
 from ckpt8.compressing.groups import Group, GroupEncoder, share
 from ckpt8.compressing.lockstep import Lockstep
-from ckpt8.compressing.measure import count_by_momentum, exceeded_share
+from ckpt8.compressing.measure import count_steps, exceeded_share
 from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.planning import plan_policies
 from ckpt8.compressing.policy import PRESETS, Budget, Policy
@@ -278,7 +278,7 @@ class _Prediction:
         self, unit: Unit, first: int, originals: Sequence[torch.Tensor], coded: Sequence[Parts]
     ) -> StepError | None:
         errors = self._lockstep.measure(unit, first, originals, coded)
-        count_by_momentum(unit, errors)
+        count_steps(unit, errors)
         return errors.steps
 
     def _of_group(self, group: Group) -> tuple[float, StepError]:

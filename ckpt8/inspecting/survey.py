@@ -355,8 +355,8 @@ class _Survey:
         # The moments of a parameter come one after the other: a row is dead if all of them are zero.
         for record, shown in zip(manifest.parameters, shown_names(manifest), strict=True):
             stored = [by_storage.get(index, []) for index in record.moments.values()]
-            if any(len(pieces_there) != 1 for pieces_there in stored):
-                continue  # its moments are no storages of their own
+            if not stored or any(len(pieces_there) != 1 for pieces_there in stored):
+                continue  # it has no moments, or they are no storages of their own
             moments = [piece for (piece,) in stored]
             name, rows = whole_name(shown["name"]), _row_counter(moments)
             for piece in moments:

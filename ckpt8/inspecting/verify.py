@@ -115,7 +115,8 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
     if reader.manifest.budget is not None or reader.manifest.is_lossy:
         attach_steps(plan, source)
     parameter_of = {
-        frozenset(parameter.moments.values()): index for index, parameter in enumerate(reader.manifest.parameters)
+        _storages(parameter.moments, (parameter.steps or {}).get("weight_storage")): index
+        for index, parameter in enumerate(reader.manifest.parameters)
     }
     units = [_as_stored(reader, unit, parameter_of) for unit in plan.units]
     measured = Measured(describe(source, plan))
@@ -137,7 +138,7 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
         lockstep.meter.finish(unit, errors)
         measured.storages.update(errors.streams)
         parameter = unit.parameter
-        index = parameter_of.get(frozenset(parameter.moments.values())) if parameter else None
+        index = parameter_of.get(_storages(parameter.moments, unit.weight)) if parameter else None
         if parameter is not None and index is not None:
             measured.parameters |= {} if errors.update is None else {index: (errors.update, parameter)}
             steps = steps_record(parameter.step, errors.steps)
@@ -168,7 +169,12 @@ def _check_structure(reader: ContainerReader, source: Bundle) -> None:
             )
 
 
-def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozenset[int], int]) -> Unit:
+def _storages(moments: Mapping[str, int], weight: int | None) -> frozenset[int | None]:
+    """What tells a parameter from others: its moments, or its weight where it has none."""
+    return frozenset(moments.values() or [weight])
+
+
+def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozenset[int | None], int]) -> Unit:
     """A unit of the original, with the names, roles, codecs and the kind of figure that it has in the container."""
     streams = []
     here = {stream.index for stream in unit.streams}
@@ -183,7 +189,7 @@ def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozen
             stream if (spec, codec) == (stream.spec, stream.codec) else replace(stream, spec=spec, codec=codec)
         )
     parameter = unit.parameter
-    index = None if parameter is None else parameter_of.get(frozenset(parameter.moments.values()))
+    index = None if parameter is None else parameter_of.get(_storages(parameter.moments, unit.weight))
     if parameter is not None and parameter.replay is not None and index is not None:
         rule = reader.manifest.parameters[index].rule
         if rule is not None and rule.get("kind") == "momentum":

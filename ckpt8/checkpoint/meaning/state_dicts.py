@@ -199,18 +199,19 @@ def _parameters(optimizer: Mapping[str, Any]) -> _Parameters:
 def _shape(state: Mapping[Any, Any]) -> Shape | None:
     """The shape of a parameter: that of a moment, or the one that all tensors of its state have, scalars aside."""
     shapes = {ref.shape for ref in state.values() if isinstance(ref, TensorRef) and ref.shape}
-    return moment_shape(state) or parameter_shape(state) or (shapes.pop() if len(shapes) == 1 else None)
+    return moment_shape(state) or (shapes.pop() if len(shapes) == 1 else None)
 
 
 def moment_shape(state: Mapping[Any, Any]) -> Shape | None:
-    """The shape of the first moment, of another moment, or of the residual or master of the weight."""
+    """The shape of the first moment, of another moment, of the residual or master of the weight, or of statistics."""
     first = first_moments()
     if (shown := next((ref for key in first if isinstance(ref := state.get(key), TensorRef)), None)) is not None:
         return shown.shape
     others = state_roles({key for key, ref in state.items() if isinstance(ref, TensorRef) and ref.shape})
     moments = (key for key, role in others.items() if role is not Role.OTHER)
     keys = (*moments, *(f"{name}_codes" for name in first), "residual", "master")
-    return next((ref.shape for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
+    shown = next((ref for key in keys if isinstance(ref := state.get(key), TensorRef)), None)
+    return parameter_shape(state) if shown is None else shown.shape
 
 
 def _fitting(candidate: _Set, parameters: _Parameters) -> Collection[TensorRef]:

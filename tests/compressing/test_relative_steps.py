@@ -1,0 +1,250 @@
+"""Errors in steps of torch's Adafactor, worked out in float64 from what load gives back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adafactor
+
+import ckpt8
+from ckpt8.compressing import lockstep, spending
+from ckpt8.container.steps import UNPREDICTED
+from ckpt8.core import backend
+
+LARGE = (("up.weight", (144, 60)), ("down.weight", (64, 128)), ("experts", (3, 50, 40)))
+SETTINGS = {
+    "default": {},
+    "decayed": {"lr": 3e-3, "weight_decay": 0.1, "beta2_decay": -0.5},
+    "hardly clipped": {"d": 3.0, "eps": (1e-9, 0.1)},
+    "eps larger than gradients": {"eps": (0.02, 1e-3)},
+}
+
+
+def trained(settings="default", small=0, dtype=torch.float32, steps=12):
+    """A checkpoint of random gradients of another size in each tensor; a row and an expert never have any."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (*LARGE, ("bias", (64,)), *((f"small.{k}.weight", (5, 3 + k)) for k in range(small)))
+    weights = {key: nn.Parameter(torch.randn(shape, generator=generator) * 0.05) for key, shape in shapes}
+    for weight in weights.values():
+        weight.data = weight.data.to(dtype)
+    optimizer = Adafactor(list(weights.values()), **SETTINGS[settings])
+    for _ in range(steps):
+        for k, weight in enumerate(weights.values()):
+            weight.grad = (torch.randn(weight.shape, generator=generator) * 10.0 ** (-k % 3 - 2)).to(dtype)
+        weights["up.weight"].grad[5] = 0
+        weights["experts"].grad[1] = 0
+        optimizer.step()
+    return {"model": {key: weight.detach() for key, weight in weights.items()}, "optimizer": optimizer.state_dict()}
+
+
+def second_moment(state):
+    rows, columns = state["row_var"].double(), state["col_var"].double()
+    return rows @ columns / rows.mean(-2, keepdim=True).clamp_min(1e-300)
+
+
+def movement(group, state, weight, v):
+    """The root mean square of what one step moves the elements of a tensor by."""
+    eps1 = torch.finfo(weight.dtype).eps if group["eps"][0] is None else group["eps"][0]
+    size = max(group["eps"][1], float(weight.double().square().mean().sqrt()))
+    rate = min(group["lr"], 1 / math.sqrt(float(state["step"])))
+    return size * rate * min(1, group["d"], float(v.mean().sqrt()) / eps1)
+
+
+def in_float64(was, there):
+    """The error in steps of the matrices."""
+    moved = erred = 0.0
+    (group,) = was["optimizer"]["param_groups"]
+    for state, w, restored in zip(
+        was["optimizer"]["state"].values(), was["model"].values(), there["model"].values(), strict=True
+    ):
+        if "row_var" in state and bool(w.isfinite().all()):
+            v = second_moment(state)
+            moved += float(v.sum()) * movement(group, state, w, v) ** 2
+            erred += float((v * (restored.double() - w.double()).square()).sum())
+    return math.sqrt(erred / moved)
+
+
+OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15}, "5": {"budget": 5}}
+
+
+@pytest.mark.by_default(most=5)
+@pytest.mark.parametrize("small", [0, 150], ids=["own entries", "packs"])
+@pytest.mark.parametrize(
+    ("settings", "dtype", "option"),
+    [
+        *((settings, torch.float32, option) for settings in SETTINGS for option in OPTIONS),
+        *(("default", torch.bfloat16, option) for option in OPTIONS),
+    ],
+    ids=str,
+)
+def test_figures_are_what_the_decoded_tensors_say(settings, dtype, option, small, tmp_path):
+    tree = trained(settings, small, dtype)
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", **OPTIONS[option])
+    assert bool(manifest.packs) == bool(small)
+    facts = ckpt8.inspect(tmp_path / "run.ckpt8")["steps"]
+    if facts is None:  # flash keeps bf16 as it is
+        assert (dtype, option) == (torch.bfloat16, "flash")
+        return
+    back = ckpt8.load(tmp_path / "run.ckpt8")
+    (row,) = facts["optimizers"]
+    assert row["measure"] == "second moments, its step is estimated"
+    assert row["parameters"] == len(LARGE) + small
+    assert row["steps"] == facts["steps"] == row["weight"] == manifest.error_in_steps
+    assert row["steps"] == pytest.approx(in_float64(tree, back), rel=1e-5)
+    assert facts["drift"] is manifest.expected_drift is None
+    assert UNPREDICTED in repr(manifest)
+    assert facts["outside"] == facts["fallbacks"] == []
+    if facts["budget"] is not None:
+        codecs = {each.name: each.codec["id"] for each in manifest.storages if each.name.startswith("model.")}
+        assert {codecs[f"model.{name}"] for name, _ in LARGE} == {"lattice/1"}
+        assert 0.4 * facts["budget"] < row["steps"] <= facts["budget"] or facts["capped"]["elements"]
+        assert row["steps"] <= facts["budget"]
+    for index, state in tree["optimizer"]["state"].items():
+        assert all(torch.equal(x, back["optimizer"]["state"][index][key]) for key, x in state.items())
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt", resume_steps=1).failures
+    live = ckpt8.save(tree, tmp_path / "live.ckpt8", **OPTIONS[option])
+    assert [record.codec for record in live.storages] == [record.codec for record in manifest.storages]
+    assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("settings", ["default", "decayed"])
+def test_the_step_is_how_far_the_next_one_moves_the_weights(settings, dtype, tmp_path):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(60, 144), nn.Tanh(), nn.Linear(144, 64)).to(dtype)
+    matrices, inputs = [model[0].weight, model[2].weight], torch.randn(256, 60)
+    targets = inputs @ torch.randn(60, 64)
+    optimizer = Adafactor(model.parameters(), **SETTINGS[settings])
+    stated = moved = 0.0
+    for number in range(48):
+        states = [{key: x.clone() for key, x in optimizer.state[p].items()} for p in matrices] if number else []
+        before = [p.detach().clone() for p in matrices]
+        if number >= 40:
+            tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            manifest = ckpt8.save(tree, tmp_path / "run.ckpt8", budget=5)
+            stated += sum(each.steps["step"] for each in manifest.parameters if each.steps)
+        rows = torch.randint(0, 256, (32,), generator=torch.Generator().manual_seed(number))
+        (model(inputs[rows].to(dtype)) - targets[rows]).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        if number >= 40:
+            moved += sum(
+                float((second_moment(state) * (w.detach() - was).double().square()).sum())
+                for state, w, was in zip(states, matrices, before, strict=True)
+            )
+    assert 0.8 < math.sqrt(moved / stated) < 1.25
+
+
+def test_engines_threads_and_tiles_choose_one_lattice(tmp_path, monkeypatch):
+    """Also where a sample takes the weights for larger than they are, so that a file is encoded anew."""
+    tree, generator = trained(), torch.Generator().manual_seed(4)
+    state, weight = tree["optimizer"]["state"][0], torch.randn(6000 * 60, generator=generator) / 3
+    for window in spending._windows(weight.numel()):
+        weight[window.start : window.stop] *= 3
+    state["row_var"], state["col_var"] = (torch.rand(shape, generator=generator) for shape in ((6000, 1), (1, 60)))
+    tree["model"]["up.weight"] = weight.view(6000, 60)
+    torch.save(tree, tmp_path / "run.pt")
+    codecs, content, corrected = set(), set(), []
+    correct = spending._correct
+    monkeypatch.setattr(spending, "_correct", lambda *given: corrected.append(correct(*given)))
+    for threads, least, tile in ((1, 1 << 28, lockstep.TILE), (3, 0, lockstep.TILE), (2, 1 << 28, 1 << 12)):
+        monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
+        monkeypatch.setattr(backend, "SMALLEST_FOR_NUMBA", 1)
+        monkeypatch.setattr(lockstep, "TILE", tile)
+        manifest = ckpt8.compress(tmp_path / "run.pt", budget=0.3, threads=threads, force=True)
+        assert manifest.error_in_steps == pytest.approx(in_float64(tree, ckpt8.load(tmp_path / "run.ckpt8")), rel=1e-5)
+        assert 0.15 < manifest.error_in_steps <= 0.3
+        codecs.add(str([each.codec for each in manifest.storages]))
+        if tile != 1 << 12:  # sums of other tiles have other last digits
+            content.add((tmp_path / "run.ckpt8").read_bytes())
+    assert len(codecs) == len(content) == 1
+    assert len(corrected) == 3
+
+
+@pytest.mark.parametrize("spoilt", ["NaN", "negative", "zero", "a NaN in the weight", "all zero", "no rate"])
+def test_a_tensor_that_cannot_be_counted_leaves_the_budget_to_the_others(spoilt, tmp_path):
+    tree = trained()
+    states = [state for state in tree["optimizer"]["state"].values() if "row_var" in state]
+    match spoilt:
+        case "NaN" | "negative":
+            states[0]["row_var"][7] = math.nan if spoilt == "NaN" else -1.0
+        case "zero":
+            states[0]["row_var"].zero_()
+        case "a NaN in the weight":
+            tree["model"]["up.weight"][7, 9] = math.nan
+        case "all zero":
+            for state in states:
+                state["row_var"].zero_()
+        case _:
+            del tree["optimizer"]["param_groups"][0]["lr"]
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
+    records = {each.name.removeprefix("model."): each for each in manifest.storages}
+    if spoilt in ("all zero", "no rate"):
+        assert manifest.error_in_steps is None
+        reason = "has not moved anything yet" if spoilt == "all zero" else "its learning rate is missing"
+        assert reason in records["up.weight"].reason
+        return
+    assert records["down.weight"].codec["id"] == "lattice/1"
+    exact = spoilt != "zero"
+    assert records["up.weight"].codec["id"] == ("lossless/1" if exact else "split24/1")
+    back = ckpt8.load(tmp_path / "run.ckpt8")
+    if spoilt in ("zero", "a NaN in the weight"):
+        assert manifest.error_in_steps == pytest.approx(in_float64(tree, back), rel=1e-5)
+    assert 0.4 < manifest.error_in_steps <= 1
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one file", "a folder"])
+def test_chains_and_resume(apart, tmp_path):
+    for step in (24, 26):
+        tree, folder = trained(steps=step), tmp_path / str(step)
+        if apart:
+            folder.mkdir()
+            for name, part in tree.items():
+                torch.save(part, folder / f"{name}.pt")
+        else:
+            torch.save(tree, tmp_path / f"{step}.pt")
+    suffix = "" if apart else ".pt"
+    ckpt8.compress(tmp_path / f"24{suffix}", tmp_path / "24.ckpt8", preset="archive")
+    delta = ckpt8.compress(
+        tmp_path / f"26{suffix}", tmp_path / "26.ckpt8", preset="archive", base=tmp_path / "24.ckpt8"
+    )
+    lattices = [each for each in delta.storages if each.codec["id"] == "lattice/1"]
+    assert len(lattices) == len(LARGE)
+    assert all(each.base is not None for each in lattices)
+    assert 0.4 < delta.error_in_steps <= 1
+    ckpt8.restore(tmp_path / "26.ckpt8", tmp_path / "back")
+    if apart:
+        back = {name: torch.load(tmp_path / "back" / f"{name}.pt") for name in tree}
+    else:
+        back = torch.load(tmp_path / "back")
+    assert delta.error_in_steps == pytest.approx(in_float64(tree, back), rel=1e-5)
+    assert not ckpt8.verify(tmp_path / "26.ckpt8", tmp_path / f"26{suffix}").failures
+    if apart:
+        return
+    saved = {key.replace(".", "_"): x for key, x in tree["model"].items()}
+    model = nn.ParameterDict({key: torch.zeros_like(x) for key, x in saved.items()})
+    optimizer = Adafactor([model[key] for key in saved])
+    torch.save({"model": saved, "optimizer": tree["optimizer"]}, tmp_path / "named.pt")
+    ckpt8.compress(tmp_path / "named.pt", preset="archive")
+    ckpt8.resume(tmp_path / "named.ckpt8", model=model, optimizer=optimizer)
+    again = ckpt8.load(tmp_path / "named.ckpt8")
+    assert all(torch.equal(model[key], x) for key, x in again["model"].items())
+    for index, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(x, tree["optimizer"]["state"][index][key]) for key, x in state.items())
+    for weight in model.values():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert {float(state["step"]) for state in optimizer.state.values()} == {27.0}
+
+
+def test_without_its_weights_no_step_is_counted(tmp_path):
+    torch.save(trained()["optimizer"], tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    assert not manifest.parameters
+    assert {each.codec["id"] for each in manifest.storages} == {"lossless/1"}
