@@ -256,16 +256,16 @@ class _Steps:
             step = replace(step, optimizer=own, by_momentum=parameter.momentum.origin)
         elif parameter.relative is not None and not isinstance(step, str):
             step = replace(step, by_size=parameter.relative.origin)
+        weight = self._weight(parameter, state)
+        if parameter.relative is not None and isinstance(weight, str) and not isinstance(step, str):
+            step = weight  # without moments there is nothing else to count
         if isinstance(step, str):
             if state.weight is not None:
                 index = self._index[state.weight.key]
                 self.stepless[self._masters.get(index, index)] = step
             return replace(parameter, stepless=step)
-        weight = self._weight(parameter, state)
         if isinstance(weight, str):
-            # Without moments there is nothing else to count.
-            known = None if parameter.relative else replace(step, unpaired=weight)
-            return replace(parameter, step=known, stepless=weight if known is None else None)
+            return replace(parameter, step=replace(step, unpaired=weight))
         self._taken.add(weight)
         return replace(parameter, step=replace(step, weight=weight))
 

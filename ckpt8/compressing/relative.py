@@ -87,11 +87,11 @@ class RelativeStep:
 
 
 def shape_of(rows: TensorRef, columns: TensorRef) -> tuple[int, ...] | None:
-    """The shape of the matrices with these statistics; None where they do not go together, or are no floats."""
+    """The shape of the matrices with these statistics; None where they do not fit, are empty, or are no floats."""
     one, other = rows.shape, columns.shape
     fits = len(one) == len(other) >= 2 and one[:-2] == other[:-2] and one[-1] == other[-2] == 1
-    floats = rows.dtype.is_floating and columns.dtype.is_floating
-    return (*one[:-1], other[-1]) if fits and floats and is_dense(rows) and is_dense(columns) else None
+    known = all(ref.dtype.is_plane_float and ref.numel and is_dense(ref) for ref in (rows, columns))
+    return (*one[:-1], other[-1]) if fits and known else None
 
 
 class SecondRoots(Confidence):

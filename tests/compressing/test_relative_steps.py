@@ -248,3 +248,19 @@ def test_without_its_weights_no_step_is_counted(tmp_path):
     manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
     assert not manifest.parameters
     assert {each.codec["id"] for each in manifest.storages} == {"lossless/1"}
+
+
+def test_matrices_without_elements_and_a_weight_of_another_order_leave_the_budget_to_the_others(tmp_path):
+    tree = trained()
+    tree["model"]["empty"] = torch.zeros(0, 5)
+    state = {"step": torch.tensor(12.0), "row_var": torch.zeros(0, 1), "col_var": torch.zeros(1, 5)}
+    tree["optimizer"]["state"][4] = state
+    tree["optimizer"]["param_groups"][0]["params"].append(4)
+    tree["model"]["down.weight"] = tree["model"]["down.weight"].T.contiguous().T
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    records = {each.name.removeprefix("model."): each for each in manifest.storages}
+    assert records["up.weight"].codec["id"] == records["experts"].codec["id"] == "lattice/1"
+    assert records["down.weight"].codec["id"] == "split24/1"
+    assert "do not lie as" in records["down.weight"].reason
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
