@@ -125,7 +125,7 @@ def finding_bases(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _LISTED = 5
-_UNSHARED = {"device": "auto", "max_update_error": None, "base": None}
+_UNSHARED = {"device": "auto", "max_update_error": None, "base": None, "frozen_from": None}
 """Options that the ranks do not take, with the value that asks for nothing."""
 
 
@@ -224,6 +224,14 @@ def compress(
             "one among those in its folder, where that makes it smaller.",
         ),
     ] = None,
+    frozen_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Do not store weights that no optimizer updates and that FILE, a lossless .ckpt8, holds bit for bit, "
+            "such as those that adapters are trained on. The new file then needs FILE.",
+        ),
+    ] = None,
     remove: Remove = False,
     dry_run: DryRun = False,
     force: Force = False,
@@ -249,6 +257,7 @@ def compress(
         "stats": stats,
         "max_update_error": max_update_error,
         "base": base,
+        "frozen_from": frozen_from,
     }
     if (place := ranks(src)) is not None:
         require(

@@ -33,7 +33,16 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
 from ckpt8.compressing.chunk_encoder import choose_encoder
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
-from ckpt8.compressing.deltas import Auto, BrokenBaseError, Wanted, bases_kept, choose_base, is_unlinked, wanted
+from ckpt8.compressing.deltas import (
+    Auto,
+    BrokenBaseError,
+    Wanted,
+    bases_kept,
+    checked_frozen,
+    choose_base,
+    is_unlinked,
+    wanted,
+)
 from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
@@ -238,6 +247,7 @@ def compress(
     max_update_error: float | None = None,
     base: str | os.PathLike[str] | Auto | None = None,
     base_dirs: Sequence[str | os.PathLike[str]] = (),
+    frozen_from: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Progress = lambda _: None,
 ) -> Manifest:
@@ -258,6 +268,10 @@ def compress(
     there, so that they may be removed; links that nothing needs go. Files below a base are looked for beside it and in
     ``base_dirs``.
 
+    ``frozen_from`` is a lossless container of what the run began with. Weights that no optimizer updates, and that it
+    holds bit for bit under whatever name, are not stored again: it becomes their base. It is no base beside a path as
+    ``base``, and beside "auto" only where that chooses none.
+
     Raises InputError for a source or base that is damaged, or a source that holds no tensors, OutputError for the
     target, UsageError for the arguments and where a directory needs a target.
 
@@ -270,6 +284,7 @@ def compress(
     gpu = requested(device)
     target = target_of(source, None if target is None else Path(target), force=force)
     asked = wanted(base)
+    frozen = checked_frozen(frozen_from, asked)
     with (
         looked_for_in(map(Path, base_dirs)),
         as_private_as(source),
@@ -280,7 +295,7 @@ def compress(
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
         write = partial(Compressor.run, target=target, policy=policy, force=force)
-        return _compress(bundle, target, policy, options, asked, write, device=gpu)
+        return _compress(bundle, target, policy, options, asked, write, device=gpu, frozen_from=frozen)
 
 
 def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
@@ -446,6 +461,7 @@ def _compress(
     *,
     live: Mapping[str, torch.UntypedStorage] | None = None,
     device: torch.device | None = None,
+    frozen_from: Path | None = None,
 ) -> R:
     """Plan the codecs of ``source``, choose the base of ``target``, and ``write``.
 
@@ -459,7 +475,11 @@ def _compress(
             plan = plan_bundle(source, policy, measured)
             policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
             try:
-                with choose_base(asked, target, source, plan, policy, kept, options.threads) as (plan, base, reason):
+                with choose_base(asked, target, source, plan, policy, kept, options.threads, frozen_from) as (
+                    plan,
+                    base,
+                    reason,
+                ):
                     if base is None and reason is not None:
                         log.info("%s: is stored whole: %s", target, reason)
                     measures = options.stats and plan.is_lossy

@@ -35,11 +35,13 @@ from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec
 from ckpt8.codecs.lattice import DitheredLattice, Lattice, MomentLattice
 from ckpt8.codecs.lattice.reference import phases
+from ckpt8.compressing.frozen import frozen_in, still_frozen
 from ckpt8.compressing.plan import Plan, Stream, read_elements
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import balance, left_over
 from ckpt8.container import frames, header, symbols
 from ckpt8.container.bases import Stated, find_base
+from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, links_in
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
@@ -226,6 +228,18 @@ def only_auto(base: str | None) -> Auto | None:
     return None if base is None else Auto(only_linked=True)
 
 
+def checked_frozen(path: str | os.PathLike[str] | None, asked: Wanted) -> Path | None:
+    """The argument ``frozen_from`` of public functions. Raises UsageError."""
+    if path is None:
+        return None
+    path = Path(path)
+    if isinstance(asked, Path):
+        raise UsageError(f"{path}: a file has one base; give frozen_from (--frozen-from) or base (--base)")
+    if path.is_file() and not is_container(path):
+        raise UsageError(f"{path}: is no .ckpt8; make one of it first: ckpt8 compress {path} --preset lossless")
+    return path
+
+
 @contextlib.contextmanager
 def bases_kept(asked: Wanted, target: Path) -> Iterator[KeptBases | None]:
     """The links beside ``target`` until it is written, where its base is to be chosen; then what none needs goes."""
@@ -394,13 +408,16 @@ def continue_base(
     """
     continued = replace(plan, by_index=dict(plan.by_index))
     streams = continued.by_index
+    frozen = still_frozen(plan, source, base.reader, threads)
+    streams.update(frozen)
     partners = find_partners(plan, base.reader.manifest)
     with Workers(threads) as workers:
 
         def tried(candidates: Sequence[_Candidate]) -> list[_Trial]:
             return [trial for trial in workers.map(partial(_try, source=source, base=base), candidates) if trial]
 
-        candidates = _candidates(streams.values(), partners, base)
+        others = [stream for index, stream in streams.items() if index not in frozen]
+        candidates = _candidates(others, partners, base)
         trials = tried(candidates)
         resumed = _resumed(trials)
         if resumed or _outgrown(plan, candidates):
@@ -417,6 +434,7 @@ def continue_base(
         if trial.nbytes < sizes[stream.index]:
             streams[stream.index] = replace(stream, codec=codec, base=partner)
             sizes[stream.index] = trial.nbytes
+    sizes.update(dict.fromkeys(frozen, 0.0))
     balance(continued)
     why_new = None if sum(sizes.values()) < _WORTH_IT * whole else "differences would hardly be smaller"
     return continued, "the run was resumed from a lossy container on the same lattice" if resumed else why_new
@@ -493,6 +511,7 @@ def choose_base(
     policy: Policy,
     kept: KeptBases | None,
     threads: int | None,
+    frozen_from: Path | None = None,
 ) -> Iterator[tuple[Plan, OpenBase | None, str | None]]:
     """``plan`` with its differences to a base of ``target``, and the base, which is open inside the block.
 
@@ -500,9 +519,12 @@ def choose_base(
 
     A base that was asked for by its path must be sound. One that is chosen makes the file smaller, and is linked among
     those that are ``kept``. Raises InputError and UsageError, and BrokenBaseError for what is below a chosen base.
+
+    Where none is, ``frozen_from`` becomes the base of the weights that it holds bit for bit.
     """
     if asked is None:
-        yield plan, None, None
+        with _frozen(frozen_from, target, source, plan, threads) as (continued, frozen):
+            yield continued, frozen, None
         return
     reason = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
     with closing(open_bases(asked, target, plan, policy, kept)) as bases:
@@ -514,4 +536,27 @@ def choose_base(
             reason = why_new
     if isinstance(asked, Auto) and asked.only_linked and is_unlinked(target):
         reason = "files cannot be linked in its folder, which would keep its base"
-    yield plan, None, reason
+    with _frozen(frozen_from, target, source, plan, threads) as (continued, frozen):
+        yield continued, frozen, reason if frozen is None else None
+
+
+@contextlib.contextmanager
+def _frozen(
+    path: Path | None, target: Path, source: Bundle, plan: Plan, threads: int | None
+) -> Iterator[tuple[Plan, OpenBase | None]]:
+    """``plan`` with the weights that the container at ``path`` holds bit for bit as differences to it, and that.
+
+    Raises InputError, and UsageError where it holds none.
+    """
+    if path is None:
+        yield plan, None
+        return
+    with OpenBase(path) as base:
+        base.check_target(target)
+        frozen = frozen_in(plan, source, base.reader, threads)
+        if not frozen:
+            raise UsageError(
+                f"{path}: holds none of the frozen weights bit for bit; give a .ckpt8 of the file that the run began "
+                "with, made with --preset lossless"
+            )
+        yield replace(plan, by_index=plan.by_index | frozen), base

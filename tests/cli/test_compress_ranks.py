@@ -159,6 +159,7 @@ def test_ranks_have_the_averages_that_their_slices_depend_on(tmp_path):
         ("-o x --device cuda", "1", "--device is not for ranks"),
         ("-o x --base auto", "1", "--base is not for ranks"),
         ("-o x --max-update-error 1", "1", "--max-update-error is not for ranks"),
+        ("-o x --frozen-from x.ckpt8", "1", "--frozen-from is not for ranks"),
         ("-o x --remove", "1", "--remove is not for ranks"),
         ("-o x", "2", "start the ranks with torchrun"),
         ("-o x", "x", "start the ranks with torchrun"),
