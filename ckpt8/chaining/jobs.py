@@ -21,7 +21,7 @@ from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.compress import compress, default_target, target_of
-from ckpt8.compressing.deltas import wanted
+from ckpt8.compressing.deltas import Auto, checked_frozen, wanted
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem
 from ckpt8.container.facts import total_errors
@@ -393,9 +393,11 @@ class Job:
                 f"{self.target}: cannot be written: {os.strerror(errno.EACCES)}",
                 OutputError,
             )
-            if isinstance(base := wanted(options.get("base")), Path):
+            asked = wanted(options.get("base"))
+            base = checked_frozen(options.get("frozen_from"), asked) or asked
+            if isinstance(base, Path):
                 with ContainerReader(base) as reader:
-                    outcome.base = reader.path.name
+                    outcome.base = None if isinstance(asked, Auto) else reader.path.name
             preset, rules, budget, bound = map(options.get, ("preset", "rules", "budget", "max_update_error"))
             outcome.bytes, outcome.predicted = predicted_bytes(
                 self.source, Policy.of(preset, rules or (), budget, bound), options.get("threads")

@@ -112,7 +112,9 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
     """Compare a container with an open original. Raises CheckFailedError, InputError."""
     _check_structure(reader, source)
     plan = plan_bundle(source, Policy.of("lossless"))
-    if reader.manifest.budget is not None or reader.manifest.is_lossy:
+    # Where all that was to be lossy was refused, or is frozen, the file may be lossless and state steps.
+    states_steps = reader.manifest.is_lossy or any(record.steps for record in reader.manifest.parameters)
+    if reader.manifest.budget is not None or states_steps:
         attach_steps(plan, source)
     parameter_of = {
         _storages(parameter.moments, (parameter.steps or {}).get("weight_storage")): index

@@ -148,3 +148,35 @@ def test_what_is_refused(run, options, error, message):
         ckpt8.compress("run.pt", "run.ckpt8", **options)
     assert message in str(caught.value)
     assert not (run / "run.ckpt8").exists()
+
+
+@pytest.mark.parametrize("frozen_from", ["base.ckpt8", None])
+def test_a_file_whose_lossy_weight_was_refused_holds_against_its_original(run, frozen_from):
+    """Steps were counted before the only weight that was to be lossy turned out to hold NaN."""
+    parameter = nn.Parameter(torch.randn(RANK, WIDTH))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    parameter.square().sum().backward()
+    optimizer.step()
+    model = {"broken": torch.full((WIDTH, WIDTH), torch.nan), "A": parameter.detach()}
+    if frozen_from is not None:
+        model["h.9"] = torch.load("run.pt")["model"][frozen_name(0)]
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, "small.pt")
+    assert not ckpt8.compress("small.pt", frozen_from=frozen_from).is_lossy
+    assert ckpt8.verify("small.ckpt8", "small.pt").failures == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--frozen-from", "base.ckpt8"], 0, "less as a delta to base.ckpt8"),
+        (["--frozen-from", "base.ckpt8", "--base", "auto"], 0, "would be written"),
+        (["--frozen-from", "gone.ckpt8"], 3, "gone.ckpt8: "),
+        (["--frozen-from", "base.safetensors"], 2, "ckpt8 compress base.safetensors --preset lossless"),
+        (["--frozen-from", "base.ckpt8", "--base", "base.ckpt8"], 2, "a file has one base"),
+    ],
+)
+def test_a_preview_looks_at_the_file(run, run_command, options, code, message):
+    status, out, err = run_command("compress", "run.pt", "--dry-run", *options)
+    assert status == code
+    assert message in (err if code else out)
+    assert not (run / "run.ckpt8").exists()
