@@ -90,7 +90,8 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """How a network is trained. ``horizon`` is the step at which the cosine schedule reaches ``lr / 10``."""
+    """How a network is trained. ``horizon`` is the step at which the cosine schedule reaches ``lr / 10``,
+    or zero with the schedule "to zero"."""
 
     horizon: int
     seed: int = 0
@@ -111,6 +112,8 @@ class RunConfig:
         if self.schedule == "constant":
             return self.lr
         done = min(1.0, (step - self.warmup) / max(1, self.horizon - self.warmup))
+        if self.schedule == "to zero":
+            return self.lr * (1 + math.cos(math.pi * done)) / 2
         return self.lr * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
