@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import math
@@ -16,7 +17,7 @@ from gpt_kit import SIZES, Run, RunConfig
 from ckpt8.container.joined import read_index
 
 SCRIPTS = Path(__file__).parents[2] / "fixtures" / "bench"
-NAMES = ("trained_gpt", "scaling", "sharded_saves", "ranks_simulation")
+NAMES = ("trained_gpt", "scaling", "sharded_saves", "ranks_simulation", "compare")
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,29 @@ def test_the_index_has_the_boxes_that_were_planned(mesh, scripts, tmp_path):
     found = {(box.file, name, *box[1:]) for name, tensor in index.tensors.items() for box in tensor.boxes()}
     assert found == planned
     assert all(tensor.is_whole for tensor in index.tensors.values())
+
+
+def test_ways_to_store_a_checkpoint_give_back_what_they_state(scripts):
+    compare = scripts["compare"]
+    run = Run(SIZES["mini"], RunConfig(horizon=4), lambda groups, lr: torch.optim.AdamW(groups, lr=lr))
+    run.advance()
+    original = run.checkpoint()
+    errors = {}
+    for name, pack, unpack in compare.pairs():
+        tree = unpack(data := pack(original))
+        errors[name] = largest(original["model"], tree["model"])
+        assert tree["iter_num"] == 1
+        assert len(data) <= 1.01 * len(compare.save(original))
+    assert {name for name, error in errors.items() if not error} >= {"torch.save", "ckpt8 lossless"}
+    assert 2**-10 < errors["bf16"] <= 2**-8
+    tree = copy.deepcopy(original)
+    size = compare.flashoptim(compare.entries(tree, run))
+    assert size == pytest.approx(5.125 * run.config.n_params, rel=0.01)
+    # Half a step of bf16 in 127 parts, of which rounding leaves a half.
+    assert largest(original["model"], tree["model"]) <= 2**-8 / 127 * 0.51
+
+
+def largest(weights, others):
+    """The largest relative error of weights."""
+    pairs = [(a.double(), others[name].double()) for name, a in weights.items()]
+    return max(float(((a - b).abs() / a.abs().clamp_min(1e-30)).max()) for a, b in pairs)
