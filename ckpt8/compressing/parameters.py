@@ -274,9 +274,8 @@ class _Steps:
         ref = state.weight
         if ref is None:
             return state.unpaired or "its weight is not known"
-        moment = TensorRef.whole("", ref.dtype, parameter.shape)
-        for first in list(parameter.moments.values())[:1]:
-            (moment,) = (view.ref for view in self._views[first])
+        first = next(iter(parameter.moments.values()), None)
+        moment = TensorRef.whole("", ref.dtype, parameter.shape) if first is None else self._views[first][0].ref
         index = self._index[ref.key]
         if index in self._masters:
             index = self._masters[index]

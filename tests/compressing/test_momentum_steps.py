@@ -10,14 +10,14 @@ import pytest
 import pytorch_optimizer
 import torch
 import torch.distributed.checkpoint as dcp
+from budget_kit import SMALL_TILE, each_engine
 from dcp_kit import save_in_pieces
 from torch import nn
 from torch.optim import SGD, Muon
 
 import ckpt8
-from ckpt8.compressing import lockstep, spending
+from ckpt8.compressing import spending
 from ckpt8.container.steps import CAPPED, MOMENTUM, NOISE, RISE, UNCOUNTED
-from ckpt8.core import backend
 from ckpt8.core.tensors import Role
 
 
@@ -298,15 +298,12 @@ def test_engines_threads_and_tiles_choose_one_lattice(name, seed, tmp_path, monk
     codecs, content, corrected = set(), set(), []
     correct = spending._correct
     monkeypatch.setattr(spending, "_correct", lambda *given: corrected.append(correct(*given)))
-    for threads, least, tile in ((1, 1 << 28, lockstep.TILE), (3, 0, lockstep.TILE), (2, 1 << 28, 1 << 12)):
-        monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
-        monkeypatch.setattr(backend, "SMALLEST_FOR_NUMBA", 1)
-        monkeypatch.setattr(lockstep, "TILE", tile)
+    for threads, tile in each_engine(monkeypatch):
         manifest = ckpt8.compress(tmp_path / "run.pt", budget=0.3, threads=threads, force=True)
         (row,) = rows_of(ckpt8.inspect(tmp_path / "run.ckpt8"))
         assert 0.15 < row["steps"] <= 0.3
         codecs.add(str([each.codec for each in manifest.storages]))
-        if tile != 1 << 12:  # sums of other tiles have other last digits
+        if tile != SMALL_TILE:  # sums of other tiles have other last digits
             content.add((tmp_path / "run.ckpt8").read_bytes())
     assert len(codecs) == len(content) == 1
     assert len(corrected) == (0 if name == "Muon" else 3)

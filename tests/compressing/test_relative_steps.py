@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from budget_kit import SMALL_TILE, each_engine
 from torch import nn
 from torch.optim import Adafactor
 
 import ckpt8
-from ckpt8.compressing import lockstep, spending
+from ckpt8.compressing import spending
 from ckpt8.container.steps import UNPREDICTED
-from ckpt8.core import backend
 
 LARGE = (("up.weight", (144, 60)), ("down.weight", (64, 128)), ("experts", (3, 50, 40)))
 SETTINGS = {
@@ -151,15 +151,12 @@ def test_engines_threads_and_tiles_choose_one_lattice(tmp_path, monkeypatch):
     codecs, content, corrected = set(), set(), []
     correct = spending._correct
     monkeypatch.setattr(spending, "_correct", lambda *given: corrected.append(correct(*given)))
-    for threads, least, tile in ((1, 1 << 28, lockstep.TILE), (3, 0, lockstep.TILE), (2, 1 << 28, 1 << 12)):
-        monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
-        monkeypatch.setattr(backend, "SMALLEST_FOR_NUMBA", 1)
-        monkeypatch.setattr(lockstep, "TILE", tile)
+    for threads, tile in each_engine(monkeypatch):
         manifest = ckpt8.compress(tmp_path / "run.pt", budget=0.3, threads=threads, force=True)
         assert manifest.error_in_steps == pytest.approx(in_float64(tree, ckpt8.load(tmp_path / "run.ckpt8")), rel=1e-5)
         assert 0.15 < manifest.error_in_steps <= 0.3
         codecs.add(str([each.codec for each in manifest.storages]))
-        if tile != 1 << 12:  # sums of other tiles have other last digits
+        if tile != SMALL_TILE:  # sums of other tiles have other last digits
             content.add((tmp_path / "run.ckpt8").read_bytes())
     assert len(codecs) == len(content) == 1
     assert len(corrected) == 3

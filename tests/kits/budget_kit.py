@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+
+from ckpt8.compressing import lockstep
+from ckpt8.core import backend
 
 GROUP = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
 
@@ -22,3 +28,15 @@ def run_of(shapes, seed=0, dtype=torch.float32):
         state[k] = {"step": torch.tensor(90.0), "exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}
     names = list(range(len(shapes)))
     return {"model": weights, "optimizer": {"state": state, "param_groups": [{**GROUP, "params": names}]}}
+
+
+SMALL_TILE = 1 << 12
+
+
+def each_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
+    """Set torch, numba, then torch with other tiles, one after the other; yield threads and the size of a tile."""
+    for threads, least, tile in ((1, 1 << 28, lockstep.TILE), (3, 0, lockstep.TILE), (2, 1 << 28, SMALL_TILE)):
+        monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
+        monkeypatch.setattr(backend, "SMALLEST_FOR_NUMBA", 1)
+        monkeypatch.setattr(lockstep, "TILE", tile)
+        yield threads, tile
