@@ -152,9 +152,8 @@ def steps_record(step: OptimizerStep | None, error: StepError | None) -> dict[st
         return None
     stated = {} if step.stated_lr in (None, step.lr) else {"stated_rate": step.stated_lr}
     decay = {"coupled_decay" if step.is_coupled else "decay": step.decay} if step.decay else {}
-    measure = {key: value for key, value in (("momentum", step.by_momentum), ("origin", step.by_size)) if value}
     place = {"optimizer": step.optimizer, "weight_storage": step.weight}
-    return {**place, "rate": step.lr, **stated, **decay, **measure, **error.to_json()}
+    return {**place, "rate": step.lr, **stated, **decay, **step.stated, **error.to_json()}
 
 
 def _figures(error: ErrorStats | None) -> dict[str, Any] | None:

@@ -36,10 +36,20 @@ from ckpt8.codecs.error_stats import (
 from ckpt8.codecs.lattice import Lattice, MomentLattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
-from ckpt8.compressing.momentum import Momentum, MomentumSums
-from ckpt8.compressing.plan import Measured, Parameter, Refusal, Share, Unit, read_factors, read_roots, read_tensor
+from ckpt8.compressing.momentum import StepSums
+from ckpt8.compressing.plan import (
+    Measure,
+    Measured,
+    Parameter,
+    Refusal,
+    Share,
+    Unit,
+    read_factors,
+    read_roots,
+    read_tensor,
+)
 from ckpt8.compressing.policy import carry
-from ckpt8.compressing.relative import RelativeSums, SecondRoots
+from ckpt8.compressing.relative import SecondRoots
 from ckpt8.core.tensors import Parts, Role
 
 if TYPE_CHECKING:
@@ -58,15 +68,14 @@ class UnitErrors:
 
     ``steps`` is its error in the measure of a budget, of exact parameters too: their steps count in those of the file.
     Those of a replayed step are known of exact moments too: its figure is that of all parameters, as in a replay.
-    Empty where nothing is measured. ``momentum``, ``relative`` and ``pieces`` wait for ``ErrorMeter.finish``: what an
-    element counts, or a step, takes the whole parameter.
+    Empty where nothing is measured. ``sums`` and ``pieces`` wait for ``ErrorMeter.finish``: what an element counts, or
+    a step, takes the whole parameter.
     """
 
     streams: dict[int, ErrorStats] = field(default_factory=dict)
     update: UpdateError | None = None
     steps: StepError | None = None
-    momentum: MomentumSums | None = None
-    relative: RelativeSums | None = None
+    sums: StepSums | None = None
     pieces: list[tuple[Moments, Moments]] = field(default_factory=list)
 
     @classmethod
@@ -76,13 +85,11 @@ class UnitErrors:
         streams = {s.index: kinds[s.codec.measured_as]() for s in unit.streams if s.codec.measured_as is not None}
         parameter = unit.parameter
         moved = parameter is not None and parameter.rule is not None and (parameter.replay is not None or streams)
-        in_steps, by_momentum = step_scales(parameter) is not None, momentum_of(parameter) is not None
         return cls(
             streams,
             UpdateError() if moved else None,
-            StepError() if in_steps else None,
-            MomentumSums() if by_momentum else None,
-            RelativeSums() if parameter is not None and parameter.step and parameter.relative else None,
+            StepError() if step_scales(parameter) is not None else None,
+            StepSums() if measure_of(parameter) is not None else None,
         )
 
     def merge(self, later: UnitErrors) -> None:
@@ -94,15 +101,13 @@ class UnitErrors:
             self.update.merge(later.update)
         if self.steps is not None and later.steps is not None:
             self.steps.merge(later.steps)
-        if self.momentum is not None and later.momentum is not None:
-            self.momentum.merge(later.momentum)
-        if self.relative is not None and later.relative is not None:
-            self.relative.merge(later.relative)
+        if self.sums is not None and later.sums is not None:
+            self.sums.merge(later.sums)
 
 
-def momentum_of(parameter: Parameter | None) -> Momentum | None:
-    """How steps of a parameter are counted by its momentum; None where they are not, or are not known."""
-    return parameter.momentum if parameter is not None and parameter.step is not None else None
+def measure_of(parameter: Parameter | None) -> Measure | None:
+    """How known steps of a parameter are counted whose second moments are no stream; None for others."""
+    return parameter.measure if parameter is not None and parameter.step is not None else None
 
 
 def step_scales(parameter: Parameter | None) -> StepError | None:
@@ -273,8 +278,8 @@ class ErrorMeter:
     def finish(self, unit: Unit, errors: UnitErrors) -> None:
         """Take what takes the whole parameter, once all chunks of ``unit`` are merged into ``errors``.
 
-        That is what its momentum counts, or the size of its weights, and the replay of its step: without all chunks the
-        error of the update is unknown.
+        That is what its elements count, and the replay of its step: without all chunks the error of the update is
+        unknown.
         """
         count_steps(unit, errors)
         replay = unit.parameter.replay if unit.parameter else None
@@ -293,10 +298,10 @@ class ErrorMeter:
 
     def _factors(self, parameter: Parameter | None) -> _Factors:
         """The factored terms of CAME or Adafactor; none of them for other rules."""
-        if parameter is None or not (parameter.confidence or parameter.relative):
+        if parameter is None or not (parameter.confidence or parameter.squares):
             return _Factors()
         last = self._last  # another thread may replace it at any time
-        if (last is None or last[0] is not parameter) and parameter.relative:
+        if (last is None or last[0] is not parameter) and parameter.measure is not None:
             self._last = last = (parameter, _Factors(roots=read_roots(self._checkpoint, parameter)))
         elif last is None or last[0] is not parameter:
             factors = [
@@ -348,12 +353,12 @@ class ChunkErrors:
                 energies[stream.index] = moment_error(x, y, scales, roots)
                 self._errors.streams[stream.index].merge(energies[stream.index])
             sides.append(roots or (x, y))
-        if self._errors.momentum is not None:
-            self._errors.momentum.merge(_momentum_sums(self._unit, pairs, energies))
-        if self._errors.relative is not None and self._factors.roots is not None:
+        if self._errors.sums is not None and self._factors.roots is not None:
             elements = first + done, first + len(originals[0])
             second = self._factors.roots.at(*elements, originals[0].device)
-            self._errors.relative.merge(_relative_sums(pairs[0], second))
+            self._errors.sums.merge(_weight_sums(pairs[0], second))
+        elif self._errors.sums is not None:
+            self._errors.sums.merge(_momentum_sums(self._unit, pairs, energies))
         self._add_update(first + done, pairs, sides, energies)
 
     def result(self) -> UnitErrors:
@@ -423,9 +428,8 @@ class ChunkErrors:
 
 def exact_errors(unit: Unit, moment1: torch.Tensor) -> UnitErrors:
     """The errors of a unit that comes back bit for bit, from its first moments: how far one step moves it."""
-    if momentum_of(unit.parameter) is not None:
-        sums = MomentumSums(_square_sum(moment1), count=len(moment1))
-        errors = UnitErrors(momentum=sums)
+    if measure_of(unit.parameter) is not None:
+        errors = UnitErrors(sums=StepSums(_square_sum(moment1), count=len(moment1)))
         count_steps(unit, errors)
         return errors
     if step_scales(unit.parameter) is None:
@@ -433,7 +437,7 @@ def exact_errors(unit: Unit, moment1: torch.Tensor) -> UnitErrors:
     return UnitErrors(steps=scaled_steps(unit, StepError(_square_sum(moment1))))
 
 
-def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, MomentError]) -> MomentumSums:
+def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, MomentError]) -> StepSums:
     """The sums of a tile; ``energies`` are the errors of lossy moments. What comes back as it was errs by nothing."""
     at = {stream.index: k for k, stream in enumerate(unit.streams)}
     assert unit.parameter is not None  # noqa: S101 - it has the momentum
@@ -442,28 +446,22 @@ def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, Mom
     if weight is not None and unit.streams[at[weight]].lossy:
         here, there = pairs[at[weight]]
         moved = _square_sum(there - here)
-    return MomentumSums(error.sum_square, moved, error.sum_square_error, len(pairs[0][0]))
+    return StepSums(error.sum_square, 0.0, moved, error.sum_square_error, len(pairs[0][0]))
 
 
-def _relative_sums(weight: Pair, roots: torch.Tensor) -> RelativeSums:
+def _weight_sums(weight: Pair, roots: torch.Tensor) -> StepSums:
     """The sums of a tile of weights; ``roots`` are sqrt(v). What comes back as it was errs by nothing."""
     here, there = weight
-    return RelativeSums(_square_sum(here), _square_sum(roots), _square_sum((there - here).mul_(roots)), len(here))
+    moved = _square_sum((there - here).mul_(roots))
+    return StepSums(_square_sum(here), _square_sum(roots), moved, count=len(here))
 
 
 def count_steps(unit: Unit, errors: UnitErrors) -> None:
-    """Make the error in steps of sums over a whole parameter, or over a sample of it.
-
-    That is where its momentum or the size of its weights counts it.
-    """
+    """Make the error in steps of sums over a whole parameter, or over a sample of it."""
+    sums, errors.sums = errors.sums, None
     parameter = unit.parameter
-    by_momentum, by_size, errors.momentum, errors.relative = errors.momentum, errors.relative, None, None
-    if parameter is None or parameter.step is None:
-        return
-    if by_momentum is not None and parameter.momentum is not None:
-        errors.steps = parameter.momentum.energies(parameter.step.lr, by_momentum)
-    if by_size is not None and parameter.relative is not None:
-        errors.steps = parameter.relative.energies(parameter.step.lr, by_size)
+    if sums is not None and parameter is not None and parameter.step is not None and parameter.measure is not None:
+        errors.steps = parameter.measure.energies(parameter.step.lr, sums)
 
 
 def scaled_steps(unit: Unit, sums: StepError) -> StepError:

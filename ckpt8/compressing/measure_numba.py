@@ -34,7 +34,7 @@ from ckpt8.codecs.error_stats import (
 )
 from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split24.numba import join, refuse, split
-from ckpt8.compressing.measure import UnitErrors, momentum_of, scaled_steps
+from ckpt8.compressing.measure import UnitErrors, measure_of, scaled_steps
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import MAGNITUDE, f4, f8, i4, kernel, with_bits
@@ -353,7 +353,7 @@ class BlockSums:
         """Whether the update of a unit, if it has one, divides by second moments; no steps are counted otherwise."""
         parameter = unit.parameter
         if parameter is None or parameter.rule is None:
-            return momentum_of(parameter) is None and (parameter is None or parameter.relative is None)
+            return measure_of(parameter) is None
         return parameter.rule.divisor_eps is not None and parameter.denominator is not None
 
     def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], *, fills: bool) -> int:

@@ -44,10 +44,15 @@ _LION = 0.8
 
 
 @dataclass(slots=True)
-class MomentumSums(ErrorStats):
-    """Sums over the elements of a parameter: of b^2, dW^2 and db^2; and their number."""
+class StepSums(ErrorStats):
+    """Sums over the elements of a parameter that a ``plan.Measure`` counts, and their number.
+
+    ``square`` is that of what a step follows from, squared: momentum, or weights. ``second`` is that of v, ``weight``
+    that of v dW^2, or of dW^2 where there is no v; ``moment1`` that of db^2.
+    """
 
     square: float = 0.0
+    second: float = 0.0
     weight: float = 0.0
     moment1: float = 0.0
     count: int = 0
@@ -68,17 +73,26 @@ class Momentum:
     origin: Origin
     flips: float = 0.0
 
-    def energies(self, lr: float, sums: MomentumSums) -> StepError:
+    @property
+    def stated(self) -> dict[str, Origin]:
+        """What a manifest says of the measure."""
+        return {"momentum": self.origin}
+
+    def weighs(self, sums: StepSums) -> float:
+        """What the square of an error of a weight counts."""
+        return self.gain * (sums.square / sums.count)
+
+    def energies(self, lr: float, sums: StepSums) -> StepError:
         """What one step and the errors move, from sums over a tensor."""
         if not sums.count:
             return StepError()
-        mean, unit = sums.square / sums.count, self._unit(lr, sums)
+        unit = self._unit(lr, sums)
         shift = self.reach * math.sqrt(sums.moment1 / sums.square) if sums.square else 0.0
         return StepError(
-            unit * self.step * self.step, self.gain * mean * sums.weight, unit * shift * (shift + self.flips)
+            unit * self.step * self.step, self.weighs(sums) * sums.weight, unit * shift * (shift + self.flips)
         )
 
-    def error(self, lr: float, sums: MomentumSums, allowed: float) -> float:
+    def error(self, lr: float, sums: StepSums, allowed: float) -> float:
         """The root mean square of an error of the momentum that moves ``allowed``."""
         unit, mean = self._unit(lr, sums), sums.square / sums.count
         if not (unit and self.reach):
@@ -86,7 +100,7 @@ class Momentum:
         part = 2 * allowed / unit
         return part / (self.flips + math.sqrt(self.flips**2 + 2 * part)) / self.reach * math.sqrt(mean)
 
-    def _unit(self, lr: float, sums: MomentumSums) -> float:
+    def _unit(self, lr: float, sums: StepSums) -> float:
         """What a tensor counts whose elements all move by ``lr``; by ``lr`` times sqrt(B) with ``by_value``."""
         return lr * lr * self.gain * sums.square * (sums.square / sums.count if self.by_value else 1.0)
 

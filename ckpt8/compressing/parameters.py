@@ -71,7 +71,7 @@ def _relative(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[
         return
     if (shape := shape_of(*statistics)) is not None and not any(streams[ref.key].lossy for ref in statistics):
         squares = [(streams[ref.key].storage, ref) for ref in statistics]
-        yield Parameter(saved.name, {}, None, "its state has no first moment", shape, squares=squares, relative=step)
+        yield Parameter(saved.name, {}, None, "its state has no first moment", shape, squares=squares, measure=step)
 
 
 def _replayed_slots(card_and_form: tuple[Card, Form] | None) -> Mapping[str, str]:
@@ -114,7 +114,7 @@ def _parameter(
     if isinstance(rule, UpdateRule) and rule.kind == "replayed":
         replayed = _replay(streams, saved, refs, step)
         rule, replay = (replayed, None) if isinstance(replayed, str) else (rule, replayed)
-    momentum = _momentum(optimizer, saved, moments, shape, step)
+    measure = _momentum(optimizer, saved, moments, shape, step)
     if isinstance(rule, UpdateRule):
         return Parameter(
             saved.name,
@@ -126,10 +126,10 @@ def _parameter(
             replay,
             squares=squares,
             has_some_rows=bool(squares) and _is_cut(shape, saved.whole, -2),
-            momentum=momentum,
+            measure=measure,
         )
     beside_master = _rule_beside_master(saved, step)
-    return Parameter(saved.name, moments, None, rule, shape, rule_beside_master=beside_master, momentum=momentum)
+    return Parameter(saved.name, moments, None, rule, shape, rule_beside_master=beside_master, measure=measure)
 
 
 def _momentum(
@@ -224,7 +224,7 @@ _LEAST_SHARE = 0.1
 def attach_steps(plan: Plan, bundle: Bundle) -> None:
     """Give every parameter of ``plan`` its step, or the reason why it has none, and join weights into their units."""
     parameters = [unit.parameter for unit in plan.units if unit.parameter is not None]
-    if parameters := parameters + [parameter for parameter in plan.parameters if parameter.relative]:
+    if parameters := parameters + [parameter for parameter in plan.parameters if not parameter.moments]:
         steps = _Steps(plan, bundle, parameters)
         plan.parameters, plan.stepless = [steps.with_step(parameter) for parameter in parameters], steps.stepless
 
@@ -250,14 +250,11 @@ class _Steps:
         keys += [storage.key for storage, _ in parameter.squares]
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
         step = _step(parameter, state)
-        if parameter.momentum is not None and not isinstance(step, str):
+        if isinstance(parameter.measure, Momentum) and not isinstance(step, str):
             # Muon has groups that AdamW steps: each has a budget of its own.
-            own = step.optimizer + self._optimizers
-            step = replace(step, optimizer=own, by_momentum=parameter.momentum.origin)
-        elif parameter.relative is not None and not isinstance(step, str):
-            step = replace(step, by_size=parameter.relative.origin)
+            step = replace(step, optimizer=step.optimizer + self._optimizers)
         weight = self._weight(parameter, state)
-        if parameter.relative is not None and isinstance(weight, str) and not isinstance(step, str):
+        if not (parameter.moments or isinstance(step, str)) and isinstance(weight, str):
             step = weight  # without moments there is nothing else to count
         if isinstance(step, str):
             if state.weight is not None:
@@ -314,13 +311,13 @@ class _Steps:
 def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     """The step with no weight yet, or why it is not known."""
     group = state.group
-    has_betas = parameter.momentum is None and parameter.relative is None
-    if has_betas and (parameter.rule is None or parameter.rule.kind not in COUNTED):
+    measure = parameter.measure
+    if measure is None and (parameter.rule is None or parameter.rule.kind not in COUNTED):
         return parameter.reason or UNCOUNTED
     lr = _rate(group)
     if isinstance(lr, str):
         return lr
-    betas = setting(group, "betas") if has_betas else (0.0, 0.0)
+    betas = setting(group, "betas") if measure is None else (0.0, 0.0)
     numbers = [finite(beta) for beta in betas] if isinstance(betas, (tuple, list)) else []
     known = [beta for beta in numbers[:2] if beta is not None and 0 <= beta < 1]
     if len(known) != 2:
@@ -329,7 +326,8 @@ def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     is_coupled = any(group.get(key) is False for key in _DECOUPLED)
     stated = finite(group.get("lr"))
     beta1, beta2 = known
-    return OptimizerStep(state.optimizer, lr, beta1, beta2, None, None, stated, decay, is_coupled)
+    shown = {} if measure is None else measure.stated
+    return OptimizerStep(state.optimizer, lr, beta1, beta2, None, None, stated, decay, is_coupled, shown)
 
 
 def _rate(group: Mapping[Any, Any]) -> float | str:

@@ -24,6 +24,9 @@ from ckpt8.container.steps import COPY, Origin
 from ckpt8.core.log import log
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
+Measure = Momentum | RelativeStep
+"""How the steps of a parameter are counted whose second moments are no stream: by ``StepSums``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -50,8 +53,7 @@ class OptimizerStep:
 
     ``optimizer`` is the number of its optimizer among those of the source. ``lr`` is the learning rate of its group, at
     least a tenth of the initial one where that is known, and above zero; ``stated_lr`` is what the group says.
-    Where steps are counted by momentum, ``by_momentum`` says what is known of them, and the betas are 0; where they go
-    with the size of the weights, ``by_size`` does.
+    Where a ``Measure`` counts the steps, ``stated`` is what the manifest says of it, and the betas are 0.
     ``decay`` is the weight decay, which ``is_coupled`` where it is part of the gradient. ``weight`` is the stream whose
     elements are its weights, in the order of its moments; None where that is unknown, and ``unpaired`` then says why.
     """
@@ -65,8 +67,7 @@ class OptimizerStep:
     stated_lr: float | None = None
     decay: float = 0.0
     is_coupled: bool = False
-    by_momentum: Origin | None = None
-    by_size: Origin | None = None
+    stated: Mapping[str, Origin] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,9 @@ class Parameter:
     statistics of CAME's confidence, ``squares`` those of its or Adafactor's second moments, each with its storage;
     ``has_some_rows`` says whether they are those of a slice without all rows. ``replay`` is there
     if the rule is ``replayed``. ``step`` is there where anything is lossy, and rule and learning rate are known, else
-    ``stepless`` says why it is not; its weight is then a stream of the same unit. ``momentum`` is there for a rule
-    without second moments whose steps are counted by its momentum, ``relative`` for Adafactor, which has no moments of
-    full size. ``rule_beside_master`` is the rule of a state without the master that makes ``rule`` unknown.
+    ``stepless`` says why it is not; its weight is then a stream of the same unit. ``measure`` is there for a rule
+    whose second moments are no stream. ``rule_beside_master`` is the rule of a state without the master that makes
+    ``rule`` unknown.
     """
 
     name: str
@@ -94,8 +95,7 @@ class Parameter:
     squares: Sequence[tuple[StorageInfo, TensorRef]] = ()
     rule_beside_master: UpdateRule | None = None
     has_some_rows: bool = False
-    momentum: Momentum | None = None
-    relative: RelativeStep | None = None
+    measure: Measure | None = None
 
     @property
     def streams(self) -> set[int]:

@@ -24,7 +24,8 @@ import torch
 from ckpt8.checkpoint.meaning.optimizer_state import LARGEST_STEP, finite
 from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.tree import TensorRef, is_dense
-from ckpt8.codecs.error_stats import ErrorStats, StepError, larger
+from ckpt8.codecs.error_stats import StepError, larger
+from ckpt8.compressing.momentum import StepSums
 from ckpt8.container.steps import Origin
 
 _LEAST_MEAN = 2.0**-1000
@@ -33,16 +34,6 @@ _LEAST_MEAN = 2.0**-1000
 
 _LARGEST = 1e100
 """Energies of larger steps are no numbers."""
-
-
-@dataclass(slots=True)
-class RelativeSums(ErrorStats):
-    """Sums over the elements of a parameter: of w^2, v and v dW^2; and their number."""
-
-    square: float = 0.0
-    second: float = 0.0
-    weight: float = 0.0
-    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +48,14 @@ class RelativeStep:
     most: float
     floor: float
 
-    origin: ClassVar[Origin] = "estimate"
+    stated: ClassVar[Mapping[str, Origin]] = {"origin": "estimate"}
     by_value: ClassVar[bool] = True
 
-    def energies(self, lr: float, sums: RelativeSums) -> StepError:
+    def weighs(self, sums: StepSums) -> float:
+        """What the square of an error of a weight counts, on average."""
+        return sums.second / sums.count
+
+    def energies(self, lr: float, sums: StepSums) -> StepError:
         """What one step and the errors move, from sums over a tensor."""
         if not sums.count:
             return StepError()

@@ -39,9 +39,10 @@ from ckpt8.codecs.lattice import LOWEST_K, DitheredLattice, Lattice, MomentLatti
 from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
 from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
-from ckpt8.compressing.momentum import Momentum, MomentumSums
+from ckpt8.compressing.momentum import Momentum, StepSums
 from ckpt8.compressing.parameters import is_plain
 from ckpt8.compressing.plan import (
+    Measure,
     Measured,
     OptimizerStep,
     Parameter,
@@ -54,7 +55,6 @@ from ckpt8.compressing.plan import (
     views_of,
 )
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
-from ckpt8.compressing.relative import RelativeSums
 from ckpt8.container.frames import FRAME
 from ckpt8.container.steps import CAPPED, NO_BUDGET, NO_PARAMETER, UNMOVED
 from ckpt8.core.errors import UsageError
@@ -234,7 +234,7 @@ _LEAST_ROWS = 16
 
 
 _UNRULED = UpdateRule("momentum")
-"""The rule of a parameter whose steps are counted by its momentum or its size, where no step is replayed."""
+"""The rule of a parameter with a ``Measure``, where no step is replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,18 +256,17 @@ class _Stepped:
     @property
     def is_alone(self) -> bool:
         """Whether what one step moves is no sum over its elements."""
-        parameter = self.parameter
-        return parameter.relative is not None or (parameter.momentum is not None and parameter.momentum.by_value)
+        return self.parameter.measure is not None and self.parameter.measure.by_value
 
     def energy(self, first: Spread) -> float:
         """What one step moves, from how the first moments are spread; from the weights of Adafactor."""
-        if self.parameter.relative is not None:
-            known = RelativeSums(first.total("square"), self.second, count=first.numel)
-            return self.parameter.relative.energies(self.step.lr, known).step
-        if self.parameter.momentum is not None:
-            sums = MomentumSums(first.total("square"), count=first.numel)
-            return self.parameter.momentum.energies(self.step.lr, sums).step
+        if self.parameter.measure is not None:
+            return self.parameter.measure.energies(self.step.lr, self.sums(first)).step
         return (self.step.lr / self.rule.bias1) ** 2 * first.total("square")
+
+    def sums(self, first: Spread) -> StepSums:
+        """What a measure counts by."""
+        return StepSums(first.total("square"), self.second, count=first.numel)
 
     def roots(self, second: Spread) -> float:
         """The sum of sqrt(v), from how the second moments are spread."""
@@ -394,10 +393,8 @@ class _Spending:
         for number, optimizer in self._optimizers(stepped).items():
             self._plan.energies[number] = optimizer.energy
             for one, first, second, weight in optimizer.large:
-                if optimizer.energy and one.parameter.momentum is not None:
-                    self._spend_by_momentum(optimizer, one, one.parameter.momentum, first, weight)
-                elif optimizer.energy and one.parameter.relative is not None:
-                    self._spend_by_size(optimizer, one, weight)
+                if optimizer.energy and one.parameter.measure is not None:
+                    self._spend_by_measure(optimizer, one, one.parameter.measure, one.sums(first), weight)
                 elif optimizer.energy and optimizer.roots:
                     self._spend(optimizer, one, first, second, weight)
                 else:
@@ -419,19 +416,19 @@ class _Spending:
             self._note(free, NO_PARAMETER, Role.MOMENT1, Role.MOMENT2)
             return None
         rule = parameter.rule
-        if parameter.step is None or (rule is None and parameter.momentum is None and parameter.relative is None):
+        if parameter.step is None or (rule is None and parameter.measure is None):
             self._note(free, parameter.reason or parameter.stepless or "the step of its optimizer is unknown")
             return None
         factored = Factored.of(self._source, parameter)
         divides = rule is not None and rule.divisor_eps is not None and parameter.denominator is not None
-        second = read_roots(self._source, parameter).total if parameter.relative else 0.0
+        second = 0.0 if parameter.moments else read_roots(self._source, parameter).total
         stepped = _Stepped(parameter, rule or _UNRULED, parameter.step, free, unit.numel, factored, second)
-        if parameter.relative is not None:
+        if not parameter.moments:
             if math.isfinite(second):
                 return stepped
             self._keep(stepped, "its second moments hold NaN or Inf")
             return None
-        if "moment1" not in parameter.moments or not (divides or factored or parameter.momentum is not None):
+        if "moment1" not in parameter.moments or not (divides or factored or parameter.measure):
             self._keep(stepped, "its optimizer does not divide by second moments")
             return None
         return stepped
@@ -456,14 +453,13 @@ class _Spending:
 
     def _optimizers(self, stepped: Iterable[_Stepped]) -> Mapping[int, _Optimizer]:
         """The optimizers by number, with their sums, without parameters that hold NaN or Inf."""
-        small: dict[tuple[int, float, float, Momentum | None], list[_Stepped]] = defaultdict(list)
+        small: dict[tuple[int, float, float, Measure | None], list[_Stepped]] = defaultdict(list)
         groups: list[list[_Stepped]] = []
         for one in stepped:
-            momentum = one.parameter.momentum
             if one.free or one.factored or one.numel > SAMPLE or one.is_alone:
                 groups.append([one])
             else:
-                small[one.step.optimizer, one.step.lr, one.rule.bias1, momentum].append(one)
+                small[one.step.optimizer, one.step.lr, one.rule.bias1, one.parameter.measure].append(one)
         groups += small.values()
         samples = [_together([one.sample(self._streams) for one in group]) for group in groups]
         spreads = iter(self._sampler.spreads([sample for triple in samples for sample in triple]))
@@ -474,7 +470,7 @@ class _Spending:
                 optimizer.add(group[0], first, second)
                 optimizer.large.append((group[0], first, second, weight))
             else:
-                of = "weights" if group[0].parameter.relative else "moments"
+                of = "moments" if group[0].parameter.moments else "weights"
                 self._keep(group[0], f"its {of} hold NaN or Inf")
         return optimizers
 
@@ -498,42 +494,33 @@ class _Spending:
                 if stream.spec.role is Role.MOMENT2:
                     self._take_second(one, stream)
 
-    def _spend_by_momentum(
-        self, optimizer: _Optimizer, one: _Stepped, momentum: Momentum, first: Spread, weight: Spread
+    def _spend_by_measure(
+        self, optimizer: _Optimizer, one: _Stepped, measure: Measure, sums: StepSums, weight: Spread
     ) -> None:
-        """Share the budget out to the streams of a parameter without second moments, and choose their codecs."""
-        count, mean_square = one.numel, first.mean("square")
-        allowed = self._budget.half**2 * optimizer.energy * count / optimizer.numel
+        """Share the budget out to the streams of a parameter whose second moments are none, and choose their codecs."""
+        mean_square = measure.weighs(sums) if sums.count else 0.0
+        part = self._budget.half if isinstance(measure, Momentum) else self._budget.steps
+        allowed = part**2 * optimizer.energy * one.numel / optimizer.numel
         for stream in one.free:
             self._plan.shares[stream.index] = Share(one.step.optimizer, allowed)
             if not mean_square:
-                self._note([stream], "its momentum is zero")
+                self._note([stream], f"its {'momentum is' if one.parameter.moments else 'second moments are'} zero")
             elif stream.index == one.step.weight:
-                part = self._budget.half
-                self._take(stream, *self._weight(optimizer, part, momentum.gain * mean_square, stream, weight))
-            else:
-                sums = MomentumSums(first.total("square"), count=count)
-                error = momentum.error(one.step.lr, sums, allowed)
-                k = self._budget.momentum_step(error, math.sqrt(mean_square))
-                if k is None:
-                    self._note([stream], "its momentum is smaller than the smallest step of a lattice")
-                    continue
-                square = step_of(k) ** 2
-                moved = momentum.energies(one.step.lr, replace(sums, moment1=count * square / 12)).moment1
-                per_square = moved / square
-                self._plan.shares[stream.index] = Share(one.step.optimizer, allowed, per_square)
-                self._take(stream, MomentLattice(k, self._sampler.salt(stream.index)))
+                self._take(stream, *self._weight(optimizer, part, mean_square, stream, weight))
+            elif isinstance(measure, Momentum):
+                self._take_momentum(one, measure, sums, stream)
 
-    def _spend_by_size(self, optimizer: _Optimizer, one: _Stepped, weight: Spread) -> None:
-        """Give the weights of a parameter of Adafactor their part of the budget, and choose their codec."""
-        steps = self._budget.steps
-        for stream in one.free:
-            allowed = steps**2 * optimizer.energy * one.numel / optimizer.numel
-            self._plan.shares[stream.index] = Share(one.step.optimizer, allowed)
-            if one.second:
-                self._take(stream, *self._weight(optimizer, steps, one.second / one.numel, stream, weight))
-            else:
-                self._note([stream], "its second moments are zero")
+    def _take_momentum(self, one: _Stepped, measure: Momentum, sums: StepSums, stream: Stream) -> None:
+        share = self._plan.shares[stream.index]
+        error = measure.error(one.step.lr, sums, share.allowed)
+        k = self._budget.momentum_step(error, math.sqrt(sums.square / sums.count))
+        if k is None:
+            self._note([stream], "its momentum is smaller than the smallest step of a lattice")
+            return
+        square = step_of(k) ** 2
+        moved = measure.energies(one.step.lr, replace(sums, moment1=sums.count * square / 12)).moment1
+        self._plan.shares[stream.index] = share._replace(per_square=moved / square)
+        self._take(stream, MomentLattice(k, self._sampler.salt(stream.index)))
 
     def _take(self, stream: Stream, codec: Codec | str, reason: str | None = None) -> None:
         """Give a stream a codec that takes its type, and note the ``reason``, or why where there is none."""
