@@ -490,9 +490,9 @@ def _compress(
                 log.info("%s: exceeds its budget where a sample did not; it is compressed again", target)
                 measured, options = exc.measured, replace(options, progress=no_progress)
             except BrokenBaseError as exc:
-                if not isinstance(asked, Auto):
+                if not isinstance(asked, Auto) or asked.begins:
                     raise
-                asked, damage = None, f"a file below it is damaged: {exc}"
+                asked, damage = replace(asked, begins=True), f"a file below it is damaged: {exc}"
                 warnings.warn(f"{target}: is stored whole, as {damage}", stacklevel=_CALLER)
             else:
                 break

@@ -2,7 +2,8 @@
 
 The containers of a chain are numbered from its key on, which has the number 0. The base of number i is number
 i & (i - 1), i without its lowest bit: so the 16 containers of a chain are at most four links from their key, and most
-of them near to their base in time.
+of them near to their base in time. A new key may have number 0 as its base too, for the frozen weights that this holds.
+It gets the next multiple of 16 as its number, from which the next 15 go on.
 
 Storages of a plan become differences to their partners in the base. A partner has the name, type, size and role of the
 storage, and tensors of the same names and places. A storage takes the fields of its partner's codec, such as the step
@@ -31,11 +32,10 @@ from typing import NamedTuple
 
 from ckpt8.checkpoint.replacing import written_once
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec
 from ckpt8.codecs.lattice import DitheredLattice, Lattice, MomentLattice
 from ckpt8.codecs.lattice.reference import phases
-from ckpt8.compressing.frozen import frozen_in, still_frozen
+from ckpt8.compressing.frozen import frozen_in, kept_frozen, still_frozen
 from ckpt8.compressing.plan import Plan, Stream, read_elements
 from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import balance, left_over
@@ -174,9 +174,11 @@ def _timeless(name: str) -> str:
 
 AUTO = "auto"
 LENGTH = 16
-"""The most containers of a chain."""
+"""The most containers of a chain, from its key on."""
 
 _MOST_LINKS = 4
+"""The most containers from a delta to the key of its chain."""
+
 _MOST_READ = 64
 """Containers whose manifests are read, at most."""
 
@@ -192,9 +194,11 @@ class Auto:
     """The base is to be chosen among the containers ``written_once`` beside the target, and the links in ``bases/``.
 
     It is linked there itself. Where files cannot be linked a delta is written all the same, unless ``only_linked``.
+    With ``begins`` a new chain begins.
     """
 
     only_linked: bool = False
+    begins: bool = False
 
 
 Wanted = Path | Auto | None
@@ -268,7 +272,7 @@ def open_bases(
             base.check_target(target)
             yield base
         return
-    if asked.only_linked and is_unlinked(target):
+    if asked.begins or not _may_be_linked(asked, target):
         return
     siblings = _siblings(_files_beside(target), plan, policy)
     newest = next(siblings, None)
@@ -276,7 +280,7 @@ def open_bases(
         return
     _, stated = newest
     place = stated.place + 1
-    if place == LENGTH:
+    if place % LENGTH == 0:
         return
     for path in _best(chain([newest], siblings), stated.key, place):
         # What is below it may be missing, or need the target.
@@ -284,6 +288,10 @@ def open_bases(
             base.check_target(target)
             if kept is None or _links(kept, path, target, is_needed=asked.only_linked):
                 yield base
+
+
+def _may_be_linked(asked: Auto, target: Path) -> bool:
+    return not (asked.only_linked and is_unlinked(target))
 
 
 def is_unlinked(target: Path) -> bool:
@@ -349,8 +357,10 @@ def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Si
 def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[Path]:
     """The base of number ``place`` in the chain of ``key``, then the newest with few enough links."""
     newest = regular = None
+    first = place - place % LENGTH
+    most = _MOST_LINKS + (first > 0)
     for path, stated in siblings:
-        if stated.key == key and stated.links < _MOST_LINKS and stated.place < place:
+        if stated.key == key and stated.links < most and first <= stated.place < place:
             newest = newest or path
             if stated.place == place & (place - 1):
                 regular = path
@@ -399,16 +409,14 @@ _WORTH_IT = 0.95
 """A chain goes on where a difference takes less than this part of the whole."""
 
 
-def continue_base(
-    plan: Plan, source: Checkpoint, base: OpenBase, threads: int | None = None
-) -> tuple[Plan, str | None]:
+def continue_base(plan: Plan, source: Bundle, base: OpenBase, threads: int | None = None) -> tuple[Plan, str | None]:
     """The plan with differences to ``base`` where they pay, and why a new chain had better begin, or None.
 
     Raises InputError.
     """
     continued = replace(plan, by_index=dict(plan.by_index))
     streams = continued.by_index
-    frozen = still_frozen(plan, source, base.reader, threads)
+    frozen = still_frozen(plan, source, base, threads)
     streams.update(frozen)
     partners = find_partners(plan, base.reader.manifest)
     with Workers(threads) as workers:
@@ -427,14 +435,14 @@ def continue_base(
             trials = [trial for trial in trials if not trial.candidate.shares_lattice] + tried(own)
         if resumed:
             trials = [trial for trial in trials if not trial.candidate.codec.inherited]
-    sizes = {index: _whole(stream, partners, base) for index, stream in streams.items()}
+    # A new chain would not store them either.
+    sizes = {index: _whole(stream, partners, base) for index, stream in streams.items() if index not in frozen}
     whole = sum(sizes.values())
     for trial in trials:
         stream, partner, codec = trial.candidate
         if trial.nbytes < sizes[stream.index]:
             streams[stream.index] = replace(stream, codec=codec, base=partner)
             sizes[stream.index] = trial.nbytes
-    sizes.update(dict.fromkeys(frozen, 0.0))
     balance(continued)
     why_new = None if sum(sizes.values()) < _WORTH_IT * whole else "differences would hardly be smaller"
     return continued, "the run was resumed from a lossy container on the same lattice" if resumed else why_new
@@ -456,7 +464,7 @@ def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -
     return candidates
 
 
-def _try(candidate: _Candidate, source: Checkpoint, base: OpenBase) -> _Trial | None:
+def _try(candidate: _Candidate, source: Bundle, base: OpenBase) -> _Trial | None:
     """Encode a sample as a difference; None where that is refused. Thread-safe. Raises InputError."""
     stream, codec = candidate.stream, candidate.codec
     chunk = (header.chunk_count(stream.spec.numel) - 1) // 2
@@ -520,43 +528,58 @@ def choose_base(
     A base that was asked for by its path must be sound. One that is chosen makes the file smaller, and is linked among
     those that are ``kept``. Raises InputError and UsageError, and BrokenBaseError for what is below a chosen base.
 
-    Where none is, ``frozen_from`` becomes the base of the weights that it holds bit for bit.
+    Where none is, ``frozen_from`` becomes the base of the weights that it holds bit for bit; without it that is the
+    first file of the chain before, and where there is none, the new file is the first and holds them exactly itself.
     """
-    if asked is None:
-        with _frozen(frozen_from, target, source, plan, threads) as (continued, frozen):
-            yield continued, frozen, None
-        return
-    reason = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
-    with closing(open_bases(asked, target, plan, policy, kept)) as bases:
-        for base in bases:
-            continued, why_new = continue_base(plan, source, base, threads)
-            if why_new is None or isinstance(asked, Path):
-                yield continued, base, None
-                return
-            reason = why_new
-    if isinstance(asked, Auto) and asked.only_linked and is_unlinked(target):
+    reason = None
+    if asked is not None:
+        reason = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
+        with closing(open_bases(asked, target, plan, policy, kept)) as bases:
+            for base in bases:
+                continued, why_new = continue_base(plan, source, base, threads)
+                if why_new is None or isinstance(asked, Path):
+                    yield continued, base, None
+                    return
+                reason = why_new
+    if isinstance(asked, Auto) and not _may_be_linked(asked, target):
         reason = "files cannot be linked in its folder, which would keep its base"
-    with _frozen(frozen_from, target, source, plan, threads) as (continued, frozen):
-        yield continued, frozen, reason if frozen is None else None
+    with closing(_open_first(asked, target, plan, policy, kept, frozen_from)) as bases:
+        for base in bases:
+            if frozen := frozen_in(plan, source, base, threads):
+                yield replace(plan, by_index=plan.by_index | frozen), base, None
+                return
+    if frozen_from is not None:
+        raise UsageError(
+            f"{frozen_from}: holds none of the frozen weights bit for bit; give a .ckpt8 of the file that the run "
+            "began with, made with --preset lossless"
+        )
+    if isinstance(asked, Auto) and _may_be_linked(asked, target):
+        plan = replace(plan, by_index=plan.by_index | kept_frozen(plan, source, policy))
+    yield plan, None, reason
 
 
-@contextlib.contextmanager
-def _frozen(
-    path: Path | None, target: Path, source: Bundle, plan: Plan, threads: int | None
-) -> Iterator[tuple[Plan, OpenBase | None]]:
-    """``plan`` with the weights that the container at ``path`` holds bit for bit as differences to it, and that.
+def _open_first(
+    asked: Wanted, target: Path, plan: Plan, policy: Policy, kept: KeptBases | None, frozen_from: Path | None
+) -> Generator[OpenBase]:
+    """What may hold the frozen weights of a new key, open: ``frozen_from``, or the first file of the chain before.
 
-    Raises InputError, and UsageError where it holds none.
+    Raises InputError and UsageError for ``frozen_from``.
     """
-    if path is None:
-        yield plan, None
-        return
-    with OpenBase(path) as base:
-        base.check_target(target)
-        frozen = frozen_in(plan, source, base.reader, threads)
-        if not frozen:
-            raise UsageError(
-                f"{path}: holds none of the frozen weights bit for bit; give a .ckpt8 of the file that the run began "
-                "with, made with --preset lossless"
-            )
-        yield replace(plan, by_index=plan.by_index | frozen), base
+    auto = asked if isinstance(asked, Auto) and _may_be_linked(asked, target) else None
+    newest = None if auto is None else next(_siblings(_files_beside(target), plan, policy), None)
+    place = LENGTH if newest is None else (newest[1].place // LENGTH + 1) * LENGTH
+    if frozen_from is not None:
+        with OpenBase(frozen_from, place) as base:
+            base.check_target(target)
+            if kept is not None:
+                with contextlib.suppress(InputError, OSError):  # it may be on another file system, and stay there
+                    kept.link(frozen_from)
+            yield base
+    elif auto is not None and newest is not None and not auto.begins:
+        with contextlib.suppress(InputError, UsageError):
+            with ContainerReader(newest[0]) as reader:
+                first = [reader, *reader.links()][-1].path
+            with OpenBase(first, place) as base:
+                base.check_target(target)
+                if kept is None or _links(kept, first, target, is_needed=auto.only_linked):
+                    yield base

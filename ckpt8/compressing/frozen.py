@@ -1,55 +1,87 @@
-"""Frozen weights: storages that no optimizer updates, and that another container holds bit for bit.
+"""Frozen weights: storages that no optimizer updates.
 
-They become lossless differences to it, which are all zero: such a storage takes next to nothing, and comes back
-exactly. Small ones, which may share entries, are stored as before. Names do not count: the first bytes of
-a storage find what may be its equal; then every bit is compared.
+Where another container holds one bit for bit, it becomes a lossless difference to it, which is all zero: such a storage
+takes next to nothing, and comes back exactly. Small ones, which may share entries, are stored as before. Names do
+not count: the first bytes of a storage find what may be its equal; then every bit is compared.
+
+The first file of a chain holds its frozen weights exactly, for all files that come after it.
 """
+
+from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from ckpt8.checkpoint.tree import Checkpoint
-from ckpt8.compressing.plan import Plan, Stream, read_elements
-from ckpt8.compressing.policy import LOSSLESS
+from ckpt8.checkpoint.meaning.parameters import weights_without_state
+from ckpt8.checkpoint.sources.bundle import Bundle
+from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
+from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import frames, header
-from ckpt8.container.reader import ContainerReader
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 
+if TYPE_CHECKING:
+    from ckpt8.compressing.deltas import OpenBase
+
 FROZEN = "frozen: equal to that in the base"
 """The reason of a storage that is lossless since its base holds it bit for bit."""
+
+KEPT = "frozen: kept exactly, for all later files of the chain"
+"""The reason of a storage that is lossless since no optimizer updates it."""
 
 _HEAD = 1 << 12
 """Elements that find what may be equal."""
 
 
-def frozen_in(plan: Plan, source: Checkpoint, base: ContainerReader, threads: int | None) -> dict[int, Stream]:
-    """The streams of ``plan`` that ``base`` holds bit for bit, by index, as differences to it. Raises InputError."""
-    return _equal(plan, source, base, range(len(base.manifest.storages)), threads)
+def kept_frozen(plan: Plan, source: Bundle, policy: Policy) -> dict[int, Stream]:
+    """The streams of ``plan`` that are frozen, lossless, by index. A rule decides before. Raises InputError."""
+    keys = weights_without_state(source.opened, source.key, directory=source.directory is not None)
+    views = views_of(plan.tensors)
+    return {
+        stream.index: replace(stream, codec=LOSSLESS, reason=KEPT, fallback_codec=None)
+        for stream in _large_weights(plan)
+        if stream.storage.key in keys
+        and stream.index in plan.chosen
+        and stream.index not in plan.copies
+        and not policy.has_rule([path for view in views[stream.index] for path in view.paths])
+    }
 
 
-def still_frozen(plan: Plan, source: Checkpoint, base: ContainerReader, threads: int | None) -> dict[int, Stream]:
+def frozen_in(plan: Plan, source: Bundle, base: OpenBase, threads: int | None) -> dict[int, Stream]:
+    """The streams of ``plan`` that ``base`` holds bit for bit, by index, as differences to it.
+
+    Raises InputError, and BrokenBaseError for what cannot be read of the base.
+    """
+    return _equal(plan, source, base, range(len(base.reader.manifest.storages)), threads)
+
+
+def still_frozen(plan: Plan, source: Bundle, base: OpenBase, threads: int | None) -> dict[int, Stream]:
     """As ``frozen_in``, of the storages that are frozen in ``base`` itself."""
-    storages = base.manifest.storages
-    return _equal(plan, source, base, [k for k, record in enumerate(storages) if record.reason == FROZEN], threads)
+    storages = base.reader.manifest.storages
+    among = [index for index, record in enumerate(storages) if record.reason in (FROZEN, KEPT)]
+    return _equal(plan, source, base, among, threads)
 
 
-def _equal(
-    plan: Plan, source: Checkpoint, base: ContainerReader, among: Iterable[int], threads: int | None
-) -> dict[int, Stream]:
+def _large_weights(plan: Plan) -> list[Stream]:
+    """The weights that the step of no parameter moves, and that are neither copies of masters nor small."""
     updated = {index for parameter in plan.parameters for index in parameter.streams}
     named = {index for _, index in plan.tensors} - updated
     weights = [plan.by_index[index] for index in sorted(named) if plan.by_index[index].spec.role is Role.WEIGHT]
-    streams = [stream for stream in weights if stream.spec.numel > header.PACK and stream.codec.copied is None]
+    return [stream for stream in weights if stream.spec.numel > header.PACK and stream.codec.copied is None]
+
+
+def _equal(plan: Plan, source: Bundle, base: OpenBase, among: Iterable[int], threads: int | None) -> dict[int, Stream]:
+    streams = _large_weights(plan)
     wanted = {(stream.spec.dtype, stream.spec.numel) for stream in streams}
     found: dict[Hashable, list[int]] = defaultdict(list)
     for index in among:
-        record = base.manifest.storages[index]
-        is_partner = record.pack is None and base.codec(index) == LOSSLESS
+        record = base.reader.manifest.storages[index]
+        is_partner = record.pack is None and base.reader.codec(index) == LOSSLESS
         if is_partner and (record.dtype, record.numel) in wanted:
             found[record.dtype, record.numel, _digest(_stored(base, index, 0)[:_HEAD])].append(index)
 
@@ -66,7 +98,7 @@ def _equal(
         return {stream.index: stream for stream in workers.map(frozen, streams) if stream is not None}
 
 
-def _is_equal(stream: Stream, source: Checkpoint, base: ContainerReader, index: int) -> Iterator[bool]:
+def _is_equal(stream: Stream, source: Bundle, base: OpenBase, index: int) -> Iterator[bool]:
     """Chunk by chunk, whether a storage of the base has the same bits."""
     for chunk in range(header.chunk_count(stream.spec.numel)):
         count = stream.chunk_spec(chunk).numel
@@ -74,9 +106,10 @@ def _is_equal(stream: Stream, source: Checkpoint, base: ContainerReader, index: 
         yield torch.equal(own.view(torch.uint8), _stored(base, index, chunk).view(torch.uint8))
 
 
-def _stored(base: ContainerReader, index: int, chunk: int) -> torch.Tensor:
+def _stored(base: OpenBase, index: int, chunk: int) -> torch.Tensor:
     """The decoded elements of a chunk."""
-    return LOSSLESS.decode(base.read_parts(index, chunk), base.chunk_spec(index, chunk), backend=base.backend)
+    reader = base.reader
+    return LOSSLESS.decode(base.parts(index, chunk, LOSSLESS), reader.chunk_spec(index, chunk), backend=reader.backend)
 
 
 def _digest(elements: torch.Tensor) -> bytes:

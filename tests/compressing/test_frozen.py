@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import ckpt8
+from ckpt8.container.kept_bases import remove_container
 from ckpt8.core.errors import InputError, UsageError
 
 WIDTH, RANK, LAYERS = 320, 2, 3
@@ -22,12 +23,12 @@ def frozen_name(layer):
 class Adapted:
     """Frozen layers with trained adapters, named as peft names them."""
 
-    def __init__(self):
+    def __init__(self, rank=RANK):
         self.random = torch.Generator().manual_seed(1)
         self.layers = [torch.randn(WIDTH, WIDTH, generator=self.random) * 0.05 for _ in range(LAYERS)]
         self.adapters = {}
         for layer in range(LAYERS):
-            for name, shape in ("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)):
+            for name, shape in ("A", (rank, WIDTH)), ("B", (WIDTH, rank)):
                 values = torch.randn(shape, generator=self.random) * 0.05
                 self.adapters[f"base_model.model.layers.{layer}.lora_{name}.default.weight"] = nn.Parameter(values)
         self.optimizer = torch.optim.AdamW(self.adapters.values(), lr=1e-3)
@@ -89,6 +90,66 @@ def test_frozen_weights_are_exact_and_take_no_room(run, preset):
     chosen = ckpt8.compress("later.pt", "auto.ckpt8", preset=preset, base="auto", frozen_from="base.ckpt8")
     assert chosen.base is not None
     assert chosen.stored_nbytes < alone + FROZEN_BYTES / 200
+
+
+@pytest.mark.parametrize(
+    ("preset", "places"),
+    [("archive", [*range(1, 18)]), ("lossless", [16 * number for number in range(1, 18)])],  # a new key each
+)
+def test_a_chain_stores_them_exactly_and_once(tmp_path, monkeypatch, preset, places):
+    """Its first file does, and the keys after it refer to that."""
+    monkeypatch.chdir(tmp_path)
+    adapted = Adapted(rank=16)
+    manifests = []
+    for number in range(18):
+        torch.save(adapted.advance(3 if number else 20), f"step-{number}.pt")
+        manifests.append(ckpt8.compress(f"step-{number}.pt", preset=preset, base="auto"))
+    first, *others = manifests
+    assert [manifest.base.place for manifest in others] == places
+    assert others[15].base.path == "step-0.ckpt8"
+    trained = first.stored_nbytes - sum(
+        record.stored_bytes for record in first.storages if record.numel == WIDTH * WIDTH
+    )
+    assert max(manifest.stored_nbytes for manifest in others) < 1.2 * trained + FROZEN_BYTES / 200
+    assert all(is_exact("step-0.ckpt8", "step-0.pt", layer) for layer in range(LAYERS))
+    # Whoever removes all but the newest loses nothing, and no more than what that needs is kept.
+    for number in range(17):
+        remove_container(tmp_path / f"step-{number}.ckpt8")
+    assert all(is_exact("step-17.ckpt8", "step-17.pt", layer) for layer in range(LAYERS))
+    assert ckpt8.verify("step-17.ckpt8", "step-17.pt").failures == ()
+    assert len(list((tmp_path / "bases").iterdir())) == others[-1].base.links
+    ckpt8.rebase("step-17.ckpt8", "alone.ckpt8")
+    remove_container(tmp_path / "step-17.ckpt8")
+    assert not (tmp_path / "bases").exists()
+    assert all(is_exact("alone.ckpt8", "step-17.pt", layer) for layer in range(LAYERS))
+
+
+def test_a_damaged_first_file_of_a_chain_costs_no_later_checkpoint(run):
+    ckpt8.compress("run.pt", base="auto")
+    content = bytearray((run / "run.ckpt8").read_bytes())
+    for at in range(len(content) // 4, len(content) // 2, 997):
+        content[at] ^= 255
+    (run / "run.ckpt8").write_bytes(content)
+    with pytest.warns(UserWarning, match="is stored whole, as a file below it is damaged"):
+        ckpt8.compress("later.pt", base="auto")
+    assert all(is_exact("later.ckpt8", "later.pt", layer) for layer in range(LAYERS))
+
+
+def test_what_may_be_trained_is_stored_as_its_preset_says(run):
+    """Two weights of one shape, one of them trained, and no name that tells which; the third cannot be it."""
+    model = {"a": torch.randn(WIDTH, WIDTH), "b": torch.randn(WIDTH, WIDTH), "c": torch.randn(WIDTH, WIDTH + 1)}
+    model["d"] = torch.randn(RANK, WIDTH)
+    trained = [nn.Parameter(model["b"].clone()), nn.Parameter(model["d"].clone())]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    sum(parameter.square().sum() for parameter in trained).backward()
+    optimizer.step()
+    model |= {"b": trained[0].detach(), "d": trained[1].detach()}
+    average = {name: weight * 0.9 for name, weight in model.items()}
+    torch.save({"model": model, "ema": average, "optimizer": optimizer.state_dict()}, "mixed.pt")
+    manifest = ckpt8.compress("mixed.pt", base="auto")
+    lossless = {record.name for record in manifest.storages if record.codec["id"] == "lossless/1"}
+    large = {f"{owner}.{name}" for owner in ("model", "ema") for name in "abc"}
+    assert lossless & large == {"model.c"}
 
 
 def test_one_bit_is_enough_to_be_stored(run):

@@ -16,6 +16,8 @@ must lie in the same places.
 The moments of one slice of a parameter have one place in tensors of one shape, mostly in one file. The step and the
 options of the group are whole, and may be in the file of another rank.
 
+``weights_without_state`` are weights that no optimizer moves, of models that have others which it does.
+
 ``join_weights`` are the fp32 weights that the state of ``ckpt8.optim`` completes.
 
 ``Universal`` and ``find_partitions`` are for DeepSpeed: universal checkpoints, and the flat partitions of stages 1 and
@@ -44,11 +46,11 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
-from ckpt8.checkpoint.meaning.nodes import dict_groups, place_of
+from ckpt8.checkpoint.meaning.nodes import Shape, dict_groups, place_of
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, recognise
-from ckpt8.checkpoint.meaning.pairing import NOT_NAMED, saved_parameters
+from ckpt8.checkpoint.meaning.pairing import NOT_NAMED, Beside, models_and_optimizers, owners, saved_parameters
 from ckpt8.checkpoint.meaning.roles import short_name
-from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, twins
+from ckpt8.checkpoint.meaning.state_dicts import is_packed_group, twins, weights_of
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import Place, Slice, StateKey
 from ckpt8.checkpoint.readers.entries import DirectoryMember
@@ -410,6 +412,37 @@ def trained_states(members: Sequence[DirectoryMember], key_of: KeyOf, *, directo
         numbered = replace(row, optimizer=numbers.setdefault(row.optimizer, len(numbers)))
         states.update((ref.key, numbered) for ref in row.tensors.values())
     return states
+
+
+def weights_without_state(members: Sequence[DirectoryMember], key_of: KeyOf, *, directory: bool) -> set[str]:
+    """The keys of the storages that hold weights without state alone, of models whose other weights have some.
+
+    None of the shape of a state whose weight is not known. Empty where a state has no known shape, where an optimizer
+    may train one of several models, and for distributed checkpoints. Raises InputError.
+    """
+    contents = [(member.path, member.checkpoint) for member in members]
+    names = NamesFromWeights(contents) if directory else None
+    numbers = {path: number for number, (path, _) in enumerate(contents)}
+    moved, others, unknown = set[str](), dict[str, set[Shape]](), set[Shape]()
+    for path, checkpoint in contents:
+        beside = Beside() if names is None or isinstance(checkpoint.tree, Labelled) else names.beside(path)
+        rows = [] if isinstance(checkpoint.tree, Labelled) else saved_parameters(checkpoint.tree, beside)
+        weights = {id(row.weight) for row in rows if row.weight is not None}
+        for row in rows:
+            if row.weight is None and row.shape is None:
+                return set()
+            unknown |= {row.shape} if row.weight is None and row.shape is not None else set()
+        models, optimizers = models_and_optimizers(checkpoint.tree) if rows else ([], [])
+        for owner in owners(optimizers, models or beside.models):
+            if owner.model is None:
+                return set()
+            for ref in weights_of(owner.model.node).values():
+                key = key_of(ref.key, numbers[beside.files.get(id(ref), path)])
+                if id(ref) in weights:
+                    moved.add(key)
+                elif ref.dtype.is_floating:
+                    others.setdefault(key, set()).add(ref.shape)
+    return {key for key, shapes in others.items() if not shapes & unknown} - moved
 
 
 def _parameters_of_files(
