@@ -36,6 +36,7 @@ from ckpt8.codecs.error_stats import (
 from ckpt8.codecs.lattice import Lattice, MomentLattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
+from ckpt8.compressing.coded import CodedMoments
 from ckpt8.compressing.momentum import StepSums
 from ckpt8.compressing.plan import (
     Measure,
@@ -44,8 +45,8 @@ from ckpt8.compressing.plan import (
     Refusal,
     Share,
     Unit,
+    read_beside,
     read_factors,
-    read_roots,
     read_tensor,
 )
 from ckpt8.compressing.policy import carry
@@ -257,11 +258,11 @@ def excess(
 
 
 class _Factors(NamedTuple):
-    """CAME's factored terms: its confidence, and 1 / sqrt(v) from its second moments. Adafactor's sqrt(v)."""
+    """CAME's confidence, and 1 / sqrt(v) from its second moments; ``beside`` is for weights without streams of these."""
 
     confidence: Confidence | None = None
     squares: Confidence | None = None
-    roots: SecondRoots | None = None
+    beside: SecondRoots | CodedMoments | None = None
 
 
 class ErrorMeter:
@@ -297,12 +298,12 @@ class ErrorMeter:
         errors.update = update_error(*updates, 1.0)
 
     def _factors(self, parameter: Parameter | None) -> _Factors:
-        """The factored terms of CAME or Adafactor; none of them for other rules."""
+        """What weighs elements besides the streams of a unit, read once a parameter."""
         if parameter is None or not (parameter.confidence or parameter.squares):
             return _Factors()
         last = self._last  # another thread may replace it at any time
         if (last is None or last[0] is not parameter) and parameter.measure is not None:
-            self._last = last = (parameter, _Factors(roots=read_roots(self._checkpoint, parameter)))
+            self._last = last = (parameter, _Factors(beside=read_beside(self._checkpoint, parameter)))
         elif last is None or last[0] is not parameter:
             factors = [
                 read_factors(self._checkpoint, parameter, pair) if pair else None
@@ -353,10 +354,9 @@ class ChunkErrors:
                 energies[stream.index] = moment_error(x, y, scales, roots)
                 self._errors.streams[stream.index].merge(energies[stream.index])
             sides.append(roots or (x, y))
-        if self._errors.sums is not None and self._factors.roots is not None:
-            elements = first + done, first + len(originals[0])
-            second = self._factors.roots.at(*elements, originals[0].device)
-            self._errors.sums.merge(_weight_sums(pairs[0], second))
+        if self._errors.sums is not None and (beside := self._factors.beside) is not None:
+            elements = first + done, first + len(originals[0]), originals[0].device
+            self._errors.sums.merge(_weight_sums(pairs[0], beside.followed(*elements), beside.roots(*elements)))
         elif self._errors.sums is not None:
             self._errors.sums.merge(_momentum_sums(self._unit, pairs, energies))
         self._add_update(first + done, pairs, sides, energies)
@@ -449,11 +449,14 @@ def _momentum_sums(unit: Unit, pairs: Sequence[Pair], energies: Mapping[int, Mom
     return StepSums(error.sum_square, 0.0, moved, error.sum_square_error, len(pairs[0][0]))
 
 
-def _weight_sums(weight: Pair, roots: torch.Tensor) -> StepSums:
-    """The sums of a tile of weights; ``roots`` are sqrt(v). What comes back as it was errs by nothing."""
+def _weight_sums(weight: Pair, followed: torch.Tensor | None, roots: torch.Tensor) -> StepSums:
+    """The sums of a tile of weights, whose step follows from ``followed``, or from themselves; ``roots`` are sqrt(v).
+
+    What comes back as it was errs by nothing.
+    """
     here, there = weight
-    moved = _square_sum((there - here).mul_(roots))
-    return StepSums(_square_sum(here), _square_sum(roots), moved, count=len(here))
+    square = _square_sum(here if followed is None else followed)
+    return StepSums(square, _square_sum(roots), _square_sum((there - here).mul_(roots)), count=len(here))
 
 
 def count_steps(unit: Unit, errors: UnitErrors) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt8.checkpoint.meaning.replayed import Replayed
 from ckpt8.codecs.error_stats import ErrorStats, StepError
@@ -72,6 +72,9 @@ class Momentum:
     by_value: bool
     origin: Origin
     flips: float = 0.0
+
+    is_of_stream: ClassVar[bool] = True
+    """Whether ``square`` is that of a stream."""
 
     @property
     def stated(self) -> dict[str, Origin]:

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ckpt8.checkpoint.meaning.coded_moments import coded_moments
 from ckpt8.checkpoint.meaning.optimizer_state import (
     SavedParameter,
     UpdateRule,
+    adam_rule,
     finite,
     identify_state,
     recognise,
@@ -21,6 +23,7 @@ from ckpt8.checkpoint.meaning.parameters import trained_states
 from ckpt8.checkpoint.meaning.replayed import LARGEST_MATRIX, Order, Replayed, find_rule
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef, is_dense, read_settings
+from ckpt8.compressing.coded import CodedStep
 from ckpt8.compressing.momentum import Momentum
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, views_of
 from ckpt8.compressing.relative import RelativeStep, shape_of
@@ -36,7 +39,7 @@ def find_parameters(
     streams: Mapping[str, Stream],
     views: Mapping[int, list[NamedTensor]],
 ) -> list[Parameter]:
-    """The parameters whose moments fill storages of their own, and those of Adafactor.
+    """The parameters whose moments fill storages of their own, and those of Adafactor and of Adam in codes.
 
     ``streams`` are by the key that ``states`` use.
     """
@@ -58,7 +61,7 @@ def find_parameters(
                 parameters.append(_parameter(streams, state, refs, slots, optimizer))
                 break
         else:
-            parameters += _relative(streams, state)
+            parameters += _without_streams(streams, state)
     return parameters
 
 
@@ -67,11 +70,30 @@ def _relative(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[
     keys = ("row_var", "col_var")
     statistics = [ref for key in keys if isinstance(ref := saved.state.get(key), TensorRef)]
     step = RelativeStep.of(saved.state, saved.group, saved.state.get("step"))
-    if step is None or saved.whole or saved.state.keys() - SIDE_STATE != set(keys):
+    if step is None or saved.state.keys() - SIDE_STATE != set(keys):
         return
     if (shape := shape_of(*statistics)) is not None and not any(streams[ref.key].lossy for ref in statistics):
         squares = [(streams[ref.key].storage, ref) for ref in statistics]
         yield Parameter(saved.name, {}, None, "its state has no first moment", shape, squares=squares, measure=step)
+
+
+def _without_streams(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[Parameter]:
+    """The parameter of a state whose moments are no streams: of torch's Adafactor, or of Adam in codes."""
+    if saved.whole is None:
+        yield from _relative(streams, saved)
+        yield from _coded(streams, saved)
+
+
+def _coded(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[Parameter]:
+    """The parameter whose moments are codes that a container keeps as they are; nothing for other states."""
+    if (found := coded_moments(saved.state)) is None:
+        return
+    shape, *moments = found
+    rule = adam_rule("adam", saved.state, saved.group, finite(saved.state.get("step")))
+    squares = [(streams[ref.key].storage, ref) for moment in moments for ref in moment.tensors]
+    if isinstance(rule, UpdateRule) and not any(streams[ref.key].lossy for _, ref in squares):
+        step = CodedStep(found[1:], rule.bias1, rule.root_bias2)
+        yield Parameter(saved.name, {}, None, "its moments are codes of few bits", shape, squares=squares, measure=step)
 
 
 def _replayed_slots(card_and_form: tuple[Card, Form] | None) -> Mapping[str, str]:

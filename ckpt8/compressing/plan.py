@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt8.checkpoint.meaning.coded_moments import CodedMoment
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Confidence, Order, Replayed
 from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRef
 from ckpt8.codecs import Codec
+from ckpt8.compressing.coded import CodedMoments, CodedStep, Codes
 from ckpt8.compressing.momentum import Momentum
 from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.compressing.relative import RelativeStep, SecondRoots
@@ -24,7 +26,7 @@ from ckpt8.container.steps import COPY, Origin
 from ckpt8.core.log import log
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
-Measure = Momentum | RelativeStep
+Measure = Momentum | RelativeStep | CodedStep
 """How the steps of a parameter are counted whose second moments are no stream: by ``StepSums``."""
 
 
@@ -75,9 +77,9 @@ class Parameter:
     """The moments of one parameter by slot (``moment1``, ``moment2``, ``max_moment2``), as indices of streams.
 
     ``rule`` is None where the update rule is unknown; ``reason`` then says why. ``confidence`` are the row and column
-    statistics of CAME's confidence, ``squares`` those of its or Adafactor's second moments, each with its storage;
-    ``has_some_rows`` says whether they are those of a slice without all rows. ``replay`` is there
-    if the rule is ``replayed``. ``step`` is there where anything is lossy, and rule and learning rate are known, else
+    statistics of CAME's confidence, ``squares`` those of its or Adafactor's second moments, or the codes of moments,
+    each with its storage; ``has_some_rows``: they are those of a slice without all rows. ``replay`` is there if
+    the rule is ``replayed``. ``step`` is there where anything is lossy, and rule and learning rate are known, else
     ``stepless`` says why it is not; its weight is then a stream of the same unit. ``measure`` is there for a rule
     whose second moments are no stream. ``rule_beside_master`` is the rule of a state without the master that makes
     ``rule`` unknown.
@@ -297,10 +299,23 @@ def read_factors(
     return Confidence(rows, columns, has_some_rows=parameter.has_some_rows)
 
 
-def read_roots(source: Checkpoint, parameter: Parameter) -> SecondRoots:
-    """sqrt(v) of a parameter of Adafactor. Raises InputError."""
-    rows, columns = (read_tensor(source, *where) for where in parameter.squares)
-    return SecondRoots(rows.squeeze(-1), columns.squeeze(-2))
+def read_beside(source: Checkpoint, parameter: Parameter) -> SecondRoots | CodedMoments:
+    """What weighs the weights of a parameter without streams of moments. Raises InputError."""
+    if not isinstance(parameter.measure, CodedStep):
+        rows, columns = (read_tensor(source, *where) for where in parameter.squares)
+        return SecondRoots(rows.squeeze(-1), columns.squeeze(-2))
+    storages = {ref.key: storage for storage, ref in parameter.squares}
+    return CodedMoments(*(_read_codes(source, moment, storages) for moment in parameter.measure.moments))
+
+
+def _read_codes(source: Checkpoint, moment: CodedMoment, storages: Mapping[str, StorageInfo]) -> Codes:
+    def read(first: int, count: int) -> torch.Tensor:
+        codes = moment.codes
+        return read_elements(source, storages[codes.key], codes.dtype, codes.offset + first, count)
+
+    scales = read_tensor(source, storages[moment.scales.key], moment.scales)
+    table = None if moment.table is None else read_tensor(source, storages[moment.table.key], moment.table)
+    return Codes(read, scales, table, moment.block, moment.packed)
 
 
 def join(streams: Iterable[Stream], parameters: Iterable[Parameter]) -> list[Unit]:

@@ -14,7 +14,7 @@ smaller than eps1, which is .0078 for weights in bf16, it is divided by eps1 ins
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -50,6 +50,7 @@ class RelativeStep:
 
     stated: ClassVar[Mapping[str, Origin]] = {"origin": "estimate"}
     by_value: ClassVar[bool] = True
+    is_of_stream: ClassVar[bool] = True
 
     def weighs(self, sums: StepSums) -> float:
         """What the square of an error of a weight counts, on average."""
@@ -98,9 +99,17 @@ class SecondRoots(Confidence):
         row = (self.rows.double() / self._means.clamp_min(_LEAST_MEAN)).sqrt().float().reshape(-1)
         return row, self.columns.double().sqrt().float().reshape(-1, self.columns.shape[-1])
 
-    @property
-    def total(self) -> float:
+    def followed(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor | None:  # noqa: ARG002
+        """None: a step follows from the weights themselves."""
+        return None
+
+    def roots(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
+        """sqrt(v) of elements ``start`` to ``stop``."""
+        return self.at(start, stop, device)
+
+    def totals(self, windows: Iterable[range], numel: int) -> StepSums:  # noqa: ARG002
         """The sum of v over all elements; NaN where statistics are no numbers from zero on."""
         rows, columns = (factor.double().square() for factor in self.factors)
         pairs = zip(rows.reshape(-1, self.rows.shape[-1]).tolist(), columns.tolist(), strict=True)
-        return math.fsum(math.fsum(of_rows) * math.fsum(of_columns) for of_rows, of_columns in pairs)
+        second = math.fsum(math.fsum(of_rows) * math.fsum(of_columns) for of_rows, of_columns in pairs)
+        return StepSums(second=second, count=numel)

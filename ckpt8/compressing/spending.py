@@ -50,8 +50,8 @@ from ckpt8.compressing.plan import (
     Share,
     Stream,
     Unit,
+    read_beside,
     read_factors,
-    read_roots,
     views_of,
 )
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
@@ -242,7 +242,7 @@ class _Stepped:
     """A parameter with the step that moves it.
 
     ``free`` are the streams of its unit whose codecs the budget may choose. ``factored`` are the second moments of a
-    parameter of CAME, which has only their row and column statistics; ``second`` is the sum of those of Adafactor.
+    parameter of CAME, which has only their row and column statistics; ``known`` are sums where there are no moments.
     """
 
     parameter: Parameter
@@ -251,7 +251,7 @@ class _Stepped:
     free: Sequence[Stream]
     numel: int
     factored: Factored | None
-    second: float = 0.0
+    known: StepSums
 
     @property
     def is_alone(self) -> bool:
@@ -259,14 +259,16 @@ class _Stepped:
         return self.parameter.measure is not None and self.parameter.measure.by_value
 
     def energy(self, first: Spread) -> float:
-        """What one step moves, from how the first moments are spread; from the weights of Adafactor."""
+        """What one step moves, from how the first moments are spread; or the weights in their place."""
         if self.parameter.measure is not None:
             return self.parameter.measure.energies(self.step.lr, self.sums(first)).step
         return (self.step.lr / self.rule.bias1) ** 2 * first.total("square")
 
     def sums(self, first: Spread) -> StepSums:
         """What a measure counts by."""
-        return StepSums(first.total("square"), self.second, count=first.numel)
+        measure = self.parameter.measure
+        square = first.total("square") if measure is None or measure.is_of_stream else self.known.square
+        return StepSums(square, self.known.second, count=first.numel)
 
     def roots(self, second: Spread) -> float:
         """The sum of sqrt(v), from how the second moments are spread."""
@@ -275,7 +277,7 @@ class _Stepped:
     def sample(self, streams: Mapping[int, Stream]) -> tuple[Sample, Sample, Sample]:
         """What is sampled: first moments as steps of the weight, second moments, and weights that are free.
 
-        In place of first moments that Adafactor does not have it is weights.
+        In place of first moments that are no stream it is weights.
         """
         moments, denominator = self.parameter.moments, self.parameter.denominator
         first = [streams[index] for index in (moments.get("moment1", self.step.weight),) if index is not None]
@@ -421,10 +423,12 @@ class _Spending:
             return None
         factored = Factored.of(self._source, parameter)
         divides = rule is not None and rule.divisor_eps is not None and parameter.denominator is not None
-        second = 0.0 if parameter.moments else read_roots(self._source, parameter).total
-        stepped = _Stepped(parameter, rule or _UNRULED, parameter.step, free, unit.numel, factored, second)
+        known = StepSums()
         if not parameter.moments:
-            if math.isfinite(second):
+            known = read_beside(self._source, parameter).totals(_windows(unit.numel), unit.numel)
+        stepped = _Stepped(parameter, rule or _UNRULED, parameter.step, free, unit.numel, factored, known)
+        if not parameter.moments:
+            if known.finite:
                 return stepped
             self._keep(stepped, "its second moments hold NaN or Inf")
             return None

@@ -160,10 +160,10 @@ def rule_of(
     kind = card_and_form[1].update
     if kind == "momentum" and group.get("nesterov"):
         kind = "replayed"
-    return _adam(kind, state, group, step) if kind in ("adam", "stable_adamw") else UpdateRule(kind)
+    return adam_rule(kind, state, group, step) if kind in ("adam", "stable_adamw") else UpdateRule(kind)
 
 
-def _adam(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
+def adam_rule(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], step: float | None) -> UpdateRule | str:
     """The rule of Adam, or that of StableAdamW where the moments are free of bias."""
     eps, given = finite(group.get("eps")), setting(group, "betas")
     numbers = [finite(beta) for beta in given] if isinstance(given, (tuple, list)) else []
@@ -192,8 +192,8 @@ def _is_rectified(betas: list[float], step: float | None) -> bool:
     return length > 5 and (length - 4) * (length - 2) * last / ((last - 4) * (last - 2) * length) > 0.998
 
 
-_NESTED = "__bnb_optimizer_quant_state__"
-_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+NESTED = "__bnb_optimizer_quant_state__"
+SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 
 
 def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> dict[str, TensorRef]:
@@ -202,7 +202,7 @@ def bitsandbytes_moments(state: Mapping[Any, Any], group: Mapping[Any, Any]) -> 
     Two of one shape are those of Adam, or of LAMB before its trust ratio. One alone is the moment of Lion where the
     second beta and the lack of an epsilon say so; else it might be the second moment of RMSprop or Adagrad.
     """
-    nested = state.get(_NESTED, state)
+    nested = state.get(NESTED, state)
     if not isinstance(nested, dict):
         return {}
     tensors = {key: value for key, value in nested.items() if isinstance(value, TensorRef) and key != "step"}
@@ -226,16 +226,16 @@ def with_moments(state: Mapping[Any, Any], moments: Mapping[str, TensorRef]) -> 
     """The state of one parameter with its ``moments`` of bitsandbytes under the names of torch."""
     if not moments:
         return state
-    others = {**state, **state.get(_NESTED, state), **moments}
-    return {key: value for key, value in others.items() if key not in (_NESTED, "state1", "state2")}
+    others = {**state, **state.get(NESTED, state), **moments}
+    return {key: value for key, value in others.items() if key not in (NESTED, "state1", "state2")}
 
 
 def is_low_bit(state: Mapping[Any, Any]) -> bool:
     """Whether moments of a state are 8-bit codes, or of a tensor subclass that holds such."""
-    nested = state.get(_NESTED)
+    nested = state.get(NESTED)
     return any(
         (isinstance(value, TensorRef) and value.dtype.itemsize == 1 and bool(value.shape))
-        or (isinstance(value, Inert) and value.name == _SUBCLASS)
+        or (isinstance(value, Inert) and value.name == SUBCLASS)
         for value in [*state.values(), *(nested.values() if isinstance(nested, dict) else ())]
     )
 
@@ -248,12 +248,12 @@ def parameter_shape(state: Mapping[Any, Any]) -> tuple[int, ...] | None:
     rows, columns = state.get("row_var"), state.get("col_var")
     if isinstance(rows, TensorRef) and isinstance(columns, TensorRef) and len(rows.shape) == len(columns.shape):
         return tuple(map(max, rows.shape, columns.shape))
-    nested = state.get(_NESTED)
+    nested = state.get(NESTED)
     keys = ("exp_avg", "exp_avg_sq", "exp_avg::quantized", "momentum_buffer::quantized", "state2", "state1")
     for value in (holder.get(key) for holder in (state, nested) if isinstance(holder, Mapping) for key in keys):
         if isinstance(value, TensorRef):
             return value.shape
-        if isinstance(value, Inert) and value.name == _SUBCLASS and len(value.args) == 4:
+        if isinstance(value, Inert) and value.name == SUBCLASS and len(value.args) == 4:
             match value.args[2]:
                 case (_, _, tuple(shape), *_) if all(type(size) is int for size in shape):
                     return shape

@@ -45,6 +45,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar, cast
 
+from ckpt8.checkpoint.meaning.coded_moments import coded_moments
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.nodes import Shape, dict_groups, place_of
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, recognise
@@ -463,12 +464,19 @@ def _parameters_of_files(
             weight = weight and _renamed(weight, key_of(weight.key, numbers[home]))
             yield replace(
                 saved,
-                state={key: _renamed(ref, key_of(ref.key, number)) for key, ref in saved.tensors.items()},
+                state={key: _renamed(ref, key_of(ref.key, number)) for key, ref in _tensors(saved).items()},
                 group=groups[id(saved.group)],
                 weight=weight,
                 unpaired=None if weight else saved.unpaired,
                 optimizer=(_RANK.sub("rank", path), saved.optimizer),
             )
+
+
+def _tensors(saved: SavedParameter) -> dict[Any, TensorRef]:
+    """The tensors of a state, those of coded moments too."""
+    _, *moments = coded_moments(saved.state) or ((),)
+    coded = enumerate(ref for moment in moments for ref in moment.tensors)
+    return {**saved.tensors, **{("codes", number): ref for number, ref in coded}}
 
 
 def _renamed(ref: TensorRef, key: str) -> TensorRef:
