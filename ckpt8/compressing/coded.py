@@ -85,8 +85,8 @@ class CodedMoments:
         starts = ((at, window.stop) for window in windows for at in range(window.start, window.stop, _PIECE))
         parts = [range(at, min(at + _PIECE, stop)) for at, stop in starts]
         square, second = (
-            math.fsum(float(moment.at(part.start, part.stop).double().pow(power).sum()) for part in parts)
-            for moment, power in ((self.first, 2), (self.second, 1))
+            math.fsum(float(of(part.start, part.stop).double().square().sum()) for part in parts)
+            for of in (self.followed, self.roots)
         )
         share = numel / max(1, sum(map(len, parts)))
         return StepSums(square * share, second * share, count=numel)

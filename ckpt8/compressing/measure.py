@@ -258,7 +258,7 @@ def excess(
 
 
 class _Factors(NamedTuple):
-    """CAME's confidence, and 1 / sqrt(v) from its second moments; ``beside`` is for weights without streams of these."""
+    """CAME's confidence, and 1 / sqrt(v) from its second moments; ``beside`` is for weights without these."""
 
     confidence: Confidence | None = None
     squares: Confidence | None = None

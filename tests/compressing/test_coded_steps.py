@@ -1,0 +1,217 @@
+"""Errors in steps of Adam whose moments are codes, worked out in float64 from what its programs decode."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from budget_kit import SMALL_TILE, each_engine
+from torch import nn
+
+import ckpt8
+from ckpt8.container.steps import UNMOVED
+
+SHAPES = {"up.weight": (128, 64), "down.weight": (96, 80), "small.weight": (5, 40)}
+BETAS, RATE = (0.9, 0.95), 3e-3
+
+
+@contextmanager
+def quiet():
+    """Without warnings, and with torch.compile doing nothing: torchao asks for it in every step."""
+    torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.compiler.set_stance("default")
+
+
+def optimizer_of(program, weights):
+    if program == "bitsandbytes":
+        bnb = pytest.importorskip("bitsandbytes.optim")
+        bnb.GlobalOptimManager.get_instance().initialize()
+        return bnb.AdamW8bit(weights, lr=RATE, betas=BETAS)
+    torchao = pytest.importorskip("torchao.optim")
+    return getattr(torchao, program)(weights, lr=RATE, betas=BETAS)
+
+
+def trained(program, dtype=torch.float32, steps=8):
+    """A checkpoint of random gradients of another size in each tensor; a row and some blocks have none."""
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        name: nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype)) for name, shape in SHAPES.items()
+    }
+    with quiet():
+        optimizer = optimizer_of(program, list(weights.values()))
+        for _ in range(steps):
+            for k, weight in enumerate(weights.values()):
+                weight.grad = (torch.randn(weight.shape, generator=generator) * 10.0 ** (-k % 3 - 2)).to(dtype)
+            weights["up.weight"].grad[5:16] = 0
+            optimizer.step()
+        return {"model": {name: x.detach() for name, x in weights.items()}, "optimizer": optimizer.state_dict()}
+
+
+def moments(state):
+    """Both moments in float64, decoded by the program that wrote them."""
+    nested = state.get("__bnb_optimizer_quant_state__")
+    if nested is None:
+        return [
+            x.dequantize().double() if type(x) is not torch.Tensor else x.double()
+            for x in (state["exp_avg"], state["exp_avg_sq"])
+        ]
+    if "qmap1" not in nested:
+        return nested["state1"].double(), nested["state2"].double()
+    from bitsandbytes.functional import dequantize_blockwise
+
+    return [
+        dequantize_blockwise(
+            nested[f"state{k}"], absmax=nested[f"absmax{k}"], code=nested[f"qmap{k}"], blocksize=256
+        ).double()
+        for k in (1, 2)
+    ]
+
+
+def in_float64(was, there):
+    """The error in steps."""
+    moved = erred = 0.0
+    for state, w, restored in zip(
+        was["optimizer"]["state"].values(), was["model"].values(), there["model"].values(), strict=True
+    ):
+        m, v = moments(state)
+        step = float(state["step"])
+        moved += (RATE / (1 - BETAS[0] ** step)) ** 2 * float(m.square().sum())
+        erred += float((v * (restored.double() - w.double()).square()).sum()) / (1 - BETAS[1] ** step)
+    return math.sqrt(erred / moved)
+
+
+PROGRAMS = ("bitsandbytes", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15}, "5": {"budget": 5}}
+
+
+@pytest.mark.by_default("bitsandbytes-dtype0-archive", "AdamW4bit-dtype0-5")
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_figures_are_what_the_decoded_tensors_say(program, dtype, option, tmp_path):
+    tree = trained(program, dtype)
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", **OPTIONS[option])
+    facts = ckpt8.inspect(tmp_path / "run.ckpt8")["steps"]
+    if facts is None:  # flash keeps bf16 as it is
+        assert (dtype, option) == (torch.bfloat16, "flash")
+        return
+    (row,) = facts["optimizers"]
+    assert (row["measure"], row["parameters"]) == ("second moments", 3)
+    back = ckpt8.load(tmp_path / "run.ckpt8")
+    assert facts["steps"] == row["weight"] == manifest.error_in_steps
+    assert facts["steps"] == pytest.approx(in_float64(tree, back), rel=1e-5)
+    if facts["budget"] is not None:
+        codecs = {each.name.removeprefix("model."): each.codec["id"] for each in manifest.storages}
+        assert {codecs[name] for name in list(SHAPES)[:2]} == {"lattice/1"}
+        assert 0.4 * facts["budget"] < facts["steps"] <= facts["budget"] or facts["capped"]["elements"]
+        assert facts["steps"] <= facts["budget"]
+    for index, state in tree["optimizer"]["state"].items():
+        for one, other in zip(moments(state), moments(back["optimizer"]["state"][index]), strict=True):
+            assert torch.equal(one, other)
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
+    live = ckpt8.save(tree, tmp_path / "live.ckpt8", **OPTIONS[option])
+    assert [record.codec for record in live.storages] == [record.codec for record in manifest.storages]
+    assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
+
+
+def test_engines_threads_and_tiles_choose_one_lattice(tmp_path, monkeypatch):
+    tree, codecs, content = trained("bitsandbytes"), set(), set()
+    torch.save(tree, tmp_path / "run.pt")
+    for threads, tile in each_engine(monkeypatch):
+        manifest = ckpt8.compress(tmp_path / "run.pt", budget=0.3, threads=threads, force=True)
+        assert manifest.error_in_steps == pytest.approx(in_float64(tree, ckpt8.load(tmp_path / "run.ckpt8")), rel=1e-5)
+        codecs.add(str([each.codec for each in manifest.storages]))
+        if tile != SMALL_TILE:  # sums of other tiles have other last digits
+            content.add((tmp_path / "run.ckpt8").read_bytes())
+    assert len(codecs) == len(content) == 1
+
+
+def spoil(tree, how):
+    """Make the state of the first weight one that cannot be counted."""
+    state = tree["optimizer"]["state"][0]
+    nested = state["__bnb_optimizer_quant_state__"]
+    match how:
+        case "a NaN scale":
+            nested["absmax2"][3] = math.nan
+        case "second moments below zero":
+            nested["qmap2"] = -nested["qmap2"]
+        case "another block":
+            nested["absmax2"] = nested["absmax2"][:-1].clone()
+        case "a table of 16":
+            nested["qmap1"] = nested["qmap1"][:16].clone()
+        case "codes of int8":
+            nested["state2"] = nested["state2"].view(torch.int8)
+        case "codes in another order":
+            nested["state1"] = nested["state1"].T.contiguous().T
+        case "a trust ratio":
+            nested["unorm_vec"] = torch.ones(1)
+        case "no step":
+            del state["step"]
+        case "three betas":
+            tree["optimizer"]["param_groups"][0]["betas"] = (0.9, 0.95, 0.999)
+        case _:
+            nested["absmax1"], nested["qmap2"] = None, "none"
+
+
+ODD = (
+    *("a NaN scale", "second moments below zero", "another block", "a table of 16", "codes of int8"),
+    *("codes in another order", "a trust ratio", "no step", "three betas", "no tensors"),
+)
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_codes_that_do_not_tell_a_step_leave_the_budget_to_the_others(how, tmp_path):
+    tree = trained("bitsandbytes")
+    spoil(tree, how)
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
+    records = {each.name.removeprefix("model."): each for each in manifest.storages}
+    is_counted = how in ("a NaN scale", "second moments below zero")
+    assert records["up.weight"].codec["id"] == ("lossless/1" if is_counted else "split24/1")
+    assert records["down.weight"].codec["id"] == ("split24/1" if how == "three betas" else "lattice/1")
+    if not is_counted:
+        assert UNMOVED in records["up.weight"].reason
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one file", "a folder"])
+def test_chains_and_resume(apart, tmp_path):
+    for step in (24, 26):
+        tree, folder = trained("AdamW8bit", steps=step), tmp_path / str(step)
+        if apart:
+            folder.mkdir()
+            for name, part in tree.items():
+                torch.save(part, folder / f"{name}.pt")
+        else:
+            torch.save(tree, tmp_path / f"{step}.pt")
+    suffix = "" if apart else ".pt"
+    ckpt8.compress(tmp_path / f"24{suffix}", tmp_path / "24.ckpt8", preset="archive")
+    delta = ckpt8.compress(
+        tmp_path / f"26{suffix}", tmp_path / "26.ckpt8", preset="archive", base=tmp_path / "24.ckpt8"
+    )
+    lattices = [each for each in delta.storages if each.codec["id"] == "lattice/1"]
+    assert len(lattices) == 2
+    assert all(each.base is not None for each in lattices)
+    ckpt8.restore(tmp_path / "26.ckpt8", tmp_path / "back")
+    if apart:
+        back = {name: torch.load(tmp_path / "back" / f"{name}.pt") for name in tree}
+    else:
+        back = torch.load(tmp_path / "back")
+    assert delta.error_in_steps == pytest.approx(in_float64(tree, back), rel=1e-5)
+    if apart:
+        return
+    weights = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    with quiet():
+        optimizer = optimizer_of("AdamW8bit", list(weights.values()))
+        optimizer.load_state_dict(back["optimizer"])
+        for name, weight in weights.items():
+            weight.data, weight.grad = back["model"][name].clone(), torch.ones_like(weight)
+        optimizer.step()
+    assert {float(state["step"]) for state in optimizer.state.values()} == {27.0}
