@@ -8,7 +8,7 @@ Weights alone err. One step moves what it does for other moments, and v weighs t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,23 +46,28 @@ class CodedStep:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """One moment. ``read`` gives the bytes of codes from a first one on, ``scales`` are those of ``block`` elements."""
+    """One moment. ``read`` gives the bytes of ranges of codes, ``scales`` are those of ``block`` elements each.
 
-    read: Callable[[int, int], torch.Tensor]
+    ``packed`` codes share a byte.
+    """
+
+    read: Callable[[Sequence[range]], torch.Tensor]
     scales: torch.Tensor
     table: torch.Tensor | None
     block: int
     packed: int
 
-    def at(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` in fp32, on ``device`` or else the CPU. Raises InputError."""
-        first = start // self.packed
-        codes = self.read(first, -(-stop // self.packed) - first).to(device)
+    def at(self, windows: Sequence[range], device: torch.device | None = None) -> torch.Tensor:
+        """The elements of windows in fp32, one behind the other, on ``device`` or else the CPU. Raises InputError.
+
+        Windows begin at multiples of two, and have even lengths where two codes share a byte.
+        """
+        codes = self.read([range(x.start // self.packed, x.stop // self.packed) for x in windows]).to(device)
         if self.packed == 2:
-            codes = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1)[start - 2 * first :][: stop - start]
+            codes = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1)
         values = codes.float() if self.table is None else self.table.to(device)[codes.int()]
-        blocks = torch.arange(start, stop, device=device) // self.block
-        return values * self.scales.to(device)[blocks]
+        elements = torch.cat([torch.arange(x.start, x.stop) for x in windows]).to(device)
+        return values * self.scales.to(device)[elements // self.block]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +79,21 @@ class CodedMoments:
 
     def followed(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
         """The first moments of elements ``start`` to ``stop``."""
-        return self.first.at(start, stop, device)
+        return self.first.at([range(start, stop)], device)
 
     def roots(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
         """Square roots of their second moments; NaN for one below zero."""
-        return self.second.at(start, stop, device).sqrt()
+        return self.second.at([range(start, stop)], device).sqrt()
 
-    def totals(self, windows: Iterable[range], numel: int) -> StepSums:
-        """The sums over a parameter of ``numel`` elements as those of ``windows`` tell them."""
-        starts = ((at, window.stop) for window in windows for at in range(window.start, window.stop, _PIECE))
-        parts = [range(at, min(at + _PIECE, stop)) for at, stop in starts]
-        square, second = (
-            math.fsum(float(of(part.start, part.stop).double().square().sum()) for part in parts)
-            for of in (self.followed, self.roots)
-        )
-        share = numel / max(1, sum(map(len, parts)))
+    def totals(self, windows: Sequence[range], numel: int) -> StepSums:
+        """The sums over a parameter of ``numel`` elements, as those of ``windows`` tell them."""
+        even = [range(x.start - x.start % 2, x.stop - x.start % 2) for x in windows]
+        share = numel / max(1, sum(map(len, even)))
+        square, second = _square_sum(self.first.at(even)), _square_sum(self.second.at(even).sqrt())
         return StepSums(square * share, second * share, count=numel)
+
+
+def _square_sum(x: torch.Tensor) -> float:
+    """The sum of squares, the same with any number of threads."""
+    pieces = (x[start : start + _PIECE] for start in range(0, len(x), _PIECE))
+    return math.fsum(float(piece.double().square().sum()) for piece in pieces)

@@ -309,9 +309,15 @@ def read_beside(source: Checkpoint, parameter: Parameter) -> SecondRoots | Coded
 
 
 def _read_codes(source: Checkpoint, moment: CodedMoment, storages: Mapping[str, StorageInfo]) -> Codes:
-    def read(first: int, count: int) -> torch.Tensor:
-        codes = moment.codes
-        return read_elements(source, storages[codes.key], codes.dtype, codes.offset + first, count)
+    codes = moment.codes
+    start = storages[codes.key].offset + codes.offset
+
+    def read(ranges: Sequence[range]) -> torch.Tensor:
+        buffer, at = bytearray(sum(map(len, ranges))), 0
+        for own in ranges:
+            source.read_into(start + own.start, memoryview(buffer)[at : at + len(own)])
+            at += len(own)
+        return torch.frombuffer(buffer, dtype=torch.uint8).view(codes.dtype.torch)
 
     scales = read_tensor(source, storages[moment.scales.key], moment.scales)
     table = None if moment.table is None else read_tensor(source, storages[moment.table.key], moment.table)

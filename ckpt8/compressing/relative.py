@@ -14,7 +14,7 @@ smaller than eps1, which is .0078 for weights in bf16, it is divided by eps1 ins
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -107,7 +107,7 @@ class SecondRoots(Confidence):
         """sqrt(v) of elements ``start`` to ``stop``."""
         return self.at(start, stop, device)
 
-    def totals(self, windows: Iterable[range], numel: int) -> StepSums:  # noqa: ARG002
+    def totals(self, windows: Sequence[range], numel: int) -> StepSums:  # noqa: ARG002
         """The sum of v over all elements; NaN where statistics are no numbers from zero on."""
         rows, columns = (factor.double().square() for factor in self.factors)
         pairs = zip(rows.reshape(-1, self.rows.shape[-1]).tolist(), columns.tolist(), strict=True)
