@@ -300,6 +300,7 @@ def chain(
     budget: float | None = None,
     rules: Sequence[str] = (),
     delta: bool = True,
+    frozen_from: str | os.PathLike[str] | None = None,
     remove: bool = False,
     keep_raw: int = 0,
     rest: float | None = None,
@@ -329,7 +330,7 @@ def chain(
     """
     run = ChainRun(
         Path(directory),
-        Settings(chain_options(preset, budget, rules, device, threads, delta=delta), remove),
+        Settings(chain_options(preset, budget, rules, device, threads, frozen_from, delta=delta), remove),
         force=force,
         keep_raw=keep_raw,
         watch=False,
@@ -340,11 +341,24 @@ def chain(
 
 
 def chain_options(
-    preset: str | None, budget: float | None, rules: Sequence[str], device: str, threads: int | None, *, delta: bool
+    preset: str | None,
+    budget: float | None,
+    rules: Sequence[str],
+    device: str,
+    threads: int | None,
+    frozen_from: str | os.PathLike[str] | None,
+    *,
+    delta: bool,
 ) -> dict[str, object]:
     """The arguments of ``compress`` for a chain. Raises UsageError for those that no checkpoint can have."""
     return checked_options(
-        preset=preset, budget=budget, rules=rules, device=device, threads=threads, base=AUTO if delta else None
+        preset=preset,
+        budget=budget,
+        rules=rules,
+        device=device,
+        threads=threads,
+        base=AUTO if delta else None,
+        frozen_from=frozen_from,
     )
 
 

@@ -22,10 +22,11 @@ from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.compress import compress, default_target, target_of
 from ckpt8.compressing.deltas import Auto, checked_frozen, wanted
+from ckpt8.compressing.frozen import content_name
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem
 from ckpt8.container.facts import total_errors
-from ckpt8.container.header import is_container, stated_seal
+from ckpt8.container.header import is_container, is_meant_as_container, stated_seal
 from ckpt8.container.manifest import Manifest, original_name
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.steps import step_facts
@@ -394,10 +395,15 @@ class Job:
                 OutputError,
             )
             asked = wanted(options.get("base"))
-            base = checked_frozen(options.get("frozen_from"), asked) or asked
-            if isinstance(base, Path):
+            frozen = checked_frozen(options.get("frozen_from"), asked)
+            if frozen is not None and not is_meant_as_container(frozen):
+                content_name(frozen)
+                outcome.base = frozen.name
+            elif isinstance(base := frozen or asked, Path):
                 with ContainerReader(base) as reader:
-                    outcome.base = None if isinstance(asked, Auto) else reader.path.name
+                    outcome.base = reader.path.name
+            if isinstance(asked, Auto):
+                outcome.base = None
             preset, rules, budget, bound = map(options.get, ("preset", "rules", "budget", "max_update_error"))
             outcome.bytes, outcome.predicted = predicted_bytes(
                 self.source, Policy.of(preset, rules or (), budget, bound), options.get("threads")

@@ -71,6 +71,15 @@ Remove = Annotated[
     bool,
     typer.Option("--remove", help="Remove a checkpoint once its container was verified against it, never otherwise."),
 ]
+FrozenFrom = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Do not store weights that no optimizer updates and that FILE holds bit for bit, such as the base of "
+        "adapters. FILE is a lossless .ckpt8, which the new file then needs, or any checkpoint: bases/ gets a "
+        ".ckpt8 of it.",
+    ),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -127,6 +136,7 @@ def finding_bases(command: Callable[..., None]) -> Callable[..., None]:
 _LISTED = 5
 _UNSHARED = {"device": "auto", "max_update_error": None, "base": None, "frozen_from": None}
 """Options that the ranks do not take, with the value that asks for nothing."""
+_NO_DELTA = dict.fromkeys(("base", "frozen_from"), ": a delta is made of whole tensors, and they keep slices")
 
 
 def ranks(sources: list[Path]) -> tuple[int, int] | None:
@@ -163,7 +173,7 @@ def compress_share(
     for name, nothing in _UNSHARED.items():
         require(
             options[name] == nothing,
-            f"--{name.replace('_', '-')} is not for ranks that share a source; leave it out",
+            f"--{name.replace('_', '-')} is not for ranks that share a source{_NO_DELTA.get(name, '')}; leave it out",
             UsageError,
         )
 
@@ -224,14 +234,7 @@ def compress(
             "one among those in its folder, where that makes it smaller.",
         ),
     ] = None,
-    frozen_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Do not store weights that no optimizer updates and that FILE, a lossless .ckpt8, holds bit for bit, "
-            "such as those that adapters are trained on. The new file then needs FILE.",
-        ),
-    ] = None,
+    frozen_from: FrozenFrom = None,
     remove: Remove = False,
     dry_run: DryRun = False,
     force: Force = False,
@@ -480,6 +483,7 @@ def chain(
     delta: Annotated[
         bool, typer.Option("--delta/--no-delta", help="Write deltas if they are smaller, or whole files only.")
     ] = True,
+    frozen_from: FrozenFrom = None,
     remove: Remove = False,
     keep_raw: Annotated[
         int,
@@ -519,7 +523,7 @@ def chain(
     from ckpt8.chaining.jobs import Settings
     from ckpt8.cli.jobs import run_jobs
 
-    settings = Settings(chain_options(preset, budget, rule or (), device, threads, delta=delta), remove)
+    settings = Settings(chain_options(preset, budget, rule or (), device, threads, frozen_from, delta=delta), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest, tell=note)
     if watch:
         absent = [] if os.path.lexists(directory) else [f"{directory}: is not there yet; waiting for it"]

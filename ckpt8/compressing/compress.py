@@ -43,14 +43,15 @@ from ckpt8.compressing.deltas import (
     is_unlinked,
     wanted,
 )
+from ckpt8.compressing.frozen import content_name
 from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.bases import looked_for_in
-from ckpt8.container.header import CONTAINER
+from ckpt8.container.bases import KEPT, kept_name, looked_for_in
+from ckpt8.container.header import CONTAINER, is_meant_as_container
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
-from ckpt8.core.errors import InputError, UsageError, WrongTypeError, require
+from ckpt8.core.errors import InputError, OutputError, UsageError, WrongTypeError, require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.gpu import requested
@@ -230,6 +231,8 @@ def checked_options(**options: Any) -> dict[str, Any]:
     Policy.of(options["preset"], options["rules"], options["budget"], bound)
     Options(options["threads"], options.get("stats", True), bound)
     requested(options.get("device", "auto"))
+    if (frozen_from := options.get("frozen_from")) is not None:
+        checked_frozen(frozen_from, wanted(options["base"]))
     return options
 
 
@@ -268,9 +271,10 @@ def compress(
     there, so that they may be removed; links that nothing needs go. Files below a base are looked for beside it and in
     ``base_dirs``.
 
-    ``frozen_from`` is a lossless container of what the run began with. Weights that no optimizer updates, and that it
-    holds bit for bit under whatever name, are not stored again: it becomes their base. It is no base beside a path as
-    ``base``, and beside "auto" only where that chooses none.
+    ``frozen_from`` is what the run began with: a lossless container, or any checkpoint, of which ``bases/`` beside the
+    target then gets a lossless container, once. Weights that no optimizer updates, and that it holds bit for bit under
+    whatever name, are not stored again: it becomes their base. It is no base beside a path as ``base``, and beside
+    "auto" only where that chooses none.
 
     Raises InputError for a source or base that is damaged, or a source that holds no tensors, OutputError for the
     target, UsageError for the arguments and where a directory needs a target.
@@ -285,6 +289,8 @@ def compress(
     target = target_of(source, None if target is None else Path(target), force=force)
     asked = wanted(base)
     frozen = checked_frozen(frozen_from, asked)
+    if frozen is not None:
+        refuse_source(target, frozen)
     with (
         looked_for_in(map(Path, base_dirs)),
         as_private_as(source),
@@ -340,6 +346,7 @@ def save(
     max_update_error: float | None = ...,
     base: str | os.PathLike[str] | Auto | None = ...,
     base_dirs: Sequence[str | os.PathLike[str]] = ...,
+    frozen_from: str | os.PathLike[str] | None = ...,
     force: bool = ...,
     background: Literal[False] = ...,
 ) -> Manifest: ...
@@ -358,6 +365,7 @@ def save(
     max_update_error: float | None = ...,
     base: str | os.PathLike[str] | Auto | None = ...,
     base_dirs: Sequence[str | os.PathLike[str]] = ...,
+    frozen_from: str | os.PathLike[str] | None = ...,
     force: bool = ...,
     background: Literal[True],
 ) -> PendingSave: ...
@@ -376,6 +384,7 @@ def save(
     max_update_error: float | None = None,
     base: str | os.PathLike[str] | Auto | None = None,
     base_dirs: Sequence[str | os.PathLike[str]] = (),
+    frozen_from: str | os.PathLike[str] | None = None,
     force: bool = True,
     background: bool = False,
 ) -> Manifest | PendingSave:
@@ -395,8 +404,8 @@ def save(
     'flash'
     """
     if not isinstance(target, (str, os.PathLike)):
-        if background or base is not None:
-            raise UsageError("save: background and base need a path as the target, not a file object")
+        if background or base is not None or frozen_from is not None:
+            raise UsageError("save: background, base and frozen_from need a path as the target, not a file object")
         require(callable(getattr(target, "write", None)), f"save: {described(target)} takes no bytes", WrongTypeError)
         with path_to_write(target) as path:
             return save(
@@ -416,16 +425,19 @@ def save(
             stacklevel=3,
         )
     asked = wanted(base)
+    frozen = checked_frozen(frozen_from, asked)
 
     def compress_live(run_or_pack: Callable[..., R]) -> R:
         with looked_for_in(map(Path, base_dirs)), live_checkpoint(obj, target.stem) as checkpoint:
             _warn_of_refusal(target, checkpoint)
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             write = partial(run_or_pack, target=target, policy=policy, force=force)
-            return _compress(Bundle.of(checkpoint, member), target, policy, options, asked, write, live=live)
+            return _compress(
+                Bundle.of(checkpoint, member), target, policy, options, asked, write, live=live, frozen_from=frozen
+            )
 
-    if isinstance(asked, Path):
-        wait_for(asked)
+    if isinstance(needed := frozen or asked, Path):
+        wait_for(needed)
     if background:
         return start_saving(target, partial(compress_live, Compressor.pack))
     wait_for(target)
@@ -451,6 +463,23 @@ def _warn_of_refusal(target: Path, checkpoint: OpenCheckpoint) -> None:
     )
 
 
+def _container_of(path: Path, target: Path, threads: int | None) -> Path:
+    """``path`` itself, or of a plain checkpoint a lossless container in ``bases/`` beside the target, made once."""
+    if is_meant_as_container(path):
+        return path
+    folder = Path(os.path.realpath(target)).parent / KEPT
+    packed = folder / kept_name(content_name(path))
+    if not packed.exists():
+        with writing(packed):
+            folder.mkdir(exist_ok=True)
+        try:
+            compress(path, packed, preset="lossless", threads=threads)
+        except OutputError:
+            if not packed.exists():  # another process has made it
+                raise
+    return packed
+
+
 def _compress(
     source: Bundle,
     target: Path,
@@ -470,16 +499,23 @@ def _compress(
     measured: Measured | None = None
     damage: str | None = None
     with ExitStack() as saving:
-        kept = saving.enter_context(bases_kept(asked, target))
+        packs = frozen_from is not None and not is_meant_as_container(frozen_from)
+        kept = saving.enter_context(bases_kept(asked, target, packs=packs))
+        frozen = None if frozen_from is None else partial(_container_of, frozen_from, target, options.threads)
         while True:
             plan = plan_bundle(source, policy, measured)
             policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
             try:
-                with choose_base(asked, target, source, plan, policy, kept, options.threads, frozen_from) as (
+                with choose_base(asked, target, source, plan, policy, kept, options.threads, frozen) as (
                     plan,
                     base,
                     reason,
                 ):
+                    if base is None and frozen_from is not None:
+                        raise UsageError(
+                            f"{frozen_from}: holds none of the frozen weights bit for bit; give the file that the run "
+                            f"began with, or a {CONTAINER} of it made with --preset lossless"
+                        )
                     if base is None and reason is not None:
                         log.info("%s: is stored whole: %s", target, reason)
                     measures = options.stats and plan.is_lossy

@@ -22,7 +22,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -41,7 +41,6 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.compressing.spending import balance, left_over
 from ckpt8.container import frames, header, symbols
 from ckpt8.container.bases import Stated, find_base
-from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, links_in
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
@@ -236,18 +235,22 @@ def checked_frozen(path: str | os.PathLike[str] | None, asked: Wanted) -> Path |
     """The argument ``frozen_from`` of public functions. Raises UsageError."""
     if path is None:
         return None
-    path = Path(path)
+    if not is_path(path):
+        raise UsageError(f"frozen_from is {described(path)}; give a path")
     if isinstance(asked, Path):
         raise UsageError(f"{path}: a file has one base; give frozen_from (--frozen-from) or base (--base)")
-    if path.is_file() and not is_container(path):
-        raise UsageError(f"{path}: is no .ckpt8; make one of it first: ckpt8 compress {path} --preset lossless")
-    return path
+    if find_sharded(Path(path)) is not None:
+        raise UsageError(f"{path}: is a directory of containers of ranks; frozen weights are in a single checkpoint")
+    return Path(path)
 
 
 @contextlib.contextmanager
-def bases_kept(asked: Wanted, target: Path) -> Iterator[KeptBases | None]:
-    """The links beside ``target`` until it is written, where its base is to be chosen; then what none needs goes."""
-    if not isinstance(asked, Auto):
+def bases_kept(asked: Wanted, target: Path, *, packs: bool) -> Iterator[KeptBases | None]:
+    """The links beside ``target`` until it is written, where its base is to be chosen or, if it ``packs``, made there.
+
+    Then what none needs goes.
+    """
+    if not (packs or isinstance(asked, Auto)):
         yield None
         return
     folder = Path(os.path.realpath(target)).parent
@@ -519,7 +522,7 @@ def choose_base(
     policy: Policy,
     kept: KeptBases | None,
     threads: int | None,
-    frozen_from: Path | None = None,
+    frozen_from: Callable[[], Path] | None = None,
 ) -> Iterator[tuple[Plan, OpenBase | None, str | None]]:
     """``plan`` with its differences to a base of ``target``, and the base, which is open inside the block.
 
@@ -528,8 +531,9 @@ def choose_base(
     A base that was asked for by its path must be sound. One that is chosen makes the file smaller, and is linked among
     those that are ``kept``. Raises InputError and UsageError, and BrokenBaseError for what is below a chosen base.
 
-    Where none is, ``frozen_from`` becomes the base of the weights that it holds bit for bit; without it that is the
-    first file of the chain before, and where there is none, the new file is the first and holds them exactly itself.
+    Where none is, the file of ``frozen_from`` becomes the base of the weights that it holds bit for bit, if any.
+    Without it that is the first file of the chain before; where there is none either, the new file is the first and
+    holds them exactly itself.
     """
     reason = None
     if asked is not None:
@@ -543,23 +547,28 @@ def choose_base(
                 reason = why_new
     if isinstance(asked, Auto) and not _may_be_linked(asked, target):
         reason = "files cannot be linked in its folder, which would keep its base"
-    with closing(_open_first(asked, target, plan, policy, kept, frozen_from)) as bases:
+    with closing(_open_first(asked, target, plan, policy, frozen_from)) as bases:
         for base in bases:
-            if frozen := frozen_in(plan, source, base, threads):
+            frozen = frozen_in(plan, source, base, threads)
+            if frozen and _is_kept(kept, base.path, target, asked, is_named=frozen_from is not None):
                 yield replace(plan, by_index=plan.by_index | frozen), base, None
                 return
-    if frozen_from is not None:
-        raise UsageError(
-            f"{frozen_from}: holds none of the frozen weights bit for bit; give a .ckpt8 of the file that the run "
-            "began with, made with --preset lossless"
-        )
     if isinstance(asked, Auto) and _may_be_linked(asked, target):
         plan = replace(plan, by_index=plan.by_index | kept_frozen(plan, source, policy))
     yield plan, None, reason
 
 
+def _is_kept(kept: KeptBases | None, base: Path, target: Path, asked: Wanted, *, is_named: bool) -> bool:
+    """Whether a base that holds frozen weights may be one: see ``_links``. One ``is_named`` may be on another disk."""
+    if kept is None or not is_named:
+        return kept is None or _links(kept, base, target, is_needed=isinstance(asked, Auto) and asked.only_linked)
+    with contextlib.suppress(InputError, OSError):
+        kept.link(base)
+    return True
+
+
 def _open_first(
-    asked: Wanted, target: Path, plan: Plan, policy: Policy, kept: KeptBases | None, frozen_from: Path | None
+    asked: Wanted, target: Path, plan: Plan, policy: Policy, frozen_from: Callable[[], Path] | None
 ) -> Generator[OpenBase]:
     """What may hold the frozen weights of a new key, open: ``frozen_from``, or the first file of the chain before.
 
@@ -569,11 +578,8 @@ def _open_first(
     newest = None if auto is None else next(_siblings(_files_beside(target), plan, policy), None)
     place = LENGTH if newest is None else (newest[1].place // LENGTH + 1) * LENGTH
     if frozen_from is not None:
-        with OpenBase(frozen_from, place) as base:
+        with OpenBase(frozen_from(), place) as base:
             base.check_target(target)
-            if kept is not None:
-                with contextlib.suppress(InputError, OSError):  # it may be on another file system, and stay there
-                    kept.link(frozen_from)
             yield base
     elif auto is not None and newest is not None and not auto.begins:
         with contextlib.suppress(InputError, UsageError):
@@ -581,5 +587,4 @@ def _open_first(
                 first = [reader, *reader.links()][-1].path
             with OpenBase(first, place) as base:
                 base.check_target(target)
-                if kept is None or _links(kept, first, target, is_needed=auto.only_linked):
-                    yield base
+                yield base

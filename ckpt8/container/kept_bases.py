@@ -90,14 +90,15 @@ class KeptBases(Closing):
         container = container.resolve()  # os.link may link a symbolic link itself
         head = _head(container)
         self._link_below(container, head)
-        self._links.mkdir(exist_ok=True)
         link = self._links / kept_name(head.seal)
-        try:
-            os.link(container, link)
-        except FileExistsError:
-            # A copy of the folder has copies of the links.
-            if _is_to_be_replaced(link, container, head.seal):
-                _replace(link, container)
+        if container.parent != self._links.resolve():
+            self._links.mkdir(exist_ok=True)
+            try:
+                os.link(container, link)
+            except FileExistsError:
+                # A copy of the folder has copies of the links.
+                if _is_to_be_replaced(link, container, head.seal):
+                    _replace(link, container)
         self._linked.add(head.seal)
 
     def _link_below(self, container: Path, head: Stated) -> None:

@@ -66,11 +66,11 @@ CheckpointIO: Any = _FOUND[0]
 class Ckpt8CheckpointIO(CheckpointIO):
     """Saves with ``ckpt8.save``. Loads what it saved, and a ``.ckpt`` of torch.save.
 
-    ``preset``, ``budget``, ``rules``, ``threads``, ``stats`` and ``max_update_error`` are those of ``ckpt8.save``.
-    With ``background`` a save returns once everything is packed in memory. The next save waits for it, and raises its
-    failure; so does the end of the run. With ``base="auto"`` a container is a delta to an earlier one of its folder,
-    where that is smaller. ``bases/`` beside them keeps what they need, as hard links, however they are removed: move
-    that folder with them.
+    ``preset``, ``budget``, ``rules``, ``frozen_from``, ``threads``, ``stats`` and ``max_update_error`` are those of
+    ``ckpt8.save``. With ``background`` a save returns once everything is packed in memory. The next save waits for it,
+    and raises its failure; so does the end of the run. With ``base="auto"`` a container is a delta to an earlier one of
+    its folder, where that is smaller. ``bases/`` beside them keeps what they need, as hard links, however they are
+    removed: move that folder with them.
 
     Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
     allow, such as Namespace, and names the call that allows them.
@@ -90,6 +90,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         budget: float | None = None,
         rules: Sequence[str] = (),
         base: str | None = None,
+        frozen_from: str | os.PathLike[str] | None = None,
         background: bool = False,
         threads: int | None = None,
         stats: bool = True,
@@ -101,6 +102,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
             budget=budget,
             rules=tuple(rules),
             base=only_auto(base),
+            frozen_from=frozen_from,
             threads=threads,
             stats=stats,
             max_update_error=max_update_error,

@@ -120,10 +120,11 @@ def _check(source: Path, kept: str, threads: int | None) -> None:
 class Ckpt8Callback(TrainerCallback):
     """Compresses every checkpoint that Trainer saves: ``checkpoint-N/`` becomes ``checkpoint-N.ckpt8`` beside it.
 
-    ``preset``, ``budget``, ``rules`` and ``threads`` are those of ``ckpt8.compress``. With ``keep_original`` False the
-    callback removes a directory once it has written its container and compared the two, but never the best one: Trainer
-    reads that at the end. With ``background`` training goes on meanwhile, until the next save or the end. Of the
-    containers it keeps as many as ``save_total_limit`` says, the newest, and that of the best checkpoint in any case.
+    ``preset``, ``budget``, ``rules``, ``frozen_from`` and ``threads`` are those of ``ckpt8.compress``. With
+    ``keep_original`` False the callback removes a directory once it has written its container and compared the two, but
+    never the best one: Trainer reads that at the end. With ``background`` training goes on meanwhile, until the next
+    save or the end. Of the containers it keeps as many as ``save_total_limit`` says, the newest, and that of the best
+    checkpoint in any case.
 
     With ``base="auto"`` a container is a delta to an earlier one, where that is smaller. ``bases/`` beside them keeps
     what they need, as hard links, however they are removed: move that folder with them.
@@ -143,13 +144,19 @@ class Ckpt8Callback(TrainerCallback):
         budget: float | None = None,
         rules: Sequence[str] = (),
         base: str | None = None,
+        frozen_from: str | os.PathLike[str] | None = None,
         keep_original: bool = True,
         background: bool = False,
         strict: bool = False,
         threads: int | None = None,
     ) -> None:
         self._options = checked_options(
-            preset=preset, budget=budget, rules=tuple(rules), base=only_auto(base), threads=threads
+            preset=preset,
+            budget=budget,
+            rules=tuple(rules),
+            base=only_auto(base),
+            frozen_from=frozen_from,
+            threads=threads,
         )
         self._keep = keep_original
         self._background = background

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import linear
 
@@ -178,6 +180,77 @@ def test_a_trained_weight_is_none(run):
     assert not (run / "full.ckpt8").exists()
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "directory"])
+def test_a_plain_file_is_packed_once(run, kind):
+    """Into ``bases/``, from where it goes with the last container that needs it."""
+    weights = load_file("base.safetensors")
+    if kind == "pt":
+        torch.save(weights, "plain")
+    elif kind == "directory":
+        (run / "plain").mkdir()
+        save_file({name: weights.pop(name) for name in list(weights)[:1]}, "plain/model-00001-of-00002.safetensors")
+        save_file(weights, "plain/model-00002-of-00002.safetensors")
+    else:
+        save_file(weights, "plain")
+    (run / "base.ckpt8").unlink()
+    (run / "out").mkdir()
+    first = ckpt8.compress("run.pt", "out/run.ckpt8", preset="archive", frozen_from="plain")
+    ckpt8.save(torch.load("later.pt"), "out/later.ckpt8", preset="archive", frozen_from="plain")
+    last = ckpt8.save(torch.load("later.pt"), "out/last.ckpt8", frozen_from="plain", background=True).result()
+    (packed,) = (run / "out" / "bases").iterdir()
+    assert {first.base.path, last.base.path} == {f"bases/{packed.name}"}
+    assert first.stored_nbytes < FROZEN_BYTES / 20
+    assert packed.stat().st_ino == (run / "out" / first.base.path).stat().st_ino
+    (run / "out").rename(run / "moved")
+    for name, source in ("run", "run.pt"), ("later", "later.pt"), ("last", "later.pt"):
+        assert all(is_exact(f"moved/{name}.ckpt8", source, layer) for layer in range(LAYERS))
+        remove_container(run / "moved" / f"{name}.ckpt8")
+    assert not (run / "moved" / "bases").exists()
+
+
+@pytest.mark.parametrize("frozen_from", ["base.safetensors", "base.ckpt8"])
+def test_a_chain_begins_with_the_file(run, frozen_from):
+    for name in "run.pt", "later.pt":
+        (run / name).rename(run / name.replace(".", "-1." if name == "run.pt" else "-2."))
+    torch.save(torch.load("later-2.pt"), "later-3.pt")
+    outcomes = ckpt8.chain(run, preset="archive", rest=0, frozen_from=frozen_from)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    for name in "run-1", "later-2", "later-3":
+        assert (run / f"{name}.ckpt8").stat().st_size < FROZEN_BYTES / 20
+    # A link keeps the file, however that goes.
+    (run / "base.ckpt8").unlink()
+    assert all(is_exact("later-3.ckpt8", "later-3.pt", layer) for layer in range(LAYERS))
+
+
+KILLED = """
+import os, signal
+import ckpt8
+from ckpt8.compressing.compressor import Compressor
+
+publish = Compressor.publish
+
+def killed(self, *arguments):
+    if self.base is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return publish(self, *arguments)
+
+if not (child := os.fork()):
+    Compressor.publish = killed
+    ckpt8.compress("run.pt", "run.ckpt8", frozen_from="base.safetensors")
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_kill_between_the_packed_file_and_its_delta_leaves_a_run_that_goes_on(run, run_program):
+    assert run_program(KILLED, folder=run)[0] == "-9"
+    assert not (run / "run.ckpt8").exists()
+    (packed,) = (run / "bases").glob("*.ckpt8")
+    before = packed.stat()
+    ckpt8.compress("run.pt", "run.ckpt8", frozen_from="base.safetensors")
+    assert [path.stat() for path in (run / "bases").iterdir()] == [before]
+    assert all(is_exact("run.ckpt8", "run.pt", layer) for layer in range(LAYERS))
+
+
 def test_without_its_file_one_line_says_what_is_missing(run, monkeypatch):
     ckpt8.compress("run.pt", "run.ckpt8", frozen_from="base.ckpt8")
     (run / "elsewhere").mkdir()
@@ -197,7 +270,10 @@ def test_without_its_file_one_line_says_what_is_missing(run, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"frozen_from": "base.safetensors"}, UsageError, "ckpt8 compress base.safetensors --preset lossless"),
+        ({"frozen_from": "other.safetensors"}, UsageError, "other.safetensors: holds none of the frozen weights"),
+        ({"frozen_from": "empty.pt"}, InputError, "empty.pt: an empty file"),
+        ({"frozen_from": "notes.txt"}, InputError, "notes.txt: "),
+        ({"frozen_from": "folder"}, InputError, "folder: "),
         ({"frozen_from": "lossy.ckpt8"}, UsageError, "holds none of the frozen weights"),
         ({"frozen_from": "gone.ckpt8"}, InputError, "gone.ckpt8: "),
         ({"frozen_from": "base.ckpt8", "base": "lossy.ckpt8"}, UsageError, "a file has one base"),
@@ -205,10 +281,16 @@ def test_without_its_file_one_line_says_what_is_missing(run, monkeypatch):
 )
 def test_what_is_refused(run, options, error, message):
     ckpt8.compress("base.safetensors", "lossy.ckpt8")
-    with pytest.raises(error) as caught:
-        ckpt8.compress("run.pt", "run.ckpt8", **options)
-    assert message in str(caught.value)
-    assert not (run / "run.ckpt8").exists()
+    save_file({"w": torch.zeros(WIDTH, WIDTH)}, "other.safetensors")
+    (run / "empty.pt").touch()
+    (run / "notes.txt").write_text("no checkpoint")
+    (run / "folder").mkdir()
+    before = sorted(run.rglob("*"))
+    for save in partial(ckpt8.compress, "run.pt"), partial(ckpt8.save, torch.load("run.pt")):
+        with pytest.raises(error) as caught:
+            save("run.ckpt8", **options)
+        assert message in str(caught.value)
+        assert sorted(run.rglob("*")) == before
 
 
 @pytest.mark.parametrize("frozen_from", ["base.ckpt8", None])
@@ -232,12 +314,14 @@ def test_a_file_whose_lossy_weight_was_refused_holds_against_its_original(run, f
         (["--frozen-from", "base.ckpt8"], 0, "less as a delta to base.ckpt8"),
         (["--frozen-from", "base.ckpt8", "--base", "auto"], 0, "would be written"),
         (["--frozen-from", "gone.ckpt8"], 3, "gone.ckpt8: "),
-        (["--frozen-from", "base.safetensors"], 2, "ckpt8 compress base.safetensors --preset lossless"),
+        (["--frozen-from", "base.safetensors"], 0, "less as a delta to base.safetensors"),
+        (["--frozen-from", "empty.pt"], 3, "empty.pt: an empty file"),
         (["--frozen-from", "base.ckpt8", "--base", "base.ckpt8"], 2, "a file has one base"),
     ],
 )
 def test_a_preview_looks_at_the_file(run, run_command, options, code, message):
+    (run / "empty.pt").touch()
     status, out, err = run_command("compress", "run.pt", "--dry-run", *options)
     assert status == code
     assert message in (err if code else out)
-    assert not (run / "run.ckpt8").exists()
+    assert not {run / "run.ckpt8", run / "bases"} & {*run.iterdir()}
