@@ -528,7 +528,8 @@ def _compress(
             except BrokenBaseError as exc:
                 if not isinstance(asked, Auto) or asked.begins:
                     raise
-                asked, damage = replace(asked, begins=True), f"a file below it is damaged: {exc}"
+                asked, frozen_from, frozen = replace(asked, begins=True), None, None
+                damage = f"a file below it is damaged: {exc}"
                 warnings.warn(f"{target}: is stored whole, as {damage}", stacklevel=_CALLER)
             else:
                 break

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import linear
@@ -126,14 +127,42 @@ def test_a_chain_stores_them_exactly_and_once(tmp_path, monkeypatch, preset, pla
     assert all(is_exact("alone.ckpt8", "step-17.pt", layer) for layer in range(LAYERS))
 
 
-def test_a_damaged_first_file_of_a_chain_costs_no_later_checkpoint(run):
+def write_trainer(checkpoint, folder, _):
+    folder.mkdir()
+    save_file(checkpoint["model"], folder / "model.safetensors")
+    torch.save(checkpoint["optimizer"], folder / "optimizer.pt")
+
+
+def write_distributed(checkpoint, folder, names):
+    groups = [{**group, "params": names} for group in checkpoint["optimizer"]["param_groups"]]
+    state = {names[number]: state for number, state in checkpoint["optimizer"]["state"].items()}
+    whole = {"model": checkpoint["model"], "optim": {"state": state, "param_groups": groups}}
+    torch.distributed.checkpoint.save(whole, checkpoint_id=folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("write", [write_trainer, write_distributed])
+def test_a_chain_of_directories_stores_them_exactly_and_once(tmp_path, write):
+    adapted = Adapted(rank=16)
+    for step in (10, 20, 30):
+        write(adapted.advance(20), tmp_path / f"step-{step}", list(adapted.adapters))
+    outcomes = ckpt8.chain(tmp_path, preset="archive", rest=0)
+    assert max(outcome.stored for outcome in outcomes[1:]) < FROZEN_BYTES / 10
+    with ckpt8.open(tmp_path / "step-30.ckpt8") as file:
+        for layer, weight in enumerate(adapted.layers):
+            name = next(name for name in file if name.endswith(frozen_name(layer)))
+            assert torch.equal(torch.as_tensor(file[name]), weight)
+
+
+@pytest.mark.parametrize("frozen_from", [None, "run.ckpt8"])
+def test_a_damaged_first_file_of_a_chain_costs_no_later_checkpoint(run, frozen_from):
     ckpt8.compress("run.pt", base="auto")
     content = bytearray((run / "run.ckpt8").read_bytes())
     for at in range(len(content) // 4, len(content) // 2, 997):
         content[at] ^= 255
     (run / "run.ckpt8").write_bytes(content)
     with pytest.warns(UserWarning, match="is stored whole, as a file below it is damaged"):
-        ckpt8.compress("later.pt", base="auto")
+        ckpt8.compress("later.pt", base="auto", frozen_from=frozen_from)
     assert all(is_exact("later.ckpt8", "later.pt", layer) for layer in range(LAYERS))
 
 

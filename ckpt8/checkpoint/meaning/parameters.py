@@ -42,6 +42,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -83,7 +84,7 @@ class _Home:
 
     checkpoint: DcpCheckpoint
     folder: str
-    slices: dict[tuple[str, Place | None], TensorRef] = field(default_factory=dict)
+    slices: _Slices = field(default_factory=dict)
     rates: dict[str, float | None] = field(default_factory=dict)
 
     def group(self, key: StateKey) -> Mapping[str, Any]:
@@ -98,21 +99,13 @@ def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[S
 
     The weights may be in another checkpoint, without an optimizer, whose folder lies beside.
     """
-    homes = _homes(members, key_of)
-    for home in (home for home in homes if home.checkpoint.roles.states):
-        roles, tree = home.checkpoint.roles, dict[str, Any]()
-        ordered, above = bool(home.checkpoint.metadata.paths), home.folder.rpartition("/")[0]
-        slices = {id(ref): home.slices for ref in _add_weights(tree, home)}
-        for other in homes if not slices else ():
-            if other.folder.rpartition("/")[0] == above and not other.checkpoint.roles.states:
-                slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
-                ordered &= bool(other.checkpoint.metadata.paths)
-        _add_states(tree, home, ordered=ordered)
-        owners = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
+    for home, tree, slices in _trees_of_slices(members, key_of):
+        roles = home.checkpoint.roles
+        owned = {ref.key: parameter for parameter in saved_parameters(tree) for ref in parameter.state.values()}
         for (name, place), ref in home.slices.items():
             if (key := roles.states.get(name)) is not None:
                 weight, reason = None, NOT_NAMED
-                if (owner := owners.get(name)) is not None:
+                if (owner := owned.get(name)) is not None:
                     # A master is among the slices of the state itself.
                     whole = owner.master or owner.weight
                     weight = whole and slices.get(id(whole), home.slices).get((whole.key, place))
@@ -125,6 +118,30 @@ def slice_pairs(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[S
                     weight=weight,
                     unpaired=None if weight else reason,
                 )
+
+
+_Slices = dict[tuple[str, Place | None], TensorRef]
+"""The slices of a distributed checkpoint by the name of their tensor and their place in it."""
+
+
+def _trees_of_slices(
+    members: Sequence[DirectoryMember], key_of: KeyOf
+) -> Iterator[tuple[_Home, dict[str, Any], dict[int, _Slices]]]:
+    """Every distributed checkpoint with an optimizer, its tree of whole tensors, and where the slices of a weight are.
+
+    Those are by the ``id`` of the weight in the tree, whose key is its name.
+    """
+    homes = _homes(members, key_of)
+    for home in (home for home in homes if home.checkpoint.roles.states):
+        tree: dict[str, Any] = {}
+        ordered, above = bool(home.checkpoint.metadata.paths), home.folder.rpartition("/")[0]
+        slices = {id(ref): home.slices for ref in _add_weights(tree, home)}
+        for other in homes if not slices else ():
+            if other.folder.rpartition("/")[0] == above and not other.checkpoint.roles.states:
+                slices.update((id(ref), other.slices) for ref in _add_weights(tree, other))
+                ordered &= bool(other.checkpoint.metadata.paths)
+        _add_states(tree, home, ordered=ordered)
+        yield home, tree, slices
 
 
 def slice_twins(members: Sequence[DirectoryMember], key_of: KeyOf) -> Iterator[tuple[str, str]]:
@@ -418,32 +435,52 @@ def trained_states(members: Sequence[DirectoryMember], key_of: KeyOf, *, directo
 def weights_without_state(members: Sequence[DirectoryMember], key_of: KeyOf, *, directory: bool) -> set[str]:
     """The keys of the storages that hold weights without state alone, of models whose other weights have some.
 
-    None of the shape of a state whose weight is not known. Empty where a state has no known shape, where an optimizer
-    may train one of several models, and for distributed checkpoints. Raises InputError.
+    None of the shape of a state whose weight is not known. Empty where a state has no known shape, and where an
+    optimizer may train one of several models. Raises InputError.
     """
-    contents = [(member.path, member.checkpoint) for member in members]
-    names = NamesFromWeights(contents) if directory else None
-    numbers = {path: number for number, (path, _) in enumerate(contents)}
     moved, others, unknown = set[str](), dict[str, set[Shape]](), set[Shape]()
-    for path, checkpoint in contents:
-        beside = Beside() if names is None or isinstance(checkpoint.tree, Labelled) else names.beside(path)
-        rows = [] if isinstance(checkpoint.tree, Labelled) else saved_parameters(checkpoint.tree, beside)
+    for tree, beside, keys_of in _trees_of_weights(members, key_of, directory):
+        rows = saved_parameters(tree, beside)
         weights = {id(row.weight) for row in rows if row.weight is not None}
         for row in rows:
             if row.weight is None and row.shape is None:
                 return set()
             unknown |= {row.shape} if row.weight is None and row.shape is not None else set()
-        models, optimizers = models_and_optimizers(checkpoint.tree) if rows else ([], [])
+        models, optimizers = models_and_optimizers(tree) if rows else ([], [])
         for owner in owners(optimizers, models or beside.models):
             if owner.model is None:
                 return set()
             for ref in weights_of(owner.model.node).values():
-                key = key_of(ref.key, numbers[beside.files.get(id(ref), path)])
                 if id(ref) in weights:
-                    moved.add(key)
+                    moved.update(keys_of(ref))
                 elif ref.dtype.is_floating:
-                    others.setdefault(key, set()).add(ref.shape)
+                    for key in keys_of(ref):
+                        others.setdefault(key, set()).add(ref.shape)
     return {key for key, shapes in others.items() if not shapes & unknown} - moved
+
+
+def _trees_of_weights(
+    members: Sequence[DirectoryMember], key_of: KeyOf, directory: bool
+) -> Iterator[tuple[Any, Beside, Callable[[TensorRef], Iterable[str]]]]:
+    """The tree of every file and distributed checkpoint, what is beside it, and a weight's storages, by their keys."""
+    contents = [(member.path, member.checkpoint) for member in members]
+    names = NamesFromWeights(contents) if directory else None
+    numbers = {path: number for number, (path, _) in enumerate(contents)}
+
+    def in_file(path: str, files: Mapping[int, str], ref: TensorRef) -> list[str]:
+        return [key_of(ref.key, numbers[files.get(id(ref), path)])]
+
+    def in_slices(slices: Mapping[int, _Slices], keys: Mapping[int, dict[str, list[str]]], ref: TensorRef) -> list[str]:
+        return keys[id(slices[id(ref)])][ref.key]
+
+    for path, checkpoint in contents:
+        if not isinstance(checkpoint.tree, Labelled):
+            beside = Beside() if names is None else names.beside(path)
+            yield checkpoint.tree, beside, partial(in_file, path, beside.files)
+    for _, tree, slices in _trees_of_slices(members, key_of):
+        homes = {id(own): own for own in slices.values()}
+        keys = {number: grouped((name, ref.key) for (name, _), ref in own.items()) for number, own in homes.items()}
+        yield tree, Beside(), partial(in_slices, slices, keys)
 
 
 def _parameters_of_files(
