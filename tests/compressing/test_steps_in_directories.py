@@ -24,7 +24,7 @@ def test_a_lightning_checkpoint():
     plan = planned(INPUTS / "lightning.ckpt")
     names = ["state_dict.network.0.weight", *(f"state_dict.network.{k}.{n}" for k in (2, 4) for n in NAMES)]
     assert pairs(plan) == {name: name for name in names}
-    assert [step.by_momentum for step in steps(plan)] == ["estimate", None, None, None, None]
+    assert [dict(step.stated) for step in steps(plan)] == [{"momentum": "estimate"}, {}, {}, {}, {}]
 
 
 def test_files_of_ranks_share_their_optimizer(tmp_path):
