@@ -1,13 +1,14 @@
 """``ckpt8.compress`` and ``ckpt8.save``: from a checkpoint, or from objects in memory, to a ``.ckpt8``.
 
-A save in the background packs a checkpoint in memory; then a thread of its own compresses and writes it. The thread is
-not a daemon, so the interpreter waits for it before it exits. A second save to the same target waits until the first
-has finished or failed. A process that is forced to exit earlier, by a second Ctrl-C for instance, removes its temporary
-file as usual.
+A save in the background copies a checkpoint in memory, or packs it there; then a thread of its own does the rest. The
+thread is not a daemon, so the interpreter waits for it before it exits. A second save to the same target waits until
+the first has finished or failed. A process that is forced to exit earlier, by a second Ctrl-C for instance, removes its
+temporary file as usual.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import warnings
@@ -15,12 +16,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, TypeVar, overload
+from typing import IO, Any, Literal, Protocol, TypeVar, overload
 
 import torch
 
@@ -30,6 +31,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.gate import refusal_of
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.checkpoint.sources.snapshot import Snapshot, give_back
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
 from ckpt8.compressing.chunk_encoder import choose_encoder
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
@@ -38,6 +40,7 @@ from ckpt8.compressing.deltas import (
     BrokenBaseError,
     Wanted,
     bases_kept,
+    candidates_kept,
     checked_frozen,
     choose_base,
     is_unlinked,
@@ -52,8 +55,9 @@ from ckpt8.container.header import CONTAINER, is_meant_as_container
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import InputError, OutputError, UsageError, WrongTypeError, require
-from ckpt8.core.files.atomic import AtomicFile, as_private_as, default_path, refuse_source, writing
+from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
+from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.log import log
@@ -79,21 +83,45 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+class Unsaved(Protocol):
+    """What a save has taken of a checkpoint; ``close`` frees it, also after ``write``."""
+
+    def write(self) -> Manifest:
+        """Write the file. Raises OutputError, and what is wrong with arguments and base."""
+
+    def close(self) -> None:
+        """Give up."""
+
+
 class _Job:
     """One save and its outcome. A failure becomes a warning where the handle was dropped before anybody asked."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, base: Path | None) -> None:
         self.target = target
         self.future: futures.Future[Manifest] = futures.Future()
-        self.packed: Unwritten | None = None
-        self.base: str | None = None
+        self.taken: Unsaved | None = None
+        self.base = None if base is None else _key(base)
+        self.base_written: futures.Future[Manifest] | None = None
         self.is_asked = False
         self._dropped = False
+        self._go = threading.Event()
 
-    def run(self, packed: Unwritten) -> None:
-        """Write the file and keep the outcome, in the thread of the save."""
+    def start(self, taken: Unsaved) -> None:
+        """Write what was ``taken`` in a thread."""
+        self.taken = taken
+        # Stated because a thread inherits it: the caller may be a daemon.
+        threading.Thread(target=self._run, name="ckpt8-save", daemon=False).start()
+        self._go.set()  # the last thing that the caller does: the thread would keep Python's lock from it
+
+    def _run(self) -> None:
+        """Write the file and keep the outcome."""
+        self._go.wait()
+        if (taken := self.taken) is None:  # the caller was interrupted, and has failed
+            return
         try:
-            manifest = packed.write()
+            if self.base_written is not None:
+                futures.wait([self.base_written])
+            manifest = taken.write()
         except BaseException as exc:
             self.fail(exc)
         else:
@@ -106,14 +134,15 @@ class _Job:
         with _lock:
             self.future.set_exception(error)
             is_unasked = self._dropped
+        self._go.set()
         if is_unasked:
             self._warn(error)
 
     def release(self) -> None:
         """Free the memory, and let the next save to this target begin."""
-        if self.packed is not None:
-            self.packed.close()
-        self.packed = None
+        if self.taken is not None:
+            self.taken.close()
+        self.taken = None
         with _lock:
             _pending.pop(_key(self.target), None)
 
@@ -182,20 +211,21 @@ def wait_for(target: Path) -> None:
         futures.wait(jobs)
 
 
-def start_saving(target: Path, pack: Callable[[], Unwritten]) -> PendingSave:
-    """Wait for the last save to ``target``, call ``pack``, and write in a thread. Raises what ``pack`` raises."""
-    job, key = _Job(target), _key(target)
+def start_saving(target: Path, base: Path | None, take: Callable[[_Job], Unsaved]) -> PendingSave:
+    """Wait for the last save to ``target``, call ``take``, and write in a thread. Raises what ``take`` raises.
+
+    The thread waits for a save to ``base``; one that comes later waits for the thread.
+    """
+    job, key = _Job(target, base), _key(target)
     is_first = False
     while not is_first:
         wait_for(target)
         with _lock:
             is_first = _pending.setdefault(key, job) is job
+            before = None if job.base is None else _pending.get(job.base)
+    job.base_written = None if before in (None, job) else before.future
     try:
-        job.packed = packed = pack()
-        if (record := packed.compressor.base) is not None and not packed.keeps_base:
-            job.base = _key(Path(key).parent / record.path)
-        # Stated because a thread inherits it: the caller may be a daemon.
-        threading.Thread(target=job.run, args=(packed,), name="ckpt8-save", daemon=False).start()
+        job.start(take(job))
     except BaseException as exc:
         job.fail(exc)
         raise
@@ -233,7 +263,12 @@ def checked_options(**options: Any) -> dict[str, Any]:
     requested(options.get("device", "auto"))
     if (frozen_from := options.get("frozen_from")) is not None:
         checked_frozen(frozen_from, wanted(options["base"]))
+    _check_snapshot(options.get("snapshot", "copy"))
     return options
+
+
+def _check_snapshot(snapshot: str) -> None:
+    require(snapshot in ("copy", "packed"), f"snapshot {snapshot!r}: expected copy or packed", UsageError)
 
 
 @checked
@@ -349,6 +384,7 @@ def save(
     frozen_from: str | os.PathLike[str] | None = ...,
     force: bool = ...,
     background: Literal[False] = ...,
+    snapshot: str = ...,
 ) -> Manifest: ...
 
 
@@ -368,6 +404,7 @@ def save(
     frozen_from: str | os.PathLike[str] | None = ...,
     force: bool = ...,
     background: Literal[True],
+    snapshot: str = ...,
 ) -> PendingSave: ...
 
 
@@ -387,6 +424,7 @@ def save(
     frozen_from: str | os.PathLike[str] | None = None,
     force: bool = True,
     background: bool = False,
+    snapshot: str = "copy",
 ) -> Manifest | PendingSave:
     """Save ``obj`` as ``torch.save`` does, but to a ``.ckpt8``; return its manifest.
 
@@ -395,10 +433,12 @@ def save(
     a container. Raises OutputError, and UsageError for wrong arguments and for
     an object that cannot be pickled. ``target`` may be a binary file such as ``io.BytesIO``, which gets the container.
 
-    With ``background`` it returns a ``PendingSave`` once all tensors are packed in memory: in flash 5.1 bytes a
-    parameter, for the 12 of fp32 and AdamW. You may then change the tensors; the file gets the old values. A thread
-    compresses and writes it, and the interpreter waits for that thread before it exits. What fails later is raised by
-    ``PendingSave.result``. A save to a target that is still being written waits for that first.
+    With ``background`` it returns a ``PendingSave`` once all tensors are copied to memory of the CPU. You may then
+    change them; the file gets the old values. A thread packs and writes it, and the interpreter waits for that thread
+    before it exits. What fails later is raised by ``PendingSave.result``. A save to a target that is still being
+    written waits for that first. The copy takes as much memory as the tensors (pinned, for those of a GPU), and one is
+    kept for the next save, which then waits for no new memory. ``snapshot="packed"`` packs them before it returns,
+    which takes longer, and keeps no copy: in flash 5.1 bytes a parameter, for the 12 of fp32 and AdamW.
 
     >>> ckpt8.save({"model": model.state_dict()}, "model.ckpt8").preset
     'flash'
@@ -415,6 +455,52 @@ def save(
     target = Path(target)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error)
+    member = _member_of(target)
+    asked = wanted(base)
+    frozen = checked_frozen(frozen_from, asked)
+    named = frozen or (asked if isinstance(asked, Path) else None)
+    is_linked = isinstance(asked, Auto) and frozen is None
+    _check_snapshot(snapshot)
+
+    def compress_live(checkpoint: OpenCheckpoint, run_or_pack: Callable[..., R]) -> R:
+        with looked_for_in(map(Path, base_dirs)):
+            live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
+            write = partial(run_or_pack, target=target, policy=policy, force=force)
+            return _compress(
+                Bundle.of(checkpoint, member), target, policy, options, asked, write, live=live, frozen_from=frozen
+            )
+
+    def compress_object(run_or_pack: Callable[..., R]) -> R:
+        with live_checkpoint(obj, target.stem) as checkpoint:
+            _warn_of_refusal(target, checkpoint)
+            return compress_live(checkpoint, run_or_pack)
+
+    def pack(job: _Job) -> Unsaved:
+        give_back()
+        return compress_object(partial(_protecting, job, is_linked, Compressor.pack))
+
+    def copy(job: _Job) -> Unsaved:
+        _examine(target, force=force)
+        with ExitStack() as resources:
+            resources.enter_context(candidates_kept(asked, target))
+            taken = resources.enter_context(Snapshot(obj, target.stem))
+            if taken.pickled is not None:
+                _warn_of_refusal(target, taken.pickled)
+            run = partial(compress_live, run_or_pack=partial(_protecting, job, is_linked, Compressor.run))
+            return _Copied(taken, run, resources.pop_all())
+
+    if background and snapshot == "copy":
+        return start_saving(target, named, copy)
+    if named is not None:
+        wait_for(named)
+    if background:
+        return start_saving(target, None, pack)
+    wait_for(target)
+    return compress_object(Compressor.run)
+
+
+def _member_of(target: Path) -> str:
+    """The name of the file that ``target`` is of. Warns of a target that looks like such a file; raises UsageError."""
     member = target.with_suffix(".pt").name
     if not is_unicode(member):
         raise UsageError(f"{target}: is not valid UTF-8, and a container states its name; give another name")
@@ -422,26 +508,47 @@ def save(
         warnings.warn(
             f"{target}: becomes a container, which torch.load cannot read; give it the suffix {CONTAINER}, or read it "
             "with ckpt8.load",
-            stacklevel=3,
+            stacklevel=4,
         )
-    asked = wanted(base)
-    frozen = checked_frozen(frozen_from, asked)
+    return member
 
-    def compress_live(run_or_pack: Callable[..., R]) -> R:
-        with looked_for_in(map(Path, base_dirs)), live_checkpoint(obj, target.stem) as checkpoint:
-            _warn_of_refusal(target, checkpoint)
-            live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
-            write = partial(run_or_pack, target=target, policy=policy, force=force)
-            return _compress(
-                Bundle.of(checkpoint, member), target, policy, options, asked, write, live=live, frozen_from=frozen
-            )
 
-    if isinstance(needed := frozen or asked, Path):
-        wait_for(needed)
-    if background:
-        return start_saving(target, partial(compress_live, Compressor.pack))
-    wait_for(target)
-    return compress_live(Compressor.run)
+def _examine(target: Path, *, force: bool) -> None:
+    """Raise OutputError for a target that is known not to be writable, UsageError for a URL; write nothing."""
+    refuse_url(target)
+    with writing(target):
+        AtomicFile.examine(target, force=force, check=any_file)
+        folder = target.resolve().parent
+        os.stat(os.path.join(folder, ""))  # noqa: PTH116, PTH118 - a directory, and no file
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@dataclass(slots=True)
+class _Copied:
+    """A copy of an object, and how to save it."""
+
+    snapshot: Snapshot
+    compress: Callable[[OpenCheckpoint], Manifest]
+    resources: ExitStack
+
+    def write(self) -> Manifest:
+        """As ``save`` in the foreground. Raises what that raises."""
+        with self.snapshot.checkpoint() as checkpoint:
+            return self.compress(checkpoint)
+
+    def close(self) -> None:
+        """Free the copy, and let go of what may have become a base."""
+        self.resources.close()
+
+
+def _protecting(
+    job: _Job, is_linked: bool, run_or_pack: Callable[..., R], compressor: Compressor, *, target: Path, **how: Any
+) -> R:
+    """``run_or_pack`` the target of ``job``; a save to its base waits for that, unless a link keeps the base."""
+    record, is_linked = compressor.base, is_linked and not is_unlinked(target)
+    job.base = None if record is None or is_linked else _key(Path(_key(target)).parent / record.path)
+    return run_or_pack(compressor, target=target, **how)
 
 
 def _warn_of_refusal(target: Path, checkpoint: OpenCheckpoint) -> None:
@@ -534,6 +641,5 @@ def _compress(
             else:
                 break
         if isinstance(result, Unwritten):
-            result.keeps_base = kept is not None and not is_unlinked(target)
             result.resources.push(saving.pop_all())
         return result

@@ -226,10 +226,7 @@ class OverBudgetError(Exception):
 
 @dataclass(slots=True)
 class Unwritten:
-    """A packed checkpoint whose temporary file is open until ``write`` or ``close``.
-
-    ``keeps_base``: its base has a link until then, and may be replaced.
-    """
+    """A packed checkpoint whose temporary file is open until ``write`` or ``close``."""
 
     compressor: Compressor
     policy: Policy
@@ -239,7 +236,6 @@ class Unwritten:
     writer: ContainerWriter
     workers: Workers
     resources: ExitStack
-    keeps_base: bool = False
 
     def write(self) -> Manifest:
         """Compress and write the file, freeing each chunk on the way. Raises OutputError."""

@@ -263,6 +263,21 @@ def bases_kept(asked: Wanted, target: Path, *, packs: bool) -> Iterator[KeptBase
         drop_unneeded(folder)
 
 
+@contextlib.contextmanager
+def candidates_kept(asked: Wanted, target: Path) -> Iterator[None]:
+    """Every container that may become the base of ``target`` is linked, where it is to be chosen; it may be removed."""
+    if not isinstance(asked, Auto):
+        yield
+        return
+    folder = Path(os.path.realpath(target)).parent
+    try:
+        with KeptBases(folder) as kept:
+            kept.hold(_files_beside(target))
+            yield
+    finally:
+        drop_unneeded(folder)
+
+
 def open_bases(
     asked: Path | Auto, target: Path, plan: Plan, policy: Policy, kept: KeptBases | None
 ) -> Generator[OpenBase]:

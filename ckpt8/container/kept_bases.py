@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
@@ -69,6 +69,14 @@ class KeptBases(Closing):
         """
         self._link(container)
         sync_directory(self._links)
+
+    def hold(self, containers: Iterable[Path]) -> None:
+        """Link containers as far as they can be: one that is removed meanwhile can still become a base."""
+        for path in containers:
+            if (seal := stated_seal(path)) is not None:
+                with suppress(OSError):
+                    self._links.mkdir(exist_ok=True)
+                    os.link(path.resolve(), self._links / kept_name(seal))
 
     def link_needed(self) -> None:
         """Link the bases of the containers in the folder, as far as they are there and can be linked."""

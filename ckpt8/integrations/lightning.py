@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from ckpt8.checkpoint.replacing import problem_of
 from ckpt8.checkpoint.sources.gate import load_allowed
+from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.checkpoint.sources.stored_member import member_index
 from ckpt8.compressing.compress import PendingSave, checked_options, save, wait_for
 from ckpt8.compressing.deltas import only_auto
@@ -66,11 +67,11 @@ CheckpointIO: Any = _FOUND[0]
 class Ckpt8CheckpointIO(CheckpointIO):
     """Saves with ``ckpt8.save``. Loads what it saved, and a ``.ckpt`` of torch.save.
 
-    ``preset``, ``budget``, ``rules``, ``frozen_from``, ``threads``, ``stats`` and ``max_update_error`` are those of
-    ``ckpt8.save``. With ``background`` a save returns once everything is packed in memory. The next save waits for it,
-    and raises its failure; so does the end of the run. With ``base="auto"`` a container is a delta to an earlier one of
-    its folder, where that is smaller. ``bases/`` beside them keeps what they need, as hard links, however they are
-    removed: move that folder with them.
+    ``preset``, ``budget``, ``rules``, ``frozen_from``, ``threads``, ``stats``, ``max_update_error`` and ``snapshot``
+    are those of ``ckpt8.save``. With ``background`` a save returns once everything is copied in memory, which stays for
+    the next one until the run ends. The next save waits for it, and raises its failure; so does the end of the run.
+    With ``base="auto"`` a container is a delta to an earlier one of its folder, where that is smaller. ``bases/``
+    beside them keeps what they need, as hard links, however they are removed: move that folder with them.
 
     Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
     allow, such as Namespace, and names the call that allows them.
@@ -95,6 +96,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         threads: int | None = None,
         stats: bool = True,
         max_update_error: float | None = None,
+        snapshot: str = "copy",
     ) -> None:
         super().__init__()
         self._options = checked_options(
@@ -106,6 +108,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
             threads=threads,
             stats=stats,
             max_update_error=max_update_error,
+            snapshot=snapshot,
         )
         self._background = background
         self._pending: PendingSave | None = None
@@ -117,7 +120,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         """Write a container to ``path``. Raises OutputError, and UsageError for a path that is not local."""
         require(storage_options is None, "Ckpt8CheckpointIO has no storage_options; leave them out", UsageError)
         target = local_path(path, _ADVICE)
-        self.teardown()
+        self._wait()
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
         if self._background:
@@ -162,7 +165,13 @@ class Ckpt8CheckpointIO(CheckpointIO):
                 remove_container(target)
 
     def teardown(self) -> None:
-        """Wait for a save in the background. Raises its error."""
+        """Wait for a save in the background, and free the memory for the next one. Raises the error of the save."""
+        try:
+            self._wait()
+        finally:
+            give_back()
+
+    def _wait(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

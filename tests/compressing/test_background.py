@@ -22,6 +22,7 @@ import torch
 import ckpt8
 from ckpt8.compressing import compress as background
 from ckpt8.compressing.chunk_encoder import store
+from ckpt8.compressing.compressor import Unwritten
 from ckpt8.container import writer as writers
 from ckpt8.container.manifest_json import manifest_json
 from ckpt8.core.errors import OutputError, UsageError
@@ -60,25 +61,34 @@ def spoil(tree):
 
 
 class Gate:
-    """Holds back what the background stores until it is opened; fails what comes after ``fail`` is set."""
+    """Holds back what the thread of a save does until it is opened; fails what comes after ``fail`` is set."""
 
     def __init__(self):
         self.opened = threading.Event()
         self.fail = None
 
-    def __call__(self, packed):
-        assert self.opened.wait(30)
-        if self.fail is not None:
-            raise self.fail
-        return store(packed)
+    def before(self, write):
+        def held(taken):
+            assert self.opened.wait(30)
+            if self.fail is not None:
+                raise self.fail
+            return write(taken)
+
+        return held
 
 
 @pytest.fixture
 def gate(monkeypatch):
     gate = Gate()
-    monkeypatch.setattr("ckpt8.compressing.compressor.store", gate)
+    for kind in (background._Copied, Unwritten):
+        monkeypatch.setattr(kind, "write", gate.before(kind.write))
     yield gate
     gate.opened.set()
+
+
+@pytest.fixture(params=["copy", "packed"])
+def snapshot(request):
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -94,18 +104,22 @@ def nothing_is_left():
     assert threading.active_count() == before
 
 
-@pytest.mark.by_default("flash-options4", "lossless-options3")
+@pytest.mark.by_default(
+    "copy-flash-options4", "packed-lossless-options3", "packed-flash-options4", "copy-archive-options0"
+)
 @pytest.mark.parametrize(
     "options", [{}, {"stats": False}, {"threads": 1}, {"max_update_error": 1e-9}, {"rules": ["*=lossless"]}]
 )
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_file_is_the_one_of_the_foreground_whatever_becomes_of_the_tensors(preset, options, tmp_path, gate):
+def test_the_file_is_the_one_of_the_foreground_whatever_becomes_of_the_tensors(
+    preset, options, snapshot, tmp_path, gate
+):
     tree = checkpoint()
     target = tmp_path / "a.ckpt8"
     stated = ckpt8.save(tree, target, preset=preset, **options)
     expected = target.read_bytes()
     target.unlink()
-    pending = ckpt8.save(tree, target, preset=preset, background=True, **options)
+    pending = ckpt8.save(tree, target, preset=preset, background=True, snapshot=snapshot, **options)
     assert not pending.done()
     assert not target.exists()
     spoil(tree)
@@ -118,7 +132,7 @@ def test_the_file_is_the_one_of_the_foreground_whatever_becomes_of_the_tensors(p
 
 
 @pytest.mark.slow
-def test_units_of_several_chunks(tmp_path):
+def test_units_of_several_chunks(snapshot, tmp_path):
     torch.manual_seed(0)
     weights = torch.randn(2_500_000)
     late = torch.randn(2_500_000)
@@ -130,7 +144,8 @@ def test_units_of_several_chunks(tmp_path):
     for options in ({}, {"max_update_error": 1e-12}):
         manifest = ckpt8.save(tree, target, **options)
         expected = target.read_bytes()
-        assert manifest_json(ckpt8.save(tree, target, background=True, **options).result()) == manifest_json(manifest)
+        pending = ckpt8.save(tree, target, background=True, snapshot=snapshot, **options)
+        assert manifest_json(pending.result()) == manifest_json(manifest)
         assert target.read_bytes() == expected
         reasons = [str(storage.reason) for storage in manifest.storages if storage.role.value.startswith("moment")]
         assert len(reasons) == 2
@@ -138,14 +153,14 @@ def test_units_of_several_chunks(tmp_path):
         assert "NaN" in next(s.reason for s in manifest.storages if s.name == "model.late")
 
 
-def test_quantized_tensors_go_through_a_whole_file(tmp_path):
+def test_quantized_tensors_go_through_a_whole_file(snapshot, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantized = torch.quantize_per_tensor(torch.randn(9, 9), 0.1, 3, torch.qint8)
     tree = {"q": quantized, "w": torch.randn(128, 128)}
     ckpt8.save(tree, tmp_path / "a.ckpt8")
     expected = (tmp_path / "a.ckpt8").read_bytes()
-    ckpt8.save(tree, tmp_path / "a.ckpt8", background=True).result()
+    ckpt8.save(tree, tmp_path / "a.ckpt8", background=True, snapshot=snapshot).result()
     assert (tmp_path / "a.ckpt8").read_bytes() == expected
 
 
@@ -155,25 +170,25 @@ def test_chunks_are_let_go_as_they_are_written(tmp_path, monkeypatch):
     left = []
     begin = background.start_saving
 
-    def start(target, pack):
-        return begin(target, lambda: watched.append(pack()) or watched[-1])
+    def start(target, base, pack):
+        return begin(target, base, lambda job: watched.append(pack(job)) or watched[-1])
 
     watched = []
     monkeypatch.setattr(background, "start_saving", start)
     monkeypatch.setattr(
         "ckpt8.compressing.compressor.store", lambda packed: left.append(len(watched[0].chunks)) or store(packed)
     )
-    ckpt8.save(tree, tmp_path / "a.ckpt8", threads=1, background=True).result()
+    ckpt8.save(tree, tmp_path / "a.ckpt8", threads=1, background=True, snapshot="packed").result()
     assert left[0] >= 20
     assert left[-1] == 0
     assert sorted(left, reverse=True) == left
 
 
-def test_the_callers_memory_is_not_kept(tmp_path, gate):
+def test_the_callers_memory_is_not_kept(snapshot, tmp_path, gate):
     buffer = array.array("f", bytes(1 << 20))
     memory = weakref.ref(buffer)
     tensor = torch.frombuffer(buffer, dtype=torch.float32)
-    pending = ckpt8.save({"w": tensor}, tmp_path / "a.ckpt8", background=True)
+    pending = ckpt8.save({"w": tensor}, tmp_path / "a.ckpt8", background=True, snapshot=snapshot)
     del buffer, tensor
     gc.collect()
     assert memory() is None
@@ -251,33 +266,80 @@ def test_a_failed_save_does_not_stop_the_next(tmp_path, gate):
     [
         ({"w": torch.ones(3), "f": lambda: 0}, "a.ckpt8", {}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"preset": "tiny"}, UsageError),
-        ({"w": torch.ones(3)}, "a.ckpt8", {"rules": ["*x=lossless"]}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"stats": False, "max_update_error": 1.0}, UsageError),
         ({"w": torch.ones(3)}, "there.ckpt8", {"force": False}, OutputError),
+        ({"w": torch.ones(3)}, "there.ckpt8/a.ckpt8", {}, OutputError),
         ({"w": torch.ones(3)}, "nowhere/a.ckpt8", {}, OutputError),
         ({"w": torch.ones(3)}, "folder", {}, OutputError),
     ],
 )
-def test_errors_of_the_call(tree, name, options, error, tmp_path):
+def test_errors_of_the_call(tree, name, options, error, snapshot, tmp_path):
     (tmp_path / "there.ckpt8").write_bytes(b"old")
     (tmp_path / "folder").mkdir()
     with pytest.raises(error):
-        ckpt8.save(tree, tmp_path / name, background=True, **options)
+        ckpt8.save(tree, tmp_path / name, background=True, snapshot=snapshot, **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "there.ckpt8"]
     assert (tmp_path / "there.ckpt8").read_bytes() == b"old"
 
 
-def test_an_interrupt_while_packing(tmp_path, monkeypatch):
+def test_a_snapshot_of_another_kind(tmp_path):
+    with pytest.raises(UsageError, match="snapshot 'fork': expected copy or packed"):
+        ckpt8.save({}, tmp_path / "a.ckpt8", background=True, snapshot="fork")
+
+
+def test_an_interrupt_while_the_caller_waits(snapshot, tmp_path, monkeypatch):
+    target = tmp_path / "a.ckpt8"
+
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt8.compressing.chunk_encoder.ChunkEncoder.pack", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ckpt8.save({"w": torch.ones(300, 300)}, tmp_path / "a.ckpt8", background=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt8.compressing.chunk_encoder.ChunkEncoder.pack", interrupted)
+        patch.setattr("ckpt8.checkpoint.sources.snapshot._memmove", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt8.save({"w": torch.ones(300, 300)}, target, background=True, snapshot=snapshot)
+    assert not list(tmp_path.iterdir())
+    ckpt8.save({"w": torch.ones(300, 300)}, target, background=True, snapshot=snapshot).result()
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_an_interrupt_while_the_thread_starts(tmp_path, monkeypatch):
+    """The thread ends all the same: the interpreter would wait for it for ever."""
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name == "ckpt8-save":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt8.save({"w": torch.ones(300, 300)}, tmp_path / "a.ckpt8", background=True)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_base_stays_until_its_difference_is_written(tmp_path, gate):
+    base, target = tmp_path / "base.ckpt8", tmp_path / "a.ckpt8"
+    first, second = checkpoint(0), checkpoint(1)
+    ckpt8.save(first, base, preset="lossless")
+    pending = ckpt8.save(first, target, preset="lossless", base=base, background=True)
+    threading.Timer(0.2, gate.opened.set).start()
+    with pytest.raises(OutputError, match=r"is the base of a\.ckpt8"):
+        ckpt8.save(second, base, preset="lossless")
+    assert pending.done()
+    assert pending.result().base.path == "base.ckpt8"
+    assert not ckpt8.verify(target).failures
+
+
 # What fails later is raised by result
+
+
+def test_a_rule_that_matches_nothing(tmp_path):
+    pending = ckpt8.save({"w": torch.ones(3)}, tmp_path / "a.ckpt8", rules=["*x=lossless"], background=True)
+    with pytest.raises(UsageError, match="matches"):
+        pending.result()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_directory_is_removed(tmp_path, gate):
@@ -350,14 +412,16 @@ SLOW = """
 import signal, sys, time
 # Whatever this process was started to ignore.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import torch, ckpt8, ckpt8.compressing.compressor
-from ckpt8.compressing.chunk_encoder import store
+import torch, ckpt8
+from ckpt8.compressing.chunk_encoder import ChunkEncoder
 
-def slowly(packed):
+store = ChunkEncoder._store
+
+def slowly(*packed):
     time.sleep(float(sys.argv[2]))
-    return store(packed)
+    return store(*packed)
 
-ckpt8.compressing.compressor.store = slowly
+ChunkEncoder._store = slowly
 torch.manual_seed(0)
 tree = {"w": torch.randn(5 << 20)}
 pending = ckpt8.save(tree, sys.argv[1], background=True)

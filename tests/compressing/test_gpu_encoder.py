@@ -260,7 +260,7 @@ def test_a_pool_gives_the_smallest_buffer_that_fits():
 def test_what_does_not_fit_into_the_device_is_packed_on_the_cpu(way, tmp_path, stand_in, monkeypatch):
     target = tmp_path / "a.ckpt8"
     torch.save(checkpoint(), tmp_path / "a.pt")
-    options = {"background": True} if way == "background" else {}
+    options = {"background": True, "snapshot": "packed"} if way == "background" else {}
 
     def write():
         if way == "compress":

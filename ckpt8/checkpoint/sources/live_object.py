@@ -32,8 +32,11 @@ _WRITER_SAYS = ("inline_container", "PytorchStreamWriter", "iostream", "Parent d
 """Words in errors of torch's zip writer where a file cannot be written."""
 
 
-def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
-    """A pickle module for ``torch.save`` whose Pickler notes the storage behind every persistent id."""
+def recording_pickle(storages: dict[str, torch.UntypedStorage], locations: Mapping[int, str]) -> ModuleType:
+    """A pickle module for ``torch.save`` whose Pickler notes the storage behind every persistent id.
+
+    ``locations`` are stated in place of those of storages with these ``_cdata``.
+    """
 
     class Pickler(pickle.Pickler):
         def __init_subclass__(cls) -> None:
@@ -42,9 +45,11 @@ def recording_pickle(storages: dict[str, torch.UntypedStorage]) -> ModuleType:
 
             def persistent_id(self: Any, obj: Any) -> Any:
                 identity = identify(self, obj)
-                if identity is not None:
-                    storages[str(identity[2])] = getattr(obj, "_untyped_storage", obj)
-                return identity
+                if identity is None:
+                    return None
+                kind, storage_type, key, location, size = identity
+                storages[str(key)] = storage = getattr(obj, "_untyped_storage", obj)
+                return kind, storage_type, key, locations.get(storage._cdata, location), size
 
             cls.persistent_id = persistent_id  # type: ignore[method-assign]
 
@@ -83,8 +88,12 @@ class LiveCheckpoint(OpenCheckpoint):
 
 
 @contextmanager
-def live_checkpoint(obj: object, name: str, made: Mapping[int, Read] | None = None) -> Iterator[OpenCheckpoint]:
+def live_checkpoint(
+    obj: object, name: str, made: Mapping[int, Read] | None = None, *, locations: Mapping[int, str] | None = None
+) -> Iterator[OpenCheckpoint]:
     """Open a live object as a checkpoint file of that ``name`` without its suffix; ``made`` is that of LiveCheckpoint.
+
+    ``locations`` say where the storages have been that ``obj`` has copies of, by the ``_cdata`` of these.
 
     Raises UsageError for objects that cannot be pickled, and OutputError.
     """
@@ -93,9 +102,9 @@ def live_checkpoint(obj: object, name: str, made: Mapping[int, Read] | None = No
         path = directory / f"{name}.pt"
         try:
             with torch.serialization.skip_data(), _writing(path):
-                torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages)))
+                torch.save(obj, path, pickle_module=cast("Any", recording_pickle(storages, locations or {})))
         except RuntimeError:
-            if made:
+            if made or locations is not None:
                 raise
             # Quantized tensors cannot be written without their data: these few go through a whole file.
             with _writing(path):
