@@ -31,7 +31,7 @@ class CodedStep:
     bias1: float
     root_bias2: float
 
-    stated: ClassVar[Mapping[str, Origin]] = {}
+    stated: ClassVar[Mapping[str, Origin]] = {"origin": "known"}
     by_value: ClassVar[bool] = True
     is_of_stream: ClassVar[bool] = False
 

@@ -272,8 +272,8 @@ class _Steps:
         keys += [storage.key for storage, _ in parameter.squares]
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
         step = _step(parameter, state)
-        if isinstance(parameter.measure, Momentum) and not isinstance(step, str):
-            # Muon has groups that AdamW steps: each has a budget of its own.
+        if isinstance(parameter.measure, (Momentum, CodedStep)) and not isinstance(step, str):
+            # Muon has groups that AdamW steps, and 8-bit Adam has small tensors in fp32: each has a budget of its own.
             step = replace(step, optimizer=step.optimizer + self._optimizers)
         weight = self._weight(parameter, state)
         if not (parameter.moments or isinstance(step, str)) and isinstance(weight, str):

@@ -12,6 +12,7 @@ from budget_kit import SMALL_TILE, each_engine
 from torch import nn
 
 import ckpt8
+from ckpt8.compressing.spending import _windows
 from ckpt8.container.steps import UNMOVED
 
 SHAPES = {"up.weight": (128, 64), "down.weight": (96, 80), "small.weight": (5, 40)}
@@ -37,11 +38,15 @@ def optimizer_of(program, weights):
     return getattr(torchao, program)(weights, lr=RATE, betas=BETAS)
 
 
-def trained(program, dtype=torch.float32, steps=8):
-    """A checkpoint of random gradients of another size in each tensor; a row and some blocks have none."""
+def trained(program, dtype=torch.float32, steps=8, more=()):
+    """A checkpoint of random gradients of another size in each tensor; a row and some blocks have none.
+
+    ``more`` are names and shapes of further weights.
+    """
     generator = torch.Generator().manual_seed(3)
     weights = {
-        name: nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype)) for name, shape in SHAPES.items()
+        name: nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype))
+        for name, shape in (*SHAPES.items(), *more)
     }
     with quiet():
         optimizer = optimizer_of(program, list(weights.values()))
@@ -73,12 +78,14 @@ def moments(state):
     ]
 
 
-def in_float64(was, there):
-    """The error in steps."""
+def in_float64(was, there, *, only_codes=False):
+    """The error of weights in steps, of all parameters or of those whose moments are codes."""
     moved = erred = 0.0
     for state, w, restored in zip(
         was["optimizer"]["state"].values(), was["model"].values(), there["model"].values(), strict=True
     ):
+        if only_codes and w.numel() < 4096:
+            continue
         m, v = moments(state)
         step = float(state["step"])
         moved += (RATE / (1 - BETAS[0] ** step)) ** 2 * float(m.square().sum())
@@ -102,16 +109,20 @@ def test_figures_are_what_the_decoded_tensors_say(program, dtype, option, tmp_pa
     if facts is None:  # flash keeps bf16 as it is
         assert (dtype, option) == (torch.bfloat16, "flash")
         return
-    (row,) = facts["optimizers"]
-    assert (row["measure"], row["parameters"]) == ("second moments", 3)
+    plain, row = facts["optimizers"]
+    assert (plain["measure"], plain["parameters"]) == ("second moments", 1)
+    assert (row["measure"], row["parameters"]) == ("second moments, its step is known", 2)
     back = ckpt8.load(tmp_path / "run.ckpt8")
-    assert facts["steps"] == row["weight"] == manifest.error_in_steps
+    assert (plain["steps"], row["steps"]) == (0, row["weight"])
+    assert row["steps"] == pytest.approx(in_float64(tree, back, only_codes=True), rel=1e-5)
+    assert facts["steps"] == facts["weight"] == manifest.error_in_steps
     assert facts["steps"] == pytest.approx(in_float64(tree, back), rel=1e-5)
+    assert facts["drift"] is manifest.expected_drift is None
     if facts["budget"] is not None:
         codecs = {each.name.removeprefix("model."): each.codec["id"] for each in manifest.storages}
         assert {codecs[name] for name in list(SHAPES)[:2]} == {"lattice/1"}
-        assert 0.4 * facts["budget"] < facts["steps"] <= facts["budget"] or facts["capped"]["elements"]
-        assert facts["steps"] <= facts["budget"]
+        assert 0.4 * facts["budget"] < row["steps"] or facts["capped"]["elements"]
+        assert row["steps"] <= facts["budget"]
     for index, state in tree["optimizer"]["state"].items():
         for one, other in zip(moments(state), moments(back["optimizer"]["state"][index]), strict=True):
             assert torch.equal(one, other)
@@ -119,6 +130,46 @@ def test_figures_are_what_the_decoded_tensors_say(program, dtype, option, tmp_pa
     live = ckpt8.save(tree, tmp_path / "live.ckpt8", **OPTIONS[option])
     assert [record.codec for record in live.storages] == [record.codec for record in manifest.storages]
     assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
+
+
+@pytest.mark.parametrize("budget", [0.3, 1])
+def test_moments_in_fp32_beside_codes_spend_no_more_than_the_budget(budget, tmp_path):
+    """No block of torchao's divides these weights, so that it keeps their moments in fp32."""
+    torch.save(trained("AdamW8bit", more=[("odd.weight", (65, 100))]), tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", budget=budget)
+    plain, coded = ckpt8.inspect(tmp_path / "run.ckpt8")["steps"]["optimizers"]
+    assert [each.codec["id"] for each in manifest.storages if "exp_avg" in each.name and each.numel == 6500] == [
+        "vscaled/1",
+        "rclog/1",
+    ]
+    for row in (plain, coded):
+        assert 0.4 * budget < row["steps"] <= budget
+
+
+def test_the_last_block_of_bitsandbytes_may_be_short(tmp_path):
+    tree = trained("bitsandbytes", more=[("odd.weight", (65, 101))])
+    assert tree["optimizer"]["state"][3]["__bnb_optimizer_quant_state__"]["absmax1"].numel() == 26
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", budget=1)
+    assert {each.name: each.codec["id"] for each in manifest.storages}["model.odd.weight"] == "lattice/1"
+    assert manifest.error_in_steps == pytest.approx(in_float64(tree, ckpt8.load(tmp_path / "run.ckpt8")), rel=1e-5)
+
+
+def test_a_tensor_that_is_only_sampled_is_measured_in_full(tmp_path):
+    """A sample tells what the budget allows; a scale that it does not see and that is NaN leaves the weights exact."""
+    tree = trained("AdamW4bit", more=[("large.weight", (640, 512))])
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", budget=1)
+    assert manifest.error_in_steps == pytest.approx(in_float64(tree, ckpt8.load(tmp_path / "run.ckpt8")), rel=1e-5)
+    assert 0.4 < manifest.error_in_steps <= 1
+    scales = tree["optimizer"]["state"][3]["exp_avg_sq"].scale
+    sampled = {at // 128 for window in _windows(640 * 512) for at in window}
+    scales[min(set(range(len(scales))) - sampled)] = math.nan
+    torch.save(tree, tmp_path / "bad.pt")
+    manifest = ckpt8.compress(tmp_path / "bad.pt", budget=1)
+    (record,) = (each for each in manifest.storages if each.name == "model.large.weight")
+    assert (record.codec["id"], record.reason) == ("lossless/1", "its error in steps is unknown")
+    assert 0 < manifest.error_in_steps <= 1
 
 
 def test_engines_threads_and_tiles_choose_one_lattice(tmp_path, monkeypatch):
