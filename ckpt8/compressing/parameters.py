@@ -5,6 +5,7 @@ its unit where the source says which it is, and where its elements lie as those 
 ends before the padding of its moments, zeros have to follow it in its storage. Nothing is guessed from values.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -234,8 +235,11 @@ def _factors_fit(shape: tuple[int, ...], moment: TensorRef, rows: TensorRef, col
     )
 
 
-_DECOUPLED = ("decoupled_weight_decay", "weight_decouple")
+_DECOUPLED = ("decoupled_weight_decay", "weight_decouple", "decouple")
 """Settings that are False where weight decay is part of the gradient."""
+
+_SHARED = ("d", "lr", "initial_lr", "betas")
+"""Settings that Prodigy has for all groups together."""
 
 _UNKNOWN = SavedParameter("", {}, {}, unpaired="its optimizer is not known")
 
@@ -263,6 +267,8 @@ class _Steps:
         self.stepless: dict[int, str] = {}
         self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)
         self._optimizers = 1 + max((state.optimizer for state in self._states.values()), default=0)
+        groups = {(state.optimizer, *map(repr, map(state.group.get, _SHARED))) for state in self._states.values()}
+        self._mixed = {optimizer for optimizer, count in Counter(key[0] for key in groups).items() if count > 1}
 
     def with_step(self, parameter: Parameter) -> Parameter:
         """The parameter with its step, or without one and with the reason."""
@@ -272,6 +278,8 @@ class _Steps:
         keys += [storage.key for storage, _ in parameter.squares]
         state = next((self._states[key] for key in keys if key in self._states), _UNKNOWN)
         step = _step(parameter, state)
+        if parameter.rule is not None and parameter.rule.rate != 1 and state.optimizer in self._mixed:
+            step = "its groups have other rates, betas or d, and it takes those of the first"
         if isinstance(parameter.measure, (Momentum, CodedStep)) and not isinstance(step, str):
             # Muon has groups that AdamW steps, and 8-bit Adam has small tensors in fp32: each has a budget of its own.
             step = replace(step, optimizer=step.optimizer + self._optimizers)
@@ -349,6 +357,8 @@ def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     stated = finite(group.get("lr"))
     beta1, beta2 = known
     shown = {} if measure is None else measure.stated
+    if measure is None and parameter.rule is not None and (factor := parameter.rule.rate) != 1:
+        lr, stated = lr * factor, None if stated is None else stated * factor
     return OptimizerStep(state.optimizer, lr, beta1, beta2, None, None, stated, decay, is_coupled, shown)
 
 

@@ -111,7 +111,9 @@ class Card:
     """One optimizer. ``name`` is its class in ``ckpt8.optim``; ``cls`` locates it as ``module:name``.
 
     ``cls`` is empty for an optimizer that ckpt8 recognises and does not train: only all the tensors of its state
-    together have roles, since one key alone may be of any optimizer. ``unknown`` says why its step is not known.
+    together have roles, since one key alone may be of any optimizer. ``unknown`` says why its step is not known, or not
+    replayed where a form has an ``update``. ``scale_key``: the setting that the learning rate is multiplied by, and
+    gradients before they are averaged.
     ``settings``: the settings that the rule takes from a group, and how many numbers each has; 0: any value that
     ``choices`` allows. ``choices``: the values that a setting must have for the rule to be that of the card; a missing
     setting is None. ``fixed``: arguments of the rule that a group does not set; ``taken`` gets the number of the steps
@@ -141,6 +143,7 @@ class Card:
     choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     side: frozenset[str] = frozenset()
     step_key: str = "step"
+    scale_key: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset()
     objects: frozenset[str] = frozenset()
@@ -326,16 +329,27 @@ _BY_BLOCKS = "its second moments are averages over blocks that the file does not
 _ROLES_ONLY = "its step is not replayed"
 
 
+def _has_distance(group: Mapping[Any, Any]) -> bool:
+    """Whether the distance that Prodigy estimates is a number that steps can be counted with."""
+    return type(group["d"]) in (int, float) and 1e-30 <= group["d"] <= 1e30
+
+
 def _roles(
-    rule_id: str, name: str, unknown: str, *tensors: StateTensor, signs: tuple[str, ...] = (), **more: Any
+    rule_id: str,
+    name: str,
+    unknown: str,
+    *tensors: StateTensor,
+    signs: tuple[str, ...] = (),
+    update: Update | None = None,
+    **more: Any,
 ) -> Card:
-    """An optimizer whose step is not known."""
+    """An optimizer whose steps are not replayed. That of a state is known with an ``update``."""
     return Card(
         rule_id=rule_id,
         name=name,
         unknown=unknown,
         settings={},
-        matrix=Form("", tensors),
+        matrix=Form("", tensors, update),
         signs=frozenset(signs),
         **more,
     )
@@ -372,9 +386,12 @@ UNREPLAYED = (
         "prodigy",
         "Prodigy",
         "its step depends on all parameters together, and is not replayed",
-        StateTensor("exp_avg", "moment1", when="betas"),
-        *(_V, StateTensor("p0", "weight", when="slice_p"), StateTensor("s", "moment1_2")),
-        signs=("d_coef", "growth_rate"),
+        *(_M, _V, StateTensor("p0", "weight", when="slice_p"), StateTensor("s", "moment1_2")),
+        signs=("d_coef", "growth_rate"),  # the latter of D-Adaptation, too
+        update="adam",
+        needs=("d", "d_coef", "d_max"),
+        agrees=_has_distance,
+        scale_key="d",
     ),
     _roles(
         "lamb",
@@ -421,6 +438,13 @@ UNREPLAYED = (
         StateTensor("exp_avg_sq", "moment2", when="betas"),
     ),
     _roles("asgd", "ASGD", _ROLES_ONLY, StateTensor("ax", "weight")),
+    # Prodigy with a first beta of zero.
+    _roles(
+        "prodigy_no_momentum",
+        "Prodigy",
+        _ROLES_ONLY,
+        *(_V, StateTensor("p0", "weight", when="slice_p"), StateTensor("s", "moment1_2")),
+    ),
     _roles("ranger_optimi", "Ranger", _ROLES_ONLY, _M, _V, StateTensor("la_param", "weight")),
     _roles("ranger", "Ranger", _ROLES_ONLY, _M, _V, StateTensor("slow_buffer", "weight")),
     _roles("adam_mini", "Adam-mini", _BY_BLOCKS, StateTensor("m", "moment1"), StateTensor("v_mean", "exact")),

@@ -106,8 +106,8 @@ def identify(tensors: Collection[str], state: Collection[Any], group: Mapping[An
     ``state`` are the keys of the state, ``tensors`` those of the tensors from which an update is computed.
     """
     keys = {*state, *group}
-    if any(not card.signs.isdisjoint(keys) for card in CARDS.values() if card.unknown):
-        return None
+    if told := [card for card in CARDS.values() if card.unknown and not card.signs.isdisjoint(keys)]:
+        return _form_of(told[0], tensors) if len(told) == 1 and _agrees(told[0], keys, group) else None
     own = CARDS.get(str(group.get("rule")))
     if own is not None and own.cls:  # saved by ckpt8.optim
         return _form_of(own, tensors)

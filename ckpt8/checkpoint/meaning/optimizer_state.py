@@ -8,7 +8,11 @@ Update space is the step that an optimizer would take per unit of learning rate,
     momentum      u = m                                                        SGD, CAME below two dimensions
     replayed      the step with a seeded gradient, see ``replayed``            Lion, SGD with Nesterov's momentum
 
-Sources: torch.optim.AdamW; Wortsman et al., arXiv 2304.13013 (StableAdamW of optimi and pytorch_optimizer); Luo et al.,
+Prodigy averages d g and d^2 g^2 for gradients g, and steps by lr d m / (sqrt(v) + d eps); its group may ask for Adam's
+corrections. That is a step of Adam for m / d and v / d^2 at the rate lr d, so that errors weigh by g^2 as Adam's do.
+The next step has the d of the file in its rate and averages, and a new one in d eps, which depends on all parameters.
+
+Sources: torch.optim.AdamW; Mishchenko and Defazio, arXiv 2306.06101 (Prodigy); Wortsman et al., arXiv 2304.13013 (StableAdamW of optimi and pytorch_optimizer); Luo et al.,
 arXiv 2307.02047. The keys that it alone writes tell an optimizer. For an unknown optimizer there is no figure: a guess
 would be a claim that nobody measured.
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from ckpt8.checkpoint.tree import Inert, TensorRef
@@ -72,6 +76,8 @@ class SavedParameter:
 class UpdateRule:
     """The rule that turns the state into a step. ``step`` counts from 1; it and the betas matter to ``adam`` only.
 
+    ``scale`` is what m and the root of v are divided by to be averages of gradients and of their squares. ``rate``
+    multiplies the learning rate.
     A ``replayed`` rule has no closed form: nothing but its ``kind`` says anything here, and ``apply`` is not defined.
     """
 
@@ -80,10 +86,13 @@ class UpdateRule:
     beta1: float = 0.0
     beta2: float = 0.0
     eps: float = 0.0
+    scale: float = 1.0
+    rate: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """Its plain values by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Its plain values by name, with an eps for which u is the same at a ``scale`` of one."""
+        numbers = {name: getattr(self, name) for name in ("kind", "step", "beta1", "beta2", "eps")}
+        return {**numbers, "eps": self.eps * self.scale}
 
     @property
     def factor(self) -> float:
@@ -98,12 +107,12 @@ class UpdateRule:
     @property
     def bias1(self) -> float:
         """What m is divided by to be free of bias; 1 where the rule corrects none."""
-        return 1.0 - self.beta1**self.step if self.kind == "adam" else 1.0
+        return self.scale * (1.0 - self.beta1**self.step if self.kind == "adam" else 1.0)
 
     @property
     def root_bias2(self) -> float:
         """What sqrt(v) is divided by to be free of bias; 1 where the rule corrects none."""
-        return math.sqrt(1.0 - self.beta2**self.step) if self.kind == "adam" else 1.0
+        return self.scale * (math.sqrt(1.0 - self.beta2**self.step) if self.kind == "adam" else 1.0)
 
     def apply(self, moment1: torch.Tensor, root2: torch.Tensor | None, confidence: torch.Tensor | None) -> torch.Tensor:
         """The update divided by ``factor``, for a flat fp32 tile.
@@ -158,6 +167,8 @@ def rule_of(
     if card_and_form is None or card_and_form[1].update is None:
         return why_unknown(_tensors(state), state, group) or UNKNOWN
     kind = card_and_form[1].update
+    if scale_key := card_and_form[0].scale_key:
+        return _scaled_rule(group, group[scale_key])
     if kind == "momentum" and group.get("nesterov"):
         kind = "replayed"
     return adam_rule(kind, state, group, step) if kind in ("adam", "stable_adamw") else UpdateRule(kind)
@@ -181,6 +192,20 @@ def adam_rule(kind: Update, state: Mapping[Any, Any], group: Mapping[Any, Any], 
     if count is None or not 1 <= count <= LARGEST_STEP or count != int(count):
         return "the step is missing"
     return UpdateRule("adam", int(count), betas[0], betas[1], eps)
+
+
+def _scaled_rule(group: Mapping[Any, Any], scale: float) -> UpdateRule | str:
+    """The rule of Prodigy. pytorch_optimizer counts steps from one, prodigyopt from zero."""
+    corrected = group.get("bias_correction", group.get("use_bias_correction"))
+    taken = finite(group.get("k", group.get("step")))
+    step = taken if taken is None or "k" in group else taken - 1
+    rule = adam_rule("adam", {}, {**group, "bias_correction": True}, step)
+    if isinstance(rule, str):
+        return rule
+    root, eps = rule.root_bias2, rule.eps / rule.root_bias2
+    if corrected:
+        return replace(rule, eps=eps, scale=scale, rate=scale)
+    return UpdateRule("stable_adamw", rule.step, eps=eps, scale=scale * root, rate=scale)
 
 
 def _is_rectified(betas: list[float], step: float | None) -> bool:

@@ -241,7 +241,7 @@ def find_rule(state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) 
     Numbers in tensors must have been read, see ``tree.read_settings``.
     """
     card_and_form = identify_state(state, group)
-    if card_and_form is None or card_and_form[1].update is None:
+    if card_and_form is None or card_and_form[1].update is None or card_and_form[0].unknown:
         return _why_unknown(state, group)
     card, form = card_and_form
     if card.step_key != "step":
