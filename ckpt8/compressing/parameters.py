@@ -283,8 +283,8 @@ class _Steps:
         if isinstance(parameter.measure, (Momentum, CodedStep)) and not isinstance(step, str):
             # Muon has groups that AdamW steps, and 8-bit Adam has small tensors in fp32: each has a budget of its own.
             step = replace(step, optimizer=step.optimizer + self._optimizers)
-        weight = self._weight(parameter, state)
-        if not (parameter.moments or isinstance(step, str)) and isinstance(weight, str):
+        weight = step if isinstance(step, str) else self._weight(parameter, state)
+        if not parameter.moments and isinstance(weight, str):
             step = weight  # without moments there is nothing else to count
         if isinstance(step, str):
             if state.weight is not None:
