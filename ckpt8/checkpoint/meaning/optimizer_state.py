@@ -12,9 +12,9 @@ Prodigy averages d g and d^2 g^2 for gradients g, and steps by lr d m / (sqrt(v)
 corrections. That is a step of Adam for m / d and v / d^2 at the rate lr d, so that errors weigh by g^2 as Adam's do.
 The next step has the d of the file in its rate and averages, and a new one in d eps, which depends on all parameters.
 
-Sources: torch.optim.AdamW; Mishchenko and Defazio, arXiv 2306.06101 (Prodigy); Wortsman et al., arXiv 2304.13013 (StableAdamW of optimi and pytorch_optimizer); Luo et al.,
-arXiv 2307.02047. The keys that it alone writes tell an optimizer. For an unknown optimizer there is no figure: a guess
-would be a claim that nobody measured.
+Sources: torch.optim.AdamW; Mishchenko and Defazio, arXiv 2306.06101 (Prodigy); Wortsman et al., arXiv 2304.13013
+(StableAdamW of optimi and pytorch_optimizer); Luo et al., arXiv 2307.02047. The keys that it alone writes tell an
+optimizer. For an unknown optimizer there is no figure: a guess would be a claim that nobody measured.
 
 Optimizer state in low precision is that of bitsandbytes, torchao, flashoptim and ckpt8.optim.
 """
