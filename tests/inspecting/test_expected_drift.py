@@ -88,6 +88,17 @@ def test_an_unstable_run_of_came_drifts_about_as_far_from_noise_alone():
     assert max(came_ratios([run], noise=noise)) <= 2.5
 
 
+def test_prodigy_drifts_as_adamw_is_expected_to(monkeypatch):
+    """Its runs had no part in the fit."""
+    monkeypatch.syspath_prepend(BENCH)
+    from drifting.momentum_table import points
+
+    known = points(json.loads((BENCH / "momentum.json").read_text()), ["Prodigy"])
+    assert len(known) >= 12
+    assert (len({point.phase for point in known}), len({point.batch for point in known})) == (4, 2)
+    assert sum(0.5 <= point.ratio <= 2 for point in known) >= 0.9 * len(known)
+
+
 @pytest.mark.parametrize("factor", ["optimizer", "phase", "batch"])
 def test_one_factor_covers_nine_of_ten_runs_of_sgd_lion_and_muon_that_it_was_not_fitted_to(factor, monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
