@@ -1,27 +1,21 @@
 """``ckpt8.compress`` and ``ckpt8.save``: from a checkpoint, or from objects in memory, to a ``.ckpt8``.
 
-A save in the background copies a checkpoint in memory, or packs it there; then a thread of its own does the rest. The
-thread is not a daemon, so the interpreter waits for it before it exits. A second save to the same target waits until
-the first has finished or failed. A process that is forced to exit earlier, by a second Ctrl-C for instance, removes its
-temporary file as usual.
+A save in the background copies a checkpoint in memory, or packs it there, and returns; then ``background`` does the
+rest.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Literal, Protocol, TypeVar, overload
+from typing import IO, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -33,6 +27,7 @@ from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.sources.snapshot import Snapshot, give_back
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
+from ckpt8.compressing.background import Job, PendingSave, Unsaved, key_of, start_saving, wait_for
 from ckpt8.compressing.chunk_encoder import choose_encoder
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
 from ckpt8.compressing.deltas import (
@@ -62,179 +57,8 @@ from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.log import log
 from ckpt8.core.public import checked, described
-from ckpt8.core.summary import Summarised
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
-
-_lock = threading.RLock()
-"""Reentrant: the garbage collector may call ``_Job.drop`` while the same thread holds the lock."""
-
-_pending: dict[str, _Job] = {}
-"""Unfinished saves, by the real path of their target. That of its base is in a job."""
-
-
-def _after_fork() -> None:
-    """Forget the saves of the parent: its threads do not run in the child, and its files are not the child's."""
-    global _lock  # noqa: PLW0603
-    _lock = threading.RLock()
-    _pending.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-class Unsaved(Protocol):
-    """What a save has taken of a checkpoint; ``close`` frees it, also after ``write``."""
-
-    def write(self) -> Manifest:
-        """Write the file. Raises OutputError, and what is wrong with arguments and base."""
-
-    def close(self) -> None:
-        """Give up."""
-
-
-class _Job:
-    """One save and its outcome. A failure becomes a warning where the handle was dropped before anybody asked."""
-
-    def __init__(self, target: Path, base: Path | None) -> None:
-        self.target = target
-        self.future: futures.Future[Manifest] = futures.Future()
-        self.taken: Unsaved | None = None
-        self.base = None if base is None else _key(base)
-        self.base_written: futures.Future[Manifest] | None = None
-        self.is_asked = False
-        self._dropped = False
-        self._go = threading.Event()
-
-    def start(self, taken: Unsaved) -> None:
-        """Write what was ``taken`` in a thread."""
-        self.taken = taken
-        # Stated because a thread inherits it: the caller may be a daemon.
-        threading.Thread(target=self._run, name="ckpt8-save", daemon=False).start()
-        self._go.set()  # the last thing that the caller does: the thread would keep Python's lock from it
-
-    def _run(self) -> None:
-        """Write the file and keep the outcome."""
-        self._go.wait()
-        if (taken := self.taken) is None:  # the caller was interrupted, and has failed
-            return
-        try:
-            if self.base_written is not None:
-                futures.wait([self.base_written])
-            manifest = taken.write()
-        except BaseException as exc:
-            self.fail(exc)
-        else:
-            self.release()
-            self.future.set_result(manifest)
-
-    def fail(self, error: BaseException) -> None:
-        """Make ``error`` the outcome."""
-        self.release()
-        with _lock:
-            self.future.set_exception(error)
-            is_unasked = self._dropped
-        self._go.set()
-        if is_unasked:
-            self._warn(error)
-
-    def release(self) -> None:
-        """Free the memory, and let the next save to this target begin."""
-        if self.taken is not None:
-            self.taken.close()
-        self.taken = None
-        with _lock:
-            _pending.pop(_key(self.target), None)
-
-    def drop(self) -> None:
-        """Note that nobody can ask any more: a failure, now or later, becomes a warning unless somebody has asked."""
-        with _lock:
-            self._dropped = not self.is_asked
-            error = self.future.exception() if self._dropped and self.future.done() else None
-        if error is not None:
-            self._warn(error)
-
-    def _warn(self, error: BaseException) -> None:
-        warnings.warn(f"{self.target}: was not saved: {error}", RuntimeWarning, stacklevel=2)
-
-
-class PendingSave(Summarised):
-    """A save in the background. As a context manager it waits for the file at the end of the block.
-
-    When the save fails and nobody has asked for its result before the handle is gone, a RuntimeWarning says so.
-    """
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        weakref.finalize(self, job.drop)
-
-    def _summary(self) -> Iterator[tuple[str, str]]:
-        error = self._job.future.exception() if self.done() else None
-        state = "failed" if error else "written" if self.done() else "being written"
-        yield "PendingSave", f"{self._job.target}: {state}"
-
-    def done(self) -> bool:
-        """Whether the save has finished or failed."""
-        return self._job.future.done()
-
-    def result(self, timeout: float | None = None) -> Manifest:
-        """Wait for the file and return its manifest.
-
-        Raises what the save raised, mostly OutputError, and TimeoutError after ``timeout`` seconds, while the save
-        goes on.
-        """
-        if not futures.wait([self._job.future], timeout).done:
-            raise TimeoutError(f"{self._job.target}: is still being written")
-        self._job.is_asked = True
-        return self._job.future.result()
-
-    def __enter__(self) -> PendingSave:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.result()
-        else:
-            futures.wait([self._job.future])
-
-
-def wait_for(target: Path) -> None:
-    """Wait until every save to ``target``, or of differences to it, has finished or failed."""
-    key = _key(target)
-    while True:
-        with _lock:
-            jobs = [job.future for own, job in _pending.items() if key in (own, job.base)]
-        if not jobs:
-            return
-        futures.wait(jobs)
-
-
-def start_saving(target: Path, base: Path | None, take: Callable[[_Job], Unsaved]) -> PendingSave:
-    """Wait for the last save to ``target``, call ``take``, and write in a thread. Raises what ``take`` raises.
-
-    The thread waits for a save to ``base``; one that comes later waits for the thread.
-    """
-    job, key = _Job(target, base), _key(target)
-    is_first = False
-    while not is_first:
-        wait_for(target)
-        with _lock:
-            is_first = _pending.setdefault(key, job) is job
-            before = None if job.base is None else _pending.get(job.base)
-    job.base_written = None if before in (None, job) else before.future
-    try:
-        job.start(take(job))
-    except BaseException as exc:
-        job.fail(exc)
-        raise
-    return PendingSave(job)
-
-
-def _key(target: Path) -> str:
-    return os.path.realpath(target)
-
 
 R = TypeVar("R")
 
@@ -475,11 +299,11 @@ def save(
             _warn_of_refusal(target, checkpoint)
             return compress_live(checkpoint, run_or_pack)
 
-    def pack(job: _Job) -> Unsaved:
+    def pack(job: Job) -> Unsaved:
         give_back()
         return compress_object(partial(_protecting, job, is_linked, Compressor.pack))
 
-    def copy(job: _Job) -> Unsaved:
+    def copy(job: Job) -> Unsaved:
         _examine(target, force=force)
         with ExitStack() as resources:
             resources.enter_context(candidates_kept(asked, target))
@@ -543,11 +367,11 @@ class _Copied:
 
 
 def _protecting(
-    job: _Job, is_linked: bool, run_or_pack: Callable[..., R], compressor: Compressor, *, target: Path, **how: Any
+    job: Job, is_linked: bool, run_or_pack: Callable[..., R], compressor: Compressor, *, target: Path, **how: Any
 ) -> R:
     """``run_or_pack`` the target of ``job``; a save to its base waits for that, unless a link keeps the base."""
     record, is_linked = compressor.base, is_linked and not is_unlinked(target)
-    job.base = None if record is None or is_linked else _key(Path(_key(target)).parent / record.path)
+    job.base = None if record is None or is_linked else key_of(Path(key_of(target)).parent / record.path)
     return run_or_pack(compressor, target=target, **how)
 
 

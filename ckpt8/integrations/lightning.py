@@ -25,7 +25,8 @@ from ckpt8.checkpoint.replacing import problem_of
 from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.checkpoint.sources.stored_member import member_index
-from ckpt8.compressing.compress import PendingSave, checked_options, save, wait_for
+from ckpt8.compressing.background import PendingSave, wait_for
+from ckpt8.compressing.compress import checked_options, save
 from ckpt8.compressing.deltas import only_auto
 from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import remove_container

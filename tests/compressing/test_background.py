@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ckpt8
-from ckpt8.compressing import compress as background
+from ckpt8.compressing import background, compress
 from ckpt8.compressing.chunk_encoder import store
 from ckpt8.compressing.compressor import Unwritten
 from ckpt8.container import writer as writers
@@ -80,7 +80,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gate = Gate()
-    for kind in (background._Copied, Unwritten):
+    for kind in (compress._Copied, Unwritten):
         monkeypatch.setattr(kind, "write", gate.before(kind.write))
     yield gate
     gate.opened.set()
@@ -168,13 +168,13 @@ def test_quantized_tensors_go_through_a_whole_file(snapshot, tmp_path):
 def test_chunks_are_let_go_as_they_are_written(tmp_path, monkeypatch):
     tree = {"w": torch.randn(24 << 20).bfloat16()}
     left = []
-    begin = background.start_saving
+    begin = compress.start_saving
 
     def start(target, base, pack):
         return begin(target, base, lambda job: watched.append(pack(job)) or watched[-1])
 
     watched = []
-    monkeypatch.setattr(background, "start_saving", start)
+    monkeypatch.setattr(compress, "start_saving", start)
     monkeypatch.setattr(
         "ckpt8.compressing.compressor.store", lambda packed: left.append(len(watched[0].chunks)) or store(packed)
     )

@@ -21,7 +21,7 @@ L = pytest.importorskip("lightning", reason="lightning is not installed")
 
 from lattice_kit import record  # noqa: E402
 
-from ckpt8.compressing.compress import wait_for  # noqa: E402
+from ckpt8.compressing.background import wait_for  # noqa: E402
 from ckpt8.container.header import is_container  # noqa: E402
 from ckpt8.container.writer import ContainerWriter  # noqa: E402
 from ckpt8.core.errors import InputError, OutputError, UnsupportedError, UsageError  # noqa: E402

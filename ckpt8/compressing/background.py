@@ -1,0 +1,191 @@
+"""Saves in the background: each writes in a thread of its own what it has taken of a checkpoint.
+
+The thread is not a daemon, so the interpreter waits for it before it exits. A second save to the same target waits
+until the first has finished or failed. A process that is forced to exit earlier, by a second Ctrl-C for instance,
+removes its temporary file as usual.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from ckpt8.container.manifest import Manifest
+from ckpt8.core.summary import Summarised
+
+_lock = threading.RLock()
+"""Reentrant: the garbage collector may call ``Job.drop`` while the same thread holds the lock."""
+
+_pending: dict[str, Job] = {}
+"""Unfinished saves, by the real path of their target. That of its base is in a job."""
+
+
+def _after_fork() -> None:
+    """Forget the saves of the parent: its threads do not run in the child, and its files are not the child's."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.RLock()
+    _pending.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Unsaved(Protocol):
+    """What a save has taken of a checkpoint; ``close`` frees it, also after ``write``."""
+
+    def write(self) -> Manifest:
+        """Write the file. Raises OutputError, and what is wrong with arguments and base."""
+
+    def close(self) -> None:
+        """Give up."""
+
+
+class Job:
+    """One save and its outcome. A failure becomes a warning where the handle was dropped before anybody asked."""
+
+    def __init__(self, target: Path, base: Path | None) -> None:
+        self.target = target
+        self.future: futures.Future[Manifest] = futures.Future()
+        self.taken: Unsaved | None = None
+        self.base = None if base is None else key_of(base)
+        self.base_written: futures.Future[Manifest] | None = None
+        self.is_asked = False
+        self._dropped = False
+        self._go = threading.Event()
+
+    def start(self, taken: Unsaved) -> None:
+        """Write what was ``taken`` in a thread."""
+        self.taken = taken
+        # Stated because a thread inherits it: the caller may be a daemon.
+        threading.Thread(target=self._run, name="ckpt8-save", daemon=False).start()
+        self._go.set()  # the last thing that the caller does: the thread would keep Python's lock from it
+
+    def _run(self) -> None:
+        """Write the file and keep the outcome."""
+        self._go.wait()
+        if (taken := self.taken) is None:  # the caller was interrupted, and has failed
+            return
+        try:
+            if self.base_written is not None:
+                futures.wait([self.base_written])
+            manifest = taken.write()
+        except BaseException as exc:
+            self.fail(exc)
+        else:
+            self.release()
+            self.future.set_result(manifest)
+
+    def fail(self, error: BaseException) -> None:
+        """Make ``error`` the outcome."""
+        self.release()
+        with _lock:
+            self.future.set_exception(error)
+            is_unasked = self._dropped
+        self._go.set()
+        if is_unasked:
+            self._warn(error)
+
+    def release(self) -> None:
+        """Free the memory, and let the next save to this target begin."""
+        if self.taken is not None:
+            self.taken.close()
+        self.taken = None
+        with _lock:
+            _pending.pop(key_of(self.target), None)
+
+    def drop(self) -> None:
+        """Note that nobody can ask any more: a failure, now or later, becomes a warning unless somebody has asked."""
+        with _lock:
+            self._dropped = not self.is_asked
+            error = self.future.exception() if self._dropped and self.future.done() else None
+        if error is not None:
+            self._warn(error)
+
+    def _warn(self, error: BaseException) -> None:
+        warnings.warn(f"{self.target}: was not saved: {error}", RuntimeWarning, stacklevel=2)
+
+
+class PendingSave(Summarised):
+    """A save in the background. As a context manager it waits for the file at the end of the block.
+
+    When the save fails and nobody has asked for its result before the handle is gone, a RuntimeWarning says so.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        weakref.finalize(self, job.drop)
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        error = self._job.future.exception() if self.done() else None
+        state = "failed" if error else "written" if self.done() else "being written"
+        yield "PendingSave", f"{self._job.target}: {state}"
+
+    def done(self) -> bool:
+        """Whether the save has finished or failed."""
+        return self._job.future.done()
+
+    def result(self, timeout: float | None = None) -> Manifest:
+        """Wait for the file and return its manifest.
+
+        Raises what the save raised, mostly OutputError, and TimeoutError after ``timeout`` seconds, while the save
+        goes on.
+        """
+        if not futures.wait([self._job.future], timeout).done:
+            raise TimeoutError(f"{self._job.target}: is still being written")
+        self._job.is_asked = True
+        return self._job.future.result()
+
+    def __enter__(self) -> PendingSave:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.result()
+        else:
+            futures.wait([self._job.future])
+
+
+def wait_for(target: Path) -> None:
+    """Wait until every save to ``target``, or of differences to it, has finished or failed."""
+    key = key_of(target)
+    while True:
+        with _lock:
+            jobs = [job.future for own, job in _pending.items() if key in (own, job.base)]
+        if not jobs:
+            return
+        futures.wait(jobs)
+
+
+def start_saving(target: Path, base: Path | None, take: Callable[[Job], Unsaved]) -> PendingSave:
+    """Wait for the last save to ``target``, call ``take``, and write in a thread. Raises what ``take`` raises.
+
+    The thread waits for a save to ``base``; one that comes later waits for the thread.
+    """
+    job, key = Job(target, base), key_of(target)
+    is_first = False
+    while not is_first:
+        wait_for(target)
+        with _lock:
+            is_first = _pending.setdefault(key, job) is job
+            before = None if job.base is None else _pending.get(job.base)
+    job.base_written = None if before in (None, job) else before.future
+    try:
+        job.start(take(job))
+    except BaseException as exc:
+        job.fail(exc)
+        raise
+    return PendingSave(job)
+
+
+def key_of(target: Path) -> str:
+    """What identifies a target, by whatever path."""
+    return os.path.realpath(target)
