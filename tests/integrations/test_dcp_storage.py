@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.checkpoint.sources import snapshot
 from ckpt8.cli.app import app
 from ckpt8.container.sharded import ShardedIndex
 from ckpt8.core.errors import InputError, OutputError, UsageError
@@ -29,6 +31,7 @@ from ckpt8.core.files.atomic import partial_path
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import compress_share
+from ckpt8.integrations.dcp.staging import staged
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -463,12 +466,55 @@ def test_a_tensor_that_is_no_plain_one_is_kept_as_torch_saves_it(tmp_path):
     assert load({"x": torch.zeros(4, 4).to_sparse(), "y": torch.zeros(2)}, tmp_path / "x")["x"].to_dense().trace() == 4
 
 
-def test_a_save_in_the_background_has_the_values_of_its_beginning(tmp_path):
-    state = {"model": {"w": torch.ones(100, 100)}}
-    pending = dcp.async_save(state, storage_writer=Ckpt8StorageWriter(tmp_path / "x", preset="lossless"))
-    state["model"]["w"].zero_()
-    pending.result()
-    assert load({"model": {"w": torch.zeros(100, 100)}}, tmp_path / "x")["model"]["w"].eq(1).all()
+def test_saves_in_the_background_have_the_values_of_their_beginning(tmp_path):
+    """Two at once share no memory."""
+    weight = torch.arange(20_000.0).view(100, 200)
+    state = {"model": {"w": weight, "tied": weight.t()}, "list": [weight[3], {"n": 2}], "step": 7}
+    writers = [Ckpt8StorageWriter(tmp_path / name, preset="lossless") for name in "xy"]
+    expected, pending = [], []
+    for writer in writers:
+        expected.append(copy.deepcopy(state))
+        pending.append(dcp.async_save(state, storage_writer=writer))
+        weight += 1
+    for name, values, save_of_it in zip("xy", expected, pending, strict=True):
+        save_of_it.result()
+        assert_same(load(emptied(state), tmp_path / name), values)
+    writers[0].close()
+    assert snapshot._kept == []
+
+
+def test_a_staged_state_is_a_copy_whatever_it_holds():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh, own = DeviceMesh("cpu", [0, 1]), torch.randn(40, 100)
+        shard = DTensor.from_local(own, mesh, [Shard(0)])
+        weight = torch.randn(6, 7)
+        state = {
+            "w": weight,
+            "views": (weight.t(), [weight[2]]),
+            "shard": shard,
+            "trained": torch.nn.Parameter(shard),
+            "own": own,
+        }
+        state |= {"conj": torch.randn(3, dtype=torch.complex64).conj(), "s": torch.eye(4).to_sparse()}
+        state |= {"bits": weight.view(torch.int32), "args": argparse.Namespace(seeds=[1, 2]), "again": [weight]}
+        before, copied = copy.deepcopy(state), staged(state)
+        for tensor in (own, weight, state["conj"], state["s"]._values()):
+            tensor.zero_()
+        state["args"].seeds.clear()
+        assert copied["args"] == before["args"]
+        assert torch.equal(copied["s"].to_dense(), torch.eye(4))
+        for key in ("shard", "trained"):
+            assert type(copied[key]) is DTensor
+            assert (copied[key].placements, copied[key].shape) == (before["shard"].placements, (80, 100))
+            assert torch.equal(copied[key].to_local(), before["shard"].to_local())
+        assert_same(
+            [copied[key] for key in ("w", "views", "conj", "bits", "own")],
+            [before[key] for key in ("w", "views", "conj", "bits", "own")],
+        )
+        assert copied["views"][0].data_ptr() == copied["w"].data_ptr() == copied["again"][0].data_ptr()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_planner_may_leave_tensors_out(tmp_path):

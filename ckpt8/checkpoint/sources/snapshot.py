@@ -15,7 +15,7 @@ import mmap
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
 from typing import Any
@@ -49,7 +49,7 @@ _UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, torc
 """Classes of objects that never change and that ``ckpt8.load`` takes."""
 
 
-class _NotPlainError(Exception):
+class NotPlainError(Exception):
     """An object that only its own pickle describes."""
 
 
@@ -171,25 +171,31 @@ def _shares(
     return parts
 
 
-class _Taken:
-    """A tensor over the copy of its storage, made when it is pickled."""
+class Taken:
+    """A tensor over the copy of its storage, made when it is pickled. A walk of another kind may ``wrap`` it."""
 
-    __slots__ = ("_copies", "_dtype", "_is_parameter", "_number", "_place", "_requires_grad")
+    __slots__ = ("_copies", "_dtype", "_is_parameter", "_number", "_place", "_requires_grad", "wrap")
 
     def __init__(self, tensor: torch.Tensor, number: int, copies: list[torch.UntypedStorage]) -> None:
         self._copies, self._number, self._dtype = copies, number, tensor.dtype
         self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
         self._is_parameter, self._requires_grad = type(tensor) is Parameter, tensor.requires_grad
+        self.wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def tensor(self) -> torch.Tensor:
+        """The tensor."""
         tensor = torch.empty(0, dtype=self._dtype, device="cpu").set_(self._copies[self._number], *self._place)
         if self._is_parameter:
             tensor = Parameter(tensor, self._requires_grad)
-        return tensor.requires_grad_(self._requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        tensor.requires_grad_(self._requires_grad)
+        return tensor if self.wrap is None else self.wrap(tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.tensor().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-class _Walk:
-    """Copies containers, with a ``_Taken`` for each tensor; ``copies`` will be those of its ``storages``."""
+class Walk:
+    """Copies containers, with a ``Taken`` for each tensor; ``copies`` will be those of its ``storages``."""
 
     def __init__(self, copies: list[torch.UntypedStorage]) -> None:
         self.storages: list[torch.UntypedStorage] = []
@@ -198,37 +204,38 @@ class _Walk:
         self._made: dict[int, Any] = {}
 
     def copy(self, node: Any) -> Any:
-        """A copy of ``node`` with the same pickle. Raises _NotPlainError where it holds anything else."""
+        """A copy of ``node`` with the same pickle. Raises what ``other`` raises."""
         kind = type(node)
         if kind in _UNCHANGING:
             return node
         if (made := self._made.get(id(node))) is not None:
             return made
-        if kind is torch.Tensor or kind is Parameter:
-            made = self._made[id(node)] = _Taken(node, self._number(node), self._copies)
-            return made
-        if kind is dict or kind is OrderedDict:
+        if (kind is torch.Tensor or kind is Parameter) and (taken := self.taken(node)) is not None:
+            made = self._made[id(node)] = taken
+        elif (kind is dict or kind is OrderedDict) and _UNCHANGING.issuperset(map(type, node)):
             made = self._made[id(node)] = kind()
-            if not _UNCHANGING.issuperset(map(type, node)):
-                raise _NotPlainError
             for key, value in node.items():
                 made[key] = self.copy(value)
             if kind is OrderedDict and (attributes := vars(node)):
                 vars(made).update(self.copy(attributes))
-            return made
-        if kind is list:
+        elif kind is list:
             made = self._made[id(node)] = []
             made.extend(node if _UNCHANGING.issuperset(map(type, node)) else map(self.copy, node))
-            return made
-        if kind is not tuple:
-            raise _NotPlainError
-        copies = tuple(map(self.copy, node))
-        # A list inside may have led here again.
-        is_same = all(copy is item for copy, item in zip(copies, node, strict=True))
-        return self._made.setdefault(id(node), node if is_same else copies)
+        elif kind is tuple:
+            copies = tuple(map(self.copy, node))
+            is_same = all(copy is item for copy, item in zip(copies, node, strict=True))
+            # A list inside may have led here again.
+            made = self._made.setdefault(id(node), node if is_same else copies)
+        else:
+            made = self._made[id(node)] = self.other(node)
+        return made
 
-    def _number(self, tensor: torch.Tensor) -> int:
-        """The number of the storage of a plain tensor."""
+    def other(self, node: Any) -> Any:  # noqa: ARG002 - for walks of another kind
+        """A copy of an object of any other class, or of a tensor that is more than its elements."""
+        raise NotPlainError
+
+    def taken(self, tensor: torch.Tensor) -> Taken | None:
+        """A plain tensor over the copy of its storage; None for any other tensor."""
         if (
             tensor.layout is not torch.strided
             or tensor.device.type not in ("cpu", "cuda")
@@ -239,16 +246,13 @@ class _Walk:
             or tensor._backward_hooks is not None
             or vars(tensor)
         ):
-            raise _NotPlainError
+            return None
         storage = tensor.untyped_storage()
-        if _end(tensor) > storage.nbytes():
-            raise _NotPlainError
         number, dtype = self._known.setdefault(storage._cdata, (len(self.storages), tensor.dtype))
-        if dtype is not tensor.dtype:
-            raise _NotPlainError
         if number == len(self.storages):
-            self.storages.append(storage)
-        return number
+            self.storages.append(storage)  # in any case: its address is known now
+        is_plain = dtype is tensor.dtype and _end(tensor) <= storage.nbytes()
+        return Taken(tensor, number, self._copies) if is_plain else None
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -274,10 +278,10 @@ class Snapshot(Closing):
         self._locations: list[str | None] = []
         self._taken: Copies | None = None
         with ExitStack() as resources:
-            walk = _Walk(self._copies)
+            walk = Walk(self._copies)
             try:
                 self._copy = walk.copy(obj)
-            except (_NotPlainError, RecursionError):
+            except (NotPlainError, RecursionError):
                 self.pickled = resources.enter_context(live_checkpoint(obj, name))
                 if isinstance(self.pickled, LiveCheckpoint):
                     memory = self.pickled.memory

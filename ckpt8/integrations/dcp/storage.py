@@ -51,6 +51,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
 from ckpt8.checkpoint.sources.gate import load_allowed
+from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.checkpoint.tree import format_path
 from ckpt8.compressing.compressor import Options
 from ckpt8.compressing.policy import Policy
@@ -87,6 +88,7 @@ from ckpt8.core.workers import Workers, threads_of_rank
 from ckpt8.integrations import is_local, local_path
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner, count_parted, local_tensors
 from ckpt8.integrations.dcp.rank_file import Naming, RankPlan, without_copies
+from ckpt8.integrations.dcp.staging import staged
 
 _begun: Counter[Path] = Counter()
 """How many saves this process has begun in each directory."""
@@ -203,6 +205,9 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
     part of the index as well, and a directory that holds a checkpoint is refused. ``threads`` of None is what the ranks
     of this machine have for each. Save with ``Ckpt8SavePlanner`` where ranks hold replicas.
 
+    ``dcp.async_save`` has the writer copy the state to memory of the CPU, unless it gets an ``async_stager``. Memory
+    for one copy stays until the next such save, or ``close``.
+
     >>> from torch.distributed import checkpoint as dcp
     >>> from ckpt8.integrations.dcp import Ckpt8StorageWriter
     >>> saved = dcp.save({"model": model.state_dict()}, storage_writer=Ckpt8StorageWriter("step-1"), no_dist=True)
@@ -226,6 +231,20 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         self._overwrite = overwrite
         self._spread = True
         self._part: Part | None = None
+
+    should_synchronize_after_execute = _synchronize_after_execute = False
+    """With the next three methods, what makes a writer the stager of its saves."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a state dict on the CPU, see ``ckpt8.save``. Raises MemoryError."""
+        return staged(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing: a copy is complete when ``stage`` returns."""
+
+    def close(self) -> None:
+        """Free the memory that is kept for the next copy."""
+        give_back()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin a save. Raises UsageError where ranks cannot tell which part of a checkpoint is theirs."""

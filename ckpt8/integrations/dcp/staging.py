@@ -1,0 +1,60 @@
+"""The copy of a state dict that ``dcp.async_save`` makes while training waits; its memory stays for the next one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from contextlib import closing
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from ckpt8.checkpoint.sources.snapshot import Copies, Taken, Walk
+
+
+class _Staging(Walk):
+    """Takes slices of DTensors too. torch copies objects of other classes, until ``stager`` is closed."""
+
+    def __init__(self, copies: list[torch.UntypedStorage], stager: DefaultStager) -> None:
+        super().__init__(copies)
+        self._stager = stager
+
+    def other(self, node: Any) -> Any:
+        if type(node) is DTensor and type(node._local_tensor) is torch.Tensor and vars(node).keys() <= {"_is_param"}:
+            taken = self.taken(node._local_tensor)
+            if taken is not None:
+                taken.wrap = partial(DTensor, spec=node._spec, requires_grad=False)
+                return taken
+        if type(node) is torch.Tensor and not node.is_meta:
+            # torch's stager would lose that it is a conjugate, and fails for a sparse one.
+            return node.resolve_conj().resolve_neg().clone().cpu()
+        return cast("dict[str, Any]", self._stager.stage({"": node}))[""]
+
+
+def staged(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state dict whose tensors are on the CPU. Raises MemoryError."""
+    copies: list[torch.UntypedStorage] = []
+    with closing(DefaultStager(StagingOptions(False, False, False, False))) as stager, torch.no_grad():
+        walk = _Staging(copies, stager)
+        copy = walk.copy(state)
+    copies += Copies(walk.storages).storages()
+    return cast("dict[str, Any]", _with_tensors(copy, {}))
+
+
+def _with_tensors(node: Any, made: dict[int, Any]) -> Any:
+    """``node`` with tensors for what was taken of them; its dicts and lists are changed in place."""
+    kind = type(node)
+    if id(node) in made:
+        return made[id(node)]
+    if kind is Taken:
+        made[id(node)] = node.tensor()
+    elif kind is tuple:
+        return tuple(_with_tensors(child, made) for child in node)
+    elif kind in (dict, OrderedDict, list):
+        made[id(node)] = node
+        for key, child in enumerate(node) if kind is list else node.items():
+            if not isinstance(child, (int, float, str)):
+                node[key] = _with_tensors(child, made)
+    return made.get(id(node), node)
