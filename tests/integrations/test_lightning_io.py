@@ -317,6 +317,24 @@ def test_a_plugin_that_is_gone_leaves_what_its_last_save_needs(go_on, tmp_path):
     assert torch.equal(ckpt8.load(tmp_path / "2.ckpt")["model"]["w"], state)
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_what_a_named_file_holds_is_not_stored_again(background, tmp_path):
+    frozen, adapter = {"layer.weight": torch.randn(300, 300)}, torch.nn.Parameter(torch.randn(4, 300))
+    torch.save(frozen, tmp_path / "base.pt")
+    optimizer = torch.optim.AdamW([adapter])
+    adapter.square().sum().backward()
+    optimizer.step()
+    state = {"state_dict": {**frozen, "adapter": adapter.detach()}, "optimizer_states": [optimizer.state_dict()]}
+    plugin = Ckpt8CheckpointIO(base="auto", frozen_from=tmp_path / "base.pt", background=background)
+    plugin.save_checkpoint(state, tmp_path / "run" / "1.ckpt")
+    plugin.teardown()
+    assert (tmp_path / "run" / "1.ckpt").stat().st_size < 300 * 300
+    (tmp_path / "base.pt").unlink()
+    assert torch.equal(
+        plugin.load_checkpoint(tmp_path / "run" / "1.ckpt")["state_dict"]["layer.weight"], frozen["layer.weight"]
+    )
+
+
 class Seen(Ckpt8CheckpointIO):
     """The plugin, and the weights that it was given."""
 
