@@ -1,8 +1,8 @@
 """Frozen weights: storages that no optimizer updates.
 
 Where another container holds one bit for bit, it becomes a lossless difference to it, which is all zero: such a storage
-takes next to nothing, and comes back exactly. Small ones, which may share entries, are stored as before. Names do
-not count: the first bytes of a storage find what may be its equal; then every bit is compared.
+takes next to nothing, and comes back exactly. Small ones are stored as before. Names do not count: the first bytes of
+a storage find what may be its equal; then every bit is compared.
 
 The first file of a chain holds its frozen weights exactly, for all files that come after it. Of a plain checkpoint that
 holds them there is a lossless container in ``bases/`` beside the target, named after the content.
@@ -41,6 +41,9 @@ FROZEN = "frozen: equal to that in the base"
 
 KEPT = "frozen: kept exactly, for all later files of the chain"
 """The reason of a storage that is lossless since no optimizer updates it."""
+
+_LEAST = 1 << 13
+"""A storage of no more elements takes hardly more room whole."""
 
 _HEAD = 1 << 12
 """Elements that find what may be equal."""
@@ -107,7 +110,7 @@ def _large_weights(plan: Plan) -> list[Stream]:
     updated = {index for parameter in plan.parameters for index in parameter.streams}
     named = {index for _, index in plan.tensors} - updated
     weights = [plan.by_index[index] for index in sorted(named) if plan.by_index[index].spec.role is Role.WEIGHT]
-    return [stream for stream in weights if stream.spec.numel > header.PACK and stream.codec.copied is None]
+    return [stream for stream in weights if stream.spec.numel > _LEAST and stream.codec.copied is None]
 
 
 def _equal(plan: Plan, source: Bundle, base: OpenBase, among: Iterable[int], threads: int | None) -> dict[int, Stream]:

@@ -17,6 +17,7 @@ import torch
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec, config_of
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_bytes
+from ckpt8.compressing.frozen import FROZEN, KEPT
 from ckpt8.compressing.measure import UnitErrors, exact_errors
 from ckpt8.compressing.plan import Refusal, Stream, Unit
 from ckpt8.compressing.policy import LOSSLESS
@@ -67,7 +68,11 @@ def share(units: Sequence[Unit], size: int, slab: int) -> tuple[list[Unit], list
         # The streams of a lossless unit come one by one, if nothing is measured of them together.
         is_apart = unit.is_plain and not unit.measured
         for piece in [Unit((stream,)) for stream in unit.streams] if is_apart else [unit]:
-            depends = any(stream.codec.companions or stream.codec.copied is not None for stream in piece.streams)
+            # A difference has no partner in a pack, and what is frozen is to be one, now or later.
+            depends = any(
+                stream.codec.companions or stream.codec.copied is not None or stream.reason in (FROZEN, KEPT)
+                for stream in piece.streams
+            )
             if piece.numel <= PACK and not depends:
                 kind = tuple((s.spec.role, s.spec.dtype, s.codec, s.fallback_codec) for s in piece.streams)
                 alike[kind].append(piece)
