@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckpt8.codecs.error_stats import StepError
-from ckpt8.container.steps import MOMENTUM, NOISE, RISE, expected_drift
+from ckpt8.container.steps import MOMENTUM, NOISE, RISE, expected_drift, step_figures
 
 BENCH = Path(__file__).parents[2] / "fixtures/bench"
 RUNS = json.loads((BENCH / "drift.json").read_text())
@@ -97,6 +97,17 @@ def test_prodigy_drifts_as_adamw_is_expected_to(monkeypatch):
     assert len(known) >= 12
     assert (len({point.phase for point in known}), len({point.batch for point in known})) == (4, 2)
     assert sum(0.5 <= point.ratio <= 2 for point in known) >= 0.9 * len(known)
+
+
+def test_adam_in_8_bits_is_outside_of_the_interval_of_adamw_too_often_for_a_prediction(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    from drifting.momentum_table import points
+
+    known = points(json.loads((BENCH / "momentum.json").read_text()), ["AdamW8bit"])
+    assert len({point.phase for point in known}) >= 3
+    assert sum(0.5 <= point.ratio <= 2 for point in known) < 0.9 * len(known)
+    error = {"step": 1e-8, "weight": 1e-8, "moment1": 0.0, "moment2": 0.0}
+    assert step_figures(StepError(**error), [{"origin": "known"}])["drift"] is None
 
 
 @pytest.mark.parametrize("factor", ["optimizer", "phase", "batch"])
