@@ -3,6 +3,7 @@
 Each operation imports what its first call would, then works against the clock.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -12,18 +13,23 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file as load_safetensors
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.utils._pytree import tree_leaves
 
 import ckpt8.inspecting.verify
 import ckpt8.restoring.restore
 from ckpt8.checkpoint.readers import safetensors
 from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.cli.bench.probe import Job, Operation, Source, flush, measured
+from ckpt8.cli.bench.probe import DCP, Job, Operation, Source, flush, measured, remove
 from ckpt8.core.errors import require
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.workers import settle
 
 _LAYOUTS = ("float32", "bfloat16", "float16")
+
+COPY, BACKGROUND = "copy in memory", "save in the background"
 
 
 def survey(path: Path) -> Source:
@@ -88,6 +94,43 @@ def _torch_save(job: Job) -> Callable[[], object]:
     return run
 
 
+def _in_background(job: Job) -> Callable[[], object]:
+    """``ckpt8.save`` of the objects in the background, the second time."""
+    settle(kernels=True)
+    objects = _objects(job)
+
+    def run() -> Any:
+        return ckpt8.save(objects, job.target, threads=job.threads, background=True)
+
+    run().result()
+    return run
+
+
+def _async_save(job: Job) -> Callable[[], object]:
+    """``async_save`` of torch.distributed.checkpoint, the second time."""
+    state = {"checkpoint": _objects(job)}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it says so in a thread, at any time
+
+    def run() -> Any:
+        return async_save(state, storage_writer=FileSystemWriter(job.target), no_dist=True)
+
+    run().result()
+    remove(job.target)
+    return run
+
+
+def _copy_in_memory(job: Job) -> Callable[[], object]:
+    """A copy of all tensors into memory that was allocated and written to before."""
+    tensors = [leaf for leaf in tree_leaves(_objects(job)) if isinstance(leaf, torch.Tensor)]
+    copies = [tensor.clone() for tensor in tensors]
+
+    def run() -> None:
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+
+    return run
+
+
 def _objects(job: Job) -> Any:
     """The checkpoint in memory: one object, or a list of those of several files."""
     objects = [_load_file(file) for file in job.source.files]
@@ -105,11 +148,17 @@ OPERATIONS: dict[str, Operation] = {
     "torch.load": lambda job: lambda: [_load_file(file) for file in job.source.files],
     "save": _save,
     "torch.save": _torch_save,
+    COPY: _copy_in_memory,
+    BACKGROUND: _in_background,
+    DCP: _async_save,
 }
 """The operations of this module by their names in the report."""
 
 IN_MEMORY = ("load", "torch.load", "save", "torch.save")
 """Operations that hold all tensors at once, as every training script does."""
+
+TWICE = (COPY, BACKGROUND, DCP)
+"""Those that hold all tensors, and a copy of them."""
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:

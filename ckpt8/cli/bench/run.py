@@ -33,8 +33,8 @@ from ckpt8 import __version__
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.checkpoint.sources.live_object import torch_writes
 from ckpt8.cli.bench import library, probe
-from ckpt8.cli.bench.library import IN_MEMORY, survey
-from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, Run, Source, remove, run_child
+from ckpt8.cli.bench.library import BACKGROUND, COPY, IN_MEMORY, TWICE, survey
+from ckpt8.cli.bench.probe import DCP, PEERS, START, ZIPNN, Run, Source, remove, run_child
 from ckpt8.cli.show.tables import Table
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
 from ckpt8.core.files.atomic import temporary_directory
@@ -201,7 +201,8 @@ def _report(here: Bench, source: Source, name: str) -> dict[str, Any]:
     """The report on one checkpoint, as plain values. Raises errors of the operations, with their name.
 
     ``to_cp`` of a row are its ratios to ``cp``; ``load_to_torch`` are those of ``load`` to ``torch.load(mmap=False)``,
-    and the memory of both beyond the bytes of the files.
+    and the memory of both beyond the bytes of the files. ``blocked_to_copy`` says how long training waits for a save,
+    as ratios to a copy of its tensors in memory.
     """
     missing = left_out(source)
     rows = {row["operation"]: row for row in here.measure(source, [name for name in MODULES if name not in missing])}
@@ -210,7 +211,7 @@ def _report(here: Bench, source: Source, name: str) -> dict[str, Any]:
             key: None if row[key] is None else row[key] / rows["cp"][key]
             for key in ("seconds", "bytes_per_second", "output_bytes", "peak_memory")
         }
-    ours, theirs = rows.get("load"), rows.get("torch.load")
+    ours, theirs, copy = rows.get("load"), rows.get("torch.load"), rows.get(COPY)
     return {
         "checkpoint": name,
         "bytes": source.nbytes,
@@ -229,7 +230,12 @@ def _report(here: Bench, source: Source, name: str) -> dict[str, Any]:
             "beyond_files": ours["peak_memory"] - source.nbytes,
             "torch_beyond_files": theirs["peak_memory"] - source.nbytes,
         },
+        "blocked_to_copy": copy
+        and {name: rows[name]["seconds"] / copy["seconds"] for name in _BLOCKING if name in rows},
     }
+
+
+_BLOCKING = (BACKGROUND, DCP, "save", "torch.save")
 
 
 def left_out(source: Source) -> dict[str, str]:
@@ -238,11 +244,15 @@ def left_out(source: Source) -> dict[str, str]:
     if find_spec("zipnn") is None:
         reasons[ZIPNN] = "is not installed"
     if not source.loaded:
-        return reasons | dict.fromkeys(IN_MEMORY, "torch.load(weights_only=True) opens no file of this checkpoint")
+        return reasons | dict.fromkeys(
+            IN_MEMORY + TWICE, "torch.load(weights_only=True) opens no file of this checkpoint"
+        )
     if memory.exists():
         free = int(dict(line.split(":") for line in memory.read_text().splitlines())["MemAvailable"].split()[0]) * 1024
         if free < 1.2 * source.nbytes + (1 << 29):
             reasons |= dict.fromkeys(IN_MEMORY, "there is too little memory for the tensors")
+        if free < 2.4 * source.nbytes + (1 << 29):
+            reasons |= dict.fromkeys(TWICE, "there is too little memory for the tensors and a copy of them")
     return reasons
 
 
@@ -357,3 +367,6 @@ def show_bench(console: Console, result: dict[str, Any]) -> None:
             f"torch.load {size(load['torch_beyond_files'])}",
             soft_wrap=True,
         )
+    if blocked := result["blocked_to_copy"]:
+        ratios = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in blocked.items())
+        console.print(f"training waits for a save, in times of a copy in memory: {ratios}", soft_wrap=True)

@@ -26,12 +26,12 @@ from rich.console import Console
 import ckpt8
 from ckpt8.cli.bench import library, probe
 from ckpt8.cli.bench import run as sizes
-from ckpt8.cli.bench.library import IN_MEMORY, survey
-from ckpt8.cli.bench.probe import PEERS, START, ZIPNN, SessionPeak, run_child
+from ckpt8.cli.bench.library import COPY, IN_MEMORY, survey
+from ckpt8.cli.bench.probe import DCP, START, ZIPNN, SessionPeak, run_child
 from ckpt8.cli.bench.run import MODULES, bench, parse_size, show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 
-OWN = [name for name in MODULES if name not in PEERS]
+MEASURED = [name for name in MODULES if name != ZIPNN]
 
 
 def in_process(module, job, watch):
@@ -117,8 +117,10 @@ def test_the_smaller_presets_and_saves_are_what_ckpt8_and_torch_write(inputs, tm
     done("torch.save", source, tmp_path, tmp_path / "torch.pt")
     weights = torch.load(tmp_path / "torch.pt", weights_only=True)["model"]
     assert all(torch.equal(weights[name], tensor) for name, tensor in tree["model"].items())
-    done("save", source, tmp_path, tmp_path / "own.ckpt8")
-    assert ckpt8.load(tmp_path / "own.ckpt8").keys() == tree.keys()
+    for name in ("save", "save in the background"):
+        done(name, source, tmp_path, tmp_path / "own.ckpt8")
+        assert ckpt8.load(tmp_path / "own.ckpt8").keys() == tree.keys()
+        (tmp_path / "own.ckpt8").unlink()
 
 
 def test_both_loads_are_given_the_same(folder, tmp_path, monkeypatch):
@@ -177,7 +179,7 @@ def check_rows(result, nbytes):
         assert row["peak_memory"] == max(row["peak_rss"], row["session_pss"])
         assert row["to_cp"]["seconds"] == pytest.approx(row["seconds"] / copy["seconds"])
         assert row["to_cp"]["peak_memory"] == pytest.approx(row["peak_memory"] / copy["peak_memory"])
-        if row["operation"] in (START, "verify", "load", "torch.load"):
+        if row["operation"] in (START, "verify", "load", "torch.load", COPY):
             assert row["output_bytes"] is row["ratio"] is row["to_cp"]["output_bytes"] is None
         else:
             assert row["ratio"] == pytest.approx(nbytes / row["output_bytes"])
@@ -193,7 +195,7 @@ def test_a_checkpoint_of_either_kind(name, repeat, inputs, tmp_path, scratch):
     nbytes = sum(map(len, content(source).values())) if source.is_dir() else source.stat().st_size
     check_rows(result, nbytes)
     rows = {row["operation"]: row for row in result["results"]}
-    assert list(rows) == OWN
+    assert list(rows) == MEASURED
     assert result["left_out"] == {ZIPNN: "is not installed"}
     assert (result["checkpoint"], result["threads"], result["synthetic"]) == (name, 1, None)
     ckpt8.compress(source, tmp_path / "packed.ckpt8")
@@ -202,7 +204,12 @@ def test_a_checkpoint_of_either_kind(name, repeat, inputs, tmp_path, scratch):
     ours, theirs = rows["load"], rows["torch.load"]
     assert result["load_to_torch"]["seconds"] == pytest.approx(ours["seconds"] / theirs["seconds"])
     assert result["load_to_torch"]["beyond_files"] == ours["peak_memory"] - nbytes
-    assert len(said) == 1 + (1 + repeat) * len(OWN)
+    copy = rows[COPY]["seconds"]
+    assert result["blocked_to_copy"] == {
+        name: pytest.approx(rows[name]["seconds"] / copy)
+        for name in ("save in the background", DCP, "save", "torch.save")
+    }
+    assert len(said) == 1 + (1 + repeat) * len(MEASURED)
 
 
 def test_what_torch_does_not_load_is_left_out_with_the_reason(inputs, scratch, monkeypatch):
@@ -211,7 +218,7 @@ def test_what_torch_does_not_load_is_left_out_with_the_reason(inputs, scratch, m
     result = bench(inputs / "custom_objects.pt", repeat=1, scratch=scratch, run=in_process)
     assert {row["operation"] for row in result["results"]} == set(others)
     assert all("weights_only" in result["left_out"][name] for name in IN_MEMORY)
-    assert result["load_to_torch"] is None
+    assert result["load_to_torch"] is result["blocked_to_copy"] is None
 
 
 @pytest.mark.slow
@@ -227,7 +234,7 @@ def test_a_peer_that_fails_is_left_out_and_anything_else_is_an_error(inputs, scr
 
     result = bench(inputs / "legacy.pt", repeat=1, scratch=scratch, run=run)
     assert result["left_out"] == {ZIPNN: "ZipNN: was ended by SIGABRT"}
-    assert [row["operation"] for row in result["results"]] == OWN
+    assert [row["operation"] for row in result["results"]] == MEASURED
     bad.append("verify")
     with pytest.raises(Ckpt8Error, match=r"^verify: was ended by SIGABRT$"):
         bench(inputs / "legacy.pt", repeat=1, scratch=scratch, run=run)
@@ -281,6 +288,7 @@ def test_names_reach_the_terminal_escaped():
         "results": [],
         "left_out": {"torch.load": "a\x1b[2K\nb.pt: is no pickle"},
         "load_to_torch": None,
+        "blocked_to_copy": None,
     }
     text = io.StringIO()
     show_bench(Console(file=text, width=200, highlight=False), result)
