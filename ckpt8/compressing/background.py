@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ckpt8.container.manifest import Manifest
+from ckpt8.core.errors import UsageError
 from ckpt8.core.summary import Summarised
 
 _lock = threading.RLock()
@@ -51,21 +52,31 @@ class Job:
     """One save and its outcome. A failure becomes a warning where the handle was dropped before anybody asked."""
 
     def __init__(self, target: Path, base: Path | None) -> None:
-        self.target = target
+        self.target, self.key = target, key_of(target)
         self.future: futures.Future[Manifest] = futures.Future()
         self.taken: Unsaved | None = None
         self.base = None if base is None else key_of(base)
         self.base_written: futures.Future[Manifest] | None = None
         self.is_asked = False
+        self.is_going, self.caller = False, threading.get_ident()
         self._dropped = False
         self._go = threading.Event()
 
     def start(self, taken: Unsaved) -> None:
-        """Write what was ``taken`` in a thread."""
+        """Write what was ``taken`` in a thread; in this one where an interpreter that exits waits for none."""
         self.taken = taken
+        if not threading.main_thread().is_alive():
+            self.go()
+            self._run()
+            return
         # Stated because a thread inherits it: the caller may be a daemon.
         threading.Thread(target=self._run, name="ckpt8-save", daemon=False).start()
-        self._go.set()  # the last thing that the caller does: the thread would keep Python's lock from it
+        self.go()
+
+    def go(self) -> None:
+        """Let the thread write. The last thing that the caller does: the thread would keep Python's lock from it."""
+        self.is_going = True
+        self._go.set()
 
     def _run(self) -> None:
         """Write the file and keep the outcome."""
@@ -98,7 +109,8 @@ class Job:
             self.taken.close()
         self.taken = None
         with _lock:
-            _pending.pop(key_of(self.target), None)
+            if _pending.get(self.key) is self:
+                del _pending[self.key]
 
     def drop(self) -> None:
         """Note that nobody can ask any more: a failure, now or later, becomes a warning unless somebody has asked."""
@@ -155,14 +167,19 @@ class PendingSave(Summarised):
 
 
 def wait_for(target: Path) -> None:
-    """Wait until every save to ``target``, or of differences to it, has finished or failed."""
+    """Wait until every save to ``target``, or of differences to it, has finished or failed.
+
+    Raises UsageError in a signal handler for one whose call it has interrupted.
+    """
     key = key_of(target)
     while True:
         with _lock:
-            jobs = [job.future for own, job in _pending.items() if key in (own, job.base)]
+            jobs = [job for own, job in _pending.items() if key in (own, job.base)]
         if not jobs:
             return
-        futures.wait(jobs)
+        if any(job.caller == threading.get_ident() and not job.is_going for job in jobs):
+            raise UsageError(f"{target}: the call that a signal interrupted is saving it; save to another name")
+        futures.wait([job.future for job in jobs])
 
 
 def start_saving(target: Path, base: Path | None, take: Callable[[Job], Unsaved]) -> PendingSave:
@@ -170,18 +187,21 @@ def start_saving(target: Path, base: Path | None, take: Callable[[Job], Unsaved]
 
     The thread waits for a save to ``base``; one that comes later waits for the thread.
     """
-    job, key = Job(target, base), key_of(target)
+    job = Job(target, base)
     is_first = False
-    while not is_first:
-        wait_for(target)
-        with _lock:
-            is_first = _pending.setdefault(key, job) is job
-            before = None if job.base is None else _pending.get(job.base)
-    job.base_written = None if before in (None, job) else before.future
     try:
+        while not is_first:
+            wait_for(target)
+            with _lock:
+                is_first = _pending.setdefault(job.key, job) is job
+                before = None if job.base is None else _pending.get(job.base)
+        job.base_written = None if before in (None, job) else before.future
         job.start(take(job))
     except BaseException as exc:
-        job.fail(exc)
+        if job.is_going:  # its thread writes on
+            job.go()
+        else:
+            job.fail(exc)
         raise
     return PendingSave(job)
 

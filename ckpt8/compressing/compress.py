@@ -285,6 +285,14 @@ def save(
     named = frozen or (asked if isinstance(asked, Path) else None)
     is_linked = isinstance(asked, Auto) and frozen is None
     _check_snapshot(snapshot)
+    name = target.stem
+    if background:
+        # The thread writes to where these paths lead now.
+        refuse_url(target)
+        target = Path(os.path.realpath(target))
+        asked = asked.absolute() if isinstance(asked, Path) else asked
+        frozen, named = frozen and frozen.absolute(), named and named.absolute()
+        base_dirs = [Path(folder).absolute() for folder in base_dirs]
 
     def compress_live(checkpoint: OpenCheckpoint, run_or_pack: Callable[..., R]) -> R:
         with looked_for_in(map(Path, base_dirs)):
@@ -295,7 +303,7 @@ def save(
             )
 
     def compress_object(run_or_pack: Callable[..., R]) -> R:
-        with live_checkpoint(obj, target.stem) as checkpoint:
+        with live_checkpoint(obj, name) as checkpoint:
             _warn_of_refusal(target, checkpoint)
             return compress_live(checkpoint, run_or_pack)
 
@@ -307,7 +315,7 @@ def save(
         _examine(target, force=force)
         with ExitStack() as resources:
             resources.enter_context(candidates_kept(asked, target))
-            taken = resources.enter_context(Snapshot(obj, target.stem))
+            taken = resources.enter_context(Snapshot(obj, name))
             if taken.pickled is not None:
                 _warn_of_refusal(target, taken.pickled)
             run = partial(compress_live, run_or_pack=partial(_protecting, job, is_linked, Compressor.run))

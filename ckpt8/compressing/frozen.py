@@ -64,7 +64,9 @@ def kept_frozen(plan: Plan, source: Bundle, policy: Policy) -> dict[int, Stream]
 
 
 def content_name(path: Path) -> str:
-    """Digits that identify what a plain checkpoint holds. A process reads it again only where it has changed.
+    """Digits that identify a plain checkpoint by its name, which a container states, and by what it holds.
+
+    A process reads it again only where it has changed.
 
     Raises InputError, also where it holds no tensors.
     """
@@ -76,7 +78,7 @@ def content_name(path: Path) -> str:
 
 @lru_cache(maxsize=1 << 8)
 def _content_name(path: Path, _: tuple[tuple[int, int, int], ...]) -> str:
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE))
+    digest, buffer = hashlib.sha256(f"{path.name} ".encode(errors="surrogateescape")), memoryview(bytearray(PIECE))
     with open_source(path, containers=False, decode=False) as source:
         require(source.holds_tensors, f"{path}: holds no tensors, and so no frozen weights")
         for member in source.opened:

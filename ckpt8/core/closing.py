@@ -6,6 +6,7 @@ Work that builds millions of records spends half of its time in Python's search 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,15 +32,31 @@ class Closing:
         self.close()
 
 
+_held: list[None] = []
+"""As long as there is anything, collection is off until ``without_collection`` ends."""
+
+
+def _after_fork() -> None:
+    """Turn collection on in the child, where nothing ends that has turned it off."""
+    if _held:
+        _held.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 @contextmanager
 def without_collection() -> Iterator[None]:
     """Nothing is searched for cycles inside, in any thread; what reference counts free is freed as ever."""
     was_enabled = gc.isenabled()
     gc.disable()
+    _held.extend([None] * was_enabled)
     try:
         yield
     finally:
         if was_enabled:
+            del _held[:1]
             gc.enable()
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import ckpt8
+from ckpt8.checkpoint.sources import snapshot as snapshots
 from ckpt8.compressing import background, compress
 from ckpt8.compressing.chunk_encoder import store
 from ckpt8.compressing.compressor import Unwritten
@@ -385,6 +386,44 @@ def test_an_interrupt_while_waiting_leaves_the_save_alone(tmp_path, gate):
     gate.opened.set()
     pending.result()
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_file_is_where_its_path_led_at_the_call(snapshot, tmp_path, gate, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    tree = {"w": torch.ones(300, 300)}
+    pending = ckpt8.save(tree, "a.ckpt8", background=True, snapshot=snapshot)
+    monkeypatch.chdir(tmp_path / "two")
+    gate.opened.set()
+    pending.result()
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.ckpt8")] == ["one/a.ckpt8"]
+    ckpt8.save(tree, tmp_path / "one" / "a.ckpt8")
+
+
+def test_tensors_of_inference_mode(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "_SMALL", 0)
+    with torch.inference_mode():
+        tree = {"w": torch.randn(300, 300)}
+        pending = ckpt8.save(tree, tmp_path / "a.ckpt8", preset="lossless", background=True)
+        pending.result()
+    assert torch.equal(ckpt8.load(tmp_path / "a.ckpt8")["w"], tree["w"])
+
+
+def test_a_signal_handler_does_not_wait_for_the_call_that_it_interrupted(tmp_path, monkeypatch):
+    target, tree, found = tmp_path / "a.ckpt8", {"w": torch.ones(300, 300)}, []
+    copies = snapshots.Copies
+
+    def interrupted(storages):
+        with pytest.raises(UsageError, match="a signal interrupted") as caught:
+            ckpt8.save(tree, target, background=True)
+        found.append(caught)
+        return copies(storages)
+
+    monkeypatch.setattr(snapshots, "Copies", interrupted)
+    ckpt8.save(tree, target, background=True).result()
+    assert len(found) == 1
+    assert torch.equal(ckpt8.load(target)["w"], tree["w"])
 
 
 @pytest.mark.parametrize("drop_first", [True, False])

@@ -117,14 +117,15 @@ class Copies:
         sizes = [storage.nbytes() for storage in storages]
         cuts = [0, *accumulate(map(padded, sizes))]
         devices = {storage.device for storage in storages if storage.device.type == "cuda"}
-        self._memory = borrow(cuts[-1], pinned=bool(devices))
         self._places = list(zip(cuts, sizes, strict=False))
-        if devices or cuts[-1] > _SMALL:
-            self._copy(storages)
-        else:
-            first = self._memory.data_ptr()
-            for (start, size), storage in zip(self._places, storages, strict=True):
-                _memmove(first + start, storage.data_ptr(), size)
+        with torch.inference_mode(mode=False):  # other threads write to this memory
+            self._memory = borrow(cuts[-1], pinned=bool(devices))
+            if devices or cuts[-1] > _SMALL:
+                self._copy(storages)
+            else:
+                first = self._memory.data_ptr()
+                for (start, size), storage in zip(self._places, storages, strict=True):
+                    _memmove(first + start, storage.data_ptr(), size)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
