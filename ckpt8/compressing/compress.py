@@ -346,11 +346,10 @@ def _member_of(target: Path) -> str:
 
 
 def _examine(target: Path, *, force: bool) -> None:
-    """Raise OutputError for a target that is known not to be writable, UsageError for a URL; write nothing."""
-    refuse_url(target)
+    """Raise OutputError for a target, without links in its path, that is known not to be writable; write nothing."""
     with writing(target):
         AtomicFile.examine(target, force=force, check=any_file)
-        folder = target.resolve().parent
+        folder = target.parent
         os.stat(os.path.join(folder, ""))  # noqa: PTH116, PTH118 - a directory, and no file
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -379,7 +378,7 @@ def _protecting(
 ) -> R:
     """``run_or_pack`` the target of ``job``; a save to its base waits for that, unless a link keeps the base."""
     record, is_linked = compressor.base, is_linked and not is_unlinked(target)
-    job.base = None if record is None or is_linked else key_of(Path(key_of(target)).parent / record.path)
+    job.base = None if record is None or is_linked else key_of(target.parent / record.path)
     return run_or_pack(compressor, target=target, **how)
 
 

@@ -5,7 +5,7 @@ takes next to nothing, and comes back exactly. Small ones are stored as before. 
 a storage find what may be its equal; then every bit is compared.
 
 The first file of a chain holds its frozen weights exactly, for all files that come after it. Of a plain checkpoint that
-holds them there is a lossless container in ``bases/`` beside the target, named after the content.
+holds them there is a lossless container in ``bases/`` beside the target, named after its name and content.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def kept_frozen(plan: Plan, source: Bundle, policy: Policy) -> dict[int, Stream]
 def content_name(path: Path) -> str:
     """Digits that identify a plain checkpoint by its name, which a container states, and by what it holds.
 
-    A process reads it again only where it has changed.
-
-    Raises InputError, also where it holds no tensors.
+    A process reads it again only where it has changed. Raises InputError, also where it holds no tensors.
     """
     with reading(path):
         files = [path / entry.path for entry in walk(path)] if path.is_dir() else [path.resolve()]

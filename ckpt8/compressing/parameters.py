@@ -8,6 +8,7 @@ ends before the padding of its moments, zeros have to follow it in its storage. 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from ckpt8.checkpoint.meaning.coded_moments import coded_moments
@@ -267,8 +268,13 @@ class _Steps:
         self.stepless: dict[int, str] = {}
         self._states = trained_states(bundle.opened, bundle.key, directory=bundle.directory is not None)
         self._optimizers = 1 + max((state.optimizer for state in self._states.values()), default=0)
-        groups = {(state.optimizer, *map(repr, map(state.group.get, _SHARED))) for state in self._states.values()}
-        self._mixed = {optimizer for optimizer, count in Counter(key[0] for key in groups).items() if count > 1}
+
+    @cached_property
+    def _mixed(self) -> set[int]:
+        """The optimizers whose groups differ in what Prodigy has for all together."""
+        groups = {(state.optimizer, id(state.group)): state.group for state in self._states.values()}
+        kinds = {(optimizer, *map(repr, map(group.get, _SHARED))) for (optimizer, _), group in groups.items()}
+        return {optimizer for optimizer, count in Counter(kind[0] for kind in kinds).items() if count > 1}
 
     def with_step(self, parameter: Parameter) -> Parameter:
         """The parameter with its step, or without one and with the reason."""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from budget_kit import SMALL_TILE, each_engine
+from budget_kit import SMALL_TILE, as_chain, each_engine
 from torch import nn
 from torch.optim import Adafactor
 
@@ -198,30 +198,13 @@ def test_a_tensor_that_cannot_be_counted_leaves_the_budget_to_the_others(spoilt,
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one file", "a folder"])
 def test_chains_and_resume(apart, tmp_path):
-    for step in (24, 26):
-        tree, folder = trained(steps=step), tmp_path / str(step)
-        if apart:
-            folder.mkdir()
-            for name, part in tree.items():
-                torch.save(part, folder / f"{name}.pt")
-        else:
-            torch.save(tree, tmp_path / f"{step}.pt")
-    suffix = "" if apart else ".pt"
-    ckpt8.compress(tmp_path / f"24{suffix}", tmp_path / "24.ckpt8", preset="archive")
-    delta = ckpt8.compress(
-        tmp_path / f"26{suffix}", tmp_path / "26.ckpt8", preset="archive", base=tmp_path / "24.ckpt8"
-    )
+    tree, delta, original, back = as_chain(lambda step: trained(steps=step), tmp_path, apart=apart)
     lattices = [each for each in delta.storages if each.codec["id"] == "lattice/1"]
     assert len(lattices) == len(LARGE)
     assert all(each.base is not None for each in lattices)
     assert 0.4 < delta.error_in_steps <= 1
-    ckpt8.restore(tmp_path / "26.ckpt8", tmp_path / "back")
-    if apart:
-        back = {name: torch.load(tmp_path / "back" / f"{name}.pt") for name in tree}
-    else:
-        back = torch.load(tmp_path / "back")
     assert delta.error_in_steps == pytest.approx(in_float64(tree, back), rel=1e-5)
-    assert not ckpt8.verify(tmp_path / "26.ckpt8", tmp_path / f"26{suffix}").failures
+    assert not ckpt8.verify(tmp_path / "26.ckpt8", original).failures
     if apart:
         return
     saved = {key.replace(".", "_"): x for key, x in tree["model"].items()}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+import ckpt8
 from ckpt8.compressing import lockstep
 from ckpt8.core import backend
 
@@ -28,6 +30,28 @@ def run_of(shapes, seed=0, dtype=torch.float32):
         state[k] = {"step": torch.tensor(90.0), "exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}
     names = list(range(len(shapes)))
     return {"model": weights, "optimizer": {"state": state, "param_groups": [{**GROUP, "params": names}]}}
+
+
+def as_chain(make, folder: Path, *, apart: bool):
+    """Checkpoints of steps 24 and 26 that ``make`` makes, the later as a delta to the earlier under ``archive``.
+
+    Each is one file or, ``apart``, a folder of model and optimizer. Returns the later tree, its manifest, the path of
+    its original, and what its container gives back.
+    """
+    for step in (24, 26):
+        tree, source = make(step), folder / (str(step) if apart else f"{step}.pt")
+        if apart:
+            source.mkdir()
+            for name, part in tree.items():
+                torch.save(part, source / f"{name}.pt")
+        else:
+            torch.save(tree, source)
+        base = None if step == 24 else folder / "24.ckpt8"
+        manifest = ckpt8.compress(source, folder / f"{step}.ckpt8", preset="archive", base=base)
+    ckpt8.restore(folder / "26.ckpt8", folder / "back")
+    if apart:
+        return tree, manifest, source, {name: torch.load(folder / "back" / f"{name}.pt") for name in tree}
+    return tree, manifest, source, torch.load(folder / "back")
 
 
 SMALL_TILE = 1 << 12
