@@ -66,7 +66,7 @@ class OpenBase(Closing):
 
     def __init__(self, path: Path, place: int | None = None) -> None:
         self.path = path
-        self.reader = ContainerReader(path, kernels=True)
+        self.reader = ContainerReader(path)
         self._stated = self.reader.stated
         self._place = place or self._stated.place + 1
         if self._stated.links == MOST_LINKS:

@@ -185,7 +185,7 @@ class JoinedReader(Closing):
     that do not make up their tensor.
     """
 
-    def __init__(self, path: Path, *, kernels: bool = False, strict: bool = True) -> None:
+    def __init__(self, path: Path, *, strict: bool = True) -> None:
         self.path, self.index = path, read_index(path)
         self.by_name: dict[str, ContainerReader] = {}
         self.unread: dict[str, str] = {}
@@ -194,7 +194,7 @@ class JoinedReader(Closing):
             stack.callback(pool.close)
             for name, seal in self.index.files.items():
                 try:
-                    self.by_name[name] = reader = self._open(path / name, seal, pool, kernels=kernels, strict=strict)
+                    self.by_name[name] = reader = self._open(path / name, seal, pool, strict=strict)
                     stack.callback(reader.close)
                 except InputError as exc:
                     if strict:
@@ -209,11 +209,11 @@ class JoinedReader(Closing):
             self._resources = stack.pop_all()
 
     @staticmethod
-    def _open(path: Path, seal: str, pool: FilePool, *, kernels: bool, strict: bool) -> ContainerReader:
+    def _open(path: Path, seal: str, pool: FilePool, *, strict: bool) -> ContainerReader:
         if not path.exists():
             advice = f", and {INDEX} names it; copy the directory again" if strict else ""
             raise InputError(f"{path}: is missing{advice}")
-        reader = ContainerReader(path, kernels=kernels, pool=pool) if strict else DamagedContainer(path, pool=pool)
+        reader = ContainerReader(path, pool=pool) if strict else DamagedContainer(path, pool=pool)
         if reader.seal.hex() != seal:
             # Values of two saves would make a checkpoint that never was.
             reason = "" if strict else ", or its end is damaged"
@@ -352,12 +352,12 @@ def is_stored(path: Path) -> bool:
     return is_container(path) or find_sharded(path) is not None
 
 
-def open_stored(path: Path, *, kernels: bool = False) -> Stored:
+def open_stored(path: Path) -> Stored:
     """Open a container, or a directory of those of ranks. Raises InputError."""
     if (directory := find_sharded(path)) is not None:
-        return JoinedReader(directory, kernels=kernels)
+        return JoinedReader(directory)
     refuse_directory(path)
-    return ContainerReader(path, kernels=kernels)
+    return ContainerReader(path)
 
 
 def containers_of(stored: Stored) -> list[ContainerReader]:

@@ -97,12 +97,11 @@ def _join_bytes(digits, out, per_byte):
 
 
 @kernel
-def _fill_digits(symbols, out, top, shift, base, per_byte):
+def _fill_digits(symbols, out, run, top, shift, base, per_byte):
     top, shift, escape = i4(top), i4(shift), i4(base - 1)
     if per_byte == 1:
         _take_digits(symbols, out, top, shift, escape)
         return
-    run = np.empty(_RUN, np.uint8)
     for first in range(0, symbols.size, _RUN):
         block = symbols[first : first + _RUN]
         _take_digits(block, run, top, shift, escape)
@@ -120,10 +119,10 @@ def _fill_plane(symbols, out, top, less, shift):
 
 
 @kernel
-def _fill_bits(symbols, out, top, bits):
+def _fill_bits(symbols, out, joint, top, bits):
     """The lowest bits: those of eight symbols, an eighth of all apart, make an integer."""
     n, m, top = symbols.size, (symbols.size + LANES - 1) // LANES, i4(top)
-    mask, joint = i4((1 << bits) - 1), np.empty(_JOINT, np.uint64)
+    mask = i4((1 << bits) - 1)
     for first in range(0, m, _JOINT):
         block = joint[: min(_JOINT, m - first)]
         block[:] = 0
@@ -180,10 +179,10 @@ def _add_raw(plane, out):
 
 
 @kernel
-def _add_bits(plane, bits, out):
+def _add_bits(plane, joint, bits, out):
     """Put bits below what is there; return whether those behind the last symbol are zero."""
     n, m = out.size, plane.size // bits
-    mask, joint, wrong = u8((1 << bits) - 1), np.empty(_JOINT, np.uint64), u8(0)
+    mask, wrong = u8((1 << bits) - 1), u8(0)
     for first in range(0, m, _JOINT):
         block = joint[: min(_JOINT, m - first)]
         block[:] = 0
@@ -236,14 +235,14 @@ def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> N
     """Fill the planes of a mode with symbols. See ``symbols``."""
     x, (raw, base, over, top, bits) = symbols.numpy(), mode
     low = bits + 8 * raw
-    _fill_digits(x, planes[0].numpy(), top, low, base, DIGITS[base])
+    _fill_digits(x, planes[0].numpy(), np.empty(_RUN, np.uint8), top, low, base, DIGITS[base])
     for k in range(over):
         # Shifted once: a second shift of each symbol would take twice as long.
         _fill_plane(x, planes[over - k].numpy(), top, (base - 1) << low, 8 * k + low)
     for k in range(raw):
         _fill_plane(x, planes[over + raw - k].numpy(), top, 0, 8 * k)
     if bits:
-        _fill_bits(x, planes[1 + over].numpy(), top, bits)
+        _fill_bits(x, planes[1 + over].numpy(), np.empty(_JOINT, np.uint64), top, bits)
 
 
 def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
@@ -260,7 +259,7 @@ def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
         return False
     for k in range(raw):
         _add_raw(arrays[over + 1 + k], symbols)
-    if bits and not _add_bits(arrays[over + 1], bits, symbols):
+    if bits and not _add_bits(arrays[over + 1], np.empty(_JOINT, np.uint64), bits, symbols):
         return False
     return bool(_set_top(symbols, top) <= mode.largest)
 

@@ -89,9 +89,6 @@ def _partner_problem(delta: ContainerReader, index: int, base: ContainerReader, 
 class ContainerReader(Closing):
     """An open ``.ckpt8``. Opening verifies the seal and that every frame is where the header says.
 
-    With ``kernels`` numba decodes a large container. That is faster, but takes 100 MB and half a second to start: right
-    for a command that reads a checkpoint and ends, wrong for a load before training.
-
     The base of a delta is opened when a part of it is first needed. It is looked for beside the delta, then in
     ``base_dirs``, by default those of ``bases.looked_for_in``. A ``pool`` bounds how many files are open at a time.
     """
@@ -102,11 +99,10 @@ class ContainerReader(Closing):
         self,
         path: Path,
         *,
-        kernels: bool = False,
         base_dirs: Sequence[Path] | None = None,
         pool: FilePool | None = None,
     ) -> None:
-        self.path, self._kernels = path, kernels
+        self.path = path
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._base: ContainerReader | InputError | None = None
         self._lock, self._local = threading.Lock(), threading.local()
@@ -118,7 +114,7 @@ class ContainerReader(Closing):
                 self.manifest = self._open_manifest(stored)
                 self.manifest.stored_nbytes = self.size
                 nbytes = sum(record.nbytes for record in self.manifest.storages)
-                self.backend: Backend | None = for_checkpoint(nbytes) if kernels else "torch"
+                self.backend: Backend | None = for_checkpoint(nbytes)
                 self.places = self._locate({entry.name: entry for entry in entries})
                 for check in (check_references, check_companions, check_deltas):
                     check(self.manifest, self.codec, str(path))
@@ -152,7 +148,7 @@ class ContainerReader(Closing):
 
     def _open_base(self, record: BaseRecord) -> ContainerReader:
         path = bases.find_base(self.path, record, self.base_dirs, damaged_too=self.accepts_damage)
-        base = type(self)(path, kernels=self._kernels, base_dirs=self.base_dirs)
+        base = type(self)(path, base_dirs=self.base_dirs)
         try:
             _check_base(self, base)
         except BaseException:

@@ -180,7 +180,7 @@ def rebase(
             return source
         raise UsageError(f"{source}: is a directory of containers of ranks, which need no base; copy it as it is")
     final = source if target is None else Path(target)
-    with sources_of(source, None if target is None else final), ContainerReader(source, kernels=True) as reader:
+    with sources_of(source, None if target is None else final), ContainerReader(source) as reader:
         if target is None:
             if reader.manifest.base is None:
                 return source

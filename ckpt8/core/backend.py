@@ -2,7 +2,7 @@
 
 All three give the same parts, bit for bit. By default a tensor on a CUDA device takes ``triton``, a large one on a CPU
 ``numba``, and every other ``torch``, which also steps in for a package that is missing or too old. A small checkpoint
-takes ``torch`` throughout, since numba would take longer to start than the work: see ``for_checkpoint``.
+takes ``torch`` throughout: see ``for_checkpoint``.
 
 With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in its slow interpreter, for tests.
 """
@@ -10,12 +10,9 @@ With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ckpt8.core.closing import setting
 from ckpt8.core.errors import UsageError
 from ckpt8.core.log import log
 
@@ -30,19 +27,21 @@ OLDEST_TRITON = (3, 6)
 SMALLEST_FOR_NUMBA = 1 << 17
 """The fewest elements for which calling a numba kernel pays."""
 
-LEAST_FOR_NUMBA = 1 << 28
-"""The fewest bytes of a checkpoint for which numba pays: it starts in half a second, once on a machine in five more."""
+LEAST_FOR_NUMBA = 1 << 25
+"""The fewest bytes of a checkpoint for which numba pays: kernels start in 0.1 s, once on a machine in five."""
 
 
 @cache
 def _fault_of_numba() -> str | None:
     """Why numba cannot compile kernels; None if it can."""
     try:
-        from numba import config
+        from ckpt8.core.numba import start
+
+        start()
     except Exception as exc:
-        log.info("numba cannot be imported, so that torch takes its place: %s", exc)
-        return f"needs the package numba, which cannot be imported: {exc}"
-    return "needs numba to compile, which NUMBA_DISABLE_JIT forbids" if vars(config)["DISABLE_JIT"] else None
+        log.info("numba cannot compile kernels, so that torch takes its place: %s", exc)
+        return f"needs the package numba, which cannot compile kernels: {exc}"
+    return None
 
 
 @cache
@@ -84,20 +83,9 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
     return "triton" if requested == "triton" else "numba"
 
 
-_whole: ContextVar[int] = ContextVar("whole", default=0)
-
-
-def part_of(nbytes: int) -> AbstractContextManager[int]:
-    """What is made in this context is a part of a checkpoint of so many bytes, as of the ranks of a training run.
-
-    They save again and again, so numba pays for what is small in each of them.
-    """
-    return setting(_whole, nbytes)
-
-
 def for_checkpoint(nbytes: int) -> Backend | None:
     """The backend to request on a CPU for a checkpoint of so many bytes; None leaves the choice to each tensor."""
-    return None if max(nbytes, _whole.get()) >= LEAST_FOR_NUMBA else "torch"
+    return None if nbytes >= LEAST_FOR_NUMBA else "torch"
 
 
 def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:

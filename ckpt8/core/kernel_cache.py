@@ -1,38 +1,38 @@
-"""Keeps numba's compiled kernels on disk, so that a machine compiles each only once.
+"""Keeps the object code of numba's kernels on disk, so that a machine compiles each only once.
 
 A kept kernel is machine code, so it is read only from a folder that no other user can write. Each file begins with a
-SHA-256 over its content and its origin: the source of this package, the signature, the processor, Python and numba. A
-file that is cut off, has a flipped bit or comes from other source is compiled anew and replaced. numba's own cache
-looks at the file of the kernel alone and misses a change of another kernel that it calls.
+SHA-256 over its content and its origin: the bytecode of the kernel and of those that it calls, the constants in them,
+the processor, Python and numba. A file that is cut off, has a flipped bit or another origin is compiled anew and
+replaced. numba's own cache looks at the file of the kernel alone and misses a change of another kernel that it calls.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import json
 import os
-import pickle
 import stat
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
-import llvmlite
-import numba
-from numba.core.caching import NullCache
-from numba.core.compiler import CompileResult
-from numba.core.serialize import dumps
+import llvmlite.binding as llvm
+import numpy as np
 
-from ckpt8 import __version__
 from ckpt8.core.errors import KernelCacheWarning
 from ckpt8.core.files.atomic import deferred
+from ckpt8.core.numba import Kernel, ObjectCode
 from ckpt8.core.text import printable
 
-_PACKAGE = Path(__file__).parents[1]
-_DIGEST_BYTES = 32
+_DIGEST_BYTES, _LENGTH_BYTES = 32, 4
 
 
 _NOT_KEPT = (
@@ -44,42 +44,67 @@ _warned: set[str] = set()
 """Warnings already given: each is given once."""
 
 
-class KernelCache(NullCache):
-    """The cache that numba uses for one ``function``.
+class KernelCache:
+    """The file of a kernel for one ``key``, the types of its arguments.
 
-    It never raises: a bad file, or a numba with other internals, costs only the time to compile.
+    It never raises: a bad file costs only the time to compile.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., Any], key: tuple[Any, ...]) -> None:
+        processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+        wanted = [os.environ.get(name) for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")]
+        machine = processor, wanted, sys.implementation.cache_tag
+        place = hashlib.sha256(repr((function.__module__, function.__qualname__, key, machine)).encode()).hexdigest()
+        packages = [version(name) for name in ("numba", "llvmlite", "numpy")]
+        self._name = f"{function.__qualname__}-{place[:16]}.o"
+        """It leaves out the source and the version of numba, so newer code replaces older code."""
+        self._origin = repr((place, packages, [*_origin(function)])).encode()
 
-    def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """The kept kernel for ``signature``; None if numba must compile it."""
+    def load(self) -> ObjectCode | None:
+        """The kept kernel; None if it must be compiled."""
         with contextlib.suppress(Exception):
-            if folder := _folder():
-                path, origin = self._file(folder, signature, target_context)
-                if code := _read(path, origin):
-                    target_context.refresh()
-                    return CompileResult._rebuild(target_context, *pickle.loads(code))  # noqa: S301
+            if (folder := _folder()) and (content := _read(folder / self._name, self._origin)):
+                end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+                symbol, arguments, results, is_tuple = json.loads(content[_LENGTH_BYTES:end])
+                return ObjectCode(symbol, arguments, results, is_tuple, content[end:])
         return None
 
-    def save_overload(self, signature: Any, compiled: Any) -> None:
-        """Keep a kernel, unless it holds addresses of this process."""
+    def save(self, kernel: ObjectCode) -> None:
+        """Keep a kernel."""
         with contextlib.suppress(Exception):
-            folder = _folder()
-            if folder and not compiled.lifted and not compiled.library.has_dynamic_globals:
-                path, origin = self._file(folder, signature, compiled.target_context)
-                _write(path, origin, dumps(compiled._reduce()))
+            if folder := _folder():
+                head = json.dumps(kernel[:-1]).encode()
+                content = len(head).to_bytes(_LENGTH_BYTES, "little") + head + kernel.code
+                _write(folder / self._name, self._origin, content)
 
-    def _file(self, folder: Path, signature: Any, target_context: Any) -> tuple[Path, bytes]:
-        """The file for the kernel of a ``signature``, and a digest of everything that the kernel is made from.
 
-        The name leaves out the source and the version of numba, so newer code replaces older code.
-        """
-        name, python = self._function.__qualname__, (sys.implementation.cache_tag, getattr(sys, "abiflags", ""))
-        place = (self._function.__module__, name, signature, target_context.codegen().magic_tuple(), python, _PACKAGE)
-        key = hashlib.sha256(repr(place).encode(errors="surrogateescape")).digest()
-        return folder / f"{name}-{key.hex()[:16]}.nbc", key + _source()
+def _origin(function: Callable[..., Any]) -> Iterator[Any]:
+    """Everything that a kernel is compiled from: its bytecode, and what its global names stand for."""
+    names = set[str]()
+    for code in _codes(function.__code__):
+        names.update(code.co_names)
+        yield code.co_code, [const for const in code.co_consts if not isinstance(const, CodeType)]
+    for name in sorted(names & function.__globals__.keys()):
+        yield name, _meaning(function.__globals__[name], names)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _codes(const)
+
+
+def _meaning(value: Any, names: set[str]) -> Any:
+    """What a global name stands for; of a module those parts that have one of the ``names``."""
+    if isinstance(value, Kernel):
+        return [*_origin(value.function)]
+    if isinstance(value, ModuleType):
+        return [(name, _meaning(vars(value)[name], set())) for name in sorted(names & vars(value).keys())]
+    if isinstance(value, (bool, int, float, tuple, np.generic)):
+        return repr(value)
+    # A type or function of Python or numpy, which is that of its version.
+    return value.__name__
 
 
 @cache
@@ -101,22 +126,13 @@ def _folder() -> Path | None:
 
 def _chosen() -> Path:
     """Below ``NUMBA_CACHE_DIR``, or in the cache of the user. Raises RuntimeError where there is no home directory."""
-    if named := vars(numba.config)["CACHE_DIR"]:
+    if named := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(named) / "ckpt8"
     if sys.platform == "darwin":
         named, usual = "", Path("Library", "Caches")
     else:
         named, usual = os.environ.get("XDG_CACHE_HOME", ""), Path(".cache")
     return (Path(named) if Path(named).is_absolute() else Path.home() / usual) / "ckpt8" / "kernels"
-
-
-@cache
-def _source() -> bytes:
-    """A digest of this whole package, since a kernel contains constants and kernels of it, and of the compiler."""
-    digest = hashlib.sha256(f"{__version__} {numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.digest()
 
 
 def _read(path: Path, origin: bytes) -> bytes | None:

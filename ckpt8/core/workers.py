@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt8.core.backend import SMALLEST_FOR_NUMBA, resolve
 from ckpt8.core.closing import Closing
 from ckpt8.core.tensors import cut_into_boxes, view_of_box
 
@@ -214,16 +213,11 @@ def assign(target: torch.Tensor, start: int, values: torch.Tensor) -> None:
         values = values[part.numel() :]
 
 
-def settle(*, kernels: bool = False) -> None:
+def settle() -> None:
     """Hide all objects made so far from the garbage collector, which takes a tenth of a second to look through them.
 
-    For our own processes only: none of these objects is freed before the exit. ``kernels`` also starts numba, which
-    otherwise starts with the first chunk of a large checkpoint.
+    For our own processes only: none of these objects is freed before the exit.
     """
-    if kernels and resolve(None, torch.device("cpu"), SMALLEST_FOR_NUMBA) == "numba":
-        from ckpt8.core.numba import start
-
-        start()
     gc.freeze()
     # Some libraries count their remaining objects at exit.
     atexit.register(gc.unfreeze)

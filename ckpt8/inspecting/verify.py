@@ -547,7 +547,7 @@ def verify(
         with without_collection():
             checks = check_plain(Path(source), None if original is None else Path(original), progress)
         return Verification(0, checks.nbytes, False, 0, 0, (), plain=checks)
-    with without_collection(), open_stored(Path(source), kernels=True) as stored, Workers(threads) as workers:
+    with without_collection(), open_stored(Path(source)) as stored, Workers(threads) as workers:
         readers, tables = containers_of(stored), list[Manifest]()
         for reader in readers:
             check_frames(reader, workers, progress)

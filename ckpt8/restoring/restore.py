@@ -137,7 +137,7 @@ def restore_original(
     refuse_directory(source)
     with (
         sources_of(source) as sources,
-        ContainerReader(source, kernels=True) as reader,
+        ContainerReader(source) as reader,
         Workers(threads) as workers,
     ):
         result = Restored.at(sources, target, reader)

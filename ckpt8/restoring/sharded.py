@@ -50,7 +50,7 @@ def restore_directory(
         raise UsageError(f"{source}: is a directory of containers; give another for the plain checkpoint, with -o DIR")
     path = Path(target)
     refuse_source(path, source)
-    with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
+    with JoinedReader(source) as joined, Workers(threads) as workers:
         files = ShardedFiles(joined, workers)
         members = files.members()
         parts = {(piece.name, piece.place): (member, ref) for member in members for piece, ref in member.parts}
@@ -172,7 +172,7 @@ def load_directory(source: Path, map_location: Any, threads: int | None) -> Any:
         UsageError,
     )
     values: dict[str, Any] = {}
-    with JoinedReader(source, kernels=True) as joined, Workers(threads) as workers:
+    with JoinedReader(source) as joined, Workers(threads) as workers:
         files, index = ShardedFiles(joined, workers), joined.index
         members = files.members()  # before anything is loaded: it refuses a tensor of which only some parts are plain
 

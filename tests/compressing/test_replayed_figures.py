@@ -358,7 +358,7 @@ def test_no_update_is_drawn_from_moments_alone(tmp_path, name):
     card = known.CARDS[name]
     changes = {option: values[0] for option, values in card.choices.items()}
     compress(tmp_path, checkpoint_of(card, **changes))
-    with ContainerReader(tmp_path / "run.ckpt8", kernels=True) as reader:
+    with ContainerReader(tmp_path / "run.ckpt8") as reader:
         drawn = [container_distributions(reader), checkpoint_distributions(tmp_path / "run.pt", full=True)]
     assert all({*each["histograms"]} & {"moment1", "moment2"} and "update" not in each["histograms"] for each in drawn)
 

@@ -106,13 +106,3 @@ def test_large_tensors_take_numba_whose_kernels_need_no_place_to_be_kept(run_pro
     (tmp_path / "file").write_bytes(b"")
     run_program(LARGE + "assert len(kernels) == 2, kernels", NUMBA_CACHE_DIR=tmp_path / "file", HOME=tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
-
-
-def test_numba_pays_for_a_small_part_of_a_large_checkpoint(monkeypatch):
-    monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", 1000)
-    assert backend.for_checkpoint(100) == "torch"
-    with backend.part_of(1000):
-        assert backend.for_checkpoint(100) is None
-    with backend.part_of(999):
-        assert backend.for_checkpoint(100) == "torch"
-    assert backend.for_checkpoint(100) == "torch"

@@ -21,26 +21,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
 STRANGER = 12345
 STRANGE = f"it belongs to another user, {STRANGER}"
-START = """
+COUNTING = """
 from ckpt8.core import numba as jit
-jit.start()
-print(sum(jit._nothing.stats.cache_hits.values()))
+
+made, compiled = [], jit.compiled
+jit.compiled = lambda *given: made.append(given) or compiled(*given)
 """
-"""Prints 1 where the kernel was in the cache, 0 where it was compiled."""
+"""Has ``made`` list the kernels that are compiled."""
 
-FORGED = """
-import os
-import sys
+START = COUNTING + "print(jit._nothing(), len(made))"
+MADE, KEPT, FORGED = "0 1", "0 0", "7 0"
+"""What it prints where the kernel was compiled, where it was in the cache, and where another one was."""
 
-from numba.core.compiler import CompileResult
+FORGE = """
+from ckpt8.core import numba as jit
 
-class Forged:
-    def __reduce__(self):
-        return os.system, (f"echo > {sys.argv[1]}",)
+def _nothing():
+    return 7
 
-CompileResult._reduce = lambda self: (Forged(),)
+compiled, forged = jit.compiled, jit.Kernel(_nothing)
+jit.compiled = lambda _, args: compiled(forged, args)
+jit._nothing()
 """
-"""Has the next kernel that is kept run a command when it is read, with every checksum as it should be."""
+"""Keeps another kernel in its place, with every checksum as it should be."""
 
 
 def start(program, *arguments, **environment):
@@ -74,25 +77,24 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forged_home(run, tmp_path_factory):
-    """A home directory whose kernel makes the file ``ran`` beside it when it is read."""
-    folder = tmp_path_factory.mktemp("forged")
-    run(FORGED + START, folder / "ran", HOME=folder / "home")
+    """A home directory with a kernel that somebody else could have put there."""
+    folder = tmp_path_factory.mktemp("forged") / "home"
+    run(FORGE, HOME=folder)
     return folder
 
 
 @pytest.fixture
 def home(forged_home, tmp_path):
     """A copy of it that is not used yet."""
-    (forged_home / "ran").unlink(missing_ok=True)
-    return shutil.copytree(forged_home / "home", tmp_path / "home")
+    return shutil.copytree(forged_home, tmp_path / "home")
 
 
 @pytest.fixture(scope="module")
 def filled_home(run, tmp_path_factory):
     """A home directory with a good kernel."""
     folder = tmp_path_factory.mktemp("filled") / "home"
-    assert run(START, HOME=folder) == ("0", "")
-    assert run(START, HOME=folder) == ("1", "")
+    assert run(START, HOME=folder) == (MADE, "")
+    assert run(START, HOME=folder) == (KEPT, "")
     return folder
 
 
@@ -105,31 +107,27 @@ def cache(home):
     return home / ".cache" / "ckpt8" / "kernels"
 
 
-WHERE = START + "import numba; print(repr(numba.config.CACHE_DIR))"
-
-
-def test_kernels_are_in_the_cache_of_the_user(run_program, tmp_path):
-    """The package has nothing new beside its source. numba looks at its variables when it is imported."""
-    home, source = tmp_path / "home", Path(ckpt8.__file__).parent
-    before = sorted(source.rglob("*.nb[ic]"))
-    assert run_program(WHERE, HOME=home) == ("0\n''", "")
+def test_kernels_are_in_the_cache_of_the_user(run, tmp_path):
+    home = tmp_path / "home"
+    assert run(START, HOME=home) == (MADE, "")
     assert len(kept(cache(home))) == 1
-    assert run_program(WHERE, HOME=home, XDG_CACHE_HOME=tmp_path / "xdg") == ("0\n''", "")
+    assert run(START, HOME=home, XDG_CACHE_HOME=tmp_path / "xdg") == (MADE, "")
     assert kept(tmp_path / "xdg" / "ckpt8")
     # A relative cache is none.
-    assert run_program(WHERE, HOME=home, XDG_CACHE_HOME="somewhere") == ("1\n''", "")
-    assert (
-        run_program(WHERE, HOME=tmp_path / "other", NUMBA_CACHE_DIR=tmp_path / "own")[0] == f"0\n'{tmp_path / 'own'}'"
-    )
+    assert run(START, HOME=home, XDG_CACHE_HOME="somewhere") == (KEPT, "")
+    assert run(START, HOME=tmp_path / "other", NUMBA_CACHE_DIR=tmp_path / "own") == (MADE, "")
     assert kept(tmp_path / "own")
     assert not (tmp_path / "other").exists()
-    assert sorted(source.rglob("*.nb[ic]")) == before
 
 
-def test_a_forged_kernel_would_run(run, home, forged_home):
+def test_a_kept_kernel_does_without_numba(run_program, good):
+    """Its import takes half a second."""
+    assert run_program(START + "\nimport sys; print('numba' in sys.modules)", HOME=good) == (f"{KEPT}\nFalse", "")
+
+
+def test_a_forged_kernel_would_run(run, home):
     """In a cache that only this user could have written it does: the tests below can fail."""
-    run(START, HOME=home)
-    assert (forged_home / "ran").exists()
+    assert run(START, HOME=home) == (FORGED, "")
 
 
 def linked(home):
@@ -156,11 +154,10 @@ GIVEN = {
 }
 
 
-def assert_nothing_runs(run, home, forged_home, why, **environment):
+def assert_nothing_runs(run, home, why, **environment):
     before = {path: path.read_bytes() for path in kept(home)}
-    hits, err = run(START, **{"HOME": home, **environment})
-    assert not (forged_home / "ran").exists()
-    assert hits == "0"
+    result, err = run(START, **{"HOME": home, **environment})
+    assert result == MADE
     assert err.count("KernelCacheWarning") == 1
     assert why in err
     assert {path: path.read_bytes() for path in kept(home)} == before
@@ -173,43 +170,40 @@ def assert_nothing_runs(run, home, forged_home, why, **environment):
         *(pytest.param(change, STRANGE, id=f"{way} given", marks=as_root) for way, change in GIVEN.items()),
     ],
 )
-def test_a_folder_of_others_is_not_used(run, open_up, why, home, forged_home):
+def test_a_folder_of_others_is_not_used(run, open_up, why, home):
     open_up(home)
-    assert_nothing_runs(run, home, forged_home, why)
+    assert_nothing_runs(run, home, why)
 
 
 @as_root
 @pytest.mark.parametrize("name", ["NUMBA_CACHE_DIR", "XDG_CACHE_HOME"])
-def test_a_folder_that_is_named_is_under_the_same_rule(name, run_program, home, forged_home, tmp_path):
-    """numba looks at its variables when it is imported."""
-    named, run = tmp_path / "named", run_program
-    run(FORGED + START, forged_home / "ran", **{"HOME": home, name: named})
+def test_a_folder_that_is_named_is_under_the_same_rule(name, run, home, tmp_path):
+    named = tmp_path / "named"
+    run(FORGE, **{"HOME": home, name: named})
     assert kept(named)
-    run(START, **{"HOME": home, name: named})
-    assert (forged_home / "ran").exists()
-    (forged_home / "ran").unlink()
+    assert run(START, **{"HOME": home, name: named}) == (FORGED, "")
     named.chmod(0o777)
-    assert_nothing_runs(run, home, forged_home, f"{named}: other users can write to it", **{name: named})
+    assert_nothing_runs(run, home, f"{named}: other users can write to it", **{name: named})
 
 
-def test_a_file_that_others_can_write_is_replaced(run, home, forged_home):
+def test_a_file_that_others_can_write_is_replaced(run, home):
     (file,) = kept(home)
     file.chmod(0o666)
-    hits, err = run(START, HOME=home)
-    assert not (forged_home / "ran").exists()
-    assert hits == "0"
+    result, err = run(START, HOME=home)
+    assert result == MADE
     assert err.count("KernelCacheWarning") == 1
     assert f"{file}: other users can write to it" in err
-    assert run(START, HOME=home) == ("1", "")
+    assert run(START, HOME=home) == (KEPT, "")
 
 
 @as_root
-def test_a_file_of_another_user_is_replaced(run, home, forged_home):
+def test_a_file_of_another_user_is_replaced(run, home):
     (file,) = kept(home)
     os.chown(file, STRANGER, -1)
-    assert f"{file}: it belongs to another user" in run(START, HOME=home)[1]
-    assert not (forged_home / "ran").exists()
-    assert run(START, HOME=home) == ("1", "")
+    result, err = run(START, HOME=home)
+    assert result == MADE
+    assert f"{file}: it belongs to another user" in err
+    assert run(START, HOME=home) == (KEPT, "")
 
 
 def test_what_is_made_is_for_the_user_alone(run, tmp_path):
@@ -253,8 +247,8 @@ DAMAGE = {
 def test_a_damaged_file_is_mended(run, damage, good):
     (file,) = kept(good)
     DAMAGE[damage](file)
-    assert run(START, HOME=good) == ("0", "")
-    assert run(START, HOME=good) == ("1", "")
+    assert run(START, HOME=good) == (MADE, "")
+    assert run(START, HOME=good) == (KEPT, "")
     others = [path for path in kept(good) if path != file]
     assert [path.read_bytes() for path in others] in ([], [b"something"])
 
@@ -263,8 +257,8 @@ def test_a_folder_in_the_place_of_a_file_is_left_alone(run, good):
     (file,) = kept(good)
     file.unlink()
     (file / "full").mkdir(parents=True)
-    hits, err = run(START, HOME=good)
-    assert (hits, err.count("KernelCacheWarning")) == ("0", 1)
+    result, err = run(START, HOME=good)
+    assert (result, err.count("KernelCacheWarning")) == (MADE, 1)
     assert f"{file}: Is a directory" in err
     assert kept(good) == []
 
@@ -281,8 +275,8 @@ UNUSABLE = {
 def test_what_cannot_be_kept_costs_a_warning(run, case, tmp_path):
     prepare, limit, said = UNUSABLE[case]
     prepare(tmp_path / "home")
-    hits, err = run(limit + START, HOME=tmp_path / "home")
-    assert (hits, err.count("KernelCacheWarning")) == ("0", 1)
+    result, err = run(limit + START, HOME=tmp_path / "home")
+    assert (result, err.count("KernelCacheWarning")) == (MADE, 1)
     assert said in err
 
 
@@ -301,13 +295,12 @@ SAFE = {
 @pytest.mark.parametrize("way", SAFE)
 def test_what_nobody_else_can_change_is_fine(run, way, good):
     SAFE[way](good)
-    assert run(START, HOME=good) == ("1", "")
+    assert run(START, HOME=good) == (KEPT, "")
 
 
-def test_a_warning_that_is_an_error_stops_nothing(run, home, forged_home):
+def test_a_warning_that_is_an_error_stops_nothing(run, home):
     cache(home).chmod(0o777)
-    assert run("import warnings; warnings.simplefilter('error')\n" + START, HOME=home) == ("0", "")
-    assert not (forged_home / "ran").exists()
+    assert run("import warnings; warnings.simplefilter('error')\n" + START, HOME=home) == (MADE, "")
 
 
 def test_processes_at_once(run, tmp_path):
@@ -315,37 +308,59 @@ def test_processes_at_once(run, tmp_path):
     processes = [start(START, HOME=home) for _ in range(2)]
     assert {finish(process)[1] for process in processes} == {""}
     assert len(kept(home)) == 1
-    assert run(START, HOME=home) == ("1", "")
+    assert run(START, HOME=home) == (KEPT, "")
 
 
-def test_a_numba_that_is_made_otherwise_keeps_nothing(run, tmp_path):
-    changed = "import numba; numba.njit(lambda: 0)(); from numba.core import caching; del caching.NullCache\n"
-    assert run(changed + START, HOME=tmp_path / "home") == ("0", "")
-    changed = "from numba.core.compiler import CompileResult; del CompileResult._reduce, CompileResult._rebuild\n"
-    assert run(changed + START, HOME=tmp_path / "home") == ("0", "")
+ALLOCATING = (
+    COUNTING
+    + """
+import numpy as np
+
+@jit.kernel
+def allocating(n):
+    return np.ones(n).sum()
+
+print(allocating(3), allocating(4), len(made))
+"""
+)
+
+
+def test_what_only_numba_can_run_is_not_kept(run, tmp_path):
+    """A numba that is made otherwise, and a kernel that allocates memory."""
+    changed = "import llvmlite.binding; del llvmlite.binding.create_new_module_pass_manager\n"
+    assert run(changed + START, HOME=tmp_path / "home") == (MADE, "")
+    assert run(ALLOCATING, HOME=tmp_path / "home") == ("3.0 4.0 1", "")
     assert kept(tmp_path) == []
 
 
-def test_a_kernel_is_made_anew_when_another_file_changes(run, tmp_path):
+def test_a_kernel_is_made_anew_when_what_it_is_made_of_changes(run, tmp_path):
     """numba's own cache compares the file of the kernel, not those of what it calls."""
     package = shutil.copytree(Path(ckpt8.__file__).parent, tmp_path / "source" / "ckpt8")
     called, caller = package / "called.py", package / "caller.py"
-    called.write_text("from ckpt8.core.numba import kernel\n\n@kernel\ndef own(x):\n    return x + x\n")
+    called.write_text("from ckpt8.core.numba import kernel\n\nMORE = 1\n\n@kernel\ndef own(x):\n    return x + x\n")
     caller.write_text(
-        "from ckpt8.called import own\nfrom ckpt8.core.numba import kernel\n\n"
-        "@kernel\ndef more(x):\n    return own(x) + 1\n"
+        "from ckpt8 import called\nfrom ckpt8.called import own\nfrom ckpt8.core.numba import kernel\n\n"
+        "@kernel\ndef more(x):\n    return own(x) + called.MORE\n"
     )
+    ask = "import sys; sys.path.insert(0, sys.argv[1])\n" + COUNTING
+    ask += "from ckpt8.caller import more\nprint(more(5), len(made))"
 
-    def ask():
-        program = "import sys; sys.path.insert(0, sys.argv[1]); from ckpt8.caller import more; print(more(5))"
-        out, err = run(program, package.parent, HOME=tmp_path / "home")
-        assert err == ""
-        return out
+    def answers():
+        return [run(ask, package.parent, HOME=tmp_path / "home") for _ in range(2)]
 
-    assert ask() == "11"
+    def change(file, *words):
+        file.write_text(file.read_text().replace(*words))
+
+    assert answers() == [("11 1", ""), ("11 0", "")]
     files = kept(tmp_path / "home")
-    called.write_text(called.read_text().replace("x + x", "x * x"))
-    assert [ask(), ask()] == ["26", "26"]
+    change(called, "x + x", "x * x")
+    assert answers() == [("26 1", ""), ("26 0", "")]
+    change(called, "MORE = 1", "MORE = 2")
+    assert answers() == [("27 1", ""), ("27 0", "")]
+    change(caller, "own(x) + ", "own(x) - ")
+    assert answers() == [("23 1", ""), ("23 0", "")]
+    change(called, "MORE = 2", "MORE = 1 + 1  # other words for it")
+    assert answers() == [("23 0", ""), ("23 0", "")]
     # The newer code took the place of the older.
     assert kept(tmp_path / "home") == files
 

@@ -20,7 +20,7 @@ def memory(field):
 
 torch.set_num_threads(1)
 {setup}
-settle(kernels=True)  # libraries are not what is bounded
+settle()  # libraries are not what is bounded
 before = memory("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")

@@ -47,10 +47,10 @@ def open_source(
     the slices of the ``choice`` are read, if there is one.
     """
     if containers and is_container(path):
-        with ContainerReader(path, kernels=True) as reader, Workers(threads) as workers:
+        with ContainerReader(path) as reader, Workers(threads) as workers:
             yield stored_bundle(reader, workers)
     elif containers and is_directory(path) and (directory := find_sharded(path)) is not None:
-        with JoinedReader(directory, kernels=True) as joined, Workers(threads) as workers:
+        with JoinedReader(directory) as joined, Workers(threads) as workers:
             yield sharded_bundle(joined, workers)
     elif is_directory(path):
         entries = walk(path)

@@ -60,7 +60,7 @@ def _load_file(path: Path) -> Any:
 
 def _ours(run: Callable[[Job], object], job: Job) -> Callable[[], object]:
     """An operation of ckpt8 on files."""
-    settle(kernels=True)
+    settle()
     return partial(run, job)
 
 
@@ -71,7 +71,7 @@ def _compress(job: Job, **options: Any) -> object:
 
 def _load(job: Job) -> Callable[[], object]:
     """``ckpt8.load`` of every member that ``torch.load`` opens."""
-    settle(kernels=False)
+    settle()
     return lambda: [
         ckpt8.load(job.container, member=member or None, threads=job.threads) for member in job.source.loaded
     ]
@@ -79,7 +79,7 @@ def _load(job: Job) -> Callable[[], object]:
 
 def _save(job: Job) -> Callable[[], object]:
     """``ckpt8.save`` of the objects in memory."""
-    settle(kernels=True)
+    settle()
     return partial(ckpt8.save, _objects(job), job.target, threads=job.threads)
 
 
@@ -96,7 +96,7 @@ def _torch_save(job: Job) -> Callable[[], object]:
 
 def _in_background(job: Job) -> Callable[[], object]:
     """``ckpt8.save`` of the objects in the background, the second time."""
-    settle(kernels=True)
+    settle()
     objects = _objects(job)
 
     def run() -> Any:

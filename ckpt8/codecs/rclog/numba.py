@@ -34,9 +34,8 @@ def _end_of_row(begin, count, start, C):  # noqa: N803
 
 
 @kernel
-def _mean_rows(v, bits, rows, columns, with_columns, C, first):  # noqa: N803
-    """Fill the factors; whether any value must be refused."""
-    sums, counts = np.zeros(columns.size, np.int64), np.zeros(columns.size, i4)
+def _mean_rows(v, bits, rows, columns, sums, counts, with_columns, C, first):  # noqa: N803
+    """Fill the factors; whether any value must be refused. ``sums`` and ``counts`` are zeros for each column."""
     refused, begin, row, start = i4(0), u8(0), u8(0), u8(first % C)
     while begin < v.size:
         end, shift = _end_of_row(begin, v.size, start, C)
@@ -97,12 +96,14 @@ def _factors(parts: Parts) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], 
 def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
     """Fill ``out`` with codes and factors, to the bit those of ``reference``. Raises RefusedError."""
     v = x.float().contiguous().numpy()
-    factors = _factors(out)
+    rows, columns, with_columns = _factors(out)
     if given:
         reference.check(x, out)
-    elif _mean_rows(v, v.view(i4), *factors, u8(C), u8(first)):
-        raise RefusedError(reference.REFUSAL)
-    _encode(v, v.view(i4), out["codes"].numpy(), *factors, S, u8(C), u8(first))
+    else:
+        sums = np.zeros(columns.size, np.int64), np.zeros(columns.size, i4)
+        if _mean_rows(v, v.view(i4), rows, columns, *sums, with_columns, u8(C), u8(first)):
+            raise RefusedError(reference.REFUSAL)
+    _encode(v, v.view(i4), out["codes"].numpy(), rows, columns, with_columns, S, u8(C), u8(first))
 
 
 def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> None:  # noqa: N803

@@ -43,7 +43,6 @@ from ckpt8.container.collecting import RankFile
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import OBJECTS, Shape, SliceKey, slices_of
 from ckpt8.container.steps import NO_BUDGET
-from ckpt8.core.backend import part_of
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Box, DType
 from ckpt8.core.text import listed, shown
@@ -427,7 +426,7 @@ class RankPlan:
         obj = fill_slots(tree, self._tensors)
         if self._content:
             obj[OBJECTS] = torch.frombuffer(self._content, dtype=torch.uint8)
-        with part_of(self._whole_bytes()), live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
+        with live_checkpoint(obj, target.stem, self._sources.made) as checkpoint:
             bundle = Bundle.of(checkpoint, f"{target.stem}.pt")
             live = {
                 key: storage
@@ -454,20 +453,6 @@ class RankPlan:
             pickled=self._pickled,
             unspent=Counter(why.removeprefix(NO_BUDGET) for why in reasons if why.startswith(NO_BUDGET)),
         )
-
-    def _whole_bytes(self) -> int:
-        """Bytes of the tensors that all ranks save together, as far as this one knows of them."""
-        sizes = {
-            name: value.numel() * value.element_size()
-            for name, value in self._known.items()
-            if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards")
-        }
-        sizes |= {
-            item.index.fqn: data.size.numel() * data.properties.dtype.itemsize
-            for item in self._plan.items
-            if (data := item.tensor_data)
-        }
-        return sum(sizes.values())
 
     def _tree(self) -> dict[str, Any]:
         objects = [item.index.fqn for item in self._plan.items if item.type is WriteItemType.BYTE_IO]
