@@ -94,9 +94,9 @@ LARGE, SMALL = ROUND_TRIPS.format(numel=1 << 17), ROUND_TRIPS.format(numel=(1 <<
 HIDDEN = "import sys; sys.modules[{!r}] = None  # importing it fails\n"
 
 
-def test_nothing_needs_triton_or_numba_whose_import_small_tensors_are_not_worth(run_program):
+def test_nothing_needs_triton_or_numba_whose_import_small_tensors_are_not_worth(run_program, tmp_path):
     run_program(HIDDEN.format("triton") + SMALL + "assert not kernels and 'numba' not in sys.modules")
-    run_program(HIDDEN.format("numba") + LARGE + "assert not kernels, kernels")
+    run_program(HIDDEN.format("numba") + LARGE + "assert not kernels, kernels", HOME=tmp_path, XDG_CACHE_HOME="")
     run_program(LARGE + "assert not kernels, kernels", NUMBA_DISABLE_JIT="1")
 
 

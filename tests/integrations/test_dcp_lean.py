@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from memory_kit import run_measured
 from packed_kit import load, raw, save
 
 import ckpt8
-from ckpt8.integrations.dcp import Ckpt8StorageWriter, rank_file
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.integrations.dcp.rank_file import Sources
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -165,14 +164,6 @@ def test_a_rank_does_not_list_the_directory(tmp_path, monkeypatch):
     writer.write_data(plan, planner).wait()
     assert str(tmp_path / "x") not in listed
     assert (tmp_path / "x" / "__0_1.ckpt8").exists()
-
-
-def test_numba_is_chosen_by_the_state_of_all_ranks(tmp_path, monkeypatch):
-    """A DTensor has the shape of the whole; the slice of this rank is a part of it."""
-    asked = []
-    monkeypatch.setattr(rank_file, "part_of", lambda nbytes: asked.append(nbytes) or nullcontext())
-    save({"model": {"a": torch.ones(30, 40), "b": torch.ones(7, dtype=torch.float64)}, "note": "text"}, tmp_path)
-    assert asked == [30 * 40 * 4 + 7 * 8]
 
 
 def test_values_of_every_layout_come_back(tmp_path):
