@@ -22,14 +22,12 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import llvmlite.binding as llvm
 import numpy as np
 
 from ckpt8.core.errors import KernelCacheWarning
 from ckpt8.core.files.atomic import deferred
-from ckpt8.core.numba import Kernel, ObjectCode
 from ckpt8.core.text import printable
 
 _DIGEST_BYTES, _LENGTH_BYTES = 32, 4
@@ -44,6 +42,23 @@ _warned: set[str] = set()
 """Warnings already given: each is given once."""
 
 
+class ObjectCode(NamedTuple):
+    """A compiled kernel: the name of its function, types of its arguments in LLVM and of its results in numba, code."""
+
+    symbol: str
+    arguments: list[str]
+    results: list[str]
+    is_tuple: bool
+    code: bytes
+
+
+@runtime_checkable
+class _Callee(Protocol):
+    """A kernel that a kernel calls."""
+
+    function: Callable[..., Any]
+
+
 class KernelCache:
     """The file of a kernel for one ``key``, the types of its arguments.
 
@@ -51,6 +66,8 @@ class KernelCache:
     """
 
     def __init__(self, function: Callable[..., Any], key: tuple[Any, ...]) -> None:
+        import llvmlite.binding as llvm
+
         processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
         wanted = [os.environ.get(name) for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")]
         machine = processor, wanted, sys.implementation.cache_tag
@@ -97,7 +114,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _meaning(value: Any, names: set[str]) -> Any:
     """What a global name stands for; of a module those parts that have one of the ``names``."""
-    if isinstance(value, Kernel):
+    if isinstance(value, _Callee):
         return [*_origin(value.function)]
     if isinstance(value, ModuleType):
         return [(name, _meaning(vars(value)[name], set())) for name in sorted(names & vars(value).keys())]

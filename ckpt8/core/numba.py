@@ -21,10 +21,11 @@ import os
 import threading
 from collections.abc import Callable
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from ckpt8.core.kernel_cache import KernelCache, ObjectCode
 from ckpt8.core.log import log
 
 i4 = np.int32
@@ -61,16 +62,6 @@ _NO_OWNERS = "define void @NRT_MemInfo_call_dtor(ptr %owner) { ret void }"
 """What would free an array: a kernel has none of its own, and views of arrays without an owner."""
 
 
-class ObjectCode(NamedTuple):
-    """A compiled kernel: the name of its function, types of its arguments in LLVM and of its results in numba, code."""
-
-    symbol: str
-    arguments: list[str]
-    results: list[str]
-    is_tuple: bool
-    code: bytes
-
-
 class Kernel:
     """A function that is compiled for the types of its arguments, or taken from the cache of this machine."""
 
@@ -92,8 +83,6 @@ class Kernel:
         return linked(args, flat)
 
     def _link(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., Any]:
-        from ckpt8.core.kernel_cache import KernelCache
-
         kept = KernelCache(self.function, key)
         code = kept.load()
         if code is None:
