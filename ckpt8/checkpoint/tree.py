@@ -480,8 +480,11 @@ def read_settings(
     return {key: value if key == "params" else setting(value) for key, value in group.items()}
 
 
-def is_setting(value: object) -> bool:
-    """Whether a value is a plain setting of an optimizer: a number, a text, None, or a list or tuple of these."""
-    # Not deeper: a list of a file may hold itself.
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return all(isinstance(value, (int, float, str, type(None))) for value in values)
+def is_setting(value: object, depth: int = 2) -> bool:
+    """Whether a value is a plain setting of an optimizer: a number, a text, None, or a list or tuple of these.
+
+    Lists may hold lists down to a ``depth``: Muon has tuples of coefficients, and a list of a file may hold itself.
+    """
+    if depth and isinstance(value, (tuple, list)):
+        return all(is_setting(item, depth - 1) for item in value)
+    return isinstance(value, (int, float, str, type(None)))

@@ -103,8 +103,8 @@ class ReplayFigures:
 
     @property
     def worst(self) -> float:
-        """The replay error: the largest NMSE of the updates."""
-        return max((step.nmse for step in self.steps), default=0.0)
+        """The replay error: the largest NMSE of the updates; infinite if no parameter was replayed."""
+        return max((step.nmse for step in self.steps), default=0.0) if self.parameters else math.inf
 
     def failures(self, limit: float | None) -> list[str]:
         """Lines about steps that broke, and about a replay error above ``limit``."""
@@ -123,7 +123,7 @@ class ReplayFigures:
             "with_weights": self.with_weights,
             "without_weights": self.without_weights,
             "skipped": self.skipped,
-            "steps": [step.to_json() for step in self.steps],
+            "steps": [step.to_json() for step in self.steps if self.parameters],
             "first_of_gradient_rules": {"parameters": self.with_gradient, **self.first.to_json()}
             if self.with_gradient
             else None,
