@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 from ckpt8.core import backend as backends
+from ckpt8.core.arrays import array_of, arrays_of
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class Codec(ABC):
 
         The default is the function of that name in the module of the backend, next to that of the codec. The kernel of
         a codec that counts elements takes ``first``, the index of the first one; each companion is a keyword, too.
+        numba's take arrays (see ``core.arrays``) in place of tensors.
         """
         return self._function(direction, backend)
 
@@ -209,6 +211,10 @@ class Codec(ABC):
         for name, earlier in taken.items():
             parts[name].copy_(earlier[: parts[name].numel()])
         given = {"given": True} if taken else {}
+        if used == "numba":
+            keywords = self._keywords("encode", first, arrays_of(companions), slice(0, flat.numel()))
+            kernel(array_of(flat), arrays_of(parts), **keywords, **given)
+            return parts
         for run, tile in self._tiles(spec, parts, used):
             kernel(flat[run], tile, **self._keywords("encode", first, companions, run), **given)
         return parts
@@ -234,6 +240,10 @@ class Codec(ABC):
         if out is None:
             # As bytes: torch warns of new tensors of some element types, but not of views.
             out = any_part.new_empty(spec.numel * spec.dtype.itemsize, dtype=DType.UINT8.torch).view(spec.dtype.torch)
+        if used == "numba":
+            keywords = self._keywords("decode", first, arrays_of(companions), slice(0, spec.numel))
+            kernel(arrays_of(parts), array_of(out), **keywords)
+            return out
         for run, tile in self._tiles(spec, parts, used):
             kernel(tile, out[run], **self._keywords("decode", first, companions, run))
         return out
@@ -258,7 +268,7 @@ class Codec(ABC):
         elif spec.numel or backend != "torch":
             yield slice(0, spec.numel), parts
 
-    def _keywords(self, direction: Direction, first: int, companions: Companions, run: slice) -> dict[str, Any]:
+    def _keywords(self, direction: Direction, first: int, companions: Mapping[str, Any], run: slice) -> dict[str, Any]:
         """The keywords that the kernel takes for the elements ``run``."""
         names = list(self.companions)
         if self.compares_originals and direction == "encode":

@@ -21,7 +21,8 @@ from types import ModuleType
 
 import torch
 
-from ckpt8.codecs.lattice.reference import RESERVED, from_zigzag, zigzag
+from ckpt8.codecs.lattice import RESERVED
+from ckpt8.codecs.lattice.reference import from_zigzag, zigzag
 from ckpt8.container.frames import SHORT_PLANE, SYMBOLS_WORTH_IT
 from ckpt8.container.manifest import DIGITS, LANES, MOST_BITS, MOST_RAW, NO_TOP, PLANES, SYMBOL_LIMIT, Mode, Packing
 from ckpt8.core import backend as backends

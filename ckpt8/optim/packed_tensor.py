@@ -75,9 +75,9 @@ import torch
 
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import TILE
-from ckpt8.codecs.companded8 import GROUP, Companded8
+from ckpt8.codecs.companded8 import GROUP, QUIET_NAN, Companded8
 from ckpt8.codecs.companded8 import reference as companding
-from ckpt8.codecs.companded8.reference import QUIET_NAN, SMALLEST_ROOT2, as_groups, scale_value, square_root
+from ckpt8.codecs.companded8.reference import SMALLEST_ROOT2, as_groups, scale_value, square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, Parts
 

@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 GROUP = 32
 """So many consecutive elements share one scale."""
 
+INFINITE_SCALE = 0xFF00
+
+QUIET_NAN = 0x7FC00000
+
+REFUSAL_SIGNED = "holds NaN, Inf or a value whose scale overflows"
+
+REFUSAL_ROOT = "holds NaN or a negative second moment"
+
+REFUSAL_UNSIGNED = "holds Inf or a second moment whose decoded maximum overflows"
+
 
 @dataclass(frozen=True, slots=True)
 class Companded8(Codec):

@@ -2,19 +2,25 @@
 
 Maxima are of the bits of magnitudes, which are ordered as the magnitudes are, with NaN above all. ``cell`` is one fp32
 number and ``cell_bits`` the same memory as int32. Loops are short and simple, so that a compiler turns them
-into vector instructions. Kernels take whole blocks; the rest of a tensor goes to the reference.
+into vector instructions. Kernels take whole groups, or blocks of eight of them.
 """
 
 from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
-from ckpt8.codecs.companded8 import GROUP, reference
+from ckpt8.codecs.companded8 import (
+    GROUP,
+    INFINITE_SCALE,
+    QUIET_NAN,
+    REFUSAL_ROOT,
+    REFUSAL_SIGNED,
+    REFUSAL_UNSIGNED,
+)
+from ckpt8.core.arrays import Array, Arrays, give, room_for, widened
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import MAGNITUDE, f4, i4, kernel, with_bits
-from ckpt8.core.tensors import Parts
 
 GROUPS = 8
 BLOCK = GROUPS * GROUP
@@ -29,7 +35,7 @@ _SMALLEST_ROOT2 = 0x26800000
 
 @kernel
 def _round_scale(largest):
-    bits = min(np.int64(largest), np.int64(reference.QUIET_NAN))
+    bits = min(np.int64(largest), np.int64(QUIET_NAN))
     return (((bits >> 15) & 1) + bits + 0x3FFF) >> 15
 
 
@@ -130,44 +136,53 @@ def _decode(codes, scales, cell, cell_bits, table, squares, out):
             square(x, x)
 
 
-def _cut(x: torch.Tensor, parts: Parts) -> tuple[tuple[Any, ...], tuple[torch.Tensor, Parts]]:
-    """Arrays of the whole blocks of a tensor, its codes and its scales; and the tensor and parts after them."""
-    whole = x.numel() // BLOCK * BLOCK
-    groups = whole // GROUP
-    rest = {"codes": parts["codes"][whole:], "scales": parts["scales"][groups:]}
-    return tuple(t.numpy() for t in (x[:whole], parts["codes"][:whole], parts["scales"][:groups])), (x[whole:], rest)
-
-
 def refuse_first(highest: int) -> None:
     """Raise RefusedError where the largest scale of first moments is infinite."""
-    if not highest < reference.INFINITE_SCALE:
-        raise RefusedError(reference.REFUSAL_SIGNED)
+    if not highest < INFINITE_SCALE:
+        raise RefusedError(REFUSAL_SIGNED)
 
 
 def refuse_second(is_wrong: bool, overflows: bool) -> None:
     """Raise RefusedError where a second moment is NaN or negative, or a decoded maximum overflows."""
     if is_wrong or overflows:
-        raise RefusedError(reference.REFUSAL_ROOT if is_wrong else reference.REFUSAL_UNSIGNED)
+        raise RefusedError(REFUSAL_ROOT if is_wrong else REFUSAL_UNSIGNED)
 
 
-def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_root: bool) -> None:
+def encode(x: Array, out: Arrays, *, signed: bool, levels: int, fourth_root: bool) -> None:
     """Fill ``out`` with codes and scales, to the bit those of ``reference``. Raises RefusedError."""
-    (flat, codes, scales), rest = _cut(x.float(), out)
+    flat, codes, scales = widened(x), out["codes"], out["scales"]
+    whole = flat.size // GROUP * GROUP
+    _encode_groups(flat[:whole], codes[:whole], scales[: whole // GROUP], signed, levels, fourth_root)
+    if whole < flat.size:
+        # Zeros fill up the last group: they change no scale.
+        last, last_codes = np.zeros(GROUP, f4), np.empty(GROUP, codes.dtype)
+        last[: flat.size - whole] = flat[whole:]
+        _encode_groups(last, last_codes, scales[whole // GROUP :], signed, levels, fourth_root)
+        codes[whole:] = last_codes[: flat.size - whole]
+
+
+def _encode_groups(x: Array, codes: Array, scales: Array, signed: bool, levels: int, fourth_root: bool) -> None:
+    """Encode whole groups."""
     if signed:
-        refuse_first(encode_first(flat, flat.view(i4), codes, scales, *with_bits(1), levels))
+        refuse_first(encode_first(x, x.view(i4), codes, scales, *with_bits(1), levels))
     else:
         memory = (*with_bits(1), *with_bits(GROUP))
-        refuse_second(*encode_second(flat, flat.view(i4), codes, scales, *memory, levels, fourth_root))
-    if rest[0].numel():
-        reference.encode(*rest, signed=signed, levels=levels, fourth_root=fourth_root)
+        refuse_second(*encode_second(x, x.view(i4), codes, scales, *memory, levels, fourth_root))
 
 
-def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth_root: bool) -> None:
+def decode(parts: Arrays, out: Array, *, signed: bool, levels: int, fourth_root: bool) -> None:
     """Fill ``out`` with moments, to the bit those of ``reference``."""
-    flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
-    (x, codes, scales), (end, rest) = _cut(flat, parts)
-    _decode(codes, scales, *with_bits(1), table_of(signed, levels, fourth_root), not signed, x)
-    if end.numel():
-        reference.decode(rest, end, signed=signed, levels=levels, fourth_root=fourth_root)
-    if flat is not out:
-        out.copy_(flat)
+    flat, codes, scales = room_for(out), parts["codes"], parts["scales"]
+    table, whole = table_of(signed, levels, fourth_root), flat.size // BLOCK * BLOCK
+    _decode(codes[:whole], scales[: whole // GROUP], *with_bits(1), table, not signed, flat[:whole])
+    if whole < flat.size:
+        last_codes, last_scales, last = (
+            np.zeros(BLOCK, codes.dtype),
+            np.zeros(GROUPS, scales.dtype),
+            np.empty(BLOCK, f4),
+        )
+        last_codes[: flat.size - whole] = codes[whole:]
+        last_scales[: scales.size - whole // GROUP] = scales[whole // GROUP :]
+        _decode(last_codes, last_scales, *with_bits(1), table, not signed, last)
+        flat[whole:] = last[: flat.size - whole]
+    give(flat, out)

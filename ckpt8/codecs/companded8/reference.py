@@ -13,7 +13,7 @@ fp16's range. Every operation is rounded to fp32 once, in the order written, so 
 import numpy as np
 import torch
 
-from ckpt8.codecs.companded8 import GROUP
+from ckpt8.codecs.companded8 import GROUP, INFINITE_SCALE, QUIET_NAN, REFUSAL_ROOT, REFUSAL_SIGNED, REFUSAL_UNSIGNED
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 
@@ -22,14 +22,6 @@ _SMALLEST_MOMENT1 = 2.0**-100
 
 SMALLEST_ROOT2 = 2.0**-50
 """An unsigned group with any v > 0 has at least this scale: next to eps, so small a v makes no difference."""
-
-INFINITE_SCALE = 0xFF00
-
-QUIET_NAN = 0x7FC00000
-
-REFUSAL_SIGNED = "holds NaN, Inf or a value whose scale overflows"
-REFUSAL_ROOT = "holds NaN or a negative second moment"
-REFUSAL_UNSIGNED = "holds Inf or a second moment whose decoded maximum overflows"
 
 
 def scale_value(scale16: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.companded8 import reference
+from ckpt8.codecs.companded8 import REFUSAL_ROOT, REFUSAL_SIGNED, REFUSAL_UNSIGNED
 from ckpt8.codecs.triton_blocks import (
     QUIET_NAN,
     group_offsets,
@@ -186,8 +186,8 @@ def encode(x: torch.Tensor, out: Parts, *, signed: bool, levels: int, fourth_roo
     launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), *parts, levels, signed, fourth_root)
     overflow, no_root = flags.tolist()
     if overflow or no_root:
-        unsigned = reference.REFUSAL_ROOT if no_root else reference.REFUSAL_UNSIGNED
-        raise RefusedError(reference.REFUSAL_SIGNED if signed else unsigned)
+        unsigned = REFUSAL_ROOT if no_root else REFUSAL_UNSIGNED
+        raise RefusedError(REFUSAL_SIGNED if signed else unsigned)
 
 
 def decode(parts: Parts, out: torch.Tensor, *, signed: bool, levels: int, fourth_root: bool) -> None:

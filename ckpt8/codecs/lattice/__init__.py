@@ -45,6 +45,23 @@ def step_of(k: int) -> float:
     return math.ldexp(_QUARTERS[k % 4], k // 4 - 23)
 
 
+RESERVED = -1
+"""The symbol of an exact zero."""
+
+MULTIPLIERS = (0x9E3779B1, 0x2C1B3C6D, 0x297A2D39)
+"""Those of the hash of an element's index, see ``dither``."""
+
+CODES = 1 << 18
+"""The smallest |q| that is refused."""
+
+REFUSAL = "holds NaN, Inf or a value of 2^18 steps or more"
+
+
+def modulo(number: int) -> int:
+    """The ``number`` modulo 2^32, as kernels take an index in a storage."""
+    return number & 0xFFFFFFFF
+
+
 @dataclass(frozen=True, slots=True)
 class DitheredLattice(Codec):
     """Elements in steps of 2^(k/4), from 2^-102 to 2^100. ``salt`` is a uint32. Other values raise UsageError."""

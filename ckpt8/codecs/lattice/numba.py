@@ -4,13 +4,11 @@ Symbols and the dither of an element are functions for the kernels of all codecs
 """
 
 import numpy as np
-import torch
 
-from ckpt8.codecs.lattice import reference, step_of
-from ckpt8.codecs.lattice.reference import MULTIPLIERS, RESERVED, modulo
+from ckpt8.codecs.lattice import CODES, MULTIPLIERS, REFUSAL, RESERVED, modulo, step_of
+from ckpt8.core.arrays import Array, Arrays, give, room_for, widened
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import f4, i4, kernel
-from ckpt8.core.tensors import Parts
 
 u4 = np.uint32
 
@@ -47,7 +45,7 @@ def _encode(x, codes, step, salt, first):
     refused = i4(0)
     for i in range(x.size):
         q = np.floor(x[i] / step + dither(u4(first + u4(i)), salt))
-        refused |= i4(not abs(q) < f4(reference.CODES))
+        refused |= i4(not abs(q) < f4(CODES))
         codes[i] = i4(RESERVED) if x[i] == f4(0) else zigzag(i4(q))
     return refused != 0
 
@@ -60,17 +58,14 @@ def _decode(codes, out, step, salt, first):
         out[i] = f4(0) if codes[i] == i4(RESERVED) else w
 
 
-def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:
+def encode(x: Array, out: Arrays, *, k: int, salt: int, first: int) -> None:
     """Fill ``out`` with the codes of weights, to the bit those of ``reference``. Raises RefusedError."""
-    flat = x.float().contiguous()
-    if _encode(flat.numpy(), out["codes"].numpy(), f4(step_of(k)), u4(salt), u4(modulo(first))):
-        raise RefusedError(reference.REFUSAL)
+    if _encode(widened(x), out["codes"], f4(step_of(k)), u4(salt), u4(modulo(first))):
+        raise RefusedError(REFUSAL)
 
 
-def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) -> None:
+def decode(parts: Arrays, out: Array, *, k: int, salt: int, first: int) -> None:
     """Fill ``out`` with weights, to the bit those of ``reference``."""
-    flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
-    codes = parts["codes"].contiguous()
-    _decode(codes.numpy(), flat.numpy(), f4(step_of(k)), u4(salt), u4(modulo(first)))
-    if flat is not out:
-        out.copy_(flat)
+    flat = room_for(out)
+    _decode(parts["codes"], flat, f4(step_of(k)), u4(salt), u4(modulo(first)))
+    give(flat, out)

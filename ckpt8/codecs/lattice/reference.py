@@ -9,15 +9,9 @@ decode   : w' = (q + (1/2 - t)) * step                  rounded to bf16 last, if
 
 import torch
 
-from ckpt8.codecs.lattice import step_of
+from ckpt8.codecs.lattice import CODES, MULTIPLIERS, REFUSAL, RESERVED, modulo, step_of
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
-
-RESERVED = -1
-"""The symbol of an exact zero."""
-
-MULTIPLIERS = (0x9E3779B1, 0x2C1B3C6D, 0x297A2D39)
-"""Those of the hash of an element's index, see ``dither``."""
 
 
 def zigzag(q: torch.Tensor) -> torch.Tensor:
@@ -28,11 +22,6 @@ def zigzag(q: torch.Tensor) -> torch.Tensor:
 def from_zigzag(symbols: torch.Tensor) -> torch.Tensor:
     """The integers of int32 symbols; the reserved one gives some integer."""
     return (symbols & 1).neg_().bitwise_xor_(symbols >> 1)
-
-
-def modulo(number: int) -> int:
-    """The ``number`` modulo 2^32, as kernels take an index in a storage."""
-    return number & 0xFFFFFFFF
 
 
 def signed(word: int) -> int:
@@ -56,12 +45,6 @@ def dither(first: int, count: int, salt: int, device: torch.device) -> torch.Ten
     h.bitwise_xor_((h >> 12).bitwise_and_(0xFFFFF)).mul_(third)
     h.bitwise_xor_((h >> 15).bitwise_and_(0x1FFFF))
     return h.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
-
-
-CODES = 1 << 18
-"""The smallest |q| that is refused."""
-
-REFUSAL = "holds NaN, Inf or a value of 2^18 steps or more"
 
 
 def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.lattice import reference, step_of
-from ckpt8.codecs.lattice.reference import modulo
+from ckpt8.codecs.lattice import CODES, MULTIPLIERS, REFUSAL, RESERVED, modulo, step_of
 from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
@@ -23,9 +22,9 @@ from ckpt8.core.tensors import Parts
 SYMBOL_BLOCK = 1024
 """Elements of a program: 4 for each of its 256 threads, a 16-byte store of symbols. More would take its registers."""
 
-RESERVED = tl.constexpr(reference.RESERVED)
+ZERO = tl.constexpr(RESERVED)
 
-_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in reference.MULTIPLIERS)
+_FIRST, _SECOND, _THIRD = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
 
 
 @triton.jit
@@ -66,7 +65,7 @@ def dither(origin, start, at, salt):
     return (h >> 8).to(tl.int32).to(tl.float32) * 2.0**-24
 
 
-_CODES = tl.constexpr(float(reference.CODES))
+_CODES = tl.constexpr(float(CODES))
 
 
 @triton.jit(do_not_specialize=["origin", "salt", "first", "count"])
@@ -88,7 +87,7 @@ def encode_kernel(
     q = floor(tl.div_rn(w, step) + dither(origin, start, at, salt))
     # So that NaN is refused, too.
     refuse_any(flags, (tl.abs(q) < _CODES) == 0)
-    tl.store(codes + start + at, tl.where(w == 0, RESERVED, zigzag(q.to(tl.int32))), mask)
+    tl.store(codes + start + at, tl.where(w == 0, ZERO, zigzag(q.to(tl.int32))), mask)
 
 
 @triton.jit(do_not_specialize=["origin", "salt", "first", "count"])
@@ -107,7 +106,7 @@ def decode_kernel(
     start, at, mask = elements(first, count, masked, block)
     symbol = tl.load(codes + start + at, mask, 0 if masked else None)
     w = (from_zigzag(symbol).to(tl.float32) + (0.5 - dither(origin, start, at, salt))) * step
-    tl.store(weights + start + at, narrow(tl.where(symbol == RESERVED, 0.0, w), weights.dtype.element_ty), mask)
+    tl.store(weights + start + at, narrow(tl.where(symbol == ZERO, 0.0, w), weights.dtype.element_ty), mask)
 
 
 def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> None:
@@ -116,7 +115,7 @@ def encode(x: torch.Tensor, out: Parts, *, k: int, salt: int, first: int) -> Non
     numbers = (step_of(k), modulo(first), salt)
     launch(encode_kernel, x.numel(), x.device, raw(x.contiguous()), out["codes"], flags, *numbers, block=SYMBOL_BLOCK)
     if flags.item():
-        raise RefusedError(reference.REFUSAL)
+        raise RefusedError(REFUSAL)
 
 
 def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) -> None:

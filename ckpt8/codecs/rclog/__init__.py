@@ -35,6 +35,18 @@ FLAT_ROW = 64
 MOST_COLUMNS = 1 << 13
 """Longer rows are stored without column factors: they would cost more than they save."""
 
+UNIT = 20
+"""Factors are in units of 2 to this."""
+
+REFUSAL = "holds NaN, Inf or a negative second moment"
+STRANGE_FACTORS = "its factors are not those of second moments"
+
+RANGES = {True: (1, 0x7F7FFFFF), False: (0x10000, 0x7F7F0000)}
+"""The smallest and the largest bits that decode, of fp32 and of bf16."""
+
+ABOVE = 1 << 12
+"""Added to factors and taken away again: integer division truncates on some devices."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowColumnLog(Codec):

@@ -4,26 +4,23 @@ Codes and bits are computed in float64, which holds these integers exactly; beyo
 (x + 1/2) / S has the same floor as x / S, and is so far from a whole number that the reciprocal of S may be rounded.
 """
 
-from typing import Any
-
 import numpy as np
-import torch
 
+from ckpt8.codecs.lattice import RESERVED
 from ckpt8.codecs.lattice.numba import from_zigzag, zigzag
-from ckpt8.codecs.lattice.reference import RESERVED
-from ckpt8.codecs.rclog import reference
+from ckpt8.codecs.rclog import ABOVE, RANGES, REFUSAL, STRANGE_FACTORS, UNIT
+from ckpt8.core.arrays import Array, Arrays, give, room_for, widened
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import f4, f8, i4, kernel
-from ckpt8.core.tensors import Parts
 
 u8 = np.uint64
 
-_UNIT = 1 << reference.UNIT
+_UNIT = 1 << UNIT
 
 
 @kernel
 def _mean(total, count):
-    unit = np.int64(max(count, 1)) << reference.UNIT
+    unit = np.int64(max(count, 1)) << UNIT
     return (2 * total + unit) // (2 * unit)
 
 
@@ -47,7 +44,7 @@ def _mean_rows(v, bits, rows, columns, sums, counts, with_columns, C, first):  #
         factor = i4(_mean(total, count))
         rows[row] = factor
         if with_columns:
-            p = i4(factor << i4(reference.UNIT))
+            p = i4(factor << i4(UNIT))
             for i in range(begin, end):
                 sums[u8(i - shift)] += np.int64(i4(0) if v[i] == f4(0) else i4(bits[i] - p))
                 counts[u8(i - shift)] += i4(v[i] != f4(0))
@@ -87,29 +84,29 @@ def _decode(codes, rows, columns, with_columns, out, S, C, first, lowest, highes
         begin, row, start = end, u8(row + u8(1)), u8(0)
 
 
-def _factors(parts: Parts) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], bool]:
+def _factors(parts: Arrays) -> tuple[Array, Array, bool]:
     """The factors of rows and of columns, and whether there are any of columns."""
-    rows, columns = parts["rows"], parts.get("columns")
-    return rows.numpy(), (rows[:0] if columns is None else columns).numpy(), columns is not None
+    rows = parts["rows"]
+    return rows, parts.get("columns", rows[:0]), "columns" in parts
 
 
-def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
+def encode(x: Array, out: Arrays, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
     """Fill ``out`` with codes and factors, to the bit those of ``reference``. Raises RefusedError."""
-    v = x.float().contiguous().numpy()
-    rows, columns, with_columns = _factors(out)
+    v, (rows, columns, with_columns) = widened(x), _factors(out)
     if given:
-        reference.check(x, out)
+        if not ((v >= 0) & (v < np.inf)).all():
+            raise RefusedError(REFUSAL)
+        if any((np.abs(factors.astype(i4)) > ABOVE).any() for factors in (rows, columns)):
+            raise RefusedError(STRANGE_FACTORS)
     else:
         sums = np.zeros(columns.size, np.int64), np.zeros(columns.size, i4)
         if _mean_rows(v, v.view(i4), rows, columns, *sums, with_columns, u8(C), u8(first)):
-            raise RefusedError(reference.REFUSAL)
-    _encode(v, v.view(i4), out["codes"].numpy(), rows, columns, with_columns, S, u8(C), u8(first))
+            raise RefusedError(REFUSAL)
+    _encode(v, v.view(i4), out["codes"], rows, columns, with_columns, S, u8(C), u8(first))
 
 
-def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> None:  # noqa: N803
+def decode(parts: Arrays, out: Array, *, S: int, C: int, first: int) -> None:  # noqa: N803
     """Fill ``out`` with second moments, to the bit those of ``reference``."""
-    flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
-    codes, limits = parts["codes"].contiguous().numpy(), reference.RANGES[out.dtype]
-    _decode(codes, *_factors(parts), flat.view(torch.int32).numpy(), S, u8(C), u8(first), *limits)
-    if flat is not out:
-        out.copy_(flat)
+    flat, limits = room_for(out), RANGES[out.dtype == np.float32]
+    _decode(parts["codes"], *_factors(parts), flat.view(i4), S, u8(C), u8(first), *limits)
+    give(flat, out)

@@ -12,28 +12,18 @@ zero or infinity of a second moment.
 
 import torch
 
-from ckpt8.codecs.lattice.reference import RESERVED, from_zigzag, zigzag
-from ckpt8.codecs.rclog import RowColumnLog
+from ckpt8.codecs.lattice import RESERVED
+from ckpt8.codecs.lattice.reference import from_zigzag, zigzag
+from ckpt8.codecs.rclog import ABOVE, RANGES, REFUSAL, STRANGE_FACTORS, UNIT, RowColumnLog
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
-
-UNIT = 20
-"""Factors are in units of 2 to this."""
-
-RANGES = {torch.float32: (1, 0x7F7FFFFF), torch.bfloat16: (0x10000, 0x7F7F0000)}
-"""The smallest and the largest bits that decode, by the type of the second moments."""
-
-REFUSAL = "holds NaN, Inf or a negative second moment"
-
-_ABOVE = 1 << 12
-"""Added to factors and taken away again: integer division truncates on some devices."""
 
 
 def _mean(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     """The quotient total / count in units of 2^20, rounded to nearest, halves up; 0 where nothing is counted."""
     unit = count.clamp_min(1) << UNIT
-    doubled = 2 * total + unit + 2 * _ABOVE * unit
-    return torch.div(doubled, 2 * unit, rounding_mode="floor").sub_(_ABOVE)
+    doubled = 2 * total + unit + 2 * ABOVE * unit
+    return torch.div(doubled, 2 * unit, rounding_mode="floor").sub_(ABOVE)
 
 
 def _factors(x: torch.Tensor, index: torch.Tensor, count: int, present: torch.Tensor) -> torch.Tensor:
@@ -54,8 +44,8 @@ def check(x: torch.Tensor, given: Parts) -> None:
     if not bool(((x >= 0) & (x < torch.inf)).all()):
         raise RefusedError(REFUSAL)
     for name in RowColumnLog.inherited:
-        if name in given and not bool((given[name].int().abs() <= _ABOVE).all()):
-            raise RefusedError("its factors are not those of second moments")
+        if name in given and not bool((given[name].int().abs() <= ABOVE).all()):
+            raise RefusedError(STRANGE_FACTORS)
 
 
 def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bool = False) -> None:  # noqa: N803
@@ -76,7 +66,7 @@ def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bo
             out["columns"].copy_(_factors(bits.masked_fill(~present, 0), column, C, present))
         bits.sub_(out["columns"].long().bitwise_left_shift_(UNIT)[column])
     # Factors reach from -4096 to 4096.
-    above = ((2 * _ABOVE) << UNIT) // S + 1
+    above = ((2 * ABOVE) << UNIT) // S + 1
     q = bits.add_(S // 2 + above * S).div_(S, rounding_mode="floor").sub_(above)
     out["codes"].copy_(zigzag(q.to(torch.int32)).masked_fill_(~present, RESERVED))
 
@@ -89,6 +79,11 @@ def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> No
     if "columns" in parts:
         p += parts["columns"].long()[column]
     bits = (
-        from_zigzag(codes).long().mul_(S).add_(p.bitwise_left_shift_(UNIT)).clamp_(*RANGES[out.dtype]).to(torch.int32)
+        from_zigzag(codes)
+        .long()
+        .mul_(S)
+        .add_(p.bitwise_left_shift_(UNIT))
+        .clamp_(*RANGES[out.dtype is torch.float32])
+        .to(torch.int32)
     )
     out.copy_(bits.masked_fill_(codes == RESERVED, 0).view(torch.float32))

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.lattice.triton import RESERVED, SYMBOL_BLOCK, elements, floor, from_zigzag, zigzag
-from ckpt8.codecs.rclog import MOST_COLUMNS, reference
+from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK, ZERO, elements, floor, from_zigzag, zigzag
+from ckpt8.codecs.rclog import ABOVE, RANGES, REFUSAL, UNIT
 from ckpt8.codecs.triton_blocks import OPTIONS, bits_of, launch, narrow, on_device, raw, refuse_any, widen
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
@@ -22,9 +22,9 @@ ROWS, COLUMNS = 32, 64
 
 PARTS = ("codes", "rows", "columns")
 
-_UNIT = tl.constexpr(reference.UNIT)
-_UNIT_SIZE = tl.constexpr(float(1 << reference.UNIT))
-_ABOVE = tl.constexpr(1 << 12)
+_UNIT = tl.constexpr(UNIT)
+_UNIT_SIZE = tl.constexpr(float(1 << UNIT))
+ABOVE = tl.constexpr(1 << 12)
 """Added to means in units and taken away again: integer division truncates here."""
 
 _INFINITE = tl.constexpr(0x7F800000)
@@ -71,8 +71,8 @@ def means_kernel(sums, numbers, factors, first, count, masked: tl.constexpr, blo
     """Divide sums by numbers: the factors as int16, rounded to nearest, halves up; 0 where nothing was counted."""
     start, at, mask = elements(first, count, masked, block)
     unit = tl.maximum(tl.load(sums + numbers + start + at, mask, 0 if masked else None), 1) << _UNIT
-    doubled = 2 * tl.load(sums + start + at, mask, 0 if masked else None) + unit + 2 * _ABOVE * unit
-    tl.store(factors + start + at, (doubled // (2 * unit) - _ABOVE).to(tl.int16), mask)
+    doubled = 2 * tl.load(sums + start + at, mask, 0 if masked else None) + unit + 2 * ABOVE * unit
+    tl.store(factors + start + at, (doubled // (2 * unit) - ABOVE).to(tl.int16), mask)
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def encode_kernel(
     q = floor((middle.to(tl.float32) - factor.to(tl.float32) * _UNIT_SIZE) * reciprocal).to(tl.int32)
     rest = middle - (factor << _UNIT) - q * S
     q += (rest >= S).to(tl.int32) - (rest < 0).to(tl.int32)
-    tl.store(codes + start + at, tl.where(bits == 0, RESERVED, zigzag(q)), mask)
+    tl.store(codes + start + at, tl.where(bits == 0, ZERO, zigzag(q)), mask)
 
 
 @triton.jit(do_not_specialize=["S", "skipped", "length", "lowest", "highest", "first", "count"])
@@ -139,7 +139,7 @@ def decode_kernel(
     factor = factors_of(rows, columns, start, at, skipped, length, mask, block)
     bits = from_zigzag(symbol).to(tl.int64) * S + (factor.to(tl.int64) << _UNIT)
     bits = tl.minimum(tl.maximum(bits, lowest), highest).to(tl.int32)
-    v = tl.where(symbol == RESERVED, 0, bits).to(tl.float32, bitcast=True)
+    v = tl.where(symbol == ZERO, 0, bits).to(tl.float32, bitcast=True)
     tl.store(moments + start + at, narrow(v, moments.dtype.element_ty), mask)
 
 
@@ -181,11 +181,11 @@ def encode(x: torch.Tensor, out: Parts, *, S: int, C: int, first: int, given: bo
         _write_factors(columns, bits, flags, rows, *places)
     launch(encode_kernel, x.numel(), x.device, bits, out["codes"], rows, columns, S, 1 / S, *places, block=SYMBOL_BLOCK)
     if flags.item():
-        raise RefusedError(reference.REFUSAL)
+        raise RefusedError(REFUSAL)
 
 
 def decode(parts: Parts, out: torch.Tensor, *, S: int, C: int, first: int) -> None:  # noqa: N803
     """Fill ``out`` with second moments, to the bit those of ``reference``."""
     codes, rows, columns = (None if part is None else part.contiguous() for part in map(parts.get, PARTS))
-    numbers = (S, *_places(out.numel(), first, C), *reference.RANGES[out.dtype])
+    numbers = (S, *_places(out.numel(), first, C), *RANGES[out.dtype is torch.float32])
     launch(decode_kernel, out.numel(), out.device, raw(out), codes, rows, columns, *numbers, block=SYMBOL_BLOCK)

@@ -23,6 +23,11 @@ from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 if TYPE_CHECKING:
     import torch
 
+REFUSAL = "holds NaN, Inf or a value outside the range of bf16"
+
+FIRST_OVERFLOW = 0x7F7F8000
+"""The smallest fp32 magnitude whose bf16 rounding is infinite; Inf and NaN lie above it."""
+
 
 class SplitWeight(Codec):
     """Base of codecs that split an fp32 weight into bf16, in two byte planes, and a residual."""

@@ -1,12 +1,11 @@
 """Split master weights in one pass on a CPU: the integer arithmetic of ``reference``, to the bit."""
 
 import numpy as np
-import torch
 
-from ckpt8.codecs.split24.reference import FIRST_OVERFLOW, REFUSAL
+from ckpt8.codecs.split24 import FIRST_OVERFLOW, REFUSAL
+from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import MAGNITUDE, f4, i4, kernel
-from ckpt8.core.tensors import Parts
 
 
 @kernel
@@ -43,13 +42,11 @@ def refuse(largest: int) -> None:
         raise RefusedError(REFUSAL)
 
 
-def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
-    """Fill ``out`` with the planes of flat fp32 ``x``, to the bit those of ``reference``. Raises RefusedError."""
-    planes = (out[name].numpy() for name in ("exponent", "mantissa", "rho"))
-    refuse(split(x.view(torch.int32).numpy(), *planes, levels))
+def encode(x: Array, out: Arrays, levels: int) -> None:
+    """Fill ``out`` with the planes of fp32 ``x``, to the bit those of ``reference``. Raises RefusedError."""
+    refuse(split(x.view(i4), out["exponent"], out["mantissa"], out["rho"], levels))
 
 
-def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:
+def decode(parts: Arrays, out: Array, levels: int) -> None:
     """Fill ``out`` with the weights that the planes stand for, to the bit those of ``reference``."""
-    planes = (parts[name].numpy() for name in ("exponent", "mantissa", "rho"))
-    join(*planes, out.view(torch.int32).numpy(), levels)
+    join(parts["exponent"], parts["mantissa"], parts["rho"], out.view(i4), levels)

@@ -21,13 +21,9 @@ FlashOptim's own int16 mode scales the remainder instead, and gives back 99.73 %
 
 import torch
 
+from ckpt8.codecs.split24 import FIRST_OVERFLOW, REFUSAL
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
-
-REFUSAL = "holds NaN, Inf or a value outside the range of bf16"
-
-FIRST_OVERFLOW = 0x7F7F8000
-"""The smallest fp32 magnitude whose bf16 rounding is infinite; Inf and NaN lie above it."""
 
 _SIGN_AND_MANTISSA = 0x807F - 0x10000
 """Bits of bf16, as int16."""

@@ -16,12 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.split24 import reference
+from ckpt8.codecs.split24 import FIRST_OVERFLOW, REFUSAL
 from ckpt8.codecs.triton_blocks import MAGNITUDE, bits_of, group_offsets, launch, refuse, store_offsets
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 
-_FIRST_OVERFLOW = tl.constexpr(reference.FIRST_OVERFLOW)
+_FIRST_OVERFLOW = tl.constexpr(FIRST_OVERFLOW)
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def encode(x: torch.Tensor, out: Parts, levels: int) -> None:
     planes = (out["exponent"], out["mantissa"], out["rho"])
     launch(encode_kernel, x.numel(), x.device, x.contiguous(), *planes, flags, levels)
     if flags.item():
-        raise RefusedError(reference.REFUSAL)
+        raise RefusedError(REFUSAL)
 
 
 def decode(parts: Parts, out: torch.Tensor, levels: int) -> None:

@@ -34,6 +34,23 @@ def _factors(values: Sequence[Any]) -> Factors:
     return Factors(*values)
 
 
+CODES = 1 << 18
+"""The smallest |q| that is refused."""
+
+STEP_SHARE = 1 - 2.0**-7
+"""The largest step of an update, in units of u_max."""
+
+REACH = 0.5 - 2.0**-9
+"""The largest error of an update that a code is chosen with, in units of u_max."""
+
+LARGEST_UPDATE = 4096
+"""The smallest update that is refused, in units of u_max."""
+
+SMALLEST_STEP = 2.0**-126
+
+REFUSAL = "holds NaN, Inf, or a value whose update is not defined or too large for its bound"
+
+
 @dataclass(frozen=True, slots=True)
 class VScaled(Codec):
     """First moments. ``second`` is the storage of the second moments, or their factors; ``salt`` is a uint32.

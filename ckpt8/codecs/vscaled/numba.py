@@ -1,14 +1,13 @@
 """First moments in steps of their second moments in one pass on a CPU: the arithmetic of ``reference``, to the bit."""
 
 import numpy as np
-import torch
 
+from ckpt8.codecs.lattice import modulo
 from ckpt8.codecs.lattice.numba import dither, from_zigzag, u4, zigzag
-from ckpt8.codecs.lattice.reference import modulo
-from ckpt8.codecs.vscaled import reference
+from ckpt8.codecs.vscaled import CODES, LARGEST_UPDATE, REACH, REFUSAL, SMALLEST_STEP, STEP_SHARE
+from ckpt8.core.arrays import Array, Arrays, give, room_for, widened
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.numba import f4, i4, kernel
-from ckpt8.core.tensors import Parts
 
 
 @kernel
@@ -26,8 +25,8 @@ def _step(v, divisor, k, share):
 @kernel
 def _encode(x, second, original, codes, k, u_max, bias1, root_bias2, eps, salt, first):
     """Fill codes; whether any value must be refused."""
-    share, reach = f4(u_max * f4(reference.STEP_SHARE)), f4(u_max * f4(reference.REACH))
-    most, least = f4(u_max * f4(reference.LARGEST_UPDATE)), f4(reference.SMALLEST_STEP)
+    share, reach = f4(u_max * f4(STEP_SHARE)), f4(u_max * f4(REACH))
+    most, least = f4(u_max * f4(LARGEST_UPDATE)), f4(SMALLEST_STEP)
     zero, half, infinite = f4(0), f4(0.5), f4(np.inf)
     refused = i4(0)
     for i in range(x.size):
@@ -47,7 +46,7 @@ def _encode(x, second, original, codes, k, u_max, bias1, root_bias2, eps, salt, 
         q = min(q, high)
         nothing = empty & (step == zero) & (m == zero)
         bounded = (step >= least) & (step < infinite) & (divisor < infinite)
-        bounded &= (abs(u) < most) & (abs(q) < f4(reference.CODES))
+        bounded &= (abs(u) < most) & (abs(q) < f4(CODES))
         refused |= i4(not (nothing | bounded))
         codes[i] = zigzag(i4(zero if nothing else q))
     return refused != 0
@@ -55,7 +54,7 @@ def _encode(x, second, original, codes, k, u_max, bias1, root_bias2, eps, salt, 
 
 @kernel
 def _decode(codes, second, out, k, u_max, bias1, root_bias2, eps, salt, first):
-    share, zero, half = f4(u_max * f4(reference.STEP_SHARE)), f4(0), f4(0.5)
+    share, zero, half = f4(u_max * f4(STEP_SHARE)), f4(0), f4(0.5)
     for i in range(out.size):
         v = second[i]
         empty = v == zero
@@ -66,11 +65,11 @@ def _decode(codes, second, out, k, u_max, bias1, root_bias2, eps, salt, first):
 
 
 def encode(
-    x: torch.Tensor,
-    out: Parts,
+    x: Array,
+    out: Arrays,
     *,
-    second: torch.Tensor,
-    original_second: torch.Tensor,
+    second: Array,
+    original_second: Array,
     first: int,
     k: float,
     u_max: float,
@@ -80,17 +79,17 @@ def encode(
     salt: int,
 ) -> None:
     """Fill ``out`` with the codes of first moments, to the bit those of ``reference``. Raises RefusedError."""
-    given = [t.float().contiguous().numpy() for t in (x, second, original_second)]
+    given = map(widened, (x, second, original_second))
     settings = map(f4, (k, u_max, bias1, root_bias2, eps))
-    if _encode(*given, out["codes"].numpy(), *settings, u4(salt), u4(modulo(first))):
-        raise RefusedError(reference.REFUSAL)
+    if _encode(*given, out["codes"], *settings, u4(salt), u4(modulo(first))):
+        raise RefusedError(REFUSAL)
 
 
 def decode(
-    parts: Parts,
-    out: torch.Tensor,
+    parts: Arrays,
+    out: Array,
     *,
-    second: torch.Tensor,
+    second: Array,
     first: int,
     k: float,
     u_max: float,
@@ -100,9 +99,6 @@ def decode(
     salt: int,
 ) -> None:
     """Fill ``out`` with first moments, to the bit those of ``reference``."""
-    flat = out if out.dtype is torch.float32 else torch.empty(out.numel())
-    given = (parts["codes"].contiguous().numpy(), second.contiguous().numpy(), flat.numpy())
-    settings = map(f4, (k, u_max, bias1, root_bias2, eps))
-    _decode(*given, *settings, u4(salt), u4(modulo(first)))
-    if flat is not out:
-        out.copy_(flat)
+    flat, settings = room_for(out), map(f4, (k, u_max, bias1, root_bias2, eps))
+    _decode(parts["codes"], second, flat, *settings, u4(salt), u4(modulo(first)))
+    give(flat, out)

@@ -30,24 +30,9 @@ import torch
 from ckpt8.codecs.base import Factors
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.codecs.lattice.reference import dither, from_zigzag, zigzag
+from ckpt8.codecs.vscaled import CODES, LARGEST_UPDATE, REACH, REFUSAL, SMALLEST_STEP, STEP_SHARE
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
-
-CODES = 1 << 18
-"""The smallest |q| that is refused."""
-
-STEP_SHARE = 1 - 2.0**-7
-"""The largest step of an update, in units of u_max."""
-
-REACH = 0.5 - 2.0**-9
-"""The largest error of an update that a code is chosen with, in units of u_max."""
-
-LARGEST_UPDATE = 4096
-"""The smallest update that is refused, in units of u_max."""
-
-SMALLEST_STEP = 2.0**-126
-
-REFUSAL = "holds NaN, Inf, or a value whose update is not defined or too large for its bound"
 
 
 def _divisor(v: torch.Tensor, bias1: float, root_bias2: float, eps: float) -> torch.Tensor:

@@ -12,16 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ckpt8.codecs.lattice.reference import modulo
+from ckpt8.codecs.lattice import modulo
 from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK, dither, elements, floor, from_zigzag, zigzag
 from ckpt8.codecs.triton_blocks import launch, narrow, raw, refuse_any, widen
-from ckpt8.codecs.vscaled import reference
-from ckpt8.codecs.vscaled.reference import LARGEST_UPDATE, REACH, STEP_SHARE
+from ckpt8.codecs.vscaled import CODES, LARGEST_UPDATE, REACH, REFUSAL, SMALLEST_STEP, STEP_SHARE
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
 
-_CODES = tl.constexpr(float(reference.CODES))
-_SMALLEST_STEP = tl.constexpr(reference.SMALLEST_STEP)
+_CODES = tl.constexpr(float(CODES))
+_SMALLEST_STEP = tl.constexpr(SMALLEST_STEP)
 _INFINITE = tl.constexpr(math.inf)
 
 
@@ -134,7 +133,7 @@ def encode(
     numbers = (*_fp32(k, bias1, root_bias2, eps), modulo(first), salt, share, reach, most)
     launch(encode_kernel, x.numel(), x.device, *given, out["codes"], flags, *numbers, block=SYMBOL_BLOCK)
     if flags.item():
-        raise RefusedError(reference.REFUSAL)
+        raise RefusedError(REFUSAL)
 
 
 def decode(

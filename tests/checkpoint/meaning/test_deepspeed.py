@@ -21,7 +21,7 @@ from reference_kit import adamw
 
 import ckpt8
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.codecs.split24.reference import REFUSAL
+from ckpt8.codecs.split24 import REFUSAL
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.decoding import decode_storage
