@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ckpt8.codecs.lattice.triton import SYMBOL_BLOCK, ZERO, elements, floor, from_zigzag, zigzag
-from ckpt8.codecs.rclog import ABOVE, RANGES, REFUSAL, UNIT
+from ckpt8.codecs.rclog import ABOVE, MOST_COLUMNS, RANGES, REFUSAL, UNIT, reference
 from ckpt8.codecs.triton_blocks import OPTIONS, bits_of, launch, narrow, on_device, raw, refuse_any, widen
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import Parts
@@ -24,7 +24,7 @@ PARTS = ("codes", "rows", "columns")
 
 _UNIT = tl.constexpr(UNIT)
 _UNIT_SIZE = tl.constexpr(float(1 << UNIT))
-ABOVE = tl.constexpr(1 << 12)
+_ABOVE = tl.constexpr(ABOVE)
 """Added to means in units and taken away again: integer division truncates here."""
 
 _INFINITE = tl.constexpr(0x7F800000)
@@ -71,8 +71,8 @@ def means_kernel(sums, numbers, factors, first, count, masked: tl.constexpr, blo
     """Divide sums by numbers: the factors as int16, rounded to nearest, halves up; 0 where nothing was counted."""
     start, at, mask = elements(first, count, masked, block)
     unit = tl.maximum(tl.load(sums + numbers + start + at, mask, 0 if masked else None), 1) << _UNIT
-    doubled = 2 * tl.load(sums + start + at, mask, 0 if masked else None) + unit + 2 * ABOVE * unit
-    tl.store(factors + start + at, (doubled // (2 * unit) - ABOVE).to(tl.int16), mask)
+    doubled = 2 * tl.load(sums + start + at, mask, 0 if masked else None) + unit + 2 * _ABOVE * unit
+    tl.store(factors + start + at, (doubled // (2 * unit) - _ABOVE).to(tl.int16), mask)
 
 
 @triton.jit
