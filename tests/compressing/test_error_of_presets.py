@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
+from step_kit import errors_in_steps
 from torch import nn
 
 import ckpt8
 from ckpt8.container.steps import COPY, UNMOVED
-
-G = 0.576
-"""How far a relative error of a root carries a weight: the constant of the policy."""
 
 
 def trained(small=0):
@@ -28,28 +25,6 @@ def trained(small=0):
     return model, optimizer
 
 
-def error_in_float64(was, there):
-    """sqrt((S_W + S_M + S_V) / M1) of a file of model and optimizer: the formulas of ``compressing.policy``."""
-    moved = erred = 0.0
-    names = list(was["model"])
-    group = was["optimizer"]["param_groups"][0]
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    both = beta1 * beta2
-    carried = G * math.sqrt((1 + both) / ((1 - beta2**2) * (1 - both)))
-    for index, state in was["optimizer"]["state"].items():
-        step, back = int(state["step"]), there["optimizer"]["state"][index]
-        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        m, v = state["exp_avg"].double(), state["exp_avg_sq"].double()
-        dw = there["model"][names[index]].double() - was["model"][names[index]].double()
-        dm = (back["exp_avg"].double() - m) / bias1
-        e = torch.where(v > 0, back["exp_avg_sq"].double().sqrt() / v.sqrt() - 1, 0.0)
-        moved += float((lr * m / bias1).square().sum())
-        erred += float((v / bias2 * dw.square()).sum())
-        erred += float((lr * beta1 / (1 - beta1) * dm).square().sum())
-        erred += carried**2 * float((lr * e * m / bias1).square().sum())
-    return math.sqrt(erred / moved)
-
-
 @pytest.mark.parametrize("small", [0, 150], ids=["own entries", "packs"])
 @pytest.mark.parametrize("preset", ["flash", "archive"])
 def test_it_is_what_the_decoded_tensors_say(preset, small, tmp_path):
@@ -59,7 +34,7 @@ def test_it_is_what_the_decoded_tensors_say(preset, small, tmp_path):
     manifest = ckpt8.compress(tmp_path / "run.pt", preset=preset)
     assert bool(manifest.packs) == bool(small)
     assert manifest.error_in_steps == pytest.approx(
-        error_in_float64(tree, ckpt8.load(tmp_path / "run.ckpt8")), rel=1e-5
+        errors_in_steps("adam", tree, ckpt8.load(tmp_path / "run.ckpt8"), [dict(enumerate(tree["model"]))]), rel=1e-5
     )
     assert 0 < manifest.expected_drift[0] < manifest.expected_drift[1]
     assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures

@@ -9,9 +9,8 @@ import lion_pytorch
 import pytest
 import pytorch_optimizer
 import torch
-import torch.distributed.checkpoint as dcp
 from budget_kit import SMALL_TILE, each_engine
-from dcp_kit import save_in_pieces
+from step_kit import energies, moments, momentum_of
 from torch import nn
 from torch.optim import SGD, Muon
 
@@ -86,37 +85,8 @@ def trained(name, small=0, dtype=torch.float32, moment=None, steps=12):
     return {"model": model, "optimizer": states if len(states) > 1 else states[0]}, names
 
 
-def movement(name, group, weight, mean_square):
-    """p, the movement of an element in a step; a, what an error of its momentum moves it by; f, what squares count."""
-    lr, longer = group["lr"], 1.0
-    if name.startswith("Lion"):
-        b1, b2 = group["betas"]
-        spread = (1 - b1) ** 2 + b1**2 * (1 - b2) / (1 + b2)
-        gain = 0.8 * b1 * math.sqrt((1 - b2) / (1 + b2) / spread) / (1 - b2)
-        return lr, gain * lr / math.sqrt(mean_square), (1 + b2) / (1 - b2)
-    b = group["momentum"]
-    if group["nesterov"]:
-        longer = b
-    if name.startswith("SGD"):
-        return lr * math.sqrt(mean_square), lr * longer * b / (1 - b), (1 - b * b) / (1 - group["dampening"]) ** 2
-    rows, columns = weight.shape
-    scale = math.sqrt(max(1, rows / columns))
-    if group.get("adjust_lr_fn") == "match_rms_adamw":
-        scale = 0.2 * math.sqrt(max(rows, columns))
-    step = 0.72 * lr * scale / math.sqrt(max(rows, columns))
-    return step, step / math.sqrt(mean_square) * longer * b / (1 - b), (1 + b) / (1 - b)
-
-
-def energies(name, group, weight, weights, momentum):
-    """What a step moves, and what errors of weights and momentum do; ``weight`` has the shape of the parameter."""
-    (w, restored), (b, decoded) = weights, momentum
-    mean_square = float(b.square().mean())
-    p, a, f = movement(name, group, weight, mean_square)
-    shift = a * float((decoded - b).square().mean().sqrt())
-    flips = math.sqrt(3) * shift * p if name.startswith("Lion") else 0.0
-    unit = f * mean_square
-    moved, moments = p * p * b.numel(), (shift * shift + flips) * b.numel()
-    return unit * moved, unit * float((restored - w).square().sum()), unit * moments
+def rule_of(name):
+    return name.partition(",")[0].partition(" ")[0].lower()
 
 
 def in_float64(name, was, there, names):
@@ -124,29 +94,23 @@ def in_float64(name, was, there, names):
     first = [
         tree["optimizer"][0] if isinstance(tree["optimizer"], list) else tree["optimizer"] for tree in (was, there)
     ]
-    moved = weights = moments = 0.0
+    total = [0.0, 0.0, 0.0, 0.0]
     for group in first[0]["param_groups"]:
-        for index in group["params"]:
-            if group.get("use_muon") is False:
-                continue
-            state, back = (side["state"][index] for side in first)
-            key = "momentum_buffer" if "momentum_buffer" in state else "exp_avg"
-            b, decoded = state[key].double(), back[key].double()
-            w, restored = (tree["model"][names[0][index]].double() for tree in (was, there))
-            mean_square = float(b.square().mean())
-            if not math.isfinite(mean_square):
-                continue
-            if not mean_square:
-                assert torch.equal(b, decoded)
-                continue
-            own = energies(name, group, w, (w, restored), (b, decoded))
-            moved, weights, moments = moved + own[0], weights + own[1], moments + own[2]
-    energy = weights + moments
+        for index in group["params"] if group.get("use_muon") is not False else ():
+            own = [side["state"][index] for side in first]
+            [b], [decoded] = map(moments, own)
+            if b.any() and b.isfinite().all():
+                pair = [tree["model"][names[0][index]] for tree in (was, there)]
+                total = [x + y for x, y in zip(total, energies(rule_of(name), group, *own, pair), strict=True)]
+            else:
+                assert b.any() or torch.equal(b, decoded)
+    moved, weights, momentum, _ = total
+    energy = weights + momentum
     return {
         "drift": MOMENTUM * (NOISE * math.sqrt(energy) + RISE * energy / math.sqrt(moved)),
         "steps": math.sqrt(energy / moved),
         "weight": math.sqrt(weights / moved),
-        "moment1": math.sqrt(moments / moved),
+        "moment1": math.sqrt(momentum / moved),
     }
 
 
@@ -240,7 +204,7 @@ def test_the_step_is_how_far_the_next_one_moves_the_weights(name, tmp_path):
         step(number)
         for w, b, was in zip(group["params"], buffers, before, strict=True):
             mean_square = float(b.square().mean())
-            gain = movement(name, group, w, mean_square)[2]
+            gain = momentum_of(rule_of(name), group, tuple(w.shape), mean_square)[2]
             moved += gain * mean_square * float((w.detach() - was).double().square().sum())
     least, most = {"L": (0.99, 1.001), "M": (0.48 / 0.72, 0.95 / 0.72)}.get(name[0], (0.95, 1.05))
     if name == "SGD, Nesterov":
@@ -380,66 +344,6 @@ def test_the_rate_is_a_tenth_of_the_initial_one_at_least_and_large_steps_are_cap
     capped = facts["steps"]["capped"]
     assert capped["elements"] == capped["of"] == sum(math.prod(shape) for _, shape in LARGE)
     assert {each.reason for each in manifest.storages if each.codec["id"] == "lattice/1"} == {CAPPED}
-
-
-@pytest.mark.parametrize("name", ["SGD, Nesterov", "Lion", "Muon"])
-def test_chains_verification_and_resume(name, tmp_path):
-    later, names = trained(name, steps=26)
-    for step, tree in ((24, trained(name, steps=24)[0]), (26, later)):
-        torch.save(tree, tmp_path / f"{step}.pt")
-    ckpt8.compress(tmp_path / "24.pt", preset="archive")
-    delta = ckpt8.compress(tmp_path / "26.pt", preset="archive", base=tmp_path / "24.ckpt8")
-    found = [each for each in delta.storages if each.codec["id"] == "lattice/1"]
-    assert found
-    assert all(each.base is not None for each in found)
-    back = ckpt8.load(tmp_path / "26.ckpt8")
-    (row,) = rows_of(ckpt8.inspect(tmp_path / "26.ckpt8"))
-    assert row["steps"] <= 1
-    assert_row(row, in_float64(name, later, back, names))
-    checked = ckpt8.verify(tmp_path / "26.ckpt8", tmp_path / "26.pt", resume_steps=2)
-    assert not checked.failures
-    assert checked.resume["skipped"] == {}
-    optimizers = RUNS[name]([nn.Parameter(torch.zeros_like(w)) for w in later["model"].values()])
-    given = optimizers if len(optimizers) > 1 else optimizers[0]
-    ckpt8.resume(tmp_path / "26.ckpt8", optimizer=given)
-    states = back["optimizer"] if len(optimizers) > 1 else [back["optimizer"]]
-    for optimizer, state in zip(optimizers, states, strict=True):
-        assert optimizer.state_dict()["state"].keys() == state["state"].keys()
-        for index, values in optimizer.state_dict()["state"].items():
-            assert all(torch.equal(x, state["state"][index][key]) for key, x in values.items() if x is not None)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["SGD, Nesterov", "Lion", "Muon, matched"])
-def test_a_slice_counts_by_its_own_momentum_and_the_shape_of_the_whole(name, tmp_path):
-    tree, _ = trained(name)
-    first = tree["optimizer"][0] if name.startswith("Muon") else tree["optimizer"]
-    key = "exp_avg" if name == "Lion" else "momentum_buffer"
-    sliced, whole = {}, {}
-    for index, (weight, (rows, columns)) in enumerate(LARGE):
-        for place, x in (
-            (f"model.{weight}", tree["model"][weight]),
-            (f"optimizer.state.{weight}.{key}", first["state"][index][key]),
-        ):
-            sliced[place] = (x, [((0, 0), (rows // 2, columns)), ((rows // 2, 0), (rows // 2, columns))])
-            whole[place] = x
-    group = first["param_groups"][0] | {"params": [weight for weight, _ in LARGE]}
-    others = {f"optimizer.param_groups.0.{setting}": value for setting, value in group.items()}
-    save_in_pieces(sliced, tmp_path / "run", others)
-    ckpt8.compress(tmp_path / "run", tmp_path / "run.ckpt8", preset="archive")
-    ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
-    back = {place: torch.zeros_like(x) for place, x in whole.items()}
-    dcp.load(back, checkpoint_id=tmp_path / "back", no_dist=True)
-    moved = erred = 0.0
-    for weight, (rows, _) in LARGE:
-        for half in (slice(0, rows // 2), slice(rows // 2, rows)):
-            w, v = (side[f"model.{weight}"][half].double() for side in (whole, back))
-            b, c = (side[f"optimizer.state.{weight}.{key}"][half].double() for side in (whole, back))
-            own = energies(name, group, whole[f"model.{weight}"], (w, v), (b, c))
-            moved, erred = moved + own[0], erred + own[1] + own[2]
-    (row,) = rows_of(ckpt8.inspect(tmp_path / "run.ckpt8"))
-    assert row["steps"] == pytest.approx(math.sqrt(erred / moved), rel=1e-5)
-    assert 0.5 < row["steps"] <= 1
 
 
 @pytest.mark.slow

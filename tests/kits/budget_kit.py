@@ -32,26 +32,20 @@ def run_of(shapes, seed=0, dtype=torch.float32):
     return {"model": weights, "optimizer": {"state": state, "param_groups": [{**GROUP, "params": names}]}}
 
 
-def as_chain(make, folder: Path, *, apart: bool):
+def as_chain(make, folder: Path):
     """Checkpoints of steps 24 and 26 that ``make`` makes, the later as a delta to the earlier under ``archive``.
 
-    Each is one file or, ``apart``, a folder of model and optimizer. Returns the later tree, its manifest, the path of
-    its original, and what its container gives back.
+    Each is a folder of model and optimizer. Returns the later tree, its manifest, and what its container gives back.
     """
     for step in (24, 26):
-        tree, source = make(step), folder / (str(step) if apart else f"{step}.pt")
-        if apart:
-            source.mkdir()
-            for name, part in tree.items():
-                torch.save(part, source / f"{name}.pt")
-        else:
-            torch.save(tree, source)
+        tree, source = make(step), folder / str(step)
+        source.mkdir()
+        for name, part in tree.items():
+            torch.save(part, source / f"{name}.pt")
         base = None if step == 24 else folder / "24.ckpt8"
         manifest = ckpt8.compress(source, folder / f"{step}.ckpt8", preset="archive", base=base)
     ckpt8.restore(folder / "26.ckpt8", folder / "back")
-    if apart:
-        return tree, manifest, source, {name: torch.load(folder / "back" / f"{name}.pt") for name in tree}
-    return tree, manifest, source, torch.load(folder / "back")
+    return tree, manifest, {name: torch.load(folder / "back" / f"{name}.pt") for name in tree}
 
 
 SMALL_TILE = 1 << 12
