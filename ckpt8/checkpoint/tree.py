@@ -485,6 +485,8 @@ def is_setting(value: object, depth: int = 2) -> bool:
 
     Lists may hold lists down to a ``depth``: Muon has tuples of coefficients, and a list of a file may hold itself.
     """
-    if depth and isinstance(value, (tuple, list)):
-        return all(is_setting(item, depth - 1) for item in value)
-    return isinstance(value, (int, float, str, type(None)))
+    return (
+        all(is_setting(item, depth - 1) for item in value)
+        if depth and isinstance(value, (tuple, list))
+        else isinstance(value, (int, float, str, type(None)))
+    )

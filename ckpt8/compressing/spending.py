@@ -331,8 +331,8 @@ def _correct(plan: Plan, measured: Measured) -> None:
             # What an error of a momentum moves may go with the error itself, and not with its square.
             octaves = min(math.log2(change), 0.0) if isinstance(stream.codec, MomentLattice) else math.log2(change) / 2
             k = max(min(stream.codec.k + math.floor(4 * octaves), stream.codec.k), LOWEST_K)
-            reason = stream.reason if k == stream.codec.k else None  # a smaller step is capped no more
-            plan.by_index[index] = replace(stream, codec=replace(stream.codec, k=k), reason=reason)
+            codec, reason = replace(stream.codec, k=k), stream.reason if k == stream.codec.k else None
+            plan.by_index[index] = replace(stream, codec=codec, reason=reason)
 
 
 def _rounded(x: float, to: Callable[[float], int]) -> float:

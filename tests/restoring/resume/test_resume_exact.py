@@ -34,6 +34,7 @@ def test_training_continues_bit_for_bit(tmp_path, name, form, dtype):
     assert not same(snapshot(other, fresh), saved)
 
 
+@pytest.mark.by_default(most=3)
 @pytest.mark.parametrize("preset", ["flash", "compact", "archive"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resume_gives_what_load_and_restore_give(tmp_path, name, preset):
