@@ -22,6 +22,7 @@ from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
 from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.compressing.deltas import AUTO
+from ckpt8.compressing.frozen_file import FrozenFile
 from ckpt8.container.header import CONTAINER, SUFFIXES, is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.container.manifest import FILE
@@ -196,8 +197,15 @@ class ChainRun:
         return packed_in(self._folder)
 
     def keep_bases(self) -> None:
-        """Link the bases of all deltas there that have no link, and remove the links that no container needs."""
+        """Link the bases of all deltas there that have no link, and remove the links that no container needs.
+
+        That of ``frozen_from`` is made again where it is gone or damaged. Raises OutputError where it cannot be.
+        """
+        named = self._settings.options.get("frozen_from")
         with KeptBases(self._folder) as kept:
+            if named is not None:
+                with suppress(InputError):  # jobs that need the file say what is wrong with it
+                    FrozenFile(Path(named), Path(os.path.realpath(self._folder)), None).mend(kept)
             kept.link_needed()
         drop_unneeded(self._folder)
 

@@ -22,7 +22,7 @@ from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.compress import compress, default_target, target_of
 from ckpt8.compressing.deltas import Auto, checked_frozen, wanted
-from ckpt8.compressing.frozen import content_name
+from ckpt8.compressing.frozen_file import FrozenFile
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem
 from ckpt8.container.facts import total_errors
@@ -342,7 +342,7 @@ class Job:
         """Bytes that will be read; 0 for a source that cannot be read."""
         try:
             # ``verify`` reads it twice: it decodes as many bytes, then compares them.
-            times = (not self.present) + 2 * (self.doubted + self.settings.remove)
+            times = (not self.present) + 2 * (self.doubted + self._is_removed)
             return 0 if self.problem else size_of(self.aside or self.source) * times
         except Ckpt8Error:
             return 0
@@ -354,7 +354,7 @@ class Job:
             return outcome
         with noting_replaced() as replaced:
             try:
-                if self.aside is None and self.settings.remove:
+                if self.aside is None and self._is_removed:
                     refuse_removal(self.source)
                 if dry:
                     self._preview(outcome)
@@ -373,7 +373,7 @@ class Job:
         if not outcome.present:
             compress(self.source, self._named_target, **self.settings.options, force=self.force, progress=progress)
         self._read(outcome)
-        if self.settings.remove:
+        if self._is_removed:
             remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
             outcome.removed = True
 
@@ -397,7 +397,7 @@ class Job:
             asked = wanted(options.get("base"))
             frozen = checked_frozen(options.get("frozen_from"), asked)
             if frozen is not None and not is_meant_as_container(frozen):
-                content_name(frozen)
+                FrozenFile.beside(self.target, frozen).name()
                 outcome.base = frozen.name
             elif isinstance(base := frozen or asked, Path):
                 with ContainerReader(base) as reader:
@@ -408,7 +408,14 @@ class Job:
             outcome.bytes, outcome.predicted = predicted_bytes(
                 self.source, Policy.of(preset, rules or (), budget, bound), options.get("threads")
             )
-        outcome.would_remove = self.settings.remove
+        outcome.would_remove = self._is_removed
+
+    @property
+    def _is_removed(self) -> bool:
+        """Whether the source goes once it is compressed: never what ``frozen_from`` names, nor a directory of that."""
+        named = self.settings.options.get("frozen_from")
+        file = None if named is None else Path(named).resolve()
+        return self.settings.remove and (file is None or self.source.resolve() not in (file, *file.parents))
 
     @property
     def _named_target(self) -> Path | None:
@@ -424,6 +431,7 @@ class Job:
         source, container, threads = self.source, self.target, self.settings.options.get("threads")
         is_partial = aside.name.endswith(_PARTIAL)
         try:
+            require(self._is_removed, "--frozen-from names it")
             require(self.present, "the container that it was verified against is not here")
             if is_partial:
                 for path in _needed(container):

@@ -10,7 +10,7 @@ import errno
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -41,15 +41,15 @@ from ckpt8.compressing.deltas import (
     is_unlinked,
     wanted,
 )
-from ckpt8.compressing.frozen import content_name
+from ckpt8.compressing.frozen_file import FrozenFile
 from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
-from ckpt8.container.bases import KEPT, kept_name, looked_for_in
-from ckpt8.container.header import CONTAINER, is_meant_as_container
+from ckpt8.container.bases import looked_for_in
+from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
-from ckpt8.core.errors import InputError, OutputError, UsageError, WrongTypeError, require
+from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, WrongTypeError, require
 from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.files.source_file import refuse_url
@@ -148,8 +148,6 @@ def compress(
     target = target_of(source, None if target is None else Path(target), force=force)
     asked = wanted(base)
     frozen = checked_frozen(frozen_from, asked)
-    if frozen is not None:
-        refuse_source(target, frozen)
     with (
         looked_for_in(map(Path, base_dirs)),
         as_private_as(source),
@@ -401,23 +399,6 @@ def _warn_of_refusal(target: Path, checkpoint: OpenCheckpoint) -> None:
     )
 
 
-def _container_of(path: Path, target: Path, threads: int | None) -> Path:
-    """``path`` itself, or of a plain checkpoint a lossless container in ``bases/`` beside the target, made once."""
-    if is_meant_as_container(path):
-        return path
-    folder = Path(os.path.realpath(target)).parent / KEPT
-    packed = folder / kept_name(content_name(path))
-    if not packed.exists():
-        with writing(packed):
-            folder.mkdir(exist_ok=True)
-        try:
-            compress(path, packed, preset="lossless", threads=threads)
-        except OutputError:
-            if not packed.exists():  # another process has made it
-                raise
-    return packed
-
-
 def _compress(
     source: Bundle,
     target: Path,
@@ -432,14 +413,13 @@ def _compress(
 ) -> R:
     """Plan the codecs of ``source``, choose the base of ``target``, and ``write``.
 
-    Twice at most: where the error of the whole file exceeds the budget, and where a chosen base cannot be read.
+    Again where the error of the whole file exceeds the budget, and where a chosen base cannot be read.
     """
     measured: Measured | None = None
     damage: str | None = None
     with ExitStack() as saving:
-        packs = frozen_from is not None and not is_meant_as_container(frozen_from)
-        kept = saving.enter_context(bases_kept(asked, target, packs=packs))
-        frozen = None if frozen_from is None else partial(_container_of, frozen_from, target, options.threads)
+        frozen = None if frozen_from is None else FrozenFile.beside(target, frozen_from, options.threads)
+        kept = saving.enter_context(bases_kept(asked, target, packs=frozen is not None and not frozen.is_container))
         while True:
             plan = plan_bundle(source, policy, measured)
             policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
@@ -449,11 +429,6 @@ def _compress(
                     base,
                     reason,
                 ):
-                    if base is None and frozen_from is not None:
-                        raise UsageError(
-                            f"{frozen_from}: holds none of the frozen weights bit for bit; give the file that the run "
-                            f"began with, or a {CONTAINER} of it made with --preset lossless"
-                        )
                     if base is None and reason is not None:
                         log.info("%s: is stored whole: %s", target, reason)
                     measures = options.stats and plan.is_lossy
@@ -466,7 +441,10 @@ def _compress(
             except BrokenBaseError as exc:
                 if not isinstance(asked, Auto) or asked.begins:
                     raise
-                asked, frozen_from, frozen = replace(asked, begins=True), None, None
+                with suppress(Ckpt8Error):
+                    if frozen is not None and kept is not None and frozen.mend(kept):
+                        continue
+                asked, frozen = replace(asked, begins=True), None
                 damage = f"a file below it is damaged: {exc}"
                 warnings.warn(f"{target}: is stored whole, as {damage}", stacklevel=_CALLER)
             else:

@@ -16,19 +16,21 @@ the base lie at its points: rounding them to the same points again would pull th
 base have become too large for the steps of the optimizer, a new lattice is due.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt8.checkpoint.replacing import written_once
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -52,6 +54,9 @@ from ckpt8.core.public import described, is_path
 from ckpt8.core.tensors import Parts, Role
 from ckpt8.core.text import natural_order
 from ckpt8.core.workers import Workers
+
+if TYPE_CHECKING:
+    from ckpt8.compressing.frozen_file import FrozenFile
 
 
 class BrokenBaseError(InputError):
@@ -118,7 +123,7 @@ _STEP = re.compile(r"\bglobal_step\d+")
 Partners = Mapping[int, int]
 """The index of a storage in the base, by that of a stream."""
 
-_UNBOUND = (Role.OTHER, None)
+_BOUND = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)
 
 
 def find_partners(plan: Plan, base: Manifest) -> Partners:
@@ -152,19 +157,32 @@ def fits(plan: Plan, policy: Policy, base: Manifest) -> bool:
     Other tensors may come and go: Lightning names scores after the files that had them.
     """
     budget = asdict(policy.budget) if policy.budget else None
-    if (base.preset, base.rules, base.budget) != (policy.preset, [rule.text for rule in policy.rules], budget):
-        return False
-    roles = {stream.index: stream.spec.role for stream in plan.streams}
+    is_asked = (base.preset, base.rules, base.budget) == (policy.preset, [rule.text for rule in policy.rules], budget)
+    return is_asked and _has_tensors(plan, base, _BOUND)
+
+
+def _has_tensors(plan: Plan, base: Manifest, roles: Collection[Role]) -> bool:
+    """Whether ``base`` has the tensors of these ``roles`` that ``plan`` has."""
+    own_roles = {stream.index: stream.spec.role for stream in plan.streams}
     own = {
         (_timeless(tensor.name), tensor.ref.dtype, *tensor.ref.shape)
         for tensor, index in plan.tensors
-        if roles.get(index) not in _UNBOUND
+        if own_roles.get(index) in roles
     }
     return own == {
         (_timeless(view.name), view.dtype, *view.shape)
         for view in base.tensors
-        if base.storages[view.storage].role not in _UNBOUND
+        if base.storages[view.storage].role in roles
     }
+
+
+def _is_under_way(target: Path, plan: Plan) -> bool:
+    """Whether a container beside ``target``, or there, holds an earlier state of the weights of ``plan``."""
+    for path in _newest(containers_in(target.parent))[:_MOST_READ]:
+        with contextlib.suppress(InputError), ContainerReader(path) as reader:
+            if _has_tensors(plan, reader.manifest, (Role.WEIGHT,)):
+                return True
+    return False
 
 
 def _timeless(name: str) -> str:
@@ -537,7 +555,7 @@ def choose_base(
     policy: Policy,
     kept: KeptBases | None,
     threads: int | None,
-    frozen_from: Callable[[], Path] | None = None,
+    frozen_from: FrozenFile | None = None,
 ) -> Iterator[tuple[Plan, OpenBase | None, str | None]]:
     """``plan`` with its differences to a base of ``target``, and the base, which is open inside the block.
 
@@ -546,11 +564,13 @@ def choose_base(
     A base that was asked for by its path must be sound. One that is chosen makes the file smaller, and is linked among
     those that are ``kept``. Raises InputError and UsageError, and BrokenBaseError for what is below a chosen base.
 
-    Where none is, the file of ``frozen_from`` becomes the base of the weights that it holds bit for bit, if any.
-    Without it that is the first file of the chain before; where there is none either, the new file is the first and
-    holds them exactly itself.
+    Where none is, the file of ``frozen_from`` becomes the base of the weights that it holds bit for bit. Without it, or
+    where it is missing or holds none while the run is under way, that is the first file of the chain before. A file of
+    a chain holds all other frozen weights exactly itself.
     """
     reason = None
+    if isinstance(asked, Auto) and _may_be_linked(asked, target):
+        plan = replace(plan, by_index=plan.by_index | kept_frozen(plan, source, policy))
     if asked is not None:
         reason = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
         with closing(open_bases(asked, target, plan, policy, kept)) as bases:
@@ -562,41 +582,45 @@ def choose_base(
                 reason = why_new
     if isinstance(asked, Auto) and not _may_be_linked(asked, target):
         reason = "files cannot be linked in its folder, which would keep its base"
-    with closing(_open_first(asked, target, plan, policy, frozen_from)) as bases:
+    with closing(_open_first(asked, target, plan, policy, kept, frozen_from)) as bases:
         for base in bases:
             frozen = frozen_in(plan, source, base, threads)
-            if frozen and _is_kept(kept, base.path, target, asked, is_named=frozen_from is not None):
+            only_linked = isinstance(asked, Auto) and asked.only_linked
+            if frozen and (kept is None or _links(kept, base.path, target, is_needed=only_linked)):
                 yield replace(plan, by_index=plan.by_index | frozen), base, None
                 return
-    if isinstance(asked, Auto) and _may_be_linked(asked, target):
-        plan = replace(plan, by_index=plan.by_index | kept_frozen(plan, source, policy))
     yield plan, None, reason
 
 
-def _is_kept(kept: KeptBases | None, base: Path, target: Path, asked: Wanted, *, is_named: bool) -> bool:
-    """Whether a base that holds frozen weights may be one: see ``_links``. One ``is_named`` may be on another disk."""
-    if kept is None or not is_named:
-        return kept is None or _links(kept, base, target, is_needed=isinstance(asked, Auto) and asked.only_linked)
-    with contextlib.suppress(InputError, OSError):
-        kept.link(base)
-    return True
-
-
 def _open_first(
-    asked: Wanted, target: Path, plan: Plan, policy: Policy, frozen_from: Callable[[], Path] | None
+    asked: Wanted,
+    target: Path,
+    plan: Plan,
+    policy: Policy,
+    kept: KeptBases | None,
+    frozen_from: FrozenFile | None,
 ) -> Generator[OpenBase]:
-    """What may hold the frozen weights of a new key, open: ``frozen_from``, or the first file of the chain before.
+    """What may hold the frozen weights of a new key, open: ``frozen_from``, then the first file of the chain before.
 
-    Raises InputError and UsageError for ``frozen_from``.
+    Raises InputError and UsageError for ``frozen_from``, unless the run is under way also where it holds none.
     """
     auto = asked if isinstance(asked, Auto) and _may_be_linked(asked, target) else None
-    newest = None if auto is None else next(_siblings(_files_beside(target), plan, policy), None)
-    place = LENGTH if newest is None else (newest[1].place // LENGTH + 1) * LENGTH
+    goes_on = kept is not None and (auto is not None or frozen_from is not None)
+    newest = next(_siblings(_files_beside(target), plan, policy), None) if goes_on else None
+    place = LENGTH if newest is None or auto is None else (newest[1].place // LENGTH + 1) * LENGTH
     if frozen_from is not None:
-        with OpenBase(frozen_from(), place) as base:
-            base.check_target(target)
-            yield base
-    elif auto is not None and newest is not None and not auto.begins:
+        error: Ckpt8Error = UsageError(
+            f"{frozen_from.path}: holds none of the frozen weights bit for bit; give the file that the run began with, "
+            f"or a {header.CONTAINER} of it made with --preset lossless"
+        )
+        try:
+            with OpenBase(frozen_from.container(kept), place) as base:
+                base.check_target(target)
+                yield base
+        except InputError as exc:
+            error = exc
+        frozen_from.pass_over(error, is_under_way=_is_under_way(target, plan))
+    if newest is not None and not (auto is not None and auto.begins):
         with contextlib.suppress(InputError, UsageError):
             with ContainerReader(newest[0]) as reader:
                 first = [reader, *reader.links()][-1].path

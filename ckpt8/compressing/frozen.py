@@ -4,8 +4,8 @@ Where another container holds one bit for bit, it becomes a lossless difference 
 takes next to nothing, and comes back exactly. Small ones are stored as before. Names do not count: the first bytes of
 a storage find what may be its equal; then every bit is compared.
 
-The first file of a chain holds its frozen weights exactly, for all files that come after it. Of a plain checkpoint that
-holds them there is a lossless container in ``bases/`` beside the target, named after its name and content.
+The files of a chain hold their frozen weights exactly, most of them as differences to the first, or to the container of
+a file that the user names: see ``frozen_file``.
 """
 
 from __future__ import annotations
@@ -14,22 +14,15 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from ckpt8.checkpoint.meaning.parameters import weights_without_state
-from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import frames, header
-from ckpt8.core.errors import require
-from ckpt8.core.files.atomic import PIECE
-from ckpt8.core.files.source_file import reading
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 
@@ -61,33 +54,6 @@ def kept_frozen(plan: Plan, source: Bundle, policy: Policy) -> dict[int, Stream]
         and stream.index not in plan.copies
         and not policy.has_rule([path for view in views[stream.index] for path in view.paths])
     }
-
-
-def content_name(path: Path) -> str:
-    """Digits that identify a plain checkpoint by its name, which a container states, and by what it holds.
-
-    A process reads it again only where it has changed. Raises InputError, also where it holds no tensors.
-    """
-    with reading(path):
-        files = [path / entry.path for entry in walk(path)] if path.is_dir() else [path.resolve()]
-        states = [file.lstat() for file in files]
-    return _content_name(path, tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states))
-
-
-@lru_cache(maxsize=1 << 8)
-def _content_name(path: Path, _: tuple[tuple[int, int, int], ...]) -> str:
-    digest, buffer = hashlib.sha256(f"{path.name} ".encode(errors="surrogateescape")), memoryview(bytearray(PIECE))
-    with open_source(path, containers=False, decode=False) as source:
-        require(source.holds_tensors, f"{path}: holds no tensors, and so no frozen weights")
-        for member in source.opened:
-            size = member.checkpoint.size
-            digest.update(f"{len(member.path)} {member.path} {size}".encode() if source.directory else b"")
-            for offset in range(0, size, PIECE):
-                piece = buffer[: min(PIECE, size - offset)]
-                member.checkpoint.read_into(offset, piece)
-                digest.update(piece)
-        source.check_unchanged()
-    return digest.hexdigest()
 
 
 def frozen_in(plan: Plan, source: Bundle, base: OpenBase, threads: int | None) -> dict[int, Stream]:

@@ -189,17 +189,19 @@ def _is_to_be_replaced(link: Path, container: Path, seal: str) -> bool:
     if link.samefile(container):
         return False
     if holds_seal(link, seal):
-        if _is_sound(link):
+        if is_sound(link):
             return False
-        if _is_sound(container):
+        if is_sound(container):
             return True
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(link))
 
 
-def _is_sound(path: Path) -> bool:
-    """Whether all frames of a container hold; read again only where it is another file. Raises OSError."""
-    status = path.stat()
-    return _frames_hold(path, status.st_ino, status.st_size, status.st_mtime_ns)
+def is_sound(path: Path) -> bool:
+    """Whether a container is there and all of its frames hold; read again only where it is another file."""
+    with suppress(OSError):
+        status = path.stat()
+        return _frames_hold(path, status.st_ino, status.st_size, status.st_mtime_ns)
+    return False
 
 
 @lru_cache(maxsize=1 << 12)
@@ -247,6 +249,15 @@ def _may_be_container(path: Path) -> bool:
             return begins_container(file.read(HEAD_BYTES))
     except OSError as exc:
         return exc.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def stated_bases(folder: Path) -> set[str]:
+    """The paths of the bases of the containers and links in a folder, as these state them."""
+    paths = set()
+    for path in (*containers_in(folder), *links_in(folder)):
+        with suppress(InputError, OSError):
+            paths |= {base.path for base in [_head(path).base] if base is not None}
+    return paths
 
 
 def links_in(folder: Path) -> list[Path]:

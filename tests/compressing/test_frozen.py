@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+import warnings
 from functools import partial
 
 import pytest
@@ -12,6 +16,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 import ckpt8
+from ckpt8.container.header import stated_seal
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.core.errors import InputError, UsageError
 
@@ -211,46 +216,156 @@ def test_a_trained_weight_is_none(run):
     assert not (run / "full.ckpt8").exists()
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pt", "directory"])
+@pytest.mark.parametrize("kind", ["safetensors", "pt", "directory", "directory around the run"])
 def test_a_plain_file_is_packed_once(run, kind):
     """Into ``bases/``, from where it goes with the last container that needs it."""
+    folder = run / ("plain/runs/out" if "around" in kind else "out")
+    folder.mkdir(parents=True)
     weights = load_file("base.safetensors")
     if kind == "pt":
         torch.save(weights, "plain")
-    elif kind == "directory":
-        (run / "plain").mkdir()
+    elif "directory" in kind:
+        (run / "plain").mkdir(exist_ok=True)
         save_file({name: weights.pop(name) for name in list(weights)[:1]}, "plain/model-00001-of-00002.safetensors")
         save_file(weights, "plain/model-00002-of-00002.safetensors")
     else:
         save_file(weights, "plain")
     (run / "base.ckpt8").unlink()
-    (run / "out").mkdir()
-    first = ckpt8.compress("run.pt", "out/run.ckpt8", preset="archive", frozen_from="plain")
-    ckpt8.save(torch.load("later.pt"), "out/later.ckpt8", preset="archive", frozen_from="plain")
-    last = ckpt8.save(torch.load("later.pt"), "out/last.ckpt8", frozen_from="plain", background=True).result()
-    (packed,) = (run / "out" / "bases").iterdir()
+    first = ckpt8.compress("run.pt", folder / "run.ckpt8", preset="archive", frozen_from="plain")
+    ckpt8.save(torch.load("later.pt"), folder / "later.ckpt8", preset="archive", frozen_from="plain")
+    last = ckpt8.save(torch.load("later.pt"), folder / "last.ckpt8", frozen_from="plain", background=True).result()
+    (packed,) = (folder / "bases").iterdir()
     assert {first.base.path, last.base.path} == {f"bases/{packed.name}"}
     assert first.stored_nbytes < FROZEN_BYTES / 20
-    assert packed.stat().st_ino == (run / "out" / first.base.path).stat().st_ino
-    (run / "out").rename(run / "moved")
+    folder.rename(run / "moved")
     for name, source in ("run", "run.pt"), ("later", "later.pt"), ("last", "later.pt"):
         assert all(is_exact(f"moved/{name}.ckpt8", source, layer) for layer in range(LAYERS))
         remove_container(run / "moved" / f"{name}.ckpt8")
     assert not (run / "moved" / "bases").exists()
 
 
-@pytest.mark.parametrize("frozen_from", ["base.safetensors", "base.ckpt8"])
-def test_a_chain_begins_with_the_file(run, frozen_from):
-    for name in "run.pt", "later.pt":
-        (run / name).rename(run / name.replace(".", "-1." if name == "run.pt" else "-2."))
-    torch.save(torch.load("later-2.pt"), "later-3.pt")
+@pytest.mark.parametrize("frozen_from", ["base.safetensors", "base.ckpt8", "other disk/base.ckpt8"])
+def test_a_chain_begins_with_the_file(run, monkeypatch, frozen_from):
+    """From then on it needs the file no more, nor any container but the newest."""
+    link = os.link
+
+    def link_on_one_disk(source, target, **how):
+        if "other disk" in str(source):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        link(source, target, **how)
+
+    monkeypatch.setattr(os, "link", link_on_one_disk)
+    (run / "other disk").mkdir()
+    shutil.copy("base.ckpt8", "other disk")
+    adapted = Adapted(rank=16)
+    for number in (1, 2, 3):
+        torch.save(adapted.advance(20 if number == 1 else 1), f"step-{number}.pt")
+    (run / "run.pt").unlink()
+    (run / "later.pt").unlink()
     outcomes = ckpt8.chain(run, preset="archive", rest=0, frozen_from=frozen_from)
     assert [outcome.error for outcome in outcomes] == [None] * 3
-    for name in "run-1", "later-2", "later-3":
-        assert (run / f"{name}.ckpt8").stat().st_size < FROZEN_BYTES / 20
-    # A link keeps the file, however that goes.
-    (run / "base.ckpt8").unlink()
-    assert all(is_exact("later-3.ckpt8", "later-3.pt", layer) for layer in range(LAYERS))
+    assert [outcome.base for outcome in outcomes[1:]] == ["step-1.ckpt8"] * 2
+    for number in (1, 2, 3):
+        assert (run / f"step-{number}.ckpt8").stat().st_size < FROZEN_BYTES / 5
+    for path in (run / frozen_from, run / "base.ckpt8", run / "step-1.ckpt8", run / "step-2.ckpt8"):
+        path.unlink(missing_ok=True)
+    shutil.rmtree("other disk")
+    assert all(is_exact("step-3.ckpt8", "step-3.pt", layer) for layer in range(LAYERS))
+
+
+def damaged(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("what", "again"),
+    [("missing", "chain"), ("missing", "auto"), ("empty", None), ("head", "chain"), ("head", "auto")]
+    + [("frame", again) for again in ("chain", "auto", None)],
+)
+def test_the_packed_file_is_made_again(run, what, again):
+    """The containers that needed the lost one are read from the new one, whichever call makes it."""
+    (run / "base.ckpt8").unlink()  # it is the same
+    ckpt8.compress("run.pt", base="auto", frozen_from="base.safetensors")
+    (packed,) = (run / "bases").iterdir()
+    content = packed.read_bytes()
+    if what == "missing":
+        shutil.rmtree("bases")
+    elif what == "empty":
+        packed.write_bytes(b"")
+    else:
+        damaged(packed, 40 if what == "head" else len(content) // 2)
+    with pytest.raises(InputError):
+        ckpt8.restore("run.ckpt8", "restored.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if again == "chain":
+            assert not any(outcome.error for outcome in ckpt8.chain(run, rest=0, frozen_from="base.safetensors"))
+        else:
+            ckpt8.save(torch.load("later.pt"), "later.ckpt8", base=again, frozen_from="base.safetensors")
+    assert packed.read_bytes() == content
+    for name in "run", "later":
+        assert all(is_exact(f"{name}.ckpt8", f"{name}.pt", layer) for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize("base", ["auto", None])
+@pytest.mark.parametrize("why", ["gone", "matches nothing"])
+def test_a_run_goes_on_without_the_file(tmp_path, monkeypatch, why, base):
+    """With one warning. What it holds is in ``bases/``; in a chain all that is frozen stays exact."""
+    monkeypatch.chdir(tmp_path)
+    adapted = Adapted(rank=16)
+    save_file({f"h.{layer}": weight for layer, weight in enumerate(adapted.layers)}, "base.safetensors")
+
+    def save(number):
+        checkpoint = adapted.advance(1)
+        torch.save(checkpoint, f"step-{number}.pt")
+        how = {"base": base, "frozen_from": "base.safetensors", "preset": "archive"}
+        return ckpt8.save(checkpoint, f"step-{number}.ckpt8", **how).stored_nbytes
+
+    save(0)
+    if why == "gone":
+        (tmp_path / "base.safetensors").unlink()
+    else:
+        adapted.layers = [weight * 1.5 for weight in adapted.layers]
+    with pytest.warns(UserWarning, match="goes on without its file: base.safetensors: ") as warned:
+        stored = [save(number) for number in range(1, 17)]
+    assert len(warned) == 1
+    # After the change those that have the file before it as their base: numbers 1, 2, 4, 8, and the next key.
+    most = 0 if why == "gone" else 5 if base else 16
+    assert sum(nbytes > FROZEN_BYTES / 2 for nbytes in stored) <= most
+    if most < 16:
+        assert all(is_exact("step-16.ckpt8", "step-16.pt", layer) for layer in range(LAYERS))
+    # A run that begins with such a file is a mistake.
+    torch.save(adapted.advance(1), "new.pt")
+    (tmp_path / "new").mkdir()
+    with pytest.raises((InputError, UsageError), match=r"base\.safetensors: (cannot be read|holds none of the frozen)"):
+        ckpt8.compress("new.pt", "new/new.ckpt8", base=base, frozen_from="base.safetensors")
+    assert not list((tmp_path / "new").rglob("*.ckpt8"))
+
+
+def test_a_chain_keeps_a_frozen_weight_that_was_edited(run):
+    """Exactly, whether the file holds it or not, from one checkpoint to the next."""
+    for name, edited in ("run.pt", 0), ("later.pt", 1):
+        checkpoint = torch.load(name)
+        checkpoint["model"][frozen_name(edited)][0, 0] += 1
+        torch.save(checkpoint, name)
+        ckpt8.compress(name, base="auto", frozen_from="base.safetensors")
+        assert all(is_exact(name.replace(".pt", ".ckpt8"), name, layer) for layer in range(LAYERS))
+
+
+@pytest.mark.parametrize("named", ["run.pt", "checkpoint-5/model.safetensors"])
+def test_the_file_itself_is_never_removed(run, named):
+    write_trainer(torch.load("run.pt"), run / "checkpoint-5", None)
+    source = run / named.partition("/")[0]
+    outcomes = ckpt8.chain(run, rest=0, remove=True, frozen_from=named)
+    assert {outcome.source for outcome in outcomes if not outcome.removed} == {source}
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    # A run without ``frozen_from`` was about to.
+    source.rename(run / f".{source.name}.{stated_seal(source.with_suffix('.ckpt8'))[:16]}.ckpt8-removed")
+    (outcome, *_) = ckpt8.chain(run, rest=0, remove=True, frozen_from=named)
+    assert f"--frozen-from names it; {source.name} is back" in str(outcome.error)
+    assert (run / named).is_file()
 
 
 KILLED = """

@@ -58,8 +58,11 @@ def directory_name(path: Path) -> str:
     return name
 
 
-def walk(root: Path) -> list[Entry]:
-    """All entries below ``root``, sorted by path. Raises InputError for an entry that a container cannot hold."""
+def walk(root: Path, *, nested: bool = True) -> list[Entry]:
+    """The entries below ``root``, sorted by path; unless ``nested`` those right in it, without directories.
+
+    Raises InputError for an entry that a container cannot hold.
+    """
     below: list[Entry] = []
     waiting = [""]
     for above in waiting:
@@ -71,10 +74,10 @@ def walk(root: Path) -> list[Entry]:
         if above and not names:
             below.append(Entry(above, DIRECTORY))
         for path in (f"{above}/{name}".lstrip("/") for name in names):
-            if (entry := _entry(root, path)) is None:
-                waiting.append(path)
-            else:
+            if (entry := _entry(root, path)) is not None:
                 below.append(entry)
+            elif nested:
+                waiting.append(path)
     return sorted(below, key=lambda entry: entry.path.split("/"))
 
 

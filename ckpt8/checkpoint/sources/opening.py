@@ -37,10 +37,11 @@ def open_source(
     *,
     containers: bool = True,
     decode: bool = True,
+    nested: bool = True,
     threads: int | None = None,
     choice: Choice | None = None,
 ) -> Iterator[Bundle]:
-    """Open ``path`` with everything in it, recognised by content. Raises InputError.
+    """Open ``path`` with everything in it, recognised by content; ``nested`` is that of ``walk``. Raises InputError.
 
     Without ``containers`` a ``.ckpt8``, or a directory of those of ranks, is an error. ``decode`` decompresses the
     slices of distributed checkpoints; without it files with compressed slices are kept as they are. Of plain ones only
@@ -53,10 +54,10 @@ def open_source(
         with JoinedReader(directory) as joined, Workers(threads) as workers:
             yield sharded_bundle(joined, workers)
     elif is_directory(path):
-        entries = walk(path)
+        entries = walk(path, nested=nested)
 
         def check() -> None:
-            if walk(path) != entries:
+            if walk(path, nested=nested) != entries:
                 raise InputError(f"{path}: changed while it was read; nothing was written")
 
         with open_directory(path, entries, decode=decode, choice=choice) as members:

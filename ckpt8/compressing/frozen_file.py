@@ -1,0 +1,162 @@
+"""The file that a run began with, which ``--frozen-from`` names, and its container: the base of frozen weights.
+
+The containers of a run need nothing outside of their folder. So the container of a plain checkpoint is made in
+``bases/`` there, named after its name and content. A ``.ckpt8`` is linked there beside ``base="auto"``, and copied
+where it cannot be linked. What is damaged there is made again.
+
+A mistake is an error when a run begins. Later it must not end the run: it goes on without the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+from ckpt8.checkpoint.readers.entries import walk
+from ckpt8.checkpoint.sources.opening import open_source
+from ckpt8.compressing.compressor import Compressor, Options
+from ckpt8.compressing.planning import plan_bundle
+from ckpt8.compressing.policy import Policy
+from ckpt8.container.bases import KEPT, files_of, kept_name
+from ckpt8.container.header import holds_seal, is_meant_as_container, stated_seal
+from ckpt8.container.kept_bases import KeptBases, is_sound, stated_bases
+from ckpt8.core.errors import Ckpt8Error, require
+from ckpt8.core.files.atomic import PIECE, as_private_as, refuse_source, sync_directory, writing
+from ckpt8.core.files.source_file import reading
+from ckpt8.core.json_text import is_unicode
+
+_CALLER = 9
+"""Frames from a warning to the caller of ``save``."""
+
+_passed_over = set[tuple[Path, Path]]()
+"""Files, and folders of runs that go on without them, of which somebody was warned."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """What ``path`` is for the containers in ``folder``, which has no links in its path."""
+
+    path: Path
+    folder: Path
+    threads: int | None = None
+
+    @classmethod
+    def beside(cls, target: Path, path: Path, threads: int | None = None) -> FrozenFile:
+        """What ``path`` is for ``target``. Raises OutputError where that would be written to it."""
+        folder = Path(os.path.realpath(target)).parent
+        if not path.is_dir() or folder == path.resolve():
+            refuse_source(target, path)
+        return cls(path, folder, threads)
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it is a container itself, or should be one."""
+        return is_meant_as_container(self.path)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether what is in folders of a directory counts: not where one of them holds the run, which changes."""
+        return self.path.resolve() not in self.folder.parents
+
+    def name(self) -> str:
+        """The name of its container in ``bases/``: by its seal, or by the name and the content of a plain checkpoint.
+
+        A process reads that again only where it has changed. Raises InputError, also where it holds no tensors.
+        """
+        if self.is_container:
+            return kept_name(stated_seal(self.path) or "")
+        with reading(self.path):
+            is_directory = self.path.is_dir()
+            names = [entry.path for entry in walk(self.path, nested=self.is_nested)] if is_directory else [""]
+            states = [(self.path / name if name else self.path.resolve()).lstat() for name in names]
+        looks = tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
+        return kept_name(_content_name(self.path, self.is_nested, looks))
+
+    def container(self, kept: KeptBases | None) -> Path:
+        """Its container, sound: in ``bases/``, or where it is, if that is ``kept`` there or the links are not.
+
+        Raises InputError, and OutputError where there is none and none can be made.
+        """
+        if not self.is_container:
+            return self._made(self.name(), self._pack)
+        if kept is not None:
+            try:
+                kept.link(self.path)
+            except OSError:
+                for file in reversed(files_of(self.path)):
+                    copy = self._made(kept_name(stated_seal(file) or ""), partial(_copy, file))
+                return copy
+        return self.path
+
+    def mend(self, kept: KeptBases) -> bool:
+        """Make its container in ``bases/`` again where others need it there, and it is damaged or gone.
+
+        Returns whether it did. Raises as ``container``.
+        """
+        place = f"{KEPT}/{self.name()}"
+        is_needed = place in stated_bases(self.folder) and not is_sound(self.folder / place)
+        if is_needed:
+            self.container(kept)
+        return is_needed
+
+    def pass_over(self, error: Ckpt8Error, *, is_under_way: bool) -> None:
+        """Warn once that a run which ``is_under_way`` goes on without the file. Raises ``error`` otherwise."""
+        if not is_under_way:
+            raise error
+        if (self.path, self.folder) not in _passed_over:
+            _passed_over.add((self.path, self.folder))
+            warnings.warn(f"{self.folder}: the run goes on without its file: {error}", stacklevel=_CALLER)
+
+    def _made(self, name: str, make: Callable[[Path], object]) -> Path:
+        """The container of that name in ``bases/``: what is there if it is sound, else what ``make`` writes."""
+        place = self.folder / KEPT / name
+        if is_sound(place):
+            return place
+        new = place.with_name(f".{secrets.token_hex(4)}.{name}")
+        try:
+            with writing(place), as_private_as(self.path):
+                place.parent.mkdir(exist_ok=True)
+                make(new)
+                old = stated_seal(place)
+                if old is not None and old != stated_seal(new) and holds_seal(place, old):
+                    place.rename(place.with_name(kept_name(old)))  # its deltas find by the seal what is left of it
+                new.replace(place)
+                sync_directory(place.parent)
+        finally:
+            new.unlink(missing_ok=True)
+        return place
+
+    def _pack(self, target: Path) -> None:
+        policy, options = Policy.of("lossless", (), None, None), Options(self.threads)
+        with open_source(self.path, containers=False, decode=False, nested=self.is_nested) as source:
+            name = source.directory or self.path.name
+            require(is_unicode(name), f"{self.path}: its name is not valid UTF-8, and a container states it; rename it")
+            Compressor(source, plan_bundle(source, policy), options).run(target, policy, force=False)
+
+
+def _copy(container: Path, target: Path) -> None:
+    shutil.copy(container, target)
+    require(is_sound(target), f"{container}: is damaged")
+
+
+@lru_cache(maxsize=1 << 8)
+def _content_name(path: Path, is_nested: bool, _: tuple[tuple[int, int, int], ...]) -> str:
+    digest, buffer = hashlib.sha256(f"{path.name} ".encode(errors="surrogateescape")), memoryview(bytearray(PIECE))
+    with open_source(path, containers=False, decode=False, nested=is_nested) as source:
+        require(source.holds_tensors, f"{path}: holds no tensors, and so no frozen weights")
+        for member in source.opened:
+            size = member.checkpoint.size
+            digest.update(f"{len(member.path)} {member.path} {size}".encode() if source.directory else b"")
+            for offset in range(0, size, PIECE):
+                piece = buffer[: min(PIECE, size - offset)]
+                member.checkpoint.read_into(offset, piece)
+                digest.update(piece)
+        source.check_unchanged()
+    return digest.hexdigest()
