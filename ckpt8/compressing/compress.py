@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -265,6 +266,7 @@ def save(
     >>> ckpt8.save({"model": model.state_dict()}, "model.ckpt8").preset
     'flash'
     """
+    require(not sys.is_finalizing(), "save: the interpreter ends; save before it does, as in atexit", UsageError)
     if not isinstance(target, (str, os.PathLike)):
         if background or base is not None or frozen_from is not None:
             raise UsageError("save: background, base and frozen_from need a path as the target, not a file object")
@@ -281,7 +283,7 @@ def save(
     asked = wanted(base)
     frozen = checked_frozen(frozen_from, asked)
     named = frozen or (asked if isinstance(asked, Path) else None)
-    is_linked = isinstance(asked, Auto) and frozen is None
+    is_linked = isinstance(asked, Auto)
     _check_snapshot(snapshot)
     name = target.stem
     if background:

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -262,10 +263,24 @@ def test_a_failed_save_does_not_stop_the_next(tmp_path, gate):
     assert list(tmp_path.iterdir()) == [target]
 
 
+class Growing:
+    """An object whose pickling changes the dict that holds it, as another thread could."""
+
+    home: ClassVar[dict] = {"w": torch.ones(3)}
+
+    def __reduce__(self):
+        self.home[len(self.home)] = 0
+        return int, ()
+
+
+Growing.home["x"] = Growing()
+
+
 @pytest.mark.parametrize(
     ("tree", "name", "options", "error"),
     [
         ({"w": torch.ones(3), "f": lambda: 0}, "a.ckpt8", {}, UsageError),
+        (Growing.home, "a.ckpt8", {}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"preset": "tiny"}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"stats": False, "max_update_error": 1.0}, UsageError),
         ({"w": torch.ones(3)}, "there.ckpt8", {"force": False}, OutputError),
@@ -472,6 +487,25 @@ print(pending.done(), flush=True)
 def _start(code, *arguments):
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+LATE = """
+import sys, torch, ckpt8
+
+class Late:
+    def __del__(self, save=ckpt8.save, tree={"w": torch.ones(9)}, target=sys.argv[1], in_background=sys.argv[2] == "1"):
+        save(tree, target, background=in_background)
+
+late = Late()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [0, 1])
+def test_a_save_of_an_interpreter_that_ends_is_refused(in_background, tmp_path):
+    _, err = _start(LATE, tmp_path / "a.ckpt8", in_background).communicate(timeout=60)
+    assert "UsageError: save: the interpreter ends" in err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

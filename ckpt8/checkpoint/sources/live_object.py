@@ -148,6 +148,10 @@ def _writing(path: Path) -> Iterator[None]:
         raise UsageError(
             f"the object cannot be pickled: {reason}; save its state, in dicts, lists and tensors"
         ) from exc
+    except RuntimeError as exc:
+        if "during iteration" not in str(exc):
+            raise
+        raise UsageError(f"the object changed while it was saved: {exc}; let other threads wait meanwhile") from exc
     except OSError as exc:
         what = "a temporary file cannot be written; make room there, or set TMPDIR to another directory"
         raise OutputError(f"{path.parent.parent}: {what}") from exc

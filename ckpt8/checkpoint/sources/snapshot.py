@@ -215,10 +215,10 @@ class Walk:
             made = self._made[id(node)] = taken
         elif (kind is dict or kind is OrderedDict) and _UNCHANGING.issuperset(map(type, node)):
             made = self._made[id(node)] = kind()
-            for key, value in node.items():
+            for key, value in list(node.items()):  # another thread may change it meanwhile
                 made[key] = self.copy(value)
             if kind is OrderedDict and (attributes := vars(node)):
-                vars(made).update(self.copy(attributes))
+                made.__dict__ = self.copy(attributes)  # which may stand elsewhere, too
         elif kind is list:
             made = self._made[id(node)] = []
             made.extend(node if _UNCHANGING.issuperset(map(type, node)) else map(self.copy, node))

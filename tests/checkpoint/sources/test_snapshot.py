@@ -43,6 +43,12 @@ def ringed():
     return ring
 
 
+def with_attributes():
+    state = OrderedDict(w=torch.ones(2))
+    state.attribute = state
+    return [vars(state), state, vars(state)]
+
+
 SEVERAL = torch.randn(6, 7)
 PLAIN = {
     "state dict": lambda: linear().state_dict(),
@@ -62,6 +68,7 @@ PLAIN = {
     "shared": shared,
     "ring": ringed,
     "keys": lambda: {1: torch.ones(1), "1": 2, None: 3, 2.5: OrderedDict(a=1), b"x": [1, "a"]},
+    "attributes": with_attributes,
     "large": lambda: [torch.arange(3 << 20), torch.arange(15 << 20, dtype=torch.int16), torch.arange(5)],
     "one tensor": lambda: torch.randn(9),
     "a number": lambda: 3,
