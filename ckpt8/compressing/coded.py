@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.checkpoint.meaning.coded_moments import CodedMoment
+from ckpt8.checkpoint.meaning.coded_moments import CodedMoment, coded_moments
+from ckpt8.checkpoint.meaning.optimizer_state import adam_rule, finite
+from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing.momentum import StepSums
 from ckpt8.container.steps import Origin
@@ -34,6 +36,7 @@ class CodedStep:
     stated: ClassVar[Mapping[str, Origin]] = {"origin": "known"}
     by_value: ClassVar[bool] = True
     is_of_stream: ClassVar[bool] = False
+    unreplayed: ClassVar[str] = "its moments are codes of few bits"
 
     def weighs(self, sums: StepSums) -> float:
         """What the square of an error of a weight counts, on average."""
@@ -42,6 +45,17 @@ class CodedStep:
     def energies(self, lr: float, sums: StepSums) -> StepError:
         """What one step and the errors move, from sums over a tensor."""
         return StepError((lr / self.bias1) ** 2 * sums.square, sums.weight / self.root_bias2**2)
+
+    @classmethod
+    def of(
+        cls, state: Mapping[Any, Any], group: Mapping[Any, Any]
+    ) -> tuple[tuple[int, ...], list[TensorRef], CodedStep] | None:
+        """That of a parameter with its shape and the tensors of its moments; None for other states and settings."""
+        found, rule = coded_moments(state), adam_rule("adam", state, group, finite(state.get("step")))
+        if found is None or isinstance(rule, str):
+            return None
+        shape, *moments = found
+        return shape, [ref for moment in moments for ref in moment.tensors], cls(found[1:], rule.bias1, rule.root_bias2)
 
 
 @dataclass(frozen=True, slots=True)

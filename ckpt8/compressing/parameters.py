@@ -11,11 +11,9 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from ckpt8.checkpoint.meaning.coded_moments import coded_moments
 from ckpt8.checkpoint.meaning.optimizer_state import (
     SavedParameter,
     UpdateRule,
-    adam_rule,
     finite,
     identify_state,
     recognise,
@@ -28,7 +26,7 @@ from ckpt8.checkpoint.tree import Checkpoint, NamedTensor, StorageInfo, TensorRe
 from ckpt8.compressing.coded import CodedStep
 from ckpt8.compressing.momentum import Momentum
 from ckpt8.compressing.plan import OptimizerStep, Parameter, Plan, Replay, Stream, views_of
-from ckpt8.compressing.relative import RelativeStep, shape_of
+from ckpt8.compressing.relative import RelativeStep
 from ckpt8.container.steps import COUNTED, UNCOUNTED
 from ckpt8.core.tensors import DType
 from ckpt8.optim.cards import Card, Form
@@ -67,35 +65,14 @@ def find_parameters(
     return parameters
 
 
-def _relative(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[Parameter]:
-    """The parameter of a matrix of torch's Adafactor, which has statistics for moments; nothing for other states."""
-    keys = ("row_var", "col_var")
-    statistics = [ref for key in keys if isinstance(ref := saved.state.get(key), TensorRef)]
-    step = RelativeStep.of(saved.state, saved.group, saved.state.get("step"))
-    if step is None or saved.state.keys() - SIDE_STATE != set(keys):
-        return
-    if (shape := shape_of(*statistics)) is not None and not any(streams[ref.key].lossy for ref in statistics):
-        squares = [(streams[ref.key].storage, ref) for ref in statistics]
-        yield Parameter(saved.name, {}, None, "its state has no first moment", shape, squares=squares, measure=step)
-
-
 def _without_streams(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[Parameter]:
-    """The parameter of a state whose moments are no streams: of torch's Adafactor, or of Adam in codes."""
-    if saved.whole is None:
-        yield from _relative(streams, saved)
-        yield from _coded(streams, saved)
-
-
-def _coded(streams: Mapping[str, Stream], saved: SavedParameter) -> Iterator[Parameter]:
-    """The parameter whose moments are codes that a container keeps as they are; nothing for other states."""
-    if (found := coded_moments(saved.state)) is None:
-        return
-    shape, *moments = found
-    rule = adam_rule("adam", saved.state, saved.group, finite(saved.state.get("step")))
-    squares = [(streams[ref.key].storage, ref) for moment in moments for ref in moment.tensors]
-    if isinstance(rule, UpdateRule) and not any(streams[ref.key].lossy for _, ref in squares):
-        step = CodedStep(found[1:], rule.bias1, rule.root_bias2)
-        yield Parameter(saved.name, {}, None, "its moments are codes of few bits", shape, squares=squares, measure=step)
+    """The parameter of a state whose moments are no streams: of Adafactor, or of Adam in codes."""
+    found = RelativeStep.of(saved.state, saved.group) or CodedStep.of(saved.state, saved.group)
+    if found is not None and saved.whole is None:
+        shape, refs, step = found
+        squares = [(streams[ref.key].storage, ref) for ref in refs]
+        if not any(streams[ref.key].lossy for ref in refs):
+            yield Parameter(saved.name, {}, None, step.unreplayed, shape, squares=squares, measure=step)
 
 
 def _replayed_slots(card_and_form: tuple[Card, Form] | None) -> Mapping[str, str]:
@@ -350,7 +327,8 @@ def _step(parameter: Parameter, state: SavedParameter) -> OptimizerStep | str:
     measure = parameter.measure
     if measure is None and (parameter.rule is None or parameter.rule.kind not in COUNTED):
         return parameter.reason or UNCOUNTED
-    lr = _rate(group)
+    # A rate that the optimizer finds itself is the only one.
+    lr = measure.most if isinstance(measure, RelativeStep) and group.get("relative_step") else _rate(group)
     if isinstance(lr, str):
         return lr
     betas = setting(group, "betas") if measure is None else (0.0, 0.0)

@@ -303,7 +303,7 @@ def read_beside(source: Checkpoint, parameter: Parameter) -> SecondRoots | Coded
     """What weighs the weights of a parameter without streams of moments. Raises InputError."""
     if not isinstance(parameter.measure, CodedStep):
         rows, columns = (read_tensor(source, *where) for where in parameter.squares)
-        return SecondRoots(rows.squeeze(-1), columns.squeeze(-2))
+        return SecondRoots(rows.reshape(parameter.shape[:-1]), columns.reshape(*parameter.shape[:-2], -1))
     storages = {ref.key: storage for storage, ref in parameter.squares}
     return CodedMoments(*(_read_codes(source, moment, storages) for moment in parameter.measure.moments))
 

@@ -1,4 +1,4 @@
-"""Errors in steps of torch's Adafactor, whose steps go with the size of the weights. It has no momentum.
+"""Errors in steps of Adafactor without momentum, whose steps may go with the size of the weights.
 
 Second moments of a matrix are row and column statistics R and C: v = R (x) C / mean(R). An element counts as v does, as
 with other second moments. One step moves each element of a tensor by p, an estimate of its root mean square:
@@ -9,6 +9,10 @@ with other second moments. One step moves each element of a tensor by p, an esti
 
 An update is a gradient divided by sqrt(v), clipped to a root mean square of d: it has one near 1. Where gradients are
 smaller than eps1, which is .0078 for weights in bf16, it is divided by eps1 instead.
+
+That is torch's. The one of transformers adds its eps1 to squares. With a ``relative_step`` its rate is
+min(.01, 1 / sqrt(t)), or min(1e-6 t, 1 / sqrt(t)) with ``warmup_init``, else that of the group alone; and
+max(eps2, rms(w)) is 1 where it does not scale parameters.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from ckpt8.checkpoint.meaning.optimizer_state import LARGEST_STEP, finite
+from ckpt8.checkpoint.meaning.optimizer_state import LARGEST_STEP, finite, parameter_shape
 from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.error_stats import StepError, larger
 from ckpt8.compressing.momentum import StepSums
 from ckpt8.container.steps import Origin
+from ckpt8.optim.known_optimizers import SIDE_STATE, TENSORS
 
 _LEAST_MEAN = 2.0**-1000
 """What the mean of row statistics counts at least, so that v is zero where all of them are."""
@@ -40,17 +45,20 @@ _LARGEST = 1e100
 class RelativeStep:
     """How Adafactor moves one tensor: by ``reach`` times the size of its weights, which is ``least`` at least.
 
-    ``most`` is the largest learning rate, ``floor`` the least divisor of a gradient.
+    ``most`` is the largest learning rate, ``floor`` the least divisor of a gradient. All sizes are 1 unless it
+    ``is_scaled``.
     """
 
     reach: float
     least: float
     most: float
     floor: float
+    is_scaled: bool = True
 
     stated: ClassVar[Mapping[str, Origin]] = {"origin": "estimate"}
     by_value: ClassVar[bool] = True
     is_of_stream: ClassVar[bool] = True
+    unreplayed: ClassVar[str] = "its state has no first moment"
 
     def weighs(self, sums: StepSums) -> float:
         """What the square of an error of a weight counts, on average."""
@@ -60,34 +68,48 @@ class RelativeStep:
         """What one step and the errors move, from sums over a tensor."""
         if not sums.count:
             return StepError()
-        size = larger(self.least, math.sqrt(sums.square / sums.count))
+        size = larger(self.least, math.sqrt(sums.square / sums.count)) if self.is_scaled else 1.0
         divided = math.sqrt(sums.second / sums.count) / self.floor if self.floor else 1.0
         step = size * min(lr, self.most) * min(self.reach, divided)
         return StepError(step * step * sums.second, sums.weight)
 
     @classmethod
-    def of(cls, state: Mapping[Any, Any], group: Mapping[Any, Any], step: object) -> RelativeStep | None:
-        """That of a matrix with this state of torch's Adafactor; None for other states and settings."""
-        rows, columns, eps = state.get("row_var"), state.get("col_var"), group.get("eps")
-        if not (isinstance(rows, TensorRef) and isinstance(columns, TensorRef) and "beta2_decay" in group):
+    def of(
+        cls, state: Mapping[Any, Any], group: Mapping[Any, Any]
+    ) -> tuple[tuple[int, ...], list[TensorRef], RelativeStep] | None:
+        """That of a matrix of Adafactor with its shape and its statistics; None for other states and settings."""
+        found, eps, count = _statistics_of(state), group.get("eps"), finite(state.get("step")) or 0.0
+        if found is None or not 1 <= count <= LARGEST_STEP or not isinstance(eps, (tuple, list)) or len(eps) != 2:
             return None
-        if not isinstance(eps, (tuple, list)) or len(eps) != 2 or shape_of(rows, columns) is None:
+        if "row_var" in state and "beta2_decay" in group:
+            floor = torch.finfo(found[1][0].dtype.torch).eps if eps[0] is None else eps[0]
+            given, most = (group.get("d"), eps[1], floor), 1 / math.sqrt(count)
+        elif group.get("beta1", "") is None and "relative_step" in group:
+            relative = min(1e-6 * count if group.get("warmup_init") else 1e-2, 1 / math.sqrt(count))
+            given, most = (group.get("clip_threshold"), eps[1], 0), relative if group["relative_step"] else math.inf
+        else:
             return None
-        floor = torch.finfo(rows.dtype.torch).eps if eps[0] is None else finite(eps[0])
-        least, clip, count = finite(eps[1]), finite(group.get("d")), finite(step)
-        if floor is None or least is None or clip is None or count is None:
+        numbers = [number for number in map(finite, given) if number is not None]
+        if len(numbers) < len(given) or not (numbers[0] > 0 <= min(numbers) and numbers[1] <= _LARGEST):
             return None
-        if not (floor >= 0 and 0 <= least <= _LARGEST and clip > 0 and 1 <= count <= LARGEST_STEP):
-            return None
-        return cls(min(1.0, clip), least, 1 / math.sqrt(count), floor)
+        clip, least, floor = numbers
+        return *found, cls(min(1.0, clip), least, most, floor, group.get("scale_parameter") is not False)
 
 
-def shape_of(rows: TensorRef, columns: TensorRef) -> tuple[int, ...] | None:
-    """The shape of the matrices with these statistics; None where they do not fit, are empty, or are no floats."""
-    one, other = rows.shape, columns.shape
-    fits = len(one) == len(other) >= 2 and one[:-2] == other[:-2] and one[-1] == other[-2] == 1
-    known = all(ref.dtype.is_plane_float and ref.numel and is_dense(ref) for ref in (rows, columns))
-    return (*one[:-1], other[-1]) if fits and known else None
+def _statistics_of(state: Mapping[Any, Any]) -> tuple[tuple[int, ...], list[TensorRef]] | None:
+    """The shape of a matrix, and its row and column statistics, in a state that has no other tensors.
+
+    None where they do not fit, are empty, or are no floats.
+    """
+    keys = ("row_var", "col_var") if "row_var" in state else ("exp_avg_sq_row", "exp_avg_sq_col")
+    refs, shape = [ref for key in keys if isinstance(ref := state.get(key), TensorRef)], parameter_shape(state)
+    if shape is None or len(shape) < 2 or len(refs) < 2 or state.keys() - SIDE_STATE != set(keys):
+        return None
+    fit = all(
+        ref.shape == TENSORS[key].shape(shape) and ref.dtype.is_plane_float and ref.numel and is_dense(ref)
+        for key, ref in zip(keys, refs, strict=True)
+    )
+    return (shape, refs) if fit else None
 
 
 class SecondRoots(Confidence):

@@ -38,7 +38,7 @@ MORE = {
     ("torchao.optim", "AdamW8bit"): "adam",
     ("torchao.optim", "AdamW4bit"): "adam",
     ("torchao.optim", "AdamWFp8"): "adam",
-    ("transformers.optimization", "Adafactor"): "",
+    ("transformers.optimization", "Adafactor"): "adafactor",
 }
 """The rule of other classes by package and name; none where steps are not counted."""
 
@@ -97,7 +97,9 @@ class Run:
                 ]
                 self.optimizers = [kind(split)]
             else:
-                with mock.patch.dict(kit.SETTINGS, {"Lion": {"lr": 1e-3}}):
+                with mock.patch.dict(
+                    kit.SETTINGS, {"Lion": {"lr": 1e-3}, "Adafactor": {"lr": 1e-2, "relative_step": False}}
+                ):
                     self.optimizers = [kit.build(kind, self.model)]
 
     @property
@@ -182,8 +184,11 @@ def energies(
     return (0.0, 0.0, 0.0, 0.0) if own is None else own(group, state, back, w, restored - w, whole or tuple(w.shape))
 
 
-def second_moment(rows: Tensor, columns: Tensor) -> Tensor:
-    """What averages over columns and rows of squares stand for; both keep their dimensions."""
+def second_moment(state: Mapping[str, Any], name: str = "exp_avg_sq") -> Tensor:
+    """What averages over columns and rows of squares stand for."""
+    torchs = "row_var" in state
+    rows = state["row_var"] if torchs else state[f"{name}_row"].unsqueeze(-1)
+    columns = state["col_var"] if torchs else state[f"{name}_col"].unsqueeze(-2)
     return rows.double() @ columns.double() / rows.double().mean(-2, keepdim=True).clamp_min(1e-300)
 
 
@@ -216,10 +221,7 @@ def _prodigy(group, state, back, w, dw, whole) -> Energies:
 def _came(group, state, back, w, dw, whole) -> Energies:
     if "exp_avg_sq_row" not in state:
         return 0.0, 0.0, 0.0, 0.0
-    v, confidence = (
-        second_moment(state[f"{name}_row"].unsqueeze(-1), state[f"{name}_col"].unsqueeze(-2))
-        for name in ("exp_avg_sq", "exp_avg_res")
-    )
+    v, confidence = (second_moment(state, name) for name in ("exp_avg_sq", "exp_avg_res"))
     (m, *_), (again, *_) = moments(state), moments(back)
     lr, b1 = group["lr"], group["betas"][0]
     return (
@@ -231,15 +233,21 @@ def _came(group, state, back, w, dw, whole) -> Energies:
 
 
 def _adafactor(group, state, back, w, dw, whole) -> Energies:
-    """Of a matrix: it moves by the size of its weights."""
-    if "row_var" not in state:
+    """Of a matrix: it moves by the size of its weights, that of transformers if it scales parameters."""
+    if not {"row_var", "exp_avg_sq_row"} & state.keys():
         return 0.0, 0.0, 0.0, 0.0
-    v = second_moment(state["row_var"], state["col_var"])
-    least = torch.finfo(state["row_var"].dtype).eps if group["eps"][0] is None else group["eps"][0]
-    size = max(group["eps"][1], float(w.square().mean().sqrt()))
-    rate = min(float(group["lr"]), 1 / math.sqrt(float(state["step"])))
-    step = size * rate * min(1, group["d"], float(v.mean().sqrt()) / least)
-    return step**2 * float(v.sum()), float((v * dw.square()).sum()), 0.0, 0.0
+    clip, size, step = (
+        group.get("clip_threshold", group.get("d")),
+        float(w.square().mean().sqrt()),
+        float(state["step"]),
+    )
+    rate = float(group["lr"] or min(1e-6 * step if group["warmup_init"] else 1e-2, 1 / math.sqrt(step)))
+    size, v = max(group["eps"][1], size) if group.get("scale_parameter", True) else 1.0, second_moment(state)
+    if "row_var" in state:
+        least = torch.finfo(state["row_var"].dtype).eps if group["eps"][0] is None else group["eps"][0]
+        clip, rate = min(clip, float(v.mean().sqrt()) / least), min(rate, 1 / math.sqrt(step))
+    moved = size * rate * min(1, clip)
+    return moved**2 * float(v.sum()), float((v * dw.square()).sum()), 0.0, 0.0
 
 
 def momentum_of(rule: str, group: Mapping[str, Any], shape: tuple[int, ...], mean_square: float) -> list[float]:

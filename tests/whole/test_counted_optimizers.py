@@ -30,10 +30,7 @@ REFUSED = {
         [("optimi", "AdamW"), ("optimi", "Adam")],
         "optimi's Adam, AdamW and RAdam write the same, and their steps still differ at this step",
     ),
-    **dict.fromkeys(
-        [("bitsandbytes.optim", "Lion8bit"), ("transformers.optimization", "Adafactor")],
-        "no optimizer in the file is known to update these weights",
-    ),
+    ("bitsandbytes.optim", "Lion8bit"): UNMOVED,
 }
 """Why the weights of a young run have no budget."""
 
