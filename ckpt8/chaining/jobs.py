@@ -245,6 +245,12 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
     remove: bool = False
 
+    def removes(self, source: Path) -> bool:
+        """Whether a source goes once it is compressed: never what ``frozen_from`` names, nor a directory with that."""
+        named = self.options.get("frozen_from")
+        file = None if named is None else Path(named).resolve()
+        return self.remove and (file is None or source.resolve() not in (file, *file.parents))
+
     def difference(self, manifest: Manifest) -> str | None:
         """How a container is not what these settings make, by what it states; None where it is."""
         preset, budget, rules, bound = map(self.options.get, ("preset", "budget", "rules", "max_update_error"))
@@ -342,7 +348,7 @@ class Job:
         """Bytes that will be read; 0 for a source that cannot be read."""
         try:
             # ``verify`` reads it twice: it decodes as many bytes, then compares them.
-            times = (not self.present) + 2 * (self.doubted + self._is_removed)
+            times = (not self.present) + 2 * (self.doubted + self.settings.removes(self.source))
             return 0 if self.problem else size_of(self.aside or self.source) * times
         except Ckpt8Error:
             return 0
@@ -354,7 +360,7 @@ class Job:
             return outcome
         with noting_replaced() as replaced:
             try:
-                if self.aside is None and self._is_removed:
+                if self.aside is None and self.settings.removes(self.source):
                     refuse_removal(self.source)
                 if dry:
                     self._preview(outcome)
@@ -373,7 +379,7 @@ class Job:
         if not outcome.present:
             compress(self.source, self._named_target, **self.settings.options, force=self.force, progress=progress)
         self._read(outcome)
-        if self._is_removed:
+        if self.settings.removes(self.source):
             remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
             outcome.removed = True
 
@@ -408,14 +414,7 @@ class Job:
             outcome.bytes, outcome.predicted = predicted_bytes(
                 self.source, Policy.of(preset, rules or (), budget, bound), options.get("threads")
             )
-        outcome.would_remove = self._is_removed
-
-    @property
-    def _is_removed(self) -> bool:
-        """Whether the source goes once it is compressed: never what ``frozen_from`` names, nor a directory of that."""
-        named = self.settings.options.get("frozen_from")
-        file = None if named is None else Path(named).resolve()
-        return self.settings.remove and (file is None or self.source.resolve() not in (file, *file.parents))
+        outcome.would_remove = self.settings.removes(self.source)
 
     @property
     def _named_target(self) -> Path | None:
@@ -431,7 +430,7 @@ class Job:
         source, container, threads = self.source, self.target, self.settings.options.get("threads")
         is_partial = aside.name.endswith(_PARTIAL)
         try:
-            require(self._is_removed, "--frozen-from names it")
+            require(self.settings.removes(self.source), "--frozen-from names it")
             require(self.present, "the container that it was verified against is not here")
             if is_partial:
                 for path in _needed(container):

@@ -307,8 +307,9 @@ def _compress_one(
         from ckpt8.chaining.jobs import Settings, finishing
         from ckpt8.cli.jobs import run_jobs
 
-        jobs = finishing(src.parent, [target.parent], Settings(options, remove))
-        finished = run_jobs([jobs], "finish", quiet=as_json)
+        settings = Settings(options, remove)
+        finished = run_jobs([finishing(src.parent, [target.parent], settings)], "finish", quiet=as_json)
+        remove = settings.removes(src)
         left = finished.to_json()
     rows = left.get("checkpoints", [])
     if as_json:

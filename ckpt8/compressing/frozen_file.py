@@ -15,6 +15,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from ckpt8.container.bases import KEPT, files_of, kept_name
 from ckpt8.container.header import holds_seal, is_meant_as_container, stated_seal
 from ckpt8.container.kept_bases import KeptBases, is_sound, stated_bases
 from ckpt8.core.errors import Ckpt8Error, require
-from ckpt8.core.files.atomic import PIECE, as_private_as, refuse_source, sync_directory, writing
+from ckpt8.core.files.atomic import PIECE, as_private_as, refuse_source, rename_new, sync_directory, writing
 from ckpt8.core.files.source_file import reading
 from ckpt8.core.json_text import is_unicode
 
@@ -126,7 +127,8 @@ class FrozenFile:
                 make(new)
                 old = stated_seal(place)
                 if old is not None and old != stated_seal(new) and holds_seal(place, old):
-                    place.rename(place.with_name(kept_name(old)))  # its deltas find by the seal what is left of it
+                    with suppress(FileExistsError):  # its deltas find by the seal what is left of it
+                        rename_new(place, place.with_name(kept_name(old)))
                 new.replace(place)
                 sync_directory(place.parent)
         finally:

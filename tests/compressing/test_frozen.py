@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import warnings
@@ -16,6 +17,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 import ckpt8
+from ckpt8.compressing import compressor
+from ckpt8.container.bases import kept_name
 from ckpt8.container.header import stated_seal
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.core.errors import InputError, UsageError
@@ -309,6 +312,24 @@ def test_the_packed_file_is_made_again(run, what, again):
         assert all(is_exact(f"{name}.ckpt8", f"{name}.pt", layer) for layer in range(LAYERS))
 
 
+def test_what_is_left_of_a_packed_file_of_another_version_stays(run, monkeypatch):
+    """A new one has another seal, so that the old containers need the old one."""
+    (run / "base.ckpt8").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(compressor, "__version__", "0.0.9")
+        ckpt8.compress("run.pt", frozen_from="base.safetensors")
+    (packed,) = (run / "bases").iterdir()
+    seal = stated_seal(packed)
+    damaged(packed, packed.stat().st_size // 2)
+    left = packed.read_bytes()
+    ckpt8.compress("later.pt", frozen_from="base.safetensors")
+    assert (run / "bases" / kept_name(seal)).read_bytes() == left
+    assert all(is_exact("later.ckpt8", "later.pt", layer) for layer in range(LAYERS))
+    ckpt8.restore("run.ckpt8", "restored.pt", salvage=True, force=True)
+    original, model = (torch.load(name)["model"] for name in ("run.pt", "restored.pt"))
+    assert sum(torch.equal(original[name], model[name]) for name in map(frozen_name, range(LAYERS))) == LAYERS - 1
+
+
 @pytest.mark.parametrize("base", ["auto", None])
 @pytest.mark.parametrize("why", ["gone", "matches nothing"])
 def test_a_run_goes_on_without_the_file(tmp_path, monkeypatch, why, base):
@@ -355,7 +376,7 @@ def test_a_chain_keeps_a_frozen_weight_that_was_edited(run):
 
 
 @pytest.mark.parametrize("named", ["run.pt", "checkpoint-5/model.safetensors"])
-def test_the_file_itself_is_never_removed(run, named):
+def test_the_file_itself_is_never_removed(run, run_command, named):
     write_trainer(torch.load("run.pt"), run / "checkpoint-5", None)
     source = run / named.partition("/")[0]
     outcomes = ckpt8.chain(run, rest=0, remove=True, frozen_from=named)
@@ -365,6 +386,8 @@ def test_the_file_itself_is_never_removed(run, named):
     source.rename(run / f".{source.name}.{stated_seal(source.with_suffix('.ckpt8'))[:16]}.ckpt8-removed")
     (outcome, *_) = ckpt8.chain(run, rest=0, remove=True, frozen_from=named)
     assert f"--frozen-from names it; {source.name} is back" in str(outcome.error)
+    status, out, _ = run_command("compress", source, "-o", "one.ckpt8", "--remove", "--frozen-from", named, "--json")
+    assert (status, json.loads(out.splitlines()[-1])["removed"]) == (0, False)
     assert (run / named).is_file()
 
 
