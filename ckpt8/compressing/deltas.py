@@ -566,7 +566,7 @@ def choose_base(
 
     Where none is, the file of ``frozen_from`` becomes the base of the weights that it holds bit for bit. Without it, or
     where it is missing or holds none while the run is under way, that is the first file of the chain before. A file of
-    a chain holds all other frozen weights exactly itself.
+    a chain, and one without such a base, holds all other frozen weights exactly itself.
     """
     reason = None
     if isinstance(asked, Auto) and _may_be_linked(asked, target):
@@ -589,6 +589,8 @@ def choose_base(
             if frozen and (kept is None or _links(kept, base.path, target, is_needed=only_linked)):
                 yield replace(plan, by_index=plan.by_index | frozen), base, None
                 return
+    if frozen_from is not None:
+        plan = replace(plan, by_index=plan.by_index | kept_frozen(plan, source, policy))
     yield plan, None, reason
 
 
