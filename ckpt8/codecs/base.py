@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 from ckpt8.core import backend as backends
-from ckpt8.core.arrays import array_of, arrays_of
+from ckpt8.core.arrays import Array, Arrays, as_array, as_arrays, as_tensor, as_tensors, empty
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
@@ -212,8 +212,8 @@ class Codec(ABC):
             parts[name].copy_(earlier[: parts[name].numel()])
         given = {"given": True} if taken else {}
         if used == "numba":
-            keywords = self._keywords("encode", first, arrays_of(companions), slice(0, flat.numel()))
-            kernel(array_of(flat), arrays_of(parts), **keywords, **given)
+            keywords = self._keywords("encode", first, as_arrays(companions), slice(0, flat.numel()))
+            kernel(as_array(flat), as_arrays(parts), **keywords, **given)
             return parts
         for run, tile in self._tiles(spec, parts, used):
             kernel(flat[run], tile, **self._keywords("encode", first, companions, run), **given)
@@ -241,12 +241,43 @@ class Codec(ABC):
             # As bytes: torch warns of new tensors of some element types, but not of views.
             out = any_part.new_empty(spec.numel * spec.dtype.itemsize, dtype=DType.UINT8.torch).view(spec.dtype.torch)
         if used == "numba":
-            keywords = self._keywords("decode", first, arrays_of(companions), slice(0, spec.numel))
-            kernel(arrays_of(parts), array_of(out), **keywords)
+            keywords = self._keywords("decode", first, as_arrays(companions), slice(0, spec.numel))
+            kernel(as_arrays(parts), as_array(out), **keywords)
             return out
         for run, tile in self._tiles(spec, parts, used):
             kernel(tile, out[run], **self._keywords("decode", first, companions, run))
         return out
+
+    def decode_arrays(
+        self,
+        parts: Arrays,
+        spec: TensorSpec,
+        out: Array,
+        *,
+        backend: backends.Backend,
+        first: int = 0,
+        companions: Arrays = NO_COMPANIONS,
+    ) -> None:
+        """Fill ``out`` as ``decode`` does, from arrays: by the kernels of numba, or by torch."""
+        if backend != "numba":
+            given = as_tensors(companions)
+            self.decode(
+                as_tensors(parts), spec, out=as_tensor(out, spec.dtype), backend="torch", first=first, companions=given
+            )
+        elif spec.numel:
+            keywords = self._keywords("decode", first, companions, slice(0, spec.numel))
+            self.kernel("decode", "numba")(parts, out, **keywords)
+
+    def encode_arrays(
+        self, x: Array, spec: TensorSpec, *, backend: backends.Backend, first: int = 0
+    ) -> dict[str, Array]:
+        """The parts of elements as ``encode`` makes them, for a codec without companions. Raises RefusedError."""
+        if backend != "numba":
+            return as_arrays(self.encode(as_tensor(x, spec.dtype), backend="torch", first=first))
+        parts = {name: empty(part.numel, part.dtype) for name, part in self.layout(spec).items()}
+        if spec.numel:
+            self.kernel("encode", "numba")(x, parts, **self._keywords("encode", first, {}, slice(0, spec.numel)))
+        return parts
 
     def tile(self, parts: Parts, dtype: DType, first: int, run: slice) -> Parts:  # noqa: ARG002
         """Views of ``parts``, those of a chunk, that decode to its elements ``run``, from a multiple of 32 on.
@@ -334,8 +365,8 @@ class Codec(ABC):
         """Whether a packed optimizer can keep this part of its state with it."""
         return False
 
-    def upper(self, parts: Parts) -> torch.Tensor:
-        """The bf16 rounding (nearest, ties to even) of the fp32 elements, flat, from ``upper_parts``."""
+    def upper(self, parts: Arrays) -> Array:
+        """The bits of the bf16 rounding (nearest, ties to even) of the fp32 elements, from ``upper_parts``."""
         raise NotImplementedError
 
     def group_scales(self, parts: Parts) -> torch.Tensor | None:  # noqa: ARG002

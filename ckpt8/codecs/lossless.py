@@ -42,8 +42,12 @@ class Lossless(Codec):
         plane = PartSpec(DType.UINT8, spec.numel)
         return {f"plane{k}": plane for k in range(spec.dtype.itemsize)}
 
-    def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:  # noqa: ARG002
-        """The function of this module: it is the only one for all backends."""
+    def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
+        """The function of this module for tensors, that of ``planes_numba`` for arrays."""
+        if backend == "numba":
+            from ckpt8.codecs import planes_numba
+
+            return planes_numba.decode
         return encode if direction == "encode" else decode
 
     def trains(self, key: StateKey) -> bool:

@@ -24,8 +24,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Copied, Run
 from ckpt8.core import backend as backends
+from ckpt8.core.arrays import Array, Arrays, narrowed, widened
 from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
@@ -43,11 +46,6 @@ _SIGN, _NAN = -(1 << 15), 0x7E00
 _LARGEST = 1 << 62
 
 
-def fill_padding(out: torch.Tensor, bits: int) -> None:
-    """Give every element of a tensor of 16-bit floats the ``bits``."""
-    out.view(DType.INT16.torch).fill_(bits - (bits >> 15 << 16))
-
-
 def round_to(dtype: DType, x: torch.Tensor) -> torch.Tensor:
     """fp32 elements rounded to bf16 or fp16: to nearest, ties to even, as ``reference/2`` says it of each."""
     from ckpt8.codecs.split24.reference import round_masters
@@ -56,6 +54,16 @@ def round_to(dtype: DType, x: torch.Tensor) -> torch.Tensor:
         return round_masters(x)
     sign = (x.view(DType.INT32.torch) >> 16).to(DType.INT16.torch) & _SIGN
     return _bits(x.to(DType.FLOAT16.torch)).where(~x.isnan(), sign | _NAN).view(DType.FLOAT16.torch)
+
+
+def rounded_bits(dtype: DType, x: Array) -> Array:
+    """The bits of ``round_to`` of an array."""
+    if dtype is DType.BFLOAT16:
+        return narrowed(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = x.astype(np.float16).view(np.uint16)
+    is_nan, sign = np.isnan(x), (x.view(np.uint32) >> 16).astype(np.uint16) & np.uint16(1 << 15)
+    return np.where(is_nan, sign | np.uint16(_NAN), bits)
 
 
 def _run(value: Any) -> Run:
@@ -125,6 +133,19 @@ class Reference(Codec, Copied):
         backends.resolve(backend)
         return parts[ROUNDED].clone() if out is None else out.copy_(parts[ROUNDED])
 
+    def decode_arrays(
+        self,
+        parts: Arrays,
+        spec: TensorSpec,  # noqa: ARG002
+        out: Array,
+        *,
+        backend: backends.Backend,  # noqa: ARG002
+        first: int = 0,  # noqa: ARG002
+        companions: Arrays = NO_COMPANIONS,  # noqa: ARG002
+    ) -> None:
+        """Fill ``out`` with the copy, from the part ``rounded``."""
+        out[:] = parts[ROUNDED]
+
     @property
     def copied(self) -> Reference:
         """Itself, with its runs."""
@@ -168,6 +189,20 @@ class HalfReference(Reference):
         # int16 wraps around, as the format says.
         copy = (_half_bits(parts[ROUNDED]) + parts[DELTA].to(DType.INT16.torch)).view(spec.dtype.torch)
         return copy if out is None else out.copy_(copy)
+
+    def decode_arrays(
+        self,
+        parts: Arrays,
+        spec: TensorSpec,  # noqa: ARG002
+        out: Array,
+        *,
+        backend: backends.Backend,  # noqa: ARG002
+        first: int = 0,  # noqa: ARG002
+        companions: Arrays = NO_COMPANIONS,  # noqa: ARG002
+    ) -> None:
+        """Fill ``out`` with the copy, from the differences and the part ``rounded``."""
+        # uint16 wraps around, as the format says.
+        out[:] = rounded_bits(DType.FLOAT16, widened(parts[ROUNDED])) + parts[DELTA].astype(np.uint16)
 
 
 @dataclass(frozen=True)

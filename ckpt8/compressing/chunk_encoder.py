@@ -13,7 +13,7 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Copied, Run
-from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
+from ckpt8.codecs.rounded_copy import ROUNDED, round_to
 from ckpt8.compressing.deltas import OpenBase
 from ckpt8.compressing.lockstep import Lockstep
 from ckpt8.compressing.measure import UnitErrors
@@ -94,7 +94,7 @@ def rounded_masters(
     for run in copied.cut(first, count):
         if run.storage is None:
             pieces.append(torch.empty(run.length, dtype=dtype.torch))
-            fill_padding(pieces[-1], run.start)
+            pieces[-1].view(torch.int16).fill_(run.start - (run.start >> 15 << 16))
         else:
             pieces.append(round_to(dtype, master(run)))
     return torch.cat([piece.to(pieces[0].device) for piece in pieces]) if len(pieces) != 1 else pieces[0]

@@ -47,6 +47,7 @@ from ckpt8.container.kept_bases import KeptBases, containers_in, drop_unneeded, 
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded
+from ckpt8.core.arrays import as_tensors
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import Ckpt8Error, InputError, RefusedError, UsageError
 from ckpt8.core.json_text import is_unicode
@@ -92,7 +93,7 @@ class OpenBase(Closing):
     def parts(self, storage: int, chunk: int, codec: Codec) -> Parts:
         """What the parts of a chunk under ``codec`` count from. Raises BrokenBaseError. Thread-safe."""
         try:
-            return self.reader.parts_under(codec, storage, chunk)
+            return as_tensors(self.reader.parts_under(codec, storage, chunk))
         except InputError as exc:
             raise BrokenBaseError(exc.problem) from exc
 

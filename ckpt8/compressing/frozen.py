@@ -113,7 +113,7 @@ def _is_equal(stream: Stream, source: Bundle, base: OpenBase, index: int) -> Ite
 def _stored(base: OpenBase, index: int, chunk: int) -> torch.Tensor:
     """The decoded elements of a chunk."""
     reader = base.reader
-    return LOSSLESS.decode(base.parts(index, chunk, LOSSLESS), reader.chunk_spec(index, chunk), backend=reader.backend)
+    return LOSSLESS.decode(base.parts(index, chunk, LOSSLESS), reader.chunk_spec(index, chunk))
 
 
 def _digest(elements: torch.Tensor) -> bytes:

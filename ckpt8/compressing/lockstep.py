@@ -12,9 +12,10 @@ import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import TILE
-from ckpt8.codecs.vscaled.reference import expand
+from ckpt8.codecs.vscaled.statistics import expand
 from ckpt8.compressing.measure import ChunkErrors, ErrorMeter, UnitErrors
 from ckpt8.compressing.plan import Unit, read_elements
+from ckpt8.core.arrays import as_array
 from ckpt8.core.backend import Backend, for_checkpoint, on_cpu, resolve
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Parts, TensorSpec
@@ -104,7 +105,8 @@ class _Chunk:
                     read_elements(source, storage, DType.FLOAT32, 0, storage.nbytes // DType.FLOAT32.itemsize)
                     for storage in (source.storages[factors.rows], source.storages[factors.columns])
                 )
-                self._expanded[k][name] = expand(factors, rows, columns, first, self.numel).to(self._device)
+                elements = expand(factors, as_array(rows), as_array(columns), first, self.numel)
+                self._expanded[k][name] = torch.from_numpy(elements).to(self._device)
 
     def measure(self, done: int, parts: Sequence[Parts], errors: ChunkErrors | None, *, encodes: bool) -> UnitErrors:
         """The errors of the chunk, if any are wanted; its first ``done`` elements are already in ``errors``.

@@ -12,8 +12,9 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt8.codecs import Codec
 from ckpt8.container import header
@@ -21,13 +22,11 @@ from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count, 
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Pack, StorageRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.grouping import grouped
-from ckpt8.core.tensors import Parts
-
-if TYPE_CHECKING:
-    import torch
+from ckpt8.core.tensors import DType
 
 _ENTRIES_TRIED, _ENTRIES_GUESSED = 64, 8
 _SMALLEST_FRAME = 8
@@ -35,6 +34,10 @@ _SMALLEST_FRAME = 8
 
 _ENTRY_END, _METADATA_END, _TYPE = b']},"', b'"},"', b'":{"dtype":"U8","shape":['
 _OFFSETS = re.compile(rb"\d{1,17}\],\"data_offsets\":\[(\d{1,17}),(\d{1,17})(?:\]\}\} *)?")
+
+
+_NANS = {DType.FLOAT64: nan, DType.FLOAT32: nan, DType.BFLOAT16: 0x7FC0, DType.FLOAT16: 0x7E00}
+"""NaN as an array holds it, by the type of the elements."""
 
 
 class DamagedContainer(ContainerReader):
@@ -70,14 +73,14 @@ class DamagedContainer(ContainerReader):
             for first, last in zip(firsts, lasts, strict=True)
         ]
 
-    def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
+    def decode_chunk(self, storage: int, chunk: int, out: Array) -> Arrays:
         """Decode a chunk into ``out``. A lost one becomes NaN, or 0 in integers and 8-bit floats; it has no parts."""
         if chunk not in self.lost.get(storage, ()):
             return super().decode_chunk(storage, chunk, out)
-        out.fill_(float("nan")) if self.manifest.storages[storage].dtype.is_plane_float else out.zero_()
+        out[:] = _NANS.get(self.manifest.storages[storage].dtype, 0)
         return {}
 
-    def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
+    def fill_chunk(self, storage: int, chunk: int, out: Array) -> None:
         """Fill ``out`` with the elements of a chunk. A lost one becomes NaN, or 0 in integers and 8-bit floats."""
         (self.decode_chunk if chunk in self.lost.get(storage, ()) else super().fill_chunk)(storage, chunk, out)
 

@@ -1,21 +1,20 @@
-"""Decodes storages, tensors and boxes of tensors, and checks every frame by decoding it."""
+"""Decodes storages, tensors and boxes of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
 
-from ckpt8.container.header import FRAME, chunk_count
-from ckpt8.container.manifest import Pack, TensorRecord
+from ckpt8.container.chunks import scratch_chunk
+from ckpt8.container.header import FRAME
+from ckpt8.container.manifest import TensorRecord
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arrays import as_array, as_tensor
 from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import Box, DType, cut_into_boxes, overlap, view_of_box
-from ckpt8.core.workers import Progress, Workers, scratch_elements
-
-Chunk = tuple[int, int]
-"""The index of a storage, and the number of one of its chunks."""
+from ckpt8.core.workers import Workers
 
 
 def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
@@ -23,7 +22,7 @@ def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
     record = reader.manifest.storages[storage]
     out = torch.empty(record.numel, dtype=record.dtype.torch, device="cpu")
     for chunk, start in enumerate(range(0, record.numel, FRAME)):
-        reader.fill_chunk(storage, chunk, out[start : start + FRAME])
+        reader.fill_chunk(storage, chunk, as_array(out[start : start + FRAME]))
     return out
 
 
@@ -85,11 +84,11 @@ def fill_box(
             and not (out.is_conj() or out.is_neg())
             and stored.itemsize <= dtype.itemsize
         ):
-            reader.fill_chunk(storage, chunk, out.view(-1).view(stored.torch))
+            reader.fill_chunk(storage, chunk, as_array(out.view(-1).view(stored.torch)))
             return
-        elements = scratch_tensor(reader, storage, chunk)
-        reader.fill_chunk(storage, chunk, elements)
-        elements = elements.view(dtype.torch)
+        content = scratch_chunk(reader, storage, chunk)
+        reader.fill_chunk(storage, chunk, content)
+        elements = as_tensor(content, dtype)
         for at, (starts, sizes), both in parts:
             own = elements[at : at + prod(sizes)].view(sizes)
             view_of_box(target, both, offsets).copy_(view_of_box(own, both, starts))
@@ -101,43 +100,3 @@ def fill_box(
 def _position(shape: Sequence[int], offsets: Sequence[int]) -> int:
     """Where the element at ``offsets`` is in the flat tensor."""
     return sum(offset * prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
-
-
-def check_frames(
-    reader: ContainerReader,
-    workers: Workers,
-    progress: Progress = lambda _: None,
-    only: Iterable[int] | None = None,
-) -> None:
-    """Read, check and decode every chunk of all storages, or of ``only`` some. Raises InputError naming the tensor."""
-
-    def decode(batch: list[Chunk]) -> int:
-        nbytes = 0
-        for storage, chunk in batch:
-            out = scratch_tensor(reader, storage, chunk)
-            reader.fill_chunk(storage, chunk, out)
-            nbytes += out.numel() * out.element_size()
-        return nbytes
-
-    storages = range(len(reader.manifest.storages)) if only is None else only
-    for nbytes in workers.map(decode, all_chunks(reader, storages)):
-        progress(nbytes)
-
-
-def all_chunks(reader: ContainerReader, storages: Iterable[int]) -> Iterator[list[Chunk]]:
-    """Every chunk of the given storages, in batches for one thread: those of one pack come together."""
-    packs: dict[Pack, list[Chunk]] = {}
-    for index in storages:
-        record = reader.manifest.storages[index]
-        chunks = ((index, chunk) for chunk in range(chunk_count(record.numel)))
-        if record.pack is None:
-            yield from ([chunk] for chunk in chunks)
-        else:
-            packs.setdefault(record.pack, []).extend(chunks)
-    yield from packs.values()
-
-
-def scratch_tensor(reader: ContainerReader, storage: int, chunk: int) -> torch.Tensor:
-    """The buffer of the calling thread, shaped for the elements of one chunk; the next call overwrites it."""
-    spec = reader.chunk_spec(storage, chunk)
-    return scratch_elements("decode", spec.dtype.torch, spec.numel)

@@ -5,23 +5,29 @@ an independent zstd frame with its content size, or the plane itself where zstd 
 stored length tells which. The manifest holds the stored length and the crc32 of the stored bytes.
 """
 
+from __future__ import annotations
+
 import ctypes
 import threading
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 import zstandard
 
 from ckpt8.codecs.lossless import RAW_PART
 from ckpt8.container.checks import PartPlace, check_frame
 from ckpt8.container.header import FRAME, MAX_WINDOW
 from ckpt8.container.manifest import Packing, planes
+from ckpt8.core.arrays import Array, numpy_type
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import SourceFile, crc32
-from ckpt8.core.tensors import Parts, PartSpec
-from ckpt8.core.workers import scratch, scratch_elements
+from ckpt8.core.tensors import DType, Parts, PartSpec
+from ckpt8.core.workers import scratch, scratch_array
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FRAME", "bytes_of", "decode_part", "encode_part", "encode_parts", "host_bytes", "inflate"]
 
@@ -61,6 +67,8 @@ _zstd = _Zstd()
 
 def host_bytes(length: int) -> torch.Tensor:
     """Flat uint8 memory of the host, whatever torch's default device is, for ``bytes_of``."""
+    import torch
+
     return torch.empty(length, dtype=torch.uint8, device="cpu")
 
 
@@ -92,12 +100,12 @@ def encode_part(name: str, part: torch.Tensor, packing: Packing | None = None, *
     """
     size = part.element_size()
     if packing is not None:
-        planes = list(torch.split(part, packing.plane_lengths))
+        planes = list(part.split_with_sizes(packing.plane_lengths))
     elif size == 1:
         planes = [part]
     else:
         # Column by column: as one transposed copy it would take torch seven times as long.
-        columns = part.view(torch.uint8).view(-1, size)
+        columns = part.view(DType.UINT8.torch).view(-1, size)
         planes = [columns[:, k].contiguous() for k in reversed(range(size))]
     compressor = _zstd.raw if name == RAW_PART else _zstd.plane
     worth = WORTH_IT if packing is None else SYMBOLS_WORTH_IT
@@ -138,19 +146,19 @@ def inflate(stored: memoryview, plane: memoryview, where: str) -> None:
     require(got == len(plane), f"{where}: frame holds {got} bytes, expected {len(plane)}")
 
 
-def decode_part(row: torch.Tensor, spec: PartSpec) -> torch.Tensor:
+def decode_part(row: Array, spec: PartSpec) -> Array:
     """The part whose inflated planes ``row`` holds one behind the other, flat; symbols as that row."""
     if spec.is_symbols:
         return row
     size = spec.dtype.itemsize
-    if size == 1:
-        return row.view(spec.dtype.torch)
-    return torch.stack(tuple(reversed(row.view(size, -1).unbind())), dim=1).view(spec.dtype.torch).view(-1)
+    if size > 1:
+        row = np.ascontiguousarray(row.reshape(size, -1)[::-1].T).reshape(-1)
+    return row.view(numpy_type(spec.dtype))
 
 
 def read_part(
     file: SourceFile, place: PartPlace | None, spec: PartSpec, chunk: int, where: str, *, reuse: bool = False
-) -> tuple[torch.Tensor, Packing | None]:
+) -> tuple[Array, Packing | None]:
     """One part of a chunk; if it holds symbols, a row of planes and how they are packed.
 
     With ``reuse`` this row is in a buffer of this thread, until it reads another so. Raises InputError, which begins
@@ -162,8 +170,8 @@ def read_part(
     packing = Packing(place.table.modes[chunk], spec.numel) if spec.is_symbols else None
     lengths = [spec.nbytes // count] * count if packing is None else packing.plane_lengths
     total, at = sum(lengths), 0
-    row = scratch_elements("row", torch.uint8, total) if reuse and packing is not None else host_bytes(total)
-    view = bytes_of(row)
+    row = scratch_array("row", np.uint8, total) if reuse and packing is not None else np.empty(total, np.uint8)
+    view = row.data
     for k, length in enumerate(lengths, chunk * count):
         plane, size = view[at : at + length], place.table.lengths[k]
         # A plane that zstd did not make smaller is stored as it is.

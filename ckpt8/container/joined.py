@@ -36,14 +36,15 @@ from ckpt8.container.sharded import (
     refuse_directory,
     slices_of,
 )
+from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import FilePool
-from ckpt8.core.tensors import DType, Parts
+from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, shown
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def read_index(directory: Path, rank: int | None = None) -> ShardedIndex:
@@ -310,7 +311,7 @@ class JoinedReader(Closing):
         """The codec of a storage, with the numbers that its companions have here. Raises UnsupportedError."""
         return codec_from_config(self.manifest.storages[storage].codec)
 
-    def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
+    def decode_chunk(self, storage: int, chunk: int, out: Array) -> Arrays:
         """Decode one chunk into ``out``, by the container that holds the storage. Returns its parts."""
         at = bisect_right(self._firsts, storage) - 1
         return self.readers[at].decode_chunk(storage - self._firsts[at], chunk, out)

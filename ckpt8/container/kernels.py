@@ -6,10 +6,10 @@ They pack and unpack symbols in a pass over memory for every plane, and take dif
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from ckpt8.codecs.lattice.numba import from_zigzag, zigzag
 from ckpt8.container.manifest import DIGITS, LANES, Mode
+from ckpt8.core.arrays import Array
 from ckpt8.core.numba import i4, kernel
 
 u4, u8 = np.uint32, np.uint64
@@ -211,57 +211,57 @@ def _set_top(out, top):
     return largest
 
 
-def largest(symbols: torch.Tensor) -> int:
+def largest(symbols: Array) -> int:
     """The largest symbol, at least 0. See ``symbols``."""
-    return int(symbols.numpy().max(initial=0))
+    return int(symbols.max(initial=0))
 
 
-def histogram(symbols: torch.Tensor, largest: int) -> torch.Tensor:
+def histogram(symbols: Array, largest: int) -> Array:
     """How often each value from -1 to ``largest`` occurs. See ``symbols``."""
     lanes = _HISTOGRAMS if largest < _SMALL else 1
     counts = np.zeros((lanes, largest + 2), np.uint32)
-    _count(symbols.numpy(), *(counts[k % lanes] for k in range(_HISTOGRAMS)))
-    return torch.from_numpy(counts.sum(0, dtype=np.int64))
+    _count(symbols, *(counts[k % lanes] for k in range(_HISTOGRAMS)))
+    return np.asarray(counts.sum(0, dtype=np.int64))
 
 
-def tabulate(counts: torch.Tensor, modes: Sequence[Mode]) -> torch.Tensor:
+def tabulate(counts: Array, modes: Sequence[Mode]) -> Array:
     """How often every byte occurs in every plane of every mode. See ``symbols``."""
     rows = np.zeros((sum(1 + mode.over + mode.raw for mode in modes), 256), np.int64)
-    _tabulate(counts.numpy(), np.array(modes), rows)
-    return torch.from_numpy(rows)
+    _tabulate(counts, np.array(modes), rows)
+    return rows
 
 
-def fill(symbols: torch.Tensor, mode: Mode, planes: Sequence[torch.Tensor]) -> None:
+def fill(symbols: Array, mode: Mode, planes: Sequence[Array]) -> None:
     """Fill the planes of a mode with symbols. See ``symbols``."""
-    x, (raw, base, over, top, bits) = symbols.numpy(), mode
+    raw, base, over, top, bits = mode
     low = bits + 8 * raw
-    _fill_digits(x, planes[0].numpy(), np.empty(_RUN, np.uint8), top, low, base, DIGITS[base])
+    _fill_digits(symbols, planes[0], np.empty(_RUN, np.uint8), top, low, base, DIGITS[base])
     for k in range(over):
         # Shifted once: a second shift of each symbol would take twice as long.
-        _fill_plane(x, planes[over - k].numpy(), top, (base - 1) << low, 8 * k + low)
+        _fill_plane(symbols, planes[over - k], top, (base - 1) << low, 8 * k + low)
     for k in range(raw):
-        _fill_plane(x, planes[over + raw - k].numpy(), top, 0, 8 * k)
+        _fill_plane(symbols, planes[over + raw - k], top, 0, 8 * k)
     if bits:
-        _fill_bits(x, planes[1 + over].numpy(), np.empty(_JOINT, np.uint64), top, bits)
+        _fill_bits(symbols, planes[1 + over], np.empty(_JOINT, np.uint64), top, bits)
 
 
-def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
+def join(planes: Sequence[Array], mode: Mode, out: Array) -> bool:
     """Fill ``out`` with the symbols of planes; whether the planes are sound. See ``symbols``."""
-    arrays, symbols, (raw, base, over, top, bits) = [plane.numpy() for plane in planes], out.numpy(), mode
+    raw, base, over, top, bits = mode
     per_byte = DIGITS[base]
-    if arrays[0].max() >= base**per_byte:
+    if planes[0].max() >= base**per_byte:
         return False
     values = np.arange(base**per_byte, dtype=np.int32)
     digits = np.stack([values // base**k % base for k in range(per_byte)], 1)
-    _join_digits(arrays[0], digits, per_byte, symbols)
+    _join_digits(planes[0], digits, per_byte, out)
     # From the most significant byte on: a digit that is no escape stays below it.
-    if not all(_add_over(arrays[over - k], 8 * k, base - 1, symbols) for k in reversed(range(over))):
+    if not all(_add_over(planes[over - k], 8 * k, base - 1, out) for k in reversed(range(over))):
         return False
     for k in range(raw):
-        _add_raw(arrays[over + 1 + k], symbols)
-    if bits and not _add_bits(arrays[over + 1], np.empty(_JOINT, np.uint64), bits, symbols):
+        _add_raw(planes[over + 1 + k], out)
+    if bits and not _add_bits(planes[over + 1], np.empty(_JOINT, np.uint64), bits, out):
         return False
-    return bool(_set_top(symbols, top) <= mode.largest)
+    return bool(_set_top(out, top) <= mode.largest)
 
 
 @kernel
@@ -290,13 +290,13 @@ def _add(symbols, base):
     return least, largest
 
 
-def subtract(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int]:
+def subtract(symbols: Array, base: Array) -> tuple[Array, int]:
     """Differences of symbols to those of a base, and the largest of them. See ``symbols``."""
-    out = torch.empty_like(symbols)
-    return out, int(_subtract(symbols.numpy(), base.numpy(), out.numpy()))
+    out = np.empty_like(symbols)
+    return out, int(_subtract(symbols, base, out))
 
 
-def add(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Add symbols of a base in place; the symbols, and the least and the largest of them. See ``symbols``."""
-    least, largest = _add(symbols.numpy(), base.numpy())
-    return symbols, int(least), int(largest)
+def add(symbols: Array, base: Array) -> tuple[int, int]:
+    """Add symbols of a base in place; the least and the largest of the sums. See ``symbols``."""
+    least, largest = _add(symbols, base)
+    return int(least), int(largest)

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ckpt8.container import frames
 from ckpt8.container.checks import CRC_BYTES, member_runs
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arrays import array_at
 from ckpt8.core.errors import Ckpt8Error
 from ckpt8.core.grouping import grouped
 from ckpt8.core.workers import Workers
@@ -157,22 +156,22 @@ class MemberFile(io.RawIOBase):
         if piece.storage == self._skeleton:
             self._patch(piece, target)
 
-    def lend(self, piece: Piece, content: torch.Tensor) -> None:
+    def lend(self, piece: Piece, content: memoryview) -> None:
         """Let the next chunk that this thread decodes take the ``content`` of a piece, if it needs all of that."""
         spec = self._reader.chunk_spec(piece.storage, piece.chunk)
-        if content.numel() == spec.numel * spec.dtype.itemsize:
-            self._reader.lend(piece.storage, piece.chunk, content.view(spec.dtype.torch))
+        if len(content) == spec.numel * spec.dtype.itemsize:
+            self._reader.lend(piece.storage, piece.chunk, array_at(content, spec.dtype))
 
     def _fill_anew(self, piece: Piece, target: memoryview, *, keep: bool) -> None:
         """Decode a chunk: straight into ``target`` where it takes all of it. With ``keep`` small reads use it again."""
         record = self._reader.manifest.storages[piece.storage]
         length = min(record.numel - piece.chunk * frames.FRAME, frames.FRAME) * record.dtype.itemsize
-        out = _tensor(target) if len(target) == length else None
-        if out is not None and out.data_ptr() % record.dtype.itemsize == 0:
-            self._reader.fill_chunk(piece.storage, piece.chunk, out.view(record.dtype.torch))
+        out = array_at(target, record.dtype) if len(target) == length else None
+        if out is not None and out.flags.aligned:
+            self._reader.fill_chunk(piece.storage, piece.chunk, out)
             return
         chunk = bytearray(length)
-        self._reader.fill_chunk(piece.storage, piece.chunk, _tensor(memoryview(chunk)).view(record.dtype.torch))
+        self._reader.fill_chunk(piece.storage, piece.chunk, array_at(memoryview(chunk), record.dtype))
         if keep:
             self._last[piece.storage == self._skeleton] = (piece.storage, piece.chunk), chunk
         target[:] = memoryview(chunk)[piece.origin : piece.origin + len(target)]
@@ -183,7 +182,3 @@ class MemberFile(io.RawIOBase):
         for place in self._places[begin : bisect_left(self._places, piece.stop, begin)]:
             first, last = max(place, piece.start), min(place + CRC_BYTES, piece.stop)
             target[first - piece.start : last - piece.start] = self._patches[place][first - place : last - place]
-
-
-def _tensor(view: memoryview) -> torch.Tensor:
-    return torch.frombuffer(view, dtype=torch.uint8)

@@ -16,12 +16,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
-from ckpt8.codecs.base import Companions, Run
+from ckpt8.codecs.base import Run
 from ckpt8.codecs.lossless import RAW_PART, Lossless
-from ckpt8.codecs.rounded_copy import ROUNDED, fill_padding, round_to
+from ckpt8.codecs.rounded_copy import ROUNDED, rounded_bits
 from ckpt8.container import bases, header
 from ckpt8.container.checks import (
     Locator,
@@ -37,14 +36,13 @@ from ckpt8.container.checks import (
 from ckpt8.container.header import FRAME, Entry, inflate_plain, manifest_text, parse_manifest, read_head
 from ckpt8.container.manifest import BaseRecord, Manifest, Pack, Packing, StorageRecord
 from ckpt8.container.manifest_json import read_manifest
-from ckpt8.core.backend import Backend, for_checkpoint
+from ckpt8.container.unpacking import total, unpacked
+from ckpt8.core.arrays import Array, Arrays, empty, widened
+from ckpt8.core.backend import Backend, for_reading
 from ckpt8.core.closing import Closing, without_collection
 from ckpt8.core.errors import InputError, RefusedError, require
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
-from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
-
-if TYPE_CHECKING:
-    import torch
+from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
 _MOST_CHUNKS = 64
 """The most chunks of a skeleton that ``skeleton`` returns."""
@@ -58,8 +56,8 @@ class _Open:
     """A pack in memory: its parts, where each storage begins in them, and its elements if these were asked for."""
 
     specs: dict[str, tuple[PartSpec, list[int]]]
-    parts: Parts
-    elements: torch.Tensor | None = None
+    parts: dict[str, Array]
+    elements: Array | None = None
 
 
 def _check_base(delta: ContainerReader, base: ContainerReader) -> None:
@@ -114,7 +112,7 @@ class ContainerReader(Closing):
                 self.manifest = self._open_manifest(stored)
                 self.manifest.stored_nbytes = self.size
                 nbytes = sum(record.nbytes for record in self.manifest.storages)
-                self.backend: Backend | None = for_checkpoint(nbytes)
+                self.backend: Backend = for_reading(nbytes)
                 self.places = self._locate({entry.name: entry for entry in entries})
                 for check in (check_references, check_companions, check_deltas):
                     check(self.manifest, self.codec, str(path))
@@ -222,20 +220,18 @@ class ContainerReader(Closing):
 
     def read_parts(
         self, storage: int, chunk: int, only: Collection[str] | None = None, *, reuse: bool = False
-    ) -> Parts:
+    ) -> Arrays:
         """The parts of one chunk, all or ``only`` some, checked against checksums and declared sizes.
 
         A reference has one part more, its elements, which are rounded from its masters. With ``reuse`` symbols are in a
         buffer of this thread, until it reads others so. Raises InputError that names the tensor.
         """
-        from ckpt8.container.symbols import unpack_parts
-
         parts, packings = self.read_packed(storage, chunk, only, reuse=reuse)
-        return unpack_parts(parts, packings, self.where(storage), self.backend, reuse=reuse)
+        return unpacked(parts, packings, self.where(storage), self.backend, reuse=reuse)
 
     def read_packed(
         self, storage: int, chunk: int, only: Collection[str] | None = None, *, reuse: bool = False
-    ) -> tuple[Parts, dict[str, Packing]]:
+    ) -> tuple[Arrays, dict[str, Packing]]:
         """The parts of a chunk, symbols as rows of planes, and how these are packed, by name.
 
         Symbols that a base completes are in no planes.
@@ -250,15 +246,13 @@ class ContainerReader(Closing):
             }, {}
         if base is None:
             return self._read_own(storage, chunk, only, reuse=reuse)
-        from ckpt8.container.symbols import total, unpack_parts
-
         # The parts of all bases first: a chunk then takes the memory of two, however long the chain is.
         reader, index = base
         below, where = reader.parts_under(self.codec(storage), index, chunk, only), self.where(storage)
-        own = unpack_parts(*self._read_own(storage, chunk, only, reuse=True), where, self.backend)
+        own = unpacked(*self._read_own(storage, chunk, only, reuse=True), where, self.backend)
         return total(own, below, where, self.backend), {}
 
-    def parts_under(self, codec: Codec, storage: int, chunk: int, only: Collection[str] | None = None) -> Parts:
+    def parts_under(self, codec: Codec, storage: int, chunk: int, only: Collection[str] | None = None) -> Arrays:
         """The parts, all or ``only`` some, that those of a chunk of a delta under ``codec`` are compared with.
 
         They are those of ``storage``. A lattice with another step or salt counts from the points next to its decoded
@@ -268,9 +262,10 @@ class ContainerReader(Closing):
         if codec == own:
             return self.read_parts(storage, chunk, only)
         spec, first = self.chunk_spec(storage, chunk), chunk * FRAME
-        elements = own.decode(self.read_parts(storage, chunk), spec, backend=self.backend, first=first)
+        elements = empty(spec.numel, spec.dtype)
+        own.decode_arrays(self.read_parts(storage, chunk), spec, elements, backend=self.backend, first=first)
         try:
-            parts = codec.encode(elements, backend=self.backend, first=first)
+            parts = codec.encode_arrays(elements, spec, backend=self.backend, first=first)
         except RefusedError as exc:
             raise InputError(f"{self.where(storage)}: {exc}, and no difference counts from that") from exc
         return parts if only is None else {name: parts[name] for name in only if name in parts}
@@ -290,12 +285,12 @@ class ContainerReader(Closing):
 
     def _read_own(
         self, storage: int, chunk: int, only: Collection[str] | None, *, reuse: bool
-    ) -> tuple[Parts, dict[str, Packing]]:
+    ) -> tuple[Arrays, dict[str, Packing]]:
         """The parts of a chunk of a storage in no pack, with differences as they are stored, and their packing."""
         from ckpt8.container.frames import read_part
 
         spec, codec = self.chunk_spec(storage, chunk), self.codec(storage)
-        copied: Parts = {}
+        copied: dict[str, Array] = {}
         if codec.copied is not None:
             runs = codec.copied.cut(chunk * header.FRAME, spec.numel)
             copied[ROUNDED] = self._read_copy(runs, spec.numel, codec.copied.rounded_type(spec.dtype))
@@ -308,16 +303,14 @@ class ContainerReader(Closing):
         packings = {part: packing for part, (_, packing) in parts_read.items() if packing is not None}
         return copied | {part: x for part, (x, _) in parts_read.items()}, packings
 
-    def _read_copy(self, runs: Iterable[Run], numel: int, dtype: DType) -> torch.Tensor:
+    def _read_copy(self, runs: Iterable[Run], numel: int, dtype: DType) -> Array:
         """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
-        from ckpt8.container import frames
-
-        out = frames.host_bytes(numel * dtype.itemsize).view(dtype.torch)
+        out = empty(numel, dtype)
         at, last, rounded = 0, (-1, -1), out
         for storage, start, count in runs:
             begin, stop = at, at + count
             if storage is None:
-                fill_padding(out[begin:stop], start)
+                out[begin:stop] = start
                 at = stop
                 continue
             while at < stop:
@@ -329,12 +322,12 @@ class ContainerReader(Closing):
                 at += length
         return out
 
-    def _rounded_chunk(self, storage: int, chunk: int, dtype: DType) -> torch.Tensor:
+    def _rounded_chunk(self, storage: int, chunk: int, dtype: DType) -> Array:
         """One chunk of a master rounded to ``dtype``; to bf16 from its upper parts alone where it has them."""
         codec = self.codec(storage)
         if codec.upper_parts and dtype is DType.BFLOAT16:
             return codec.upper(self.read_parts(storage, chunk, codec.upper_parts))
-        return round_to(dtype, self.read_chunk(storage, chunk))
+        return rounded_bits(dtype, self.read_chunk(storage, chunk))
 
     def where(self, owner: int | Pack) -> str:
         """How messages name a storage or a pack."""
@@ -347,7 +340,6 @@ class ContainerReader(Closing):
         Raises InputError that names the tensor ``name``.
         """
         from ckpt8.container import frames
-        from ckpt8.container.symbols import unpack_parts
 
         kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("packs", OrderedDict())
         pack = kept.pop(owner, None) or _Open(header.pack_layout(self.codec(owner), owner.spec, owner.numels), {})
@@ -361,12 +353,12 @@ class ContainerReader(Closing):
             if owner.numel:
                 stored, packing = frames.read_part(self._file, places.get(part), spec, 0, where, reuse=True)
                 packings = {} if packing is None else {part: packing}
-                pack.parts |= unpack_parts({part: stored}, packings, where, self.backend)
+                pack.parts |= unpacked({part: stored}, packings, where, self.backend)
             else:
-                pack.parts[part] = frames.host_bytes(0).view(spec.dtype.torch)
+                pack.parts[part] = empty(0, spec.dtype)
         return pack
 
-    def fill_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> None:
+    def fill_chunk(self, storage: int, chunk: int, out: Array) -> None:
         """Fill ``out`` with the elements of a chunk. Raises InputError for damage."""
         record, codec = self.manifest.storages[storage], self.codec(storage)
         if record.pack is None or not codec.by_element:
@@ -374,9 +366,10 @@ class ContainerReader(Closing):
             return
         pack = self._read_pack(record.pack, record.name)
         if pack.elements is None:
-            pack.elements = codec.decode(pack.parts, record.pack.spec, backend=self.backend)
+            pack.elements = empty(record.pack.numel, record.pack.dtype)
+            codec.decode_arrays(pack.parts, record.pack.spec, pack.elements, backend=self.backend)
         start, stop = record.pack.starts[record.place : record.place + 2]
-        out.copy_(pack.elements[start:stop])
+        out[:] = pack.elements[start:stop]
 
     def is_plain(self, storage: int) -> bool:
         """Whether a storage is kept as plain bytes, as skeletons are."""
@@ -425,8 +418,8 @@ class ContainerReader(Closing):
                 for index in range(len(place.offsets)):
                     self.stored_frame(owner, part, index)
 
-    def decode_chunk(self, storage: int, chunk: int, out: torch.Tensor) -> Parts:
-        """Decode one chunk into ``out``, a flat contiguous CPU tensor of its elements. Returns its parts.
+    def decode_chunk(self, storage: int, chunk: int, out: Array) -> Arrays:
+        """Decode one chunk into ``out``. Returns its parts.
 
         Symbols are in a buffer of this thread, until it decodes another chunk.
         """
@@ -434,24 +427,25 @@ class ContainerReader(Closing):
         # Companions first: while they are decoded, there are no other parts in memory.
         companions = self.companions(storage, chunk)
         parts = self.read_parts(storage, chunk, reuse=True)
-        self.codec(storage).decode(parts, spec, out=out, backend=self.backend, first=first, companions=companions)
+        codec = self.codec(storage)
+        codec.decode_arrays(parts, spec, out, backend=self.backend, first=first, companions=companions)
         return parts
 
-    def companions(self, storage: int, chunk: int) -> Companions:
+    def companions(self, storage: int, chunk: int) -> Arrays:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
         values = self.expanded(storage, chunk)
         place, lent = vars(self._local).pop("lent", (None, None))
         for name, other in self.codec(storage).companion_storages.items():
             elements = lent if place == (other, chunk) else self.read_chunk(other, chunk)
-            values[name] = elements.float()
+            values[name] = widened(elements)
         return values
 
-    def expanded(self, storage: int, chunk: int) -> Parts:
+    def expanded(self, storage: int, chunk: int) -> dict[str, Array]:
         """The companions of a chunk that row and column statistics give, in fp32. Raises InputError for damage."""
         factored = self.codec(storage).factored
         if not factored:
             return {}
-        from ckpt8.codecs.vscaled.reference import expand
+        from ckpt8.codecs.vscaled.statistics import expand
 
         first, numel = chunk * FRAME, self.chunk_spec(storage, chunk).numel
         return {
@@ -461,16 +455,14 @@ class ContainerReader(Closing):
             for name, statistics in factored.items()
         }
 
-    def lend(self, storage: int, chunk: int, elements: torch.Tensor) -> None:
+    def lend(self, storage: int, chunk: int, elements: Array) -> None:
         """Give this thread the decoded ``elements`` of a chunk: the next one that it decodes may need them."""
         self._local.lent = (storage, chunk), elements
 
-    def read_chunk(self, storage: int, chunk: int) -> torch.Tensor:
-        """One decoded chunk as a new flat CPU tensor. Raises InputError for damage."""
-        from ckpt8.container import frames
-
+    def read_chunk(self, storage: int, chunk: int) -> Array:
+        """One decoded chunk in new memory. Raises InputError for damage."""
         spec = self.chunk_spec(storage, chunk)
-        out = frames.host_bytes(spec.numel * spec.dtype.itemsize).view(spec.dtype.torch)
+        out = empty(spec.numel, spec.dtype)
         self.fill_chunk(storage, chunk, out)
         return out
 

@@ -188,22 +188,11 @@ def pack_parts(
     return packed, packings
 
 
-def unpack_parts(
-    parts: Parts,
-    packings: Mapping[str, Packing],
-    where: str,
-    backend: backends.Backend | None = None,
-    *,
-    reuse: bool = False,
-) -> Parts:
-    """The ``parts`` that ``pack_parts`` was given, on the device of these. Raises InputError as ``unpack``.
-
-    With ``reuse`` symbols are in buffers of this thread, until it unpacks again. The rows are then on the CPU.
-    """
+def unpack_parts(parts: Parts, packings: Mapping[str, Packing], where: str) -> Parts:
+    """The ``parts`` that ``pack_parts`` was given, on the device of these. Raises InputError as ``unpack``."""
     unpacked = dict(parts)
     for name, how in packings.items():
-        out = scratch_elements(f"unpacked {name}", torch.int32, how.numel) if reuse else None
-        unpacked[name] = unpack(split(parts[name], how), how, where, backend, out)
+        unpacked[name] = unpack(split(parts[name], how), how, where)
     return unpacked
 
 
@@ -215,9 +204,13 @@ def pack(
     Symbols are below ``SYMBOL_LIMIT`` - 1. With a ``slot`` the row is in this buffer of the thread.
     """
     fast = _numba(symbols, backend)
-    largest = fast.largest(symbols) if fast else _largest(symbols)
-    counts = fast.histogram(symbols, largest) if fast else _histogram(symbols, largest)
-    packing = Packing(choose(counts, symbols.numel(), fast.tabulate if fast else None), symbols.numel())
+    if fast:
+        array = symbols.numpy()
+        counts = torch.from_numpy(fast.histogram(array, fast.largest(array)))
+        mode = choose(counts, len(array), lambda x, modes: torch.from_numpy(fast.tabulate(x.numpy(), modes)))
+    else:
+        mode = choose(_histogram(symbols, _largest(symbols)), symbols.numel())
+    packing = Packing(mode, symbols.numel())
     length = sum(packing.plane_lengths)
     row = (
         torch.empty(length, dtype=torch.uint8, device=symbols.device)
@@ -225,7 +218,10 @@ def pack(
         else scratch_elements(slot, torch.uint8, length)
     )
     planes = split(row, packing)
-    (fast.fill if fast else _write_planes)(symbols, packing.mode, planes)
+    if fast:
+        fast.fill(symbols.numpy(), mode, [plane.numpy() for plane in planes])
+    else:
+        _write_planes(symbols, mode, planes)
     return row, packing
 
 
@@ -234,28 +230,17 @@ def split(row: torch.Tensor, packing: Packing) -> list[torch.Tensor]:
     return list(torch.split(row, packing.plane_lengths))
 
 
-def unpack(
-    planes: Sequence[torch.Tensor],
-    packing: Packing,
-    where: str,
-    backend: backends.Backend | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The symbols that four planes hold, in ``out`` if it is given: int32, as many as they are.
+def unpack(planes: Sequence[torch.Tensor], packing: Packing, where: str) -> torch.Tensor:
+    """The symbols that four planes hold: int32, as many as they are.
 
     Raises InputError, which begins with ``where``, for what no writer makes.
     """
-    if out is None:
-        out = torch.empty(packing.numel, dtype=torch.int32, device=planes[0].device)
+    out = torch.empty(packing.numel, dtype=torch.int32, device=planes[0].device)
     if packing.numel:
         mode = packing.mode
         last = packing.numel % DIGITS[mode.base] or DIGITS[mode.base]
-        fast = _numba(out, backend)
-        is_sound = int(planes[0][-1]) < mode.base**last
-        require(
-            is_sound and (fast.join(planes, mode, out) if fast else _join(planes, mode, out)),
-            f"{where}: its symbols are not those of their mode; the file is damaged",
-        )
+        is_sound = int(planes[0][-1]) < mode.base**last and join(planes, mode, out)
+        require(is_sound, f"{where}: its symbols are not those of their mode; the file is damaged")
     return out
 
 
@@ -310,7 +295,7 @@ def _join_bits(plane: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat([(joint >> bits * k) & (1 << bits) - 1 for k in range(LANES)]).to(torch.int32)
 
 
-def _join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
+def join(planes: Sequence[torch.Tensor], mode: Mode, out: torch.Tensor) -> bool:
     """Fill ``out``; return whether the planes are sound, apart from digits behind the last symbol."""
     values, escape = torch.arange(256, dtype=torch.int32, device=out.device), mode.base - 1
     digits = torch.stack([values // mode.base**k % mode.base for k in range(DIGITS[mode.base])], 1)
@@ -346,34 +331,16 @@ def difference(parts: Parts, base: Parts, backend: backends.Backend | None = Non
     return {name: _difference(part, base[name], backend) for name, part in parts.items()}
 
 
-def total(differences: Parts, base: Parts, where: str, backend: backends.Backend | None = None) -> Parts:
-    """The parts whose ``difference`` to those of the base is given. It overwrites ``differences``.
-
-    Raises InputError, which begins with ``where``, for what is the difference of no parts.
-    """
-    return {name: _total(part, base[name], where, backend) for name, part in differences.items()}
-
-
 def _difference(part: torch.Tensor, base: torch.Tensor, backend: backends.Backend | None) -> torch.Tensor:
     if part.dtype is not torch.int32:
         return part.view(torch.uint8).bitwise_xor(base.view(torch.uint8)).view(part.dtype)
-    fast = _numba(part, backend)
-    result, largest = fast.subtract(part, base) if fast else _subtract(part, base)
+    if fast := _numba(part, backend):
+        array, largest = fast.subtract(part.numpy(), base.numpy())
+        result = torch.from_numpy(array)
+    else:
+        result, largest = _subtract(part, base)
     if largest >= SYMBOL_LIMIT - 1:
         raise RefusedError("is too far from its base")
-    return result
-
-
-def _total(part: torch.Tensor, base: torch.Tensor, where: str, backend: backends.Backend | None) -> torch.Tensor:
-    if part.dtype is not torch.int32:
-        part.view(torch.uint8).bitwise_xor_(base.view(torch.uint8))
-        return part
-    fast = _numba(part, backend)
-    result, least, largest = fast.add(part, base) if fast else _add(part, base)
-    require(
-        least >= RESERVED and largest < SYMBOL_LIMIT,
-        f"{where}: its symbols are not differences to those of its base; the file is damaged",
-    )
     return result
 
 
@@ -383,7 +350,7 @@ def _subtract(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, 
     return result, max(int(result.max()), 0) if result.numel() else 0
 
 
-def _add(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+def add(symbols: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """The sums, the smallest, at most 0, and the largest, at least 0."""
     result = _combined(symbols, base, from_zigzag(symbols).add_(from_zigzag(base)), -1)
     least, largest = (int(bound) for bound in result.aminmax()) if result.numel() else (0, 0)

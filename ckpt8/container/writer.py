@@ -23,11 +23,11 @@ from ckpt8.container.manifest_json import manifest_json
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded
 from ckpt8.container.symbols import pack_parts
+from ckpt8.core.arrays import Arrays, as_tensors
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import PIECE, AtomicFile, Room, start_writeback, write_all_at
 from ckpt8.core.public import checked
-from ckpt8.core.tensors import Parts
 from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
 
@@ -199,7 +199,7 @@ def write_again(
     target: Path,
     workers: Workers,
     manifest: Manifest,
-    changed: Mapping[int, Callable[[int], Parts]],
+    changed: Mapping[int, Callable[[int], Arrays]],
     *,
     force: bool,
     progress: Progress = lambda _: None,
@@ -246,9 +246,9 @@ def _slabs(reader: ContainerReader) -> Iterator[_Slab]:
             yield _Slab(owner, chunks, entries, offset, numel * record.dtype.itemsize)
 
 
-def _encode(reader: ContainerReader, parts_of: Callable[[int], Parts], chunk: int) -> Encoded:
+def _encode(reader: ContainerReader, parts_of: Callable[[int], Arrays], chunk: int) -> Encoded:
     """The frames of every part of a chunk, and how its symbols are packed."""
-    parts, packings = pack_parts(parts_of(chunk), reader.backend)
+    parts, packings = pack_parts(as_tensors(parts_of(chunk)), reader.backend)
     return {name: (stored, packings.get(name)) for name, stored in frames.encode_parts(parts, packings).items()}
 
 

@@ -1,11 +1,18 @@
-"""Elements in numpy arrays, which the kernels of the CPU take: flat, contiguous; a 16-bit float is its bits, uint16."""
+"""Elements in flat, contiguous numpy arrays, which the kernels of the CPU take.
+
+Only what has to do with tensors imports torch. numpy has no type for some elements: a bf16 or fp16 is its bits, uint16,
+and what else it lacks are bytes or words.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ckpt8.core.tensors import DType
 
 if TYPE_CHECKING:
     import torch
@@ -14,22 +21,54 @@ Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
 """The parts of a codec by name, see ``tensors.Parts``."""
 
-_HALVES = ("torch.bfloat16", "torch.float16")
+_TYPES = {DType.FLOAT64: "f8", DType.FLOAT32: "f4", DType.INT64: "i8", DType.INT32: "i4", DType.INT16: "i2"}
+_TYPES |= {DType.INT8: "i1"}
+_UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
-def array_of(x: torch.Tensor) -> Array:
+@cache
+def numpy_type(dtype: DType) -> np.dtype[Any]:
+    """The type of the arrays that hold elements of ``dtype``."""
+    return np.dtype(_TYPES.get(dtype) or _UNSIGNED[dtype.itemsize])
+
+
+def array_at(memory: memoryview, dtype: DType) -> Array:
+    """The elements in a piece of memory, which is shared."""
+    return np.frombuffer(memory, numpy_type(dtype))
+
+
+def empty(numel: int, dtype: DType) -> Array:
+    """New memory for elements."""
+    return np.empty(numel, numpy_type(dtype))
+
+
+def as_tensor(x: Array, dtype: DType) -> torch.Tensor:
+    """The same memory as a flat tensor."""
+    import torch
+
+    # As bytes: torch and numpy have few types in common.
+    return torch.from_numpy(x.view(np.uint8)).view(dtype.torch)
+
+
+def as_tensors(parts: Arrays) -> dict[str, torch.Tensor]:
+    """The same parts as tensors."""
+    return {name: as_tensor(part, _PART_TYPES[part.dtype.str[1:]]) for name, part in parts.items()}
+
+
+_PART_TYPES = {numpy_type(dtype).str[1:]: dtype for dtype in (*_TYPES, DType.UINT8, DType.UINT16)}
+
+
+def as_array(x: torch.Tensor) -> Array:
     """The memory of a flat CPU tensor, or a copy of one that is not contiguous."""
-    x = x.detach().contiguous()
-    if str(x.dtype) in _HALVES:
-        import torch
-
-        x = x.view(torch.uint16)
-    return x.numpy()
+    dtype = DType.from_label(str(x.dtype))
+    # One element may have any stride.
+    x = x.detach().contiguous().as_strided((x.numel(),), (1,))
+    return np.asarray(x.view(DType.UINT8.torch).numpy().view(numpy_type(dtype)))
 
 
-def arrays_of(parts: Mapping[str, torch.Tensor]) -> dict[str, Array]:
-    """``array_of`` each of them."""
-    return {name: array_of(part) for name, part in parts.items()}
+def as_arrays(parts: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    """``as_array`` each of them."""
+    return {name: as_array(part) for name, part in parts.items()}
 
 
 def widened(x: Array) -> Array:

@@ -10,6 +10,7 @@ With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -86,6 +87,20 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
 def for_checkpoint(nbytes: int) -> Backend | None:
     """The backend to request on a CPU for a checkpoint of so many bytes; None leaves the choice to each tensor."""
     return None if nbytes >= LEAST_FOR_NUMBA else "torch"
+
+
+def for_reading(nbytes: int) -> Backend:
+    """The backend for arrays of a container of so many bytes: numba, unless that is missing or torch is there already.
+
+    Raises ModuleNotFoundError without either.
+    """
+    if nbytes < LEAST_FOR_NUMBA and "torch" in sys.modules:
+        return "torch"
+    if _fault_of_numba() is None:
+        return "numba"
+    import torch  # noqa: F401 - before any thread of ours begins
+
+    return "torch"
 
 
 def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:

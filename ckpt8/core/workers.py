@@ -7,22 +7,29 @@ save in the background may still have most of its work to do then.
 Buffers are used again: what threads allocate and free in turn, the allocator keeps in pieces of no use.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import gc
 import os
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import Future
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
+import numpy as np
 
+from ckpt8.core.arrays import Array
 from ckpt8.core.closing import Closing
 from ckpt8.core.tensors import cut_into_boxes, view_of_box
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST = 8
 
@@ -82,6 +89,14 @@ class Workers(Closing):
         return future
 
     def _start(self) -> None:
+        # Freeing one mapped block tells glibc to keep blocks up to this size for reuse from now on. Otherwise it gives
+        # the temporaries of every tile back to the kernel and fetches them again: a quarter of the time, measured.
+        np.empty(24 << 20, np.uint8)
+        if (torch := sys.modules.get("torch")) is not None:
+            self._restrict(torch)
+
+    def _restrict(self, torch: Any) -> None:
+        """Have torch use one thread in each of these, and as many as before in all others."""
         # torch.set_num_threads acts on the calling thread, and on the default for threads that have not used torch yet.
         # So each thread uses torch once, sets its own number to one, and afterwards the default is restored.
         before = torch.get_num_threads()
@@ -95,9 +110,6 @@ class Workers(Closing):
         for future in [self._submit(enter) for _ in range(self.threads)]:
             future.result()
         torch.set_num_threads(before)
-        # Freeing one mapped block tells glibc to keep blocks up to this size for reuse from now on. Otherwise it gives
-        # the temporaries of every tile back to the kernel and fetches them again: a quarter of the time, measured.
-        torch.empty(24 << 20, dtype=torch.uint8)
 
     def close(self) -> None:
         """Drop waiting work, wait for running work, end the threads."""
@@ -168,21 +180,34 @@ def scratch(slot: int | str, length: int) -> memoryview:
     return memoryview(buffers[slot])[:length]
 
 
+def scratch_array(slot: int | str, dtype: Any, numel: int) -> Array:
+    """Scratch memory of this thread as a flat array of ``numel`` elements."""
+    return np.frombuffer(scratch(slot, numel * np.dtype(dtype).itemsize), dtype)
+
+
 def scratch_elements(slot: int | str, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """Scratch memory of this thread as a flat tensor of ``numel`` elements."""
+    import torch
+
     if not numel:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(scratch(slot, numel * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
-class Buffers:
-    """A pool of flat uint8 buffers; it grows to as many as are in use at once. Thread-safe."""
+B = TypeVar("B", bound=Sized)
 
-    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+
+class Buffers(Generic[B]):
+    """A pool of buffers; it grows to as many as are in use at once. Thread-safe.
+
+    ``make`` makes one of so many bytes.
+    """
+
+    def __init__(self, make: Callable[[int], B]) -> None:
         self._make, self._lock = make, threading.Lock()
-        self._free: list[torch.Tensor] = []
+        self._free: list[B] = []
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def take(self, nbytes: int) -> B:
         """The smallest free buffer of at least ``nbytes``, or a new one; its content is arbitrary."""
         with self._lock:
             fitting = [k for k, buffer in enumerate(self._free) if len(buffer) >= nbytes]
@@ -190,7 +215,7 @@ class Buffers:
                 return self._free.pop(min(fitting, key=lambda k: len(self._free[k])))
         return self._make(max(1 << 20, 1 << (nbytes - 1).bit_length()))
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def give(self, buffer: B) -> None:
         """Give back a buffer that no copy uses any more."""
         with self._lock:
             self._free.append(buffer)

@@ -43,6 +43,7 @@ from ckpt8.container.frames import FRAME
 from ckpt8.container.joined import JoinedReader, Stored
 from ckpt8.container.manifest import Manifest, ParameterRecord
 from ckpt8.container.steps import NO_PARAMETER, NOT_MEASURED
+from ckpt8.core.arrays import as_array, as_tensors
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.core.workers import Workers
@@ -558,7 +559,7 @@ def _look_in_container(reader: Stored, source: Bundle | None, work: Work) -> See
 def _piece(reader: Stored, source: Bundle | None, stream: Stream, chunk: int, windows: list[slice]) -> Piece:
     spec = stream.chunk_spec(chunk)
     decoded = torch.empty(spec.numel, dtype=spec.dtype.torch, device="cpu")
-    parts = reader.decode_chunk(stream.index, chunk, decoded)
+    parts = as_tensors(reader.decode_chunk(stream.index, chunk, as_array(decoded)))
     before = None
     if source is not None:
         before = torch.cat([_original(source, stream, chunk, window) for window in windows])

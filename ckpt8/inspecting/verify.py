@@ -46,7 +46,7 @@ from ckpt8.compressing.plan import Parameter, Stream, Unit
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container import frames, header
-from ckpt8.container.decoding import check_frames, scratch_tensor
+from ckpt8.container.chunks import check_frames, scratch_chunk
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.joined import JoinedReader, Stored, containers_of, open_stored
 from ckpt8.container.manifest import Manifest
@@ -55,6 +55,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import SliceKey
 from ckpt8.container.steps import error_in_words, step_facts
 from ckpt8.converting.sources import assemble_distributed
+from ckpt8.core.arrays import as_arrays, as_tensor, as_tensors
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, combine
@@ -208,7 +209,7 @@ def _compare(
     unit, chunk = work
     read = [read_chunk(source, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
     originals, crcs = [x for x, _ in read], [crc for _, crc in read]
-    parts = [reader.read_parts(stream.index, chunk) for stream in unit.streams]
+    parts = [as_tensors(reader.read_parts(stream.index, chunk)) for stream in unit.streams]
     differing = [
         stream.spec.name
         for stream, x, part in zip(unit.streams, originals, parts, strict=True)
@@ -233,8 +234,10 @@ def _is_same(
     elif stream.lossy:
         return True
     else:
-        out = scratch_tensor(reader, stream.index, chunk)
-        stream.codec.decode(parts, spec, out=out, first=first, companions=reader.companions(stream.index, chunk))
+        content, companions = scratch_chunk(reader, stream.index, chunk), reader.companions(stream.index, chunk)
+        given = as_arrays(parts)
+        stream.codec.decode_arrays(given, spec, content, backend=reader.backend, first=first, companions=companions)
+        out = as_tensor(content, spec.dtype)
     return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
 

@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-import torch
+import numpy as np
 
 from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
@@ -32,9 +32,10 @@ from ckpt8.checkpoint.sources.opening import open_source, storage_crc
 from ckpt8.container import frames, header
 from ckpt8.container.bases import refuse_any
 from ckpt8.container.checks import CRC_BYTES, is_plain_name, link_stays_inside
+from ckpt8.container.chunks import Chunk, all_chunks, scratch_chunk
 from ckpt8.container.damaged import DamagedContainer
-from ckpt8.container.decoding import Chunk, all_chunks, decode_storage, scratch_tensor
-from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.decoding import decode_storage
+from ckpt8.container.frames import bytes_of
 from ckpt8.container.header import CONTAINER, SAFETENSORS, SUFFIXES, TORCH
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, Manifest, MemberRecord, TensorRecord, original_name
@@ -50,6 +51,10 @@ from ckpt8.core.workers import Buffers, Progress, Workers
 
 _AHEAD = 1
 """Batches per thread that may wait to be written: writing one takes less time than decoding it."""
+
+
+def _memory(length: int) -> memoryview:
+    return np.empty(length, np.uint8).data
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +85,15 @@ class MemberWriter:
 
     def write(self, index: int, descriptor: int, guard: Guard) -> None:
         """Write a member to an empty file, with its checksums in place. Raises InputError, OutputError."""
-        member, buffers = MemberFile(self.reader, index), Buffers(host_bytes)
+        member, buffers = MemberFile(self.reader, index), Buffers(_memory)
 
-        def decode(batch: list[list[Piece]]) -> list[tuple[list[Piece], torch.Tensor, list[int]]]:
+        def decode(batch: list[list[Piece]]) -> list[tuple[list[Piece], memoryview, list[int]]]:
             return [decode_run(run, needed=run is not batch[-1]) for run in batch]
 
-        def decode_run(run: list[Piece], *, needed: bool) -> tuple[list[Piece], torch.Tensor, list[int]]:
+        def decode_run(run: list[Piece], *, needed: bool) -> tuple[list[Piece], memoryview, list[int]]:
             start, length = run[0].start, run[-1].stop - run[0].start
             buffer = buffers.take(length)
-            view = bytes_of(buffer)[:length]
+            view = buffer[:length]
             changed = []
             for piece in run:
                 part = view[piece.start - start : piece.stop - start]
@@ -107,7 +112,7 @@ class MemberWriter:
                 run, buffer, changed = batch.pop(0)
                 start, length = run[0].start, run[-1].stop - run[0].start
                 with guard():
-                    write_at(descriptor, bytes_of(buffer)[:length], start)
+                    write_at(descriptor, buffer[:length], start)
                 buffers.give(buffer)
                 for piece, crc in zip(run, changed, strict=True):
                     if member.needs_crc(piece.storage):
@@ -228,26 +233,26 @@ class TensorFile:
             stop = position + tensor.nbytes
             entries[tensor.name] = header.tensor_entry(_LABELS[tensor.dtype], tensor.shape, position, stop)
             position = stop
-        contents = (bytes_of(content) for tensor in self._tensors for content in self._content(tensor))
+        contents = (content for tensor in self._tensors for content in self._content(tensor))
         position = 0
         for view in chain([memoryview(header.render_safetensors(entries))], contents):
             with guard():
                 write_at(descriptor, view, position)
             position += len(view)
 
-    def _content(self, tensor: TensorRecord) -> Iterator[torch.Tensor]:
+    def _content(self, tensor: TensorRecord) -> Iterator[memoryview]:
         """The elements in the order of the dimensions: chunk by chunk if stored in this order, else at once."""
         if not tensor.nbytes:
             return
         if not tensor.is_contiguous:
             flat = decode_storage(self._reader, tensor.storage).view(tensor.dtype.torch)
-            yield flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()
+            yield bytes_of(flat.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous())
             return
         start = tensor.offset * tensor.dtype.itemsize
         stop = start + tensor.nbytes
         step = frames.FRAME * self._reader.manifest.storages[tensor.storage].dtype.itemsize
         for chunk in range(start // step, -(-stop // step)):
-            content = self._reader.read_chunk(tensor.storage, chunk).view(torch.uint8)
+            content = self._reader.read_chunk(tensor.storage, chunk).view(np.uint8).data
             yield content[max(start - chunk * step, 0) : stop - chunk * step]
 
 
@@ -258,7 +263,7 @@ def find_lost(reader: DamagedContainer, workers: Workers) -> None:
         lost = []
         for chunk in batch:
             try:
-                reader.fill_chunk(*chunk, scratch_tensor(reader, *chunk))
+                reader.fill_chunk(*chunk, scratch_chunk(reader, *chunk))
             except InputError:
                 lost.append(chunk)
         return lost

@@ -16,7 +16,7 @@ import torch
 
 from ckpt8.container.damaged import DamagedContainer
 from ckpt8.container.decoding import decode_tensor
-from ckpt8.container.frames import FRAME, bytes_of
+from ckpt8.container.frames import FRAME
 from ckpt8.container.joined import JoinedReader, slice_problem
 from ckpt8.container.sharded import INDEX, GlobalTensor, Place, ShardedIndex, Slice
 from ckpt8.core.errors import InputError, UsageError
@@ -144,7 +144,7 @@ class _Directory:
         assert record is not None  # noqa: S101 - it would be lost
         chunks = (self.readers[place.file].read_chunk(record.storage, chunk) for chunk in _chunks(place))
         start = place.start % FRAME
-        return b"".join(map(bytes_of, chunks))[start : start + place.length]
+        return b"".join(chunk.tobytes() for chunk in chunks)[start : start + place.length]
 
 
 def _chunks(place: Place) -> range:

@@ -15,6 +15,7 @@ from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.symbols import difference
 from ckpt8.container.writer import write_again
+from ckpt8.core.arrays import as_arrays, as_tensors
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 
@@ -48,7 +49,7 @@ def _partners(reader):
 
 def _moved(reader, index, seed, chunk):
     generator = torch.Generator().manual_seed(1000 * seed + index)
-    parts = reader.read_parts(index, chunk)
+    parts = as_tensors(reader.read_parts(index, chunk))
     for name, part in parts.items():
         n = len(part)
         if part.dtype is torch.int32:
@@ -59,7 +60,7 @@ def _moved(reader, index, seed, chunk):
             parts[name] = found.masked_fill(gone, -1).where(~new, step.abs())
         elif name == "plane3" or (name == "plane1" and "plane2" not in parts):
             parts[name] = part ^ (torch.rand(n, generator=generator) < 0.2).to(torch.uint8)
-    return parts
+    return as_arrays(parts)
 
 
 def delta(whole: Path, base: Path, target: Path, *, only=None, **changes) -> Path:
@@ -79,7 +80,8 @@ def delta(whole: Path, base: Path, target: Path, *, only=None, **changes) -> Pat
 
 
 def _difference(reader, below, index, chunk):
-    return difference(reader.read_parts(index, chunk), below.read_parts(index, chunk))
+    own, base = (as_tensors(one.read_parts(index, chunk)) for one in (reader, below))
+    return as_arrays(difference(own, base))
 
 
 def chain(folder: Path, length: int, **options) -> tuple[list[Path], list[Path]]:

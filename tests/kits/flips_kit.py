@@ -14,7 +14,7 @@ from chain_kit import delta, moved
 from faults_kit import Outcome
 
 import ckpt8
-from ckpt8.container.decoding import check_frames
+from ckpt8.container.chunks import check_frames
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError
 from ckpt8.core.workers import Workers

@@ -17,7 +17,7 @@ from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.distributed import OPEN_FILES, ShardedFiles, tree_of
 from ckpt8.checkpoint.sources.stored_member import MemberSource, StoredParts, member_index, read_member
 from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo
-from ckpt8.container.decoding import check_frames
+from ckpt8.container.chunks import check_frames
 from ckpt8.container.header import is_container
 from ckpt8.container.joined import JoinedReader
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK

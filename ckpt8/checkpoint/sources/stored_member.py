@@ -21,6 +21,7 @@ from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import DCP, DIRECTORY, FILE, SYMLINK, Packing, TensorRecord
 from ckpt8.container.member_file import MemberFile
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arrays import as_tensor, as_tensors
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.tensors import DType, Parts, TensorSpec
@@ -204,7 +205,7 @@ class StoredParts:
         assert index is not None  # noqa: S101
         read = partial(self._reader.read_parts, index, only=names)
         for chunk, parts in enumerate(self._workers.map(read, range(header.chunk_count(ref.numel)))):
-            yield chunk * FRAME, parts
+            yield chunk * FRAME, as_tensors(parts)
 
     def encoded(self, ref: TensorRef) -> Iterator[EncodedChunk]:
         """The chunks of ``ref``, each with what decodes it. Raises InputError for damage."""
@@ -214,12 +215,14 @@ class StoredParts:
 
     def _read(self, index: int, chunk: int) -> EncodedChunk:
         reader, codec = self._reader, self._reader.codec(index)
+        parts, packings = reader.read_packed(index, chunk)
         return EncodedChunk(
             codec,
             reader.chunk_spec(index, chunk),
             chunk * FRAME,
-            *reader.read_packed(index, chunk),
+            as_tensors(parts),
+            packings,
             {name: self._read(other, chunk) for name, other in codec.companion_storages.items()},
-            reader.expanded(index, chunk),
+            {name: as_tensor(x, DType.FLOAT32) for name, x in reader.expanded(index, chunk).items()},
             reader.where(index),
         )

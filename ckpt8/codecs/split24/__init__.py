@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+import numpy as np
 
 from ckpt8.codecs.base import Codec, CodeRange, Direction, StateKey
+from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
-from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
-
-if TYPE_CHECKING:
-    import torch
+from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
 REFUSAL = "holds NaN, Inf or a value outside the range of bf16"
 
@@ -78,11 +78,10 @@ class Split24(SplitWeight):
         """The residuals."""
         return CodeRange("rho", -self.R, self.R)
 
-    def upper(self, parts: Parts) -> torch.Tensor:
+    def upper(self, parts: Arrays) -> Array:
         """``hi``, which the two planes hold."""
-        from ckpt8.codecs.split24.reference import joined_planes
-
-        return joined_planes(parts).view(DType.BFLOAT16.torch)
+        mantissa = parts["mantissa"].astype(np.uint16)
+        return (mantissa & 0x7F) | (mantissa & 0x80) << 8 | parts["exponent"].astype(np.uint16) << 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,5 +92,9 @@ class Split32(SplitWeight):
     residual = ("residual", DType.INT16)
 
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
-        """``encode_exact`` or ``decode_exact`` of the reference; it refuses the same values as ``Split24``."""
+        """``encode_exact`` or ``decode_exact``; it refuses the same values as ``Split24``."""
+        if backend == "numba":
+            from ckpt8.codecs import planes_numba
+
+            return planes_numba.decode_exact
         return self._function(f"{direction}_exact", backend)

@@ -1,0 +1,66 @@
+"""Lossless planes and exact residuals in one pass on a CPU: the bits of ``lossless`` and of ``split24.reference``."""
+
+import numpy as np
+
+from ckpt8.core.arrays import Array, Arrays
+from ckpt8.core.numba import i4, kernel
+
+u2, u4, u8 = np.uint16, np.uint32, np.uint64
+
+
+@kernel
+def _join2(high, low, out):
+    for i in range(out.size):
+        r = u2(u2(u2(high[i]) << u2(8)) | u2(low[i]))
+        out[i] = u2(u2(r >> u2(1)) | u2(r << u2(15)))
+
+
+@kernel
+def _join4(first, second, third, fourth, out):
+    for i in range(out.size):
+        high = u4(u4(u4(first[i]) << u4(24)) | u4(u4(second[i]) << u4(16)))
+        r = u4(high | u4(u4(u4(third[i]) << u4(8)) | u4(fourth[i])))
+        out[i] = u4(u4(r >> u4(1)) | u4(r << u4(31)))
+
+
+@kernel
+def _add_plane(plane, out):
+    for i in range(out.size):
+        out[i] = u8(out[i] << u8(8)) | u8(plane[i])
+
+
+@kernel
+def _rotate(out):
+    for i in range(out.size):
+        out[i] = u8(out[i] >> u8(1)) | u8(out[i] << u8(63))
+
+
+def decode(parts: Arrays, out: Array) -> None:
+    """Fill ``out`` from its planes or bytes."""
+    if "bytes" in parts:
+        out.view(np.uint8)[:] = parts["bytes"]
+        return
+    planes = [parts[f"plane{k}"] for k in range(out.itemsize)]
+    if out.itemsize == 2:
+        _join2(*planes, out.view(u2))
+    elif out.itemsize == 4:
+        _join4(*planes, out.view(u4))
+    else:
+        bits = out.view(u8)
+        bits[:] = 0
+        for plane in planes:
+            _add_plane(plane, bits)
+        _rotate(bits)
+
+
+@kernel
+def _join_exact(exponent, mantissa, residual, bits):
+    for i in range(bits.size):
+        m = i4(mantissa[i])
+        hi = i4(i4(i4(exponent[i]) << i4(7)) | i4(m & i4(0x7F)))
+        bits[i] = i4(i4(i4(hi << i4(16)) + i4(residual[i])) | i4(i4(m >> i4(7)) << i4(31)))
+
+
+def decode_exact(parts: Arrays, out: Array) -> None:
+    """Fill ``out`` with the weights of exact split planes."""
+    _join_exact(parts["exponent"], parts["mantissa"], parts["residual"], out.view(i4))
