@@ -386,9 +386,12 @@ class _Spending:
         self._views = views_of(plan.tensors)
         self._by_key = {stream.storage.key: stream for stream in self._streams.values()}
         self._units = plan.units
-        stepped = ((unit.parameter.shape, unit.parameter.step) for unit in self._units if unit.parameter is not None)
-        # Why no state is known to belong to a weight, by its shape.
-        self._unpaired = {shape: step.unpaired for shape, step in stepped if step and step.unpaired}
+        # Why no state is known to belong to a weight, by its shape. One without moments has no step then.
+        self._unpaired = {
+            each.shape: reason
+            for each in plan.parameters
+            if (each.step or not each.moments) and (reason := each.step.unpaired if each.step else each.stepless)
+        }
 
     def run(self) -> None:
         """Replace the streams of the plan."""

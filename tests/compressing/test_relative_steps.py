@@ -205,6 +205,17 @@ def test_a_chain_of_folders(tmp_path):
     assert not ckpt8.verify(tmp_path / "26.ckpt8", tmp_path / "26").failures
 
 
+def test_two_weights_for_one_state_say_why_they_have_no_budget(tmp_path):
+    tree = trained()
+    tree["model"] = {"tied": tree["model"]["up.weight"].clone(), **tree["model"]}
+    torch.save(tree, tmp_path / "run.pt")
+    manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")
+    reasons = {each.name.removeprefix("model."): each.reason for each in manifest.storages}
+    assert reasons["tied"] == reasons["up.weight"]
+    assert reasons["tied"].startswith("no budget: the state of its shape: cannot be told apart")
+    assert reasons["down.weight"] is None
+
+
 def test_without_its_weights_no_step_is_counted(tmp_path):
     torch.save(trained()["optimizer"], tmp_path / "run.pt")
     manifest = ckpt8.compress(tmp_path / "run.pt", preset="archive")

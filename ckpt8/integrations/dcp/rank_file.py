@@ -69,7 +69,8 @@ class Naming:
 
     def __init__(self, names: Iterable[str], objects: Iterable[str] = ()) -> None:
         names = list(names)
-        matches = [match for match in map(_STATE.fullmatch, names) if match and match["key"] in STATE_ROLES]
+        states = (match for match in map(_STATE.fullmatch, names) if match)
+        matches = [each for each in states if each["key"] in STATE_ROLES or slot_of(each["key"]) == "statistic"]
         self._prefixes = {match["prefix"] for match in matches}
         self._trained = {match["owner"] for match in matches}
         self._bare = not (matches or any(True for _ in objects) or any(model_path(name.split(".")) for name in names))
@@ -105,19 +106,19 @@ def build(naming: Naming, pieces: Sequence[Piece], known: Mapping[str, Any]) -> 
         path = naming.place(name)
         kind = slot_of(path[-1]) if path[-3:-2] == (STATE,) else None
         if kind == "statistic":
-            averages.append((number, path, (offset, sizes)))
+            averages.append((number, path, (offset, sizes), whole))
             continue
         own = _put(tree, path, offset, number)
         if kind == "moment1":
             states.setdefault(path[:-1], []).append(((offset, sizes), own))
             if sizes != whole:
                 own[WHOLE_SHAPE] = [*whole]
-    for number, path, box in averages:
+    for number, path, box, whole in averages:
         homes = [own for place, own in states.get(path[:-1], ()) if average_of(path[-1], place) == box]
         for own in homes:
             own[path[-1]] = slot(number)
         if not homes:
-            _put(tree, path, box[0], number)
+            _put(tree, path, box[0], number).update({} if box[1] == whole else {WHOLE_SHAPE: [*whole]})
     _add_settings(tree, naming, known)
     return tree
 
