@@ -20,8 +20,8 @@ from pathlib import Path
 from ckpt8.chaining.jobs import Job, Look, Outcomes, Settings, finishing, last_change, look_at, source_name
 from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
+from ckpt8.compressing.chosen_base import AUTO
 from ckpt8.compressing.compress import checked_options, default_target
-from ckpt8.compressing.deltas import AUTO
 from ckpt8.compressing.frozen_file import FrozenFile
 from ckpt8.container.header import CONTAINER, SUFFIXES, is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded

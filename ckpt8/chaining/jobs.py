@@ -20,8 +20,8 @@ from typing import Any
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.codecs import codec_from_config
+from ckpt8.compressing.chosen_base import Auto, checked_frozen, wanted
 from ckpt8.compressing.compress import compress, default_target, target_of
-from ckpt8.compressing.deltas import Auto, checked_frozen, wanted
 from ckpt8.compressing.frozen_file import FrozenFile
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem

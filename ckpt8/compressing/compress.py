@@ -29,11 +29,8 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.sources.snapshot import Snapshot, give_back
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
 from ckpt8.compressing.background import Job, PendingSave, Unsaved, key_of, start_saving, wait_for
-from ckpt8.compressing.chunk_encoder import choose_encoder
-from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
-from ckpt8.compressing.deltas import (
+from ckpt8.compressing.chosen_base import (
     Auto,
-    BrokenBaseError,
     Wanted,
     bases_kept,
     candidates_kept,
@@ -42,6 +39,9 @@ from ckpt8.compressing.deltas import (
     is_unlinked,
     wanted,
 )
+from ckpt8.compressing.chunk_encoder import choose_encoder
+from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
+from ckpt8.compressing.deltas import BrokenBaseError
 from ckpt8.compressing.frozen_file import FrozenFile
 from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
@@ -127,7 +127,7 @@ def compress(
 
     ``base`` is the container of an earlier state of the same training. The new one then holds differences to it, takes
     much less room, and cannot be read without it. "auto" chooses one among the containers in the folder of the target,
-    and none where none makes the file smaller: see ``deltas``. It links that, and all below it, into ``bases/``
+    and none where none makes the file smaller: see ``chosen_base``. It links that, and all below it, into ``bases/``
     there, so that they may be removed; links that nothing needs go. Files below a base are looked for beside it and in
     ``base_dirs``.
 

@@ -26,8 +26,8 @@ from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.checkpoint.sources.stored_member import member_index
 from ckpt8.compressing.background import PendingSave, wait_for
+from ckpt8.compressing.chosen_base import only_auto
 from ckpt8.compressing.compress import checked_options, save
-from ckpt8.compressing.deltas import only_auto
 from ckpt8.container.header import is_container
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.member_file import MemberFile

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ckpt8.checkpoint.replacing import TRAINER_STATE
+from ckpt8.compressing.chosen_base import only_auto
 from ckpt8.compressing.compress import checked_options, compress, default_target
-from ckpt8.compressing.deltas import only_auto
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError, require

@@ -20,7 +20,7 @@ import ckpt8
 from ckpt8.chaining import jobs as removal
 from ckpt8.chaining.chain import collected
 from ckpt8.chaining.jobs import Settings, finishing, remove_verified
-from ckpt8.compressing import deltas
+from ckpt8.compressing import chosen_base
 from ckpt8.container.reader import ContainerReader
 
 
@@ -356,7 +356,7 @@ def test_every_call_of_the_system_fails_once(act, tmp_path, monkeypatch):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             calls.writes(patch)
-            patch.setattr(deltas, "_unlinked", set())  # the warning comes once for a folder
+            patch.setattr(chosen_base, "_unlinked", set())  # the warning comes once for a folder
             error = ACTS[act](folder)
         if len(calls.seen) < turn:
             assert error is None
