@@ -246,18 +246,33 @@ def test_an_error_of_the_momentum_moves_the_weights_until_it_has_healed(name, tm
     assert math.sqrt(apart / stated) == pytest.approx(1, abs=0.1 if name == "Lion" else 0.03)
 
 
+def few_rows(name, seed, size):
+    """A checkpoint with a table of weights of a ``size``, of which few rows carry the step."""
+    tree, generator = trained(name)[0], torch.Generator().manual_seed(seed)
+    rows = torch.full((6000, 1), 1e-3)
+    rows[torch.randperm(6000, generator=generator)[:8]] = 10
+    (state, *_) = tree["optimizer"]["state"].values()
+    key = next(iter(state.keys() & {"exp_avg", "momentum_buffer"}))
+    state[key] = torch.randn(6000, 60, generator=generator) * rows
+    tree["model"]["up.weight"] = torch.randn(6000, 60, generator=generator) * size
+    return tree
+
+
+def test_a_lattice_that_is_made_finer_is_capped_no_more(tmp_path, monkeypatch):
+    tree, first, correct = few_rows("SGD, Nesterov", 5, 0.05), [], spending._correct
+    tree["optimizer"]["param_groups"][0]["lr"] = 0.01
+    monkeypatch.setattr(
+        spending, "_correct", lambda *given: (first.extend(each.reason for each in given[0].streams), correct(*given))
+    )
+    manifest = ckpt8.save(tree, tmp_path / "run.ckpt8", budget=0.3)
+    assert CAPPED in first
+    assert CAPPED not in {each.reason for each in manifest.storages}
+
+
 @pytest.mark.parametrize(("name", "seed"), [("SGD, Nesterov", 5), ("Lion", 4), ("Muon", 0)])
 def test_engines_threads_and_tiles_choose_one_lattice(name, seed, tmp_path, monkeypatch):
     """Also where a sample misjudges the few rows of a table that carry the step, so that a file is encoded anew."""
-    tree, _ = trained(name)
-    if name != "Muon":
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.full((6000, 1), 1e-3)
-        rows[torch.randperm(6000, generator=generator)[:8]] = 10
-        (state, *_) = tree["optimizer"]["state"].values()
-        key = next(iter(state.keys() & {"exp_avg", "momentum_buffer"}))
-        state[key] = torch.randn(6000, 60, generator=generator) * rows
-        tree["model"]["up.weight"] = torch.randn(6000, 60, generator=generator) * 5
+    tree = trained(name)[0] if name == "Muon" else few_rows(name, seed, 5)
     torch.save(tree, tmp_path / "run.pt")
     codecs, content, corrected = set(), set(), []
     correct = spending._correct

@@ -173,3 +173,16 @@ def test_a_model_with_a_module_named_state():
     assert naming.place("ssm.state.weight") == ("weights", "ssm.state.weight")
     place = ("optimizer", "state", "ssm.state.weight", "exp_avg")
     assert naming.place("optimizer.state.ssm.state.weight.exp_avg") == place
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_an_average_of_some_of_the_rows_says_so(rows):
+    """A step of Adafactor counts by averages over the whole matrix."""
+    state = "optimizer.state.w."
+    boxes = {
+        "model.w": ((rows, 8), (8, 8)),
+        f"{state}row_var": ((rows, 1), (8, 1)),
+        f"{state}col_var": ((1, 8), (1, 8)),
+    }
+    tree = build(Naming(boxes), [(name, (0, 0), *box) for name, box in boxes.items()], {})
+    assert tree["optimizer"]["state"]["w"].get("whole_shape") == ([8, 1] if rows < 8 else None)
