@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from ckpt8.inspecting.inspection import inspect
     from ckpt8.inspecting.runs import runs
     from ckpt8.inspecting.verify import verify
+    from ckpt8.restoring.load import load
     from ckpt8.restoring.opened import open  # noqa: A004 - as torch has load and save
-    from ckpt8.restoring.restore import load, restore
+    from ckpt8.restoring.restore import restore
     from ckpt8.restoring.resume.resume import resume
 else:
     from ckpt8.core.public import lazy_names
@@ -55,7 +56,7 @@ _LOCATIONS = {
     "diff": "ckpt8.inspecting.diff:diff",
     "inspect": "ckpt8.inspecting.inspection:inspect",
     "save": "ckpt8.compressing.compress:save",
-    "load": "ckpt8.restoring.restore:load",
+    "load": "ckpt8.restoring.load:load",
     "open": "ckpt8.restoring.opened:open",
     "restore": "ckpt8.restoring.restore:restore",
     "rebase": "ckpt8.container.writer:rebase",

@@ -16,11 +16,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
 
 from ckpt8.core import backend as backends
-from ckpt8.core.arrays import Array, Arrays, as_array, as_arrays, as_tensor, as_tensors, empty
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from ckpt8.core.arrays import Array, Arrays
 
 
 class Run(NamedTuple):
@@ -212,6 +213,8 @@ class Codec(ABC):
             parts[name].copy_(earlier[: parts[name].numel()])
         given = {"given": True} if taken else {}
         if used == "numba":
+            from ckpt8.core.arrays import as_array, as_arrays
+
             keywords = self._keywords("encode", first, as_arrays(companions), slice(0, flat.numel()))
             kernel(as_array(flat), as_arrays(parts), **keywords, **given)
             return parts
@@ -241,6 +244,8 @@ class Codec(ABC):
             # As bytes: torch warns of new tensors of some element types, but not of views.
             out = any_part.new_empty(spec.numel * spec.dtype.itemsize, dtype=DType.UINT8.torch).view(spec.dtype.torch)
         if used == "numba":
+            from ckpt8.core.arrays import as_array, as_arrays
+
             keywords = self._keywords("decode", first, as_arrays(companions), slice(0, spec.numel))
             kernel(as_arrays(parts), as_array(out), **keywords)
             return out
@@ -260,6 +265,8 @@ class Codec(ABC):
     ) -> None:
         """Fill ``out`` as ``decode`` does, from arrays: by the kernels of numba, or by torch."""
         if backend != "numba":
+            from ckpt8.core.arrays import as_tensor, as_tensors
+
             given = as_tensors(companions)
             self.decode(
                 as_tensors(parts), spec, out=as_tensor(out, spec.dtype), backend="torch", first=first, companions=given
@@ -272,6 +279,8 @@ class Codec(ABC):
         self, x: Array, spec: TensorSpec, *, backend: backends.Backend, first: int = 0
     ) -> dict[str, Array]:
         """The parts of elements as ``encode`` makes them, for a codec without companions. Raises RefusedError."""
+        from ckpt8.core.arrays import as_arrays, as_tensor, empty
+
         if backend != "numba":
             return as_arrays(self.encode(as_tensor(x, spec.dtype), backend="torch", first=first))
         parts = {name: empty(part.numel, part.dtype) for name, part in self.layout(spec).items()}

@@ -64,3 +64,9 @@ def _join_exact(exponent, mantissa, residual, bits):
 def decode_exact(parts: Arrays, out: Array) -> None:
     """Fill ``out`` with the weights of exact split planes."""
     _join_exact(parts["exponent"], parts["mantissa"], parts["residual"], out.view(i4))
+
+
+def upper(parts: Arrays) -> Array:
+    """The bits of bf16 in the planes ``exponent`` and ``mantissa``."""
+    mantissa = parts["mantissa"].astype(u2)
+    return np.asarray((mantissa & 0x7F) | (mantissa & 0x80) << 8 | parts["exponent"].astype(u2) << 7)

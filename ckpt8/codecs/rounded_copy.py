@@ -24,16 +24,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Copied, Run
 from ckpt8.core import backend as backends
-from ckpt8.core.arrays import Array, Arrays, narrowed, widened
 from ckpt8.core.errors import RefusedError, UsageError
 from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from ckpt8.core.arrays import Array, Arrays
 
 ROUNDED = "rounded"
 """The one part that ``decode`` needs: the rounded masters. The reader computes it; it is never stored."""
@@ -54,16 +53,6 @@ def round_to(dtype: DType, x: torch.Tensor) -> torch.Tensor:
         return round_masters(x)
     sign = (x.view(DType.INT32.torch) >> 16).to(DType.INT16.torch) & _SIGN
     return _bits(x.to(DType.FLOAT16.torch)).where(~x.isnan(), sign | _NAN).view(DType.FLOAT16.torch)
-
-
-def rounded_bits(dtype: DType, x: Array) -> Array:
-    """The bits of ``round_to`` of an array."""
-    if dtype is DType.BFLOAT16:
-        return narrowed(x)
-    with np.errstate(over="ignore", invalid="ignore"):
-        bits = x.astype(np.float16).view(np.uint16)
-    is_nan, sign = np.isnan(x), (x.view(np.uint32) >> 16).astype(np.uint16) & np.uint16(1 << 15)
-    return np.where(is_nan, sign | np.uint16(_NAN), bits)
 
 
 def _run(value: Any) -> Run:
@@ -201,8 +190,10 @@ class HalfReference(Reference):
         companions: Arrays = NO_COMPANIONS,  # noqa: ARG002
     ) -> None:
         """Fill ``out`` with the copy, from the differences and the part ``rounded``."""
+        from ckpt8.core import arrays
+
         # uint16 wraps around, as the format says.
-        out[:] = rounded_bits(DType.FLOAT16, widened(parts[ROUNDED])) + parts[DELTA].astype(np.uint16)
+        out[:] = arrays.rounded(arrays.widened(parts[ROUNDED]), DType.FLOAT16) + parts[DELTA].astype(out.dtype)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from math import nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt8.codecs import Codec
 from ckpt8.container import header
@@ -22,11 +22,13 @@ from ckpt8.container.checks import NOWHERE, Locator, Places, check_frame_count, 
 from ckpt8.container.header import Entry
 from ckpt8.container.manifest import Pack, StorageRecord
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.grouping import grouped
 from ckpt8.core.tensors import DType
+
+if TYPE_CHECKING:
+    from ckpt8.core.arrays import Array, Arrays
 
 _ENTRIES_TRIED, _ENTRIES_GUESSED = 64, 8
 _SMALLEST_FRAME = 8

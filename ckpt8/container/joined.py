@@ -36,7 +36,6 @@ from ckpt8.container.sharded import (
     refuse_directory,
     slices_of,
 )
-from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import FilePool
@@ -44,7 +43,7 @@ from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, shown
 
 if TYPE_CHECKING:
-    pass
+    from ckpt8.core.arrays import Array, Arrays
 
 
 def read_index(directory: Path, rank: int | None = None) -> ShardedIndex:

@@ -14,13 +14,14 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.codecs.base import Run
 from ckpt8.codecs.lossless import RAW_PART, Lossless
-from ckpt8.codecs.rounded_copy import ROUNDED, rounded_bits
+from ckpt8.codecs.rounded_copy import ROUNDED
 from ckpt8.container import bases, header
 from ckpt8.container.checks import (
     Locator,
@@ -36,13 +37,14 @@ from ckpt8.container.checks import (
 from ckpt8.container.header import FRAME, Entry, inflate_plain, manifest_text, parse_manifest, read_head
 from ckpt8.container.manifest import BaseRecord, Manifest, Pack, Packing, StorageRecord
 from ckpt8.container.manifest_json import read_manifest
-from ckpt8.container.unpacking import total, unpacked
-from ckpt8.core.arrays import Array, Arrays, empty, widened
 from ckpt8.core.backend import Backend, for_reading
 from ckpt8.core.closing import Closing, without_collection
 from ckpt8.core.errors import InputError, RefusedError, require
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
 from ckpt8.core.tensors import DType, PartSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from ckpt8.core.arrays import Array, Arrays
 
 _MOST_CHUNKS = 64
 """The most chunks of a skeleton that ``skeleton`` returns."""
@@ -111,8 +113,6 @@ class ContainerReader(Closing):
                 entries, stored = self._open_header()
                 self.manifest = self._open_manifest(stored)
                 self.manifest.stored_nbytes = self.size
-                nbytes = sum(record.nbytes for record in self.manifest.storages)
-                self.backend: Backend = for_reading(nbytes)
                 self.places = self._locate({entry.name: entry for entry in entries})
                 for check in (check_references, check_companions, check_deltas):
                     check(self.manifest, self.codec, str(path))
@@ -128,6 +128,11 @@ class ContainerReader(Closing):
         with self._lock:
             if isinstance(self._base, ContainerReader):
                 self._base.close()
+
+    @cached_property
+    def backend(self) -> Backend:
+        """What decodes its chunks. Whoever decodes none needs neither numba nor torch."""
+        return for_reading(sum(record.nbytes for record in self.manifest.storages))
 
     def base(self) -> ContainerReader | None:
         """The base of a delta, open; None for other containers. Raises InputError where it is missing or damaged."""
@@ -226,6 +231,8 @@ class ContainerReader(Closing):
         A reference has one part more, its elements, which are rounded from its masters. With ``reuse`` symbols are in a
         buffer of this thread, until it reads others so. Raises InputError that names the tensor.
         """
+        from ckpt8.container.unpacking import unpacked
+
         parts, packings = self.read_packed(storage, chunk, only, reuse=reuse)
         return unpacked(parts, packings, self.where(storage), self.backend, reuse=reuse)
 
@@ -236,6 +243,8 @@ class ContainerReader(Closing):
 
         Symbols that a base completes are in no planes.
         """
+        from ckpt8.container.unpacking import total, unpacked
+
         record, base = self.manifest.storages[storage], self.base_of(storage)
         if record.pack is not None:
             pack, at = self._read_pack(record.pack, record.name, only), record.place
@@ -258,6 +267,8 @@ class ContainerReader(Closing):
         They are those of ``storage``. A lattice with another step or salt counts from the points next to its decoded
         weights. Raises InputError.
         """
+        from ckpt8.core.arrays import empty
+
         own = self.codec(storage)
         if codec == own:
             return self.read_parts(storage, chunk, only)
@@ -305,6 +316,8 @@ class ContainerReader(Closing):
 
     def _read_copy(self, runs: Iterable[Run], numel: int, dtype: DType) -> Array:
         """The ``numel`` elements of ``runs``, rounded to ``dtype``. Raises InputError for damage of a master."""
+        from ckpt8.core.arrays import empty
+
         out = empty(numel, dtype)
         at, last, rounded = 0, (-1, -1), out
         for storage, start, count in runs:
@@ -324,10 +337,12 @@ class ContainerReader(Closing):
 
     def _rounded_chunk(self, storage: int, chunk: int, dtype: DType) -> Array:
         """One chunk of a master rounded to ``dtype``; to bf16 from its upper parts alone where it has them."""
+        from ckpt8.core.arrays import rounded
+
         codec = self.codec(storage)
         if codec.upper_parts and dtype is DType.BFLOAT16:
             return codec.upper(self.read_parts(storage, chunk, codec.upper_parts))
-        return rounded_bits(dtype, self.read_chunk(storage, chunk))
+        return rounded(self.read_chunk(storage, chunk), dtype)
 
     def where(self, owner: int | Pack) -> str:
         """How messages name a storage or a pack."""
@@ -340,6 +355,8 @@ class ContainerReader(Closing):
         Raises InputError that names the tensor ``name``.
         """
         from ckpt8.container import frames
+        from ckpt8.container.unpacking import unpacked
+        from ckpt8.core.arrays import empty
 
         kept: OrderedDict[Pack, _Open] = self._local.__dict__.setdefault("packs", OrderedDict())
         pack = kept.pop(owner, None) or _Open(header.pack_layout(self.codec(owner), owner.spec, owner.numels), {})
@@ -360,6 +377,8 @@ class ContainerReader(Closing):
 
     def fill_chunk(self, storage: int, chunk: int, out: Array) -> None:
         """Fill ``out`` with the elements of a chunk. Raises InputError for damage."""
+        from ckpt8.core.arrays import empty
+
         record, codec = self.manifest.storages[storage], self.codec(storage)
         if record.pack is None or not codec.by_element:
             self.decode_chunk(storage, chunk, out)
@@ -433,6 +452,8 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Arrays:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
+        from ckpt8.core.arrays import widened
+
         values = self.expanded(storage, chunk)
         place, lent = vars(self._local).pop("lent", (None, None))
         for name, other in self.codec(storage).companion_storages.items():
@@ -461,6 +482,8 @@ class ContainerReader(Closing):
 
     def read_chunk(self, storage: int, chunk: int) -> Array:
         """One decoded chunk in new memory. Raises InputError for damage."""
+        from ckpt8.core.arrays import empty
+
         spec = self.chunk_spec(storage, chunk)
         out = empty(spec.numel, spec.dtype)
         self.fill_chunk(storage, chunk, out)

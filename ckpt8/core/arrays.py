@@ -82,6 +82,16 @@ def narrowed(x: Array) -> Array:
     return ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
 
 
+def rounded(x: Array, dtype: DType) -> Array:
+    """The bits of fp32 elements rounded to bf16 or fp16: to nearest, ties to even, as ``codecs.rounded_copy`` says."""
+    if dtype is DType.BFLOAT16:
+        return narrowed(x)
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = x.astype(np.float16).view(np.uint16)
+    signs = (x.view(np.uint32) >> 16).astype(np.uint16) & np.uint16(1 << 15)
+    return np.where(np.isnan(x), signs | np.uint16(0x7E00), bits)
+
+
 def give(values: Array, out: Array) -> None:
     """Copy fp32 values to ``out``, fp32 or bf16, unless this is their memory."""
     if out.dtype != np.float32:

@@ -36,7 +36,7 @@ from ckpt8.core.errors import UnsupportedError, UsageError, require
 from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source, write_at
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.salvage import Restored
+from ckpt8.restoring.members import Restored
 
 
 def restore_directory(

@@ -24,7 +24,8 @@ from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
-from ckpt8.restoring.salvage import Restored, find_lost, lost_elements
+from ckpt8.restoring.members import Restored
+from ckpt8.restoring.salvage import find_lost, lost_elements
 from ckpt8.restoring.sharded import write_plain
 
 _SHOWN = 3

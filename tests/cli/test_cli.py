@@ -590,12 +590,12 @@ def test_values_are_completed():
     assert set(commands.FORMATS) == set(WRITERS)
 
 
-def test_help_version_runs_and_inspect_of_a_container_import_nothing_heavy(packed):
+def test_help_version_runs_and_inspect_of_a_container_import_nothing_heavy_and_restore_no_torch(packed, tmp_path):
     program = """
-import sys
+import importlib.util, sys
 import ckpt8.integrations, ckpt8.nn, ckpt8.optim
 from ckpt8.cli.app import main
-source, folder = sys.argv[1:]
+source, folder, target = sys.argv[1:]
 helps = ("compress", "convert", "chain", "rebase", "runs", "bench")
 heavy = {"torch", "numpy", "numba", "triton", "ckpt8.compressing.compressor", "concurrent.futures", "asyncio"}
 
@@ -610,10 +610,13 @@ def run(*arguments):
 for arguments in (["--help"], ["--version"], *([command, "--help"] for command in helps), ["inspect", source],
                   ["inspect", source, "--tensors"], ["inspect", source, "--json"], ["runs", folder]):
     assert not run(*arguments), arguments
+
+# Without numba torch decodes.
+assert "torch" not in run("restore", source, "-o", target) or importlib.util.find_spec("numba") is None
 # What is heavy would show.
 assert run("inspect", source.replace(".ckpt8", ".pt")) >= {"torch", "ckpt8.compressing.compressor"}
 """
-    command = [sys.executable, "-c", program, str(packed), str(packed.parent)]
+    command = [sys.executable, "-c", program, str(packed), str(packed.parent), str(tmp_path / "back.pt")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert "split24/1" in result.stdout

@@ -15,7 +15,7 @@ from ckpt8.container.checks import link_stays_inside, path_problem
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
 from ckpt8.inspecting.heads import read_container
-from ckpt8.restoring.restore import MemberWriter
+from ckpt8.restoring.members import MemberWriter
 
 
 def everything(folder):

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
-
-import numpy as np
+from typing import TYPE_CHECKING, ClassVar
 
 from ckpt8.codecs.base import Codec, CodeRange, Direction, StateKey
-from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType, PartSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from ckpt8.core.arrays import Array, Arrays
 
 REFUSAL = "holds NaN, Inf or a value outside the range of bf16"
 
@@ -80,8 +80,9 @@ class Split24(SplitWeight):
 
     def upper(self, parts: Arrays) -> Array:
         """``hi``, which the two planes hold."""
-        mantissa = parts["mantissa"].astype(np.uint16)
-        return (mantissa & 0x7F) | (mantissa & 0x80) << 8 | parts["exponent"].astype(np.uint16) << 7
+        from ckpt8.codecs.planes_numba import upper
+
+        return upper(parts)
 
 
 @dataclass(frozen=True, slots=True)
