@@ -1,7 +1,7 @@
 """Every error of a command becomes one line and an exit code; progress and results are printed here too.
 
-Expected errors have theirs in ``core.errors``. Anything else is INTERNAL: the process lacks memory, files or threads,
-or ckpt8 has a defect; the line says which.
+Expected errors have theirs in ``core.errors``. Anything else is INTERNAL: the process lacks memory, files, threads or a
+package, or ckpt8 has a defect; the line says which.
 
 Nothing here imports typer, and JSON does not import rich. No terminal, pipe or locale ends a command in a traceback. A
 closed stream stays closed to its user: no file that the command opens gets its number. What stdout does not take
@@ -393,6 +393,8 @@ def _said(error: Exception) -> tuple[str, int]:
         return re.sub(r"\b(force|salvage)=True\b", r"--\1", str(error)), error.exit_code
     if (missing := _missing(error)) is not None:
         return f"not enough {missing} for this process; raise its limit, or give fewer --threads", INTERNAL
+    if isinstance(error, ModuleNotFoundError):
+        return f"needs a package that is not installed: {printable(str(error))}", INTERNAL
     text = printable(str(error))
     if isinstance(error, OSError) and (error.errno in _UNWRITABLE or "No usable temporary directory" in text):
         # Outputs name themselves. What is left are temporary files, tempfile's message, and files of libraries.

@@ -98,7 +98,7 @@ def for_reading(nbytes: int) -> Backend:
         return "torch"
     if _fault_of_numba() is None:
         return "numba"
-    import torch  # noqa: F401 - before any thread of ours begins
+    import torch  # noqa: F401 - raises here, not in the middle of the work
 
     return "torch"
 

@@ -83,16 +83,16 @@ class Kernel:
         return linked(args, flat)
 
     def _link(self, key: tuple[Any, ...], args: tuple[Any, ...]) -> Callable[..., Any]:
-        kept = KernelCache(self.function, key)
-        code = kept.load()
-        if code is None:
-            try:
+        try:
+            kept = KernelCache(self.function, key)
+            code = kept.load()
+            if code is None:
                 code = compiled(self, args)
-            except (AttributeError, KeyError, TypeError, NotImplementedError) as exc:
-                log.info("a kernel is not kept: %s", exc)
-                return lambda args, _: self.dispatcher(*args)
-            kept.save(code)
-        return _linked(code)
+                kept.save(code)
+            return _linked(code)
+        except Exception as exc:
+            log.info("numba calls a kernel, which is not kept: %s", exc)
+            return lambda args, _: self.dispatcher(*args)
 
     @cached_property
     def dispatcher(self) -> Any:
@@ -147,7 +147,7 @@ def _signature(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def compiled(of: Kernel, args: tuple[Any, ...]) -> ObjectCode:
-    """Compile a kernel for arguments such as ``args``. Raises where numba cannot, or is made otherwise."""
+    """Compile a kernel for arguments such as ``args``. Raises where numba cannot, or is another than those known."""
     import llvmlite.binding as llvm
     import numba
 
@@ -199,6 +199,8 @@ def _linked(code: ObjectCode) -> Callable[..., Any]:
         engine.add_object_file(llvm.ObjectFileRef.from_data(code.code))
         engine.finalize_object()
         address = engine.get_function_address(code.symbol)
+    if not address:
+        raise NotImplementedError(f"{code.symbol} is not in its object")
     prototype = ctypes.CFUNCTYPE(ctypes.c_int32, *(_CTYPES.get(name, ctypes.c_void_p) for name in code.arguments))
     function = prototype(address)
     names = [f"item{k}" for k in range(len(code.results))]

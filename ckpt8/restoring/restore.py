@@ -117,25 +117,24 @@ def restore_original(
             result.left = sorted(path.name for path in source.iterdir() if path.name != packed.name)
         return result
     refuse_directory(source)
-    with (
-        sources_of(source) as sources,
-        ContainerReader(source) as reader,
-        Workers(threads) as workers,
-    ):
+    with sources_of(source) as sources, ContainerReader(source) as reader:
         result = Restored.at(sources, target, reader)
-        writer = MemberWriter(reader, workers, progress)
-        if reader.manifest.directory is not None:
-            with new_directory(result.path, reader, force=force) as directory:
-                # Links first: one that leads out of the directory is refused before gigabytes are written.
-                for index, _ in sorted(enumerate(reader.manifest.members), key=lambda pair: pair[1].format != SYMLINK):
-                    writer.add(index, directory)
-                directory.publish()
-            result.replaced = directory.replaced
-        else:
-            with AtomicFile(
-                result.path, force=force, check=file_check(target), room=partial(room_of, reader)
-            ) as output:
-                writer.write(0, output.file.fileno(), output.guard)
-                output.publish()
-            result.replaced = output.replaced
+        _ = reader.backend  # If that is torch, it is imported before the threads begin, which restrict it to one each.
+        with Workers(threads) as workers:
+            writer = MemberWriter(reader, workers, progress)
+            if reader.manifest.directory is None:
+                with AtomicFile(
+                    result.path, force=force, check=file_check(target), room=partial(room_of, reader)
+                ) as output:
+                    writer.write(0, output.file.fileno(), output.guard)
+                    output.publish()
+                result.replaced = output.replaced
+            else:
+                with new_directory(result.path, reader, force=force) as directory:
+                    # Links first: one that leads out of the directory is refused before gigabytes are written.
+                    members = enumerate(reader.manifest.members)
+                    for index, _ in sorted(members, key=lambda pair: pair[1].format != SYMLINK):
+                        writer.add(index, directory)
+                    directory.publish()
+                result.replaced = directory.replaced
         return result

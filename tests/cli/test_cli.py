@@ -622,6 +622,28 @@ assert run("inspect", source.replace(".ckpt8", ".pt")) >= {"torch", "ckpt8.compr
     assert "split24/1" in result.stdout
 
 
+def test_where_torch_steps_in_for_numba_restore_gives_the_same_bytes_and_each_thread_one_of_torch(packed, tmp_path):
+    program = """
+import sys
+import ckpt8
+from ckpt8.container.reader import ContainerReader
+
+fill, seen = ContainerReader.fill_chunk, []
+
+def note(*given):
+    seen.append(sys.modules["torch"].get_num_threads())
+    fill(*given)
+
+ContainerReader.fill_chunk = note
+ckpt8.restore(*sys.argv[1:])
+assert set(seen) == {1}, seen
+"""
+    command = [sys.executable, "-c", program, str(packed), str(tmp_path / "back.pt")]
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "3"}
+    subprocess.run(command, env=environment, timeout=300, check=True)
+    assert (tmp_path / "back.pt").read_bytes() == ckpt8.restore(packed, tmp_path / "usual.pt").read_bytes()
+
+
 ALL_COMMANDS = """
 import sys, torch
 at_start = set(sys.modules)

@@ -333,6 +333,13 @@ def test_what_only_numba_can_run_is_not_kept(run, tmp_path):
     assert kept(tmp_path) == []
 
 
+def test_a_kept_file_without_its_function_is_not_called(run, tmp_path):
+    """numba runs the kernel in its place; a call of address 0 would end the process."""
+    renamed = "made = jit.compiled\njit.compiled = lambda *given: made(*given)._replace(symbol='absent')\n"
+    for program in ("from ckpt8.core import numba as jit\n" + renamed, "from ckpt8.core import numba as jit\n"):
+        assert run(program + "print(jit._nothing())", HOME=tmp_path / "home") == ("0", "")
+
+
 def test_a_kernel_is_made_anew_when_what_it_is_made_of_changes(run, tmp_path):
     """numba's own cache compares the file of the kernel, not those of what it calls."""
     package = shutil.copytree(Path(ckpt8.__file__).parent, tmp_path / "source" / "ckpt8")
