@@ -29,7 +29,7 @@ SMALLEST_FOR_NUMBA = 1 << 17
 """The fewest elements for which calling a numba kernel pays."""
 
 LEAST_FOR_NUMBA = 1 << 25
-"""The fewest bytes of a checkpoint for which numba pays: kernels start in 0.1 s, once on a machine in five."""
+"""The fewest bytes of a checkpoint for which numba pays: kernels start in 0.1 s, on a new machine in five seconds."""
 
 
 @cache

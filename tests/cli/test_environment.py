@@ -219,7 +219,7 @@ def test_a_stdout_that_does_not_block(files):
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "not enough memory"),
         (OSError(errno.EMFILE, "Too many open files"), "not enough open files"),
         (RuntimeError("can't start new thread"), "not enough threads"),
-        (ModuleNotFoundError("No module named 'torch'"), "needs a package that is not installed: No module named 'torch'"),
+        (ModuleNotFoundError("No module named 'torch'"), "package that is not installed: No module named 'torch'"),
         (RecursionError("maximum recursion depth exceeded"), "a defect of ckpt8: RecursionError"),
         (EOFError("end of file"), "a defect of ckpt8: EOFError: end of file; please report it"),
         (OverflowError("int too large\nto convert"), "a defect of ckpt8: OverflowError"),
