@@ -171,7 +171,7 @@ def main(module: str, job: str) -> None:
 
 
 ZIPNN = "ZipNN"
-START = "start of Python, torch, numba"
+START = "start of Python and torch"
 DCP = "dcp.async_save"
 PEERS = frozenset({ZIPNN, DCP})
 """Packages of others, which may fail on a checkpoint that ckpt8 handles."""
