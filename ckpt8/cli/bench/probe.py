@@ -306,8 +306,8 @@ def _zipnn(job: Job) -> Callable[[], object]:
     return _packed(pack, job)
 
 
-# What every command on tensors starts: Python and torch.
-_IMPORTS = python("from ckpt8.core.workers import settle; settle()")
+# What every command on tensors starts, but restore.
+_IMPORTS = python("import torch")
 OPERATIONS: dict[str, Operation] = {
     "cp": _copy,
     "zstd -1": partial(_packed, partial(_zstd, 1)),
