@@ -91,8 +91,9 @@ class Kernel:
                 kept.save(code)
             return _linked(code)
         except Exception as exc:
+            dispatcher = self.dispatcher  # Raises where numba cannot be imported.
             log.info("numba calls a kernel, which is not kept: %s", exc)
-            return lambda args, _: self.dispatcher(*args)
+            return lambda args, _: dispatcher(*args)
 
     @cached_property
     def dispatcher(self) -> Any:
