@@ -2,7 +2,7 @@
 
 All three give the same parts, bit for bit. By default a tensor on a CUDA device takes ``triton``, a large one on a CPU
 ``numba``, and every other ``torch``, which also steps in for a package that is missing or too old. A small checkpoint
-takes ``torch`` throughout: see ``for_checkpoint``.
+takes ``torch`` throughout, except where only arrays are read: see ``for_checkpoint`` and ``for_reading``.
 
 With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in its slow interpreter, for tests.
 """
@@ -90,9 +90,9 @@ def for_checkpoint(nbytes: int) -> Backend | None:
 
 
 def for_reading(nbytes: int) -> Backend:
-    """The backend for arrays of a container of so many bytes: numba, unless that is missing or torch is there already.
+    """The backend for arrays of a container of so many bytes: torch for a small one if it is imported, else numba.
 
-    Raises ModuleNotFoundError without either.
+    torch takes the place of a numba that is missing. Raises ModuleNotFoundError without either.
     """
     if nbytes < LEAST_FOR_NUMBA and "torch" in sys.modules:
         return "torch"
