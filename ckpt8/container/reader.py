@@ -452,13 +452,13 @@ class ContainerReader(Closing):
 
     def companions(self, storage: int, chunk: int) -> Arrays:
         """The decoded chunks of other storages that the codec of a chunk needs. Raises InputError for damage there."""
-        from ckpt8.core.arrays import widened
+        from ckpt8.core.arrays import floats
 
         values = self.expanded(storage, chunk)
         place, lent = vars(self._local).pop("lent", (None, None))
         for name, other in self.codec(storage).companion_storages.items():
             elements = lent if place == (other, chunk) else self.read_chunk(other, chunk)
-            values[name] = widened(elements)
+            values[name] = floats(elements, self.manifest.storages[other].dtype)
         return values
 
     def expanded(self, storage: int, chunk: int) -> dict[str, Array]:

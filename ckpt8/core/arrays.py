@@ -76,6 +76,13 @@ def widened(x: Array) -> Array:
     return x if x.dtype == np.float32 else (x.astype(np.uint32) << 16).view(np.float32)
 
 
+def floats(x: Array, dtype: DType) -> Array:
+    """Elements of any type in fp32. torch converts types that are rare."""
+    if dtype in (DType.FLOAT32, DType.BFLOAT16):
+        return widened(x)
+    return as_array(as_tensor(x, dtype).float())
+
+
 def narrowed(x: Array) -> Array:
     """The bits of finite or infinite fp32 elements rounded to bf16: to nearest, ties to even."""
     bits = x.view(np.uint32)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from archive_kit import each_backend, each_dtype, half_units, integers, there_and_back
 
+import ckpt8
 from ckpt8.codecs.lattice.reference import dither
 from ckpt8.codecs.rclog import OCTAVE, RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
@@ -177,3 +178,20 @@ def test_what_is_refused(backend):
     # Steps that are subnormal or infinite.
     refuses(0.0, dataclasses.replace(codec, k=2.0**-100, root_bias2=2.0**100), second=torch.full((100,), 1e-40))
     refuses(0.0, dataclasses.replace(codec, eps=2.0**100, bias1=2.0**100), second=zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_second_moments_of_every_type_that_is_stored_exactly_give_the_first_ones(dtype, tmp_path):
+    """The reader takes them in fp32, as the codec did: other ones would give moments that have nothing in common."""
+    weight = torch.randn(100, 110, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    optimizer = torch.optim.AdamW([weight])
+    for _ in range(3):
+        weight.grad = weight.detach().sin() * 100
+        optimizer.step()
+    tree = {"model": {"w": weight.detach()}, "optimizer": optimizer.state_dict()}
+    moments = tree["optimizer"]["state"][0]
+    moments["exp_avg_sq"] = moments["exp_avg_sq"].to(dtype)
+    manifest = ckpt8.save(tree, tmp_path / "run.ckpt8", preset="archive", rules=["*.exp_avg_sq=lossless"])
+    assert {storage.codec["id"] for storage in manifest.storages} >= {"vscaled/1", "lossless/1"}
+    back = ckpt8.load(tmp_path / "run.ckpt8")["optimizer"]["state"][0]["exp_avg"]
+    assert (back - moments["exp_avg"]).norm() < 0.2 * moments["exp_avg"].norm()
