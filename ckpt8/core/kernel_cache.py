@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -72,10 +72,9 @@ class KernelCache:
         wanted = [os.environ.get(name) for name in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")]
         machine = processor, wanted, sys.implementation.cache_tag
         place = hashlib.sha256(repr((function.__module__, function.__qualname__, key, machine)).encode()).hexdigest()
-        packages = [version(name) for name in ("numba", "llvmlite", "numpy")]
         self._name = f"{function.__qualname__}-{place[:16]}.o"
         """It leaves out the source and the version of numba, so newer code replaces older code."""
-        self._origin = repr((place, packages, [*_origin(function)])).encode()
+        self._origin = repr((place, _packages(), [*_origin(function)])).encode()
 
     def load(self) -> ObjectCode | None:
         """The kept kernel; None if it must be compiled."""
@@ -93,6 +92,24 @@ class KernelCache:
                 head = json.dumps(kernel[:-1]).encode()
                 content = len(head).to_bytes(_LENGTH_BYTES, "little") + head + kernel.code
                 _write(folder / self._name, self._origin, content)
+
+
+@cache
+def _packages() -> list[str]:
+    """The versions of numba, llvmlite and numpy. Raises ImportError without numba, which is not imported."""
+    import llvmlite
+
+    spec = find_spec("numba")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'numba'")
+    try:
+        # The metadata of packages takes ten times as long.
+        stated = Path(spec.origin).with_name("_version.py").read_text()
+    except OSError:
+        from importlib.metadata import version
+
+        stated = version("numba")
+    return [stated, llvmlite.__version__, np.__version__]
 
 
 def _origin(function: Callable[..., Any]) -> Iterator[Any]:
