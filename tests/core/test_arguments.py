@@ -33,8 +33,10 @@ def arguments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": {"w": torch.ones(3)}}, "a.pt")
     ckpt8.compress("a.pt", threads=1)
+    # Of another run: one that is under way goes on without the file of ``frozen_from``.
+    torch.save({"model": {"v": torch.ones(4)}}, "b.pt")
     return {
-        "compress": {"source": "a.pt", "target": "o.ckpt8"},
+        "compress": {"source": "b.pt", "target": "o.ckpt8"},
         "convert": {"source": "a.pt", "target": "o.safetensors"},
         "diff": {"a": "a.pt", "b": "a.ckpt8"},
         "load": {"path": "a.ckpt8"},
