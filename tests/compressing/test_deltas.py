@@ -13,6 +13,7 @@ import ckpt8
 from ckpt8.codecs import codec_from_config
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core import backend
+from ckpt8.core.arrays import as_tensors
 from ckpt8.core.errors import InputError, OutputError, UsageError
 from ckpt8.core.tensors import TensorSpec
 from ckpt8.inspecting.container import inspect_container
@@ -62,7 +63,7 @@ def test_a_delta_decodes_to_what_a_whole_file_on_its_lattice_does(states, tmp_pa
             for record in (each for each in manifest.storages if each.base is not None):
                 codec, x = codec_from_config(record.codec), source_of(record, tree)
                 assert config_in(key, record) == record.codec
-                factors = reader.read_parts(names[record.name], 0)
+                factors = as_tensors(reader.read_parts(names[record.name], 0))
                 parts = codec.encode(x, inherited=factors)
                 expected = codec.decode(parts, TensorSpec("x", record.role, record.dtype, (record.numel,)))
                 assert torch.equal(found[record.name].flatten(), expected), record.name

@@ -12,7 +12,14 @@ _SCRIPT = """
 import json, sys
 import torch
 import ckpt8
+from importlib.util import find_spec
 from ckpt8.core.workers import settle
+
+if find_spec("numba") is not None:
+    import numba
+    from ckpt8.core.numba import start
+    numba.njit(lambda: 0)()
+    start()
 
 def memory(field):
     with open("/proc/self/status") as file:
