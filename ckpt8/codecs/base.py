@@ -239,16 +239,16 @@ class Codec(ABC):
         """
         any_part = next(iter(parts.values()))
         used = self._resolve(backend, any_part.device, spec.numel)
-        kernel = self.kernel("decode", used)
         if out is None:
             # As bytes: torch warns of new tensors of some element types, but not of views.
             out = any_part.new_empty(spec.numel * spec.dtype.itemsize, dtype=DType.UINT8.torch).view(spec.dtype.torch)
         if used == "numba":
             from ckpt8.core.arrays import as_array, as_arrays
 
-            keywords = self._keywords("decode", first, as_arrays(companions), slice(0, spec.numel))
-            kernel(as_arrays(parts), as_array(out), **keywords)
+            given = as_arrays(companions)
+            self.decode_arrays(as_arrays(parts), spec, as_array(out), backend=used, first=first, companions=given)
             return out
+        kernel = self.kernel("decode", used)
         for run, tile in self._tiles(spec, parts, used):
             kernel(tile, out[run], **self._keywords("decode", first, companions, run))
         return out

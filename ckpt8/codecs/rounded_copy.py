@@ -132,8 +132,12 @@ class Reference(Codec, Copied):
         first: int = 0,  # noqa: ARG002
         companions: Arrays = NO_COMPANIONS,  # noqa: ARG002
     ) -> None:
-        """Fill ``out`` with the copy, from the part ``rounded``."""
-        out[:] = parts[ROUNDED]
+        """Fill ``out`` with the copy."""
+        out[:] = self._copy_of(parts)
+
+    def _copy_of(self, parts: Arrays) -> Array:
+        """The bits of the copy: the part ``rounded``."""
+        return parts[ROUNDED]
 
     @property
     def copied(self) -> Reference:
@@ -179,21 +183,14 @@ class HalfReference(Reference):
         copy = (_half_bits(parts[ROUNDED]) + parts[DELTA].to(DType.INT16.torch)).view(spec.dtype.torch)
         return copy if out is None else out.copy_(copy)
 
-    def decode_arrays(
-        self,
-        parts: Arrays,
-        spec: TensorSpec,  # noqa: ARG002
-        out: Array,
-        *,
-        backend: backends.Backend,  # noqa: ARG002
-        first: int = 0,  # noqa: ARG002
-        companions: Arrays = NO_COMPANIONS,  # noqa: ARG002
-    ) -> None:
-        """Fill ``out`` with the copy, from the differences and the part ``rounded``."""
+    def _copy_of(self, parts: Arrays) -> Array:
+        """The bits of the copy: the part ``rounded`` in fp16, and the differences to that."""
         from ckpt8.core import arrays
 
         # uint16 wraps around, as the format says.
-        out[:] = arrays.rounded(arrays.widened(parts[ROUNDED]), DType.FLOAT16) + parts[DELTA].astype(out.dtype)
+        bits = arrays.rounded(arrays.widened(parts[ROUNDED]), DType.FLOAT16)
+        bits += parts[DELTA].astype(bits.dtype)
+        return bits
 
 
 @dataclass(frozen=True)
