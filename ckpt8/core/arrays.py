@@ -21,8 +21,14 @@ Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
 """The parts of a codec by name, see ``tensors.Parts``."""
 
-_TYPES = {DType.FLOAT64: "f8", DType.FLOAT32: "f4", DType.INT64: "i8", DType.INT32: "i4", DType.INT16: "i2"}
-_TYPES |= {DType.INT8: "i1"}
+_TYPES = {
+    DType.FLOAT64: "f8",
+    DType.FLOAT32: "f4",
+    DType.INT64: "i8",
+    DType.INT32: "i4",
+    DType.INT16: "i2",
+    DType.INT8: "i1",
+}
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -100,11 +106,9 @@ def rounded(x: Array, dtype: DType) -> Array:
 
 
 def give(values: Array, out: Array) -> None:
-    """Copy fp32 values to ``out``, fp32 or bf16, unless this is their memory."""
-    if out.dtype != np.float32:
+    """Round fp32 values to ``out``, which is bf16, unless they have its memory. See ``room_for``."""
+    if out is not values:
         out[:] = narrowed(values)
-    elif out is not values:
-        out[:] = values
 
 
 def room_for(out: Array) -> Array:

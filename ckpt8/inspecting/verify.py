@@ -55,13 +55,12 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import SliceKey
 from ckpt8.container.steps import error_in_words, step_facts
 from ckpt8.converting.sources import assemble_distributed
-from ckpt8.core.arrays import as_arrays, as_tensor, as_tensors
+from ckpt8.core.arrays import Arrays, as_tensor, as_tensors
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, combine
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
-from ckpt8.core.tensors import Parts
 from ckpt8.core.text import box_text, counted, listed, shown, size
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.diff_sides import Equality, Leaves
@@ -209,19 +208,20 @@ def _compare(
     unit, chunk = work
     read = [read_chunk(source, stream, chunk, slot) for slot, stream in enumerate(unit.streams)]
     originals, crcs = [x for x, _ in read], [crc for _, crc in read]
-    parts = [as_tensors(reader.read_parts(stream.index, chunk)) for stream in unit.streams]
+    stored = [reader.read_parts(stream.index, chunk) for stream in unit.streams]
     differing = [
         stream.spec.name
-        for stream, x, part in zip(unit.streams, originals, parts, strict=True)
+        for stream, x, part in zip(unit.streams, originals, stored, strict=True)
         if not _is_same(reader, source, stream, chunk, x, part)
     ]
     if not unit.measured:
         return differing, UnitErrors.for_unit(unit), crcs
+    parts = [as_tensors(part) for part in stored]
     return differing, lockstep.measure(unit, chunk * frames.FRAME, originals, parts), crcs
 
 
 def _is_same(
-    reader: ContainerReader, source: Bundle, stream: Stream, chunk: int, x: torch.Tensor, parts: Parts
+    reader: ContainerReader, source: Bundle, stream: Stream, chunk: int, x: torch.Tensor, parts: Arrays
 ) -> bool:
     """Whether the original is what a container gives back, or the rounded copy of masters that it says it is.
 
@@ -235,8 +235,7 @@ def _is_same(
         return True
     else:
         content, companions = scratch_chunk(reader, stream.index, chunk), reader.companions(stream.index, chunk)
-        given = as_arrays(parts)
-        stream.codec.decode_arrays(given, spec, content, backend=reader.backend, first=first, companions=companions)
+        stream.codec.decode_arrays(parts, spec, content, backend=reader.backend, first=first, companions=companions)
         out = as_tensor(content, spec.dtype)
     return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
