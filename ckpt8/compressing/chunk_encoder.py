@@ -3,13 +3,13 @@
 A packed chunk no longer needs its source: a save in the background returns to its caller between the two.
 """
 
+from __future__ import annotations
+
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar
-
-import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import Copied, Run
@@ -23,6 +23,7 @@ from ckpt8.container.manifest import Packing
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.gpu import CudaTransfer, Mark, copy_to_row, cut_row, padded, row_bytes
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Parts
 from ckpt8.core.workers import Buffers, Workers, scratch_elements
 
@@ -47,7 +48,7 @@ class Chunk(Generic[P]):
     packings: list[dict[str, Packing]] = field(default_factory=list)
 
 
-PackedChunk = Chunk[torch.Tensor]
+PackedChunk = Chunk["torch.Tensor"]
 """Its parts are tensors, on the CPU unless a device still has them: symbols are packed into planes of bytes."""
 
 EncodedChunk = Chunk[frames.Frames]

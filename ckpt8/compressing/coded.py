@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from ckpt8.checkpoint.meaning.coded_moments import CodedMoment, coded_moments
 from ckpt8.checkpoint.meaning.optimizer_state import adam_rule, finite
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing.momentum import StepSums
 from ckpt8.container.steps import Origin
+from ckpt8.core.lazy import torch
 
 _PIECE = 1 << 12
 """Elements that are added up at once: fewer than torch would share out among threads."""

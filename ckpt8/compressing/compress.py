@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar, overload
-
-import torch
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ckpt8.checkpoint.readers.entries import directory_name, is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file, run_in
@@ -26,7 +24,6 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.gate import refusal_of
 from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.checkpoint.sources.snapshot import Snapshot, give_back
 from ckpt8.checkpoint.tree import Global, Inert, OpenCheckpoint, format_path, iter_nodes
 from ckpt8.compressing.background import Job, PendingSave, Unsaved, key_of, start_saving, wait_for
 from ckpt8.compressing.chosen_base import (
@@ -60,6 +57,11 @@ from ckpt8.core.log import log
 from ckpt8.core.public import checked, described
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckpt8.checkpoint.sources.snapshot import Snapshot
 
 R = TypeVar("R")
 
@@ -308,10 +310,14 @@ def save(
             return compress_live(checkpoint, run_or_pack)
 
     def pack(job: Job) -> Unsaved:
+        from ckpt8.checkpoint.sources.snapshot import give_back
+
         give_back()
         return compress_object(partial(_protecting, job, is_linked, Compressor.pack))
 
     def copy(job: Job) -> Unsaved:
+        from ckpt8.checkpoint.sources.snapshot import Snapshot
+
         _examine(target, force=force)
         with ExitStack() as resources:
             resources.enter_context(candidates_kept(asked, target))

@@ -16,13 +16,12 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from ckpt8.checkpoint.meaning.parameters import weights_without_state
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import frames, header
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 

@@ -7,12 +7,12 @@ bytes are stored as they are. One that is refused falls back alone: its storages
 those of the others.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-
-import torch
 
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec, config_of
@@ -25,6 +25,7 @@ from ckpt8.container import frames, header
 from ckpt8.container.header import PACK, entry_names, pack_entry
 from ckpt8.container.manifest import FrameTable, Pack, Packing
 from ckpt8.core.closing import without_collection
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 
 _ROOM, _ROOM_SHARE, _BUDGET_ROOM_SHARE = 12 << 10, 256, 4096

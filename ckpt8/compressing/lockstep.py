@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.vscaled.statistics import expand
@@ -18,6 +16,7 @@ from ckpt8.compressing.plan import Unit, read_elements
 from ckpt8.core.arrays import as_array
 from ckpt8.core.backend import Backend, for_checkpoint, on_cpu, resolve
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Parts, TensorSpec
 from ckpt8.core.workers import scratch_elements
 

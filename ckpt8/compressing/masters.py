@@ -11,13 +11,13 @@ A storage of copies may hold padding between its tensors and after them.
                  and the vectors in another. Under an unknown key they are longer than every copy
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from ckpt8.checkpoint.meaning.names import home_of
 from ckpt8.checkpoint.meaning.parameter_names import split_member
@@ -34,6 +34,7 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import ReferenceCheck
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.grouping import grouped
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import natural_order
 

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ckpt8.checkpoint.meaning.replayed import Confidence, Order
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs.companded8.reference import as_groups, root_of_tile
@@ -51,15 +49,16 @@ from ckpt8.compressing.plan import (
 )
 from ckpt8.compressing.policy import carry
 from ckpt8.compressing.relative import SecondRoots
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts, Role
 
 if TYPE_CHECKING:
     from ckpt8.compressing.measure_numba import BlockSums
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple["torch.Tensor", "torch.Tensor"]
 """A flat fp32 tile as it was, and as it comes back."""
 
-Moments = Mapping[str, torch.Tensor]
+Moments = Mapping[str, "torch.Tensor"]
 """Elements of the state of one parameter, by the key of its rule."""
 
 

@@ -5,11 +5,12 @@ Maxima are the same bit for bit; sums are taken in float64, in 32 lanes. Blocks 
 loop after the other, and a compiler turns each loop into vector instructions. One loop would take twice as long.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ckpt8.codecs.companded8 import GROUP, Companded8
 from ckpt8.codecs.companded8.numba import (
@@ -37,6 +38,7 @@ from ckpt8.codecs.split24.numba import join, refuse, split
 from ckpt8.compressing.measure import UnitErrors, measure_of, scaled_steps
 from ckpt8.compressing.plan import Stream, Unit
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.lazy import torch
 from ckpt8.core.numba import MAGNITUDE, f4, f8, i4, kernel, with_bits
 from ckpt8.core.tensors import DType, Parts, Role
 

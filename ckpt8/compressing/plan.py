@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
-
 from ckpt8.checkpoint.meaning.coded_moments import CodedMoment
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Confidence, Order, Replayed
@@ -23,6 +21,7 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.compressing.relative import RelativeStep, SecondRoots
 from ckpt8.container import header
 from ckpt8.container.steps import COPY, Origin
+from ckpt8.core.lazy import torch
 from ckpt8.core.log import log
 from ckpt8.core.tensors import DType, Role, TensorSpec
 

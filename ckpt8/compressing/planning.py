@@ -1,10 +1,10 @@
 """Plans a whole source, member by member: roles, codecs of the policy, copies, budget, companions."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache
-
-import torch
 
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.parameter_names import SLICE
@@ -21,6 +21,7 @@ from ckpt8.compressing.spending import spend
 from ckpt8.container.manifest import SKELETON
 from ckpt8.container.steps import COPY
 from ckpt8.core.closing import without_collection
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 

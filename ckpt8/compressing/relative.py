@@ -23,14 +23,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
-
 from ckpt8.checkpoint.meaning.optimizer_state import LARGEST_STEP, finite, parameter_shape
 from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.error_stats import StepError, larger
 from ckpt8.compressing.momentum import StepSums
 from ckpt8.container.steps import Origin
+from ckpt8.core.lazy import torch
 from ckpt8.optim.known_optimizers import SIDE_STATE, TENSORS
 
 _LEAST_MEAN = 2.0**-1000

@@ -28,8 +28,6 @@ from functools import cache
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
-import torch
-
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
@@ -59,6 +57,7 @@ from ckpt8.container.frames import FRAME
 from ckpt8.container.steps import CAPPED, NO_BUDGET, NO_PARAMETER, UNMOVED
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.source_file import crc32
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.workers import Workers
 

@@ -14,12 +14,12 @@ stand for integers q, and -1 for a value of its own; with those of the base:
 All other parts differ by the exclusive or of their bits.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import ModuleType
-
-import torch
 
 from ckpt8.codecs.lattice import RESERVED
 from ckpt8.codecs.lattice.reference import from_zigzag, zigzag
@@ -27,6 +27,7 @@ from ckpt8.container.frames import SHORT_PLANE, SYMBOLS_WORTH_IT
 from ckpt8.container.manifest import DIGITS, LANES, MOST_BITS, MOST_RAW, NO_TOP, PLANES, SYMBOL_LIMIT, Mode, Packing
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError, require
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import scratch_elements
 
@@ -52,7 +53,7 @@ _EXCESS = (
 """Bits that zstd takes for a byte beyond its entropy, by the share of the most frequent byte, as measured. Huffman
 takes one at least, and the matches that zstd finds where a byte repeats cost more than they save until it has 0.9."""
 
-Tabulate = Callable[[torch.Tensor, Sequence[Mode]], torch.Tensor]
+Tabulate = Callable[["torch.Tensor", Sequence[Mode]], "torch.Tensor"]
 """The counts of the values in each plane of each mode but that of the bits, of digits in the first, a row of 256 for
 each: from the counts of what symbols have above the bits."""
 

@@ -13,8 +13,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
@@ -23,6 +21,7 @@ from ckpt8.checkpoint.sources.composite import Composite, Streamer, add_prefix, 
 from ckpt8.checkpoint.tree import TensorRef, format_path, iter_nodes
 from ckpt8.container.frames import bytes_of
 from ckpt8.core.errors import InputError, UsageError, require
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
 

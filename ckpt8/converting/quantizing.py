@@ -47,8 +47,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.meaning.names import LONGEST_CONFIG
 from ckpt8.checkpoint.sources.composite import Composite, computed
 from ckpt8.checkpoint.tree import TensorRef
@@ -58,6 +56,7 @@ from ckpt8.converting.choice import FLOATS, HEADS, Content
 from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.files.source_file import reading, refuse_url
 from ckpt8.core.json_text import parse_any_json
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
 
 LARGEST = {DType.FLOAT8_E4M3FN: 448.0, DType.INT8: 127.0}

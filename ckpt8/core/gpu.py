@@ -1,15 +1,16 @@
 """Copies between the host and a GPU: pinned memory, copies that overlap with computation, and marks to wait for."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
-
-import torch
+from typing import Any, ClassVar, TypeAlias
 
 from ckpt8.core.errors import UsageError, require
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 
-Mark = torch.cuda.Event
+Mark: TypeAlias = "torch.cuda.Event"
 """A point in a queue of copies: ``synchronize`` waits until everything queued before it is done."""
 
 
@@ -44,13 +45,13 @@ class CudaTransfer:
         for chunk in parts:
             for part in chunk.values():
                 part.record_stream(self._down)
-        return copies, self._down.record_event(Mark(blocking=True))  # type: ignore[no-untyped-call]
+        return copies, self._down.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
 
     def upload(self, row: torch.Tensor) -> tuple[torch.Tensor, Mark]:
         """Queue the copy of a ``row`` of pinned memory to the device. Thread-safe."""
         with torch.cuda.stream(self._up):
             there = row.to(self._device, non_blocking=True)
-        return there, self._up.record_event(Mark(blocking=True))  # type: ignore[no-untyped-call]
+        return there, self._up.record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
 
     def receive(self, row: torch.Tensor, mark: Mark) -> None:
         """Make later computation on the device wait for an upload."""

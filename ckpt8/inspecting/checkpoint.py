@@ -13,8 +13,6 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.opening import check_storages, open_source
@@ -34,6 +32,7 @@ from ckpt8.container.steps import NO_BUDGET, NOT_MEASURED, step_figures
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.grouping import grouped
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.container import foreign_flags, names_of, origin_of

@@ -13,8 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from ckpt8.checkpoint.meaning.parameter_names import layer_of
 from ckpt8.checkpoint.meaning.roles import unique_name
 from ckpt8.checkpoint.sources.opening import open_source
@@ -24,6 +22,7 @@ from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.grouping import grouped
+from ckpt8.core.lazy import torch
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import DType, Role
@@ -289,7 +288,7 @@ class Pair:
     repeat: int = 1
 
 
-_Piece = tuple[int, int, torch.Tensor, torch.Tensor]
+_Piece = tuple[int, int, "torch.Tensor", "torch.Tensor"]
 """The number of a pair, the bytes of each opaque element (0 for numbers), and the same elements of both."""
 
 

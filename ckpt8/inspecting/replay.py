@@ -24,9 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter, UpdateRule, recognise
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
@@ -40,6 +37,7 @@ from ckpt8.codecs.error_stats import NoiseError
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import CheckFailedError, InputError
+from ckpt8.core.lazy import torch
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.tensors import Change, measure
 from ckpt8.optim.cards import Form
@@ -159,7 +157,7 @@ class Replayable:
         }
         return _Side(state, None if saved.weight is None else self._load(saved.weight, saved.home).reshape(-1))
 
-    def _load(self, ref: TensorRef, home: str | None = None) -> Tensor:
+    def _load(self, ref: TensorRef, home: str | None = None) -> torch.Tensor:
         """The values of a tensor as float32, from the file at the path ``home`` or this one. Raises InputError."""
         values = torch.empty(ref.shape, dtype=ref.dtype.torch)
         Streamer(self.checkpoint if home is None else self.files[home]).copy(ref, values)
@@ -238,8 +236,8 @@ def replay_files(reader: ContainerReader, original: Path, steps: int, workers: W
 class _Side:
     """State and weight of one parameter on one side: flat fp32, but for row and column statistics."""
 
-    state: dict[str, Tensor]
-    weight: Tensor | None
+    state: dict[str, torch.Tensor]
+    weight: torch.Tensor | None
 
     def find_not_finite(self) -> str | None:
         """The key of a tensor with a NaN or an Inf, or ``the weight``; None without any."""
@@ -291,7 +289,7 @@ def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> s
     return None
 
 
-def _measure(u: Tensor, v: Tensor, original: _Side, compressed: _Side) -> ReplayedStepError:
+def _measure(u: torch.Tensor, v: torch.Tensor, original: _Side, compressed: _Side) -> ReplayedStepError:
     update, weight = measure(u, v), Change()
     if original.weight is not None and compressed.weight is not None:
         weight = measure(original.weight, compressed.weight)

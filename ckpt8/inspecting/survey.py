@@ -38,8 +38,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.meaning.parameter_names import split_member, whole_name
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import TensorRef, is_dense
@@ -51,10 +49,11 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.grouping import grouped
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
 from ckpt8.inspecting.facts import shown_names
-from ckpt8.inspecting.tensors import BITS, budget, describe, open_any, windows
+from ckpt8.inspecting.tensors import bits_of, budget, describe, open_any, windows
 
 FP16_ZERO = 2.0**-25
 """fp16 rounds numbers up to this one, half of its smallest, to zero."""
@@ -130,7 +129,7 @@ class Tally:
         """Count the elements ``x`` from ``start`` on, and add them to ``rows`` if given."""
         if self.role is Role.WEIGHT:
             self.digest.update(bytes_of(x))
-        bits = x.view(BITS[self.dtype.itemsize])
+        bits = bits_of(x)
         if self.dtype is DType.FLOAT32:
             self.fits_bf16 = self.fits_bf16 and not bool((bits & 0xFFFF).any())
         if len(self.values) < _VARIETY:

@@ -27,8 +27,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt8 import __version__
 from ckpt8.checkpoint.meaning.parameter_names import SLICE, without_file
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -46,6 +44,7 @@ from ckpt8.container import frames, header
 from ckpt8.container.frames import FRAME
 from ckpt8.container.manifest import DCP, Manifest
 from ckpt8.core.errors import InputError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role
 from ckpt8.inspecting.facts import shown_names
 
@@ -309,8 +308,13 @@ def open_tensors(path: Path) -> Iterator[TensorSource]:
 TILE = 1 << 16
 """Elements that are looked at together: their temporaries fit the L2 cache."""
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers that hold the bits of an element, by its size in bytes."""
+_BITS = {1: DType.UINT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """The bits of flat elements, as integers of their size, or as pairs of int64."""
+    return x.view(_BITS[min(x.element_size(), 8)].torch)
+
 
 _EXACT = 2.0**62
 """Smaller differences of 64-bit integers are computed as integers: float64 has too few bits for their values."""
@@ -403,10 +407,8 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> Change:
 
 def count_differing(a: torch.Tensor, b: torch.Tensor) -> int:
     """How many elements of two flat contiguous tensors of one type differ in their bits."""
-    size = a.element_size()
-    x, y = (values.view(BITS[min(size, 8)]) for values in (a, b))
-    unequal = x.ne(y)
-    return int((unequal.view(-1, 2).any(1) if size > 8 else unequal).count_nonzero())
+    unequal = bits_of(a).ne(bits_of(b))
+    return int((unequal.view(-1, 2).any(1) if a.element_size() > 8 else unequal).count_nonzero())
 
 
 def _measure_tile(a: torch.Tensor, b: torch.Tensor) -> Change:

@@ -23,8 +23,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint
@@ -59,6 +57,7 @@ from ckpt8.core.arrays import Arrays, as_tensor, as_tensors
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, combine
+from ckpt8.core.lazy import torch
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import box_text, counted, listed, shown, size

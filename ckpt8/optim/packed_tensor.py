@@ -71,14 +71,13 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import cast
 
-import torch
-
 from ckpt8.codecs import Codec
 from ckpt8.codecs.base import TILE
 from ckpt8.codecs.companded8 import GROUP, QUIET_NAN, Companded8
 from ckpt8.codecs.companded8 import reference as companding
 from ckpt8.codecs.companded8.reference import SMALLEST_ROOT2, as_groups, scale_value, square_root
 from ckpt8.core.errors import UsageError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Parts
 
 _MASK64 = (1 << 64) - 1
@@ -253,7 +252,7 @@ def write_master(
     param.view(torch.int16).copy_(hi.bitwise_or_((raw >> 16).bitwise_and_(0x8000)))
 
 
-Values = Mapping[str, torch.Tensor]
+Values = Mapping[str, "torch.Tensor"]
 """fp32 tensors by name: ``param``, ``grad`` and the tensors of the state."""
 
 SUM_BLOCK = 4096
@@ -277,7 +276,7 @@ Blocks = Sequence[Block]
 Updates = Iterator[Values]
 """What a rule yields: the new values of every block, in order, then those of the whole tensor."""
 
-Load = Callable[[int, int, tuple[int, ...], tuple[str, ...]], list[torch.Tensor]]
+Load = Callable[[int, int, tuple[int, ...], tuple[str, ...]], "list[torch.Tensor]"]
 """Reads values: (first element, last element + 1, shape, names) -> new fp32 tensors."""
 
 
@@ -376,7 +375,7 @@ def row_blocks(shape: tuple[int, ...], load: Load) -> list[tuple[int, int, Block
     return blocks
 
 
-StateLayout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+StateLayout = dict[str, tuple["torch.dtype", tuple[int, ...]]]
 """Element type and shape of the tensors of a state, by key."""
 
 

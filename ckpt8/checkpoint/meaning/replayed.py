@@ -24,13 +24,12 @@ from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ckpt8.checkpoint.meaning.optimizer_state import LARGEST_STEP, UNKNOWN, identify_state, is_low_bit, recognise
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.core.files.source_file import crc32
+from ckpt8.core.lazy import torch
 from ckpt8.core.public import resolve
 from ckpt8.optim.cards import VARIANTS, Card, Form
 from ckpt8.optim.known_optimizers import CARDS, first_moments, setting, state_roles, why_unknown
@@ -71,14 +70,14 @@ class Replayed:
             return "its step takes a matrix, and its state is a vector"
         return None
 
-    def gradient_scale(self, state: Values) -> Tensor:
+    def gradient_scale(self, state: Values) -> torch.Tensor:
         """The RMS of recent gradients, flat: by element from the second moment, else one number for each block.
 
         That number is the RMS of independent gradients that would give the momentum m = a m + b g its RMS:
         rms(m) sqrt(1-a^2)/b.
         """
         if self.card.gradient_rms is not None:
-            return cast("Tensor", self.card.gradient_rms(state, self.arguments, self.step))
+            return cast("torch.Tensor", self.card.gradient_rms(state, self.arguments, self.step))
         if "exp_avg_sq_row" in state:
             rows = state["exp_avg_sq_row"]
             square = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * state["exp_avg_sq_col"].unsqueeze(-2)
@@ -94,8 +93,13 @@ class Replayed:
         return torch.cat(list(scales))
 
     def advance(
-        self, state: dict[str, Tensor], weight: Tensor | None, grad: Tensor, shape: tuple[int, ...], step: int
-    ) -> Tensor:
+        self,
+        state: dict[str, torch.Tensor],
+        weight: torch.Tensor | None,
+        grad: torch.Tensor,
+        shape: tuple[int, ...],
+        step: int,
+    ) -> torch.Tensor:
         """Take step number ``step`` in place; return the update u per unit of learning rate, flat.
 
         All tensors are flat fp32 of a parameter of ``shape``, but for the row and column statistics. The rule subtracts
@@ -118,18 +122,18 @@ class Replayed:
     def update(
         self,
         state: Values,
-        grad: Tensor,
+        grad: torch.Tensor,
         shape: tuple[int, ...],
         step: int,
         new_state: Values | None = None,
-    ) -> Tensor:
+    ) -> torch.Tensor:
         """The update u of step number ``step``, as ``advance``; the results of the rule go to ``new_state``, if any."""
         update, nothing = torch.empty_like(grad), torch.zeros(1).expand(grad.shape)
         inputs, outputs = {**state, "grad": grad, "param": nothing}, {**(new_state or {}), "param": update}
         self._call(inputs, outputs, shape, step, 1.0, 0.0)
         return update.neg_()
 
-    def first_updates(self, original: Values, decoded: Values, order: Order) -> tuple[Tensor, Tensor]:
+    def first_updates(self, original: Values, decoded: Values, order: Order) -> tuple[torch.Tensor, torch.Tensor]:
         """The updates of the first step after the state of the original, and after the decoded one.
 
         Moments are flat fp32 tensors as they are stored. Of a rule that reaches no further than the element they may be
@@ -144,8 +148,8 @@ class Replayed:
 
     def _call(
         self,
-        inputs: Mapping[str, Tensor],
-        outputs: Mapping[str, Tensor],
+        inputs: Mapping[str, torch.Tensor],
+        outputs: Mapping[str, torch.Tensor],
         shape: tuple[int, ...],
         step: int,
         lr: float,
@@ -153,7 +157,7 @@ class Replayed:
     ) -> None:
         """Call the rule on ``inputs`` and copy its results into those tensors that ``outputs`` has."""
 
-        def load(start: int, stop: int, view: tuple[int, ...], names: tuple[str, ...]) -> list[Tensor]:
+        def load(start: int, stop: int, view: tuple[int, ...], names: tuple[str, ...]) -> list[torch.Tensor]:
             return [inputs[name][start:stop].clone().view(view) for name in names]
 
         whole = {tensor.key: inputs[tensor.key] for tensor in self.form.tensors if not tensor.is_moment}
@@ -194,11 +198,11 @@ class Order:
         is_plain = dimensions == plain or not is_dense(first) or not all(tensor.is_moment for tensor in form.tensors)
         return cls(first.shape, None if is_plain else dimensions)
 
-    def stored(self, values: Tensor) -> Tensor:
+    def stored(self, values: torch.Tensor) -> torch.Tensor:
         """Flat values in the order of the storage."""
         return values if self.dimensions is None else values.view(self.shape).permute(self.dimensions).reshape(-1)
 
-    def plain(self, values: Tensor) -> Tensor:
+    def plain(self, values: torch.Tensor) -> torch.Tensor:
         """Flat values in the plain order."""
         if self.dimensions is None:
             return values
@@ -214,16 +218,16 @@ class Gradients:
         blocks = _blocks(state[rule.form.tensors[0].key])
         self._seeds = [(crc32(block.contiguous().numpy()), block.numel()) for block in blocks]
 
-    def at(self, step: int) -> Tensor:
+    def at(self, step: int) -> torch.Tensor:
         """The gradient of step number ``step``, counted from 0, flat."""
         return torch.cat([_noise(crc, step, numel) for crc, numel in self._seeds]) * self._scale
 
 
-def _blocks(values: Tensor) -> list[Tensor]:
+def _blocks(values: torch.Tensor) -> list[torch.Tensor]:
     return [values[start : start + BLOCK] for start in range(0, values.numel(), BLOCK)]
 
 
-def _noise(crc: int, step: int, numel: int) -> Tensor:
+def _noise(crc: int, step: int, numel: int) -> torch.Tensor:
     bits: np.ndarray[Any, Any] = np.random.PCG64([SEED, crc, step]).random_raw(numel)
     total = sum(((bits >> shift) & 0xFFFF for shift in (16, 32, 48)), bits & 0xFFFF).astype(np.int64)
     return torch.from_numpy(((total - _UNIFORM_MEAN) / _UNIFORM_DEVIATION).astype(np.float32))

@@ -12,11 +12,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, StorageRef, TensorRef, cut_by_runs, is_dense
 from ckpt8.container.frames import FRAME, bytes_of, host_bytes
 from ckpt8.core.errors import InputError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import assign, rows
 

@@ -21,8 +21,6 @@ from math import prod
 from operator import getitem
 from typing import Any, cast
 
-import torch
-
 from ckpt8.checkpoint.readers import torch_zip
 from ckpt8.checkpoint.readers.dcp import DcpCheckpoint, DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import (
@@ -55,6 +53,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import Place, check_cover
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, Window
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Box, DType, Role, cut_into_boxes, overlap, view_of_box
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Workers

@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
-import torch
-from torch import _weights_only_unpickler as unpickler
-
 from ckpt8.checkpoint.readers import torch_legacy, torch_zip
 from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.readers.torch_zip import LOCAL_SIGNATURE
@@ -29,6 +26,7 @@ from ckpt8.container.member_file import MemberFile
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError, require
 from ckpt8.core.files.source_file import ByteRange, SourceFile, reading
+from ckpt8.core.lazy import torch
 from ckpt8.core.text import listed
 
 
@@ -128,8 +126,8 @@ def _reader(source: SourceFile) -> _TorchReader:
 
 
 def _calls(source: SourceFile) -> TorchCalls:
-    trusted = unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
-    return TorchCalls(source.source.length, unpickler._get_allowed_globals(), trusted)
+    trusted = torch._weights_only_unpickler._get_user_allowed_globals()  # type: ignore[no-untyped-call]
+    return TorchCalls(source.source.length, torch._weights_only_unpickler._get_allowed_globals(), trusted)
 
 
 def _judge(

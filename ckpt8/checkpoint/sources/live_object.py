@@ -17,13 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-import torch
-
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.torch_zip import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import Partial, writing
+from ckpt8.core.lazy import torch
 
 Read = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes of a storage from a first one on. Thread-safe."""

@@ -24,8 +24,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.readers.rebuild import WRAPPED, check_hashes, dict_key
 from ckpt8.checkpoint.readers.torch_rules import ARRAYS, COUNTER, DATA_ALLOWANCE, DATA_FACTOR, PROPERTIES, TYPED
 from ckpt8.checkpoint.tree import (
@@ -41,6 +39,7 @@ from ckpt8.checkpoint.tree import (
 )
 from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.core.errors import InputError, ResumeError, UnsupportedError, require
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import state_objects
 

@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.readers import READERS, get_reader, open_checkpoint
 from ckpt8.checkpoint.readers.rebuild import make_tensor
 from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, load_allowed, load_member
@@ -24,6 +22,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arrays import as_tensor, as_tensors
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Parts, TensorSpec
 from ckpt8.core.text import listed
 from ckpt8.core.workers import Workers

@@ -10,11 +10,13 @@ The companding is FlashOptim's (arXiv 2602.23349, section 3); its fp16 scales ar
 fp16's range. Every operation is rounded to fp32 once, in the order written, so that all backends give the same bytes.
 """
 
+from __future__ import annotations
+
 import numpy as np
-import torch
 
 from ckpt8.codecs.companded8 import GROUP, INFINITE_SCALE, QUIET_NAN, REFUSAL_ROOT, REFUSAL_SIGNED, REFUSAL_UNSIGNED
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 
 _SMALLEST_MOMENT1 = 2.0**-100

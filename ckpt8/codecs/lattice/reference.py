@@ -7,10 +7,11 @@ q        = floor(w / step + t)                          refused unless |q| < 2^1
 decode   : w' = (q + (1/2 - t)) * step                  rounded to bf16 last, if w is bf16; the reserved symbol: +0
 """
 
-import torch
+from __future__ import annotations
 
 from ckpt8.codecs.lattice import CODES, MULTIPLIERS, REFUSAL, RESERVED, modulo, step_of
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 
 

@@ -10,12 +10,13 @@ Means are of exact sums. For bf16 the clamp is to the smallest and the largest n
 zero or infinity of a second moment.
 """
 
-import torch
+from __future__ import annotations
 
 from ckpt8.codecs.lattice import RESERVED
 from ckpt8.codecs.lattice.reference import from_zigzag, zigzag
 from ckpt8.codecs.rclog import ABOVE, RANGES, REFUSAL, STRANGE_FACTORS, UNIT, RowColumnLog
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 
 

@@ -19,10 +19,11 @@ The exact split of ``split32`` rounds halves up instead of to even, which makes 
 FlashOptim's own int16 mode scales the remainder instead, and gives back 99.73 % of all values exactly.
 """
 
-import torch
+from __future__ import annotations
 
 from ckpt8.codecs.split24 import FIRST_OVERFLOW, REFUSAL
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 
 _SIGN_AND_MANTISSA = 0x807F - 0x10000

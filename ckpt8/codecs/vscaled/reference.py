@@ -16,14 +16,15 @@ Where v', s and m are 0, q is 0. All else is refused where s < 2^-126, or s or D
 |m' / D(v') - u| <= u_max / 2.
 """
 
-import math
+from __future__ import annotations
 
-import torch
+import math
 
 from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.codecs.lattice.reference import dither, from_zigzag, zigzag
 from ckpt8.codecs.vscaled import CODES, LARGEST_UPDATE, REACH, REFUSAL, SMALLEST_STEP, STEP_SHARE
 from ckpt8.core.errors import RefusedError
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 
 
