@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from ckpt8.checkpoint.meaning.coded_moments import CodedMoment, coded_moments
 from ckpt8.checkpoint.meaning.optimizer_state import adam_rule, finite
 from ckpt8.checkpoint.tree import TensorRef
+from ckpt8.codecs.companded8.reference import root_of_tile
 from ckpt8.codecs.error_stats import StepError
 from ckpt8.compressing.momentum import StepSums
 from ckpt8.container.steps import Origin
@@ -96,13 +97,13 @@ class CodedMoments:
 
     def roots(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
         """Square roots of their second moments; NaN for one below zero."""
-        return self.second.at([range(start, stop)], device).sqrt()
+        return root_of_tile(self.second.at([range(start, stop)], device))
 
     def totals(self, windows: Sequence[range], numel: int) -> StepSums:
         """The sums over a parameter of ``numel`` elements, as those of ``windows`` tell them."""
         even = [range(x.start - x.start % 2, x.stop - x.start % 2) for x in windows]
         share = numel / max(1, sum(map(len, even)))
-        square, second = _square_sum(self.first.at(even)), _square_sum(self.second.at(even).sqrt())
+        square, second = _square_sum(self.first.at(even)), _square_sum(root_of_tile(self.second.at(even)))
         return StepSums(square * share, second * share, count=numel)
 
 

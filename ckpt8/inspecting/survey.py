@@ -43,6 +43,7 @@ from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.tree import TensorRef, is_dense
 from ckpt8.checkpoint.vocabulary import BUFFERS
 from ckpt8.codecs.companded8 import GROUP
+from ckpt8.codecs.companded8.reference import square_root
 from ckpt8.compressing.plan import Plan, read_elements
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
@@ -171,7 +172,7 @@ class Tally:
             self._scales(magnitude[stop:].amax(dim=0, keepdim=True))
 
     def _scales(self, largest: torch.Tensor) -> None:
-        scales = (largest.sqrt() if self.role is Role.MOMENT2 else largest).float()
+        scales = square_root(largest) if self.role is Role.MOMENT2 else largest.float()
         halves = scales.to(torch.float16)
         self.counts.update(
             groups=int((scales != 0).sum()),

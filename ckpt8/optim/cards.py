@@ -467,23 +467,28 @@ VARIANTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
 _MUON_SIGNS = ("use_muon", "ns_steps", "nesterov", "ns_method", "ns_coefficients")
 
 
+def _root(squares: Any) -> Any:
+    """Square roots, correctly rounded: torch's of fp32 differ from processor to processor."""
+    return squares.double().sqrt().float()
+
+
 def _square_avg_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -> Any:
     """The root of the average of squares without its bias; RMSprop calls its decay alpha, Adadelta rho."""
     beta = float(given["alpha" if "alpha" in given else "rho"])
-    return (state["square_avg"].clamp(min=0) / (1 - beta ** max(step, 1))).sqrt()
+    return _root(state["square_avg"].clamp(min=0) / (1 - beta ** max(step, 1)))
 
 
 def _adan_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -> Any:
     """Of independent gradients g, where the state averages the squares of (1 + b2) g - b2 g_(t-1)."""
     _, beta2, beta3 = given["betas"]
     bias = 1.0 if given["debiased"] else 1 - beta3 ** max(step, 1)
-    return (state["exp_avg_sq"].clamp(min=0) / (bias * ((1 + beta2) ** 2 + beta2**2))).sqrt()
+    return _root(state["exp_avg_sq"].clamp(min=0) / (bias * ((1 + beta2) ** 2 + beta2**2)))
 
 
 def _belief_rms(state: Mapping[str, Any], given: Mapping[str, Any], step: int) -> Any:
     """From the variance and the mean."""
     variance = state["exp_avg_var"].clamp(min=0) / (1 - given["betas"][1] ** max(step, 1))
-    return (variance + state["exp_avg"].square()).sqrt()
+    return _root(variance + state["exp_avg"].square())
 
 
 def _known(rule: str, *tensors: StateTensor, **more: Any) -> dict[str, Any]:
@@ -667,7 +672,7 @@ RECOGNISED = (
             settings={"lr_decay": 1},
             needs=("lr_decay",),
             coupled=True,
-            gradient_rms=lambda state, _given, step: (state["sum"].clamp(min=0) / max(step, 1)).sqrt(),
+            gradient_rms=lambda state, _given, step: _root(state["sum"].clamp(min=0) / max(step, 1)),
         ),
     ),
     Card(

@@ -81,7 +81,7 @@ class Replayed:
         if "exp_avg_sq_row" in state:
             rows = state["exp_avg_sq_row"]
             square = (rows / rows.mean(-1, keepdim=True)).unsqueeze(-1) * state["exp_avg_sq_col"].unsqueeze(-2)
-            return square.clamp_(min=0).nan_to_num_(0.0).sqrt_().reshape(-1)
+            return square_root(square.clamp_(min=0).nan_to_num_(0.0)).reshape(-1)
         if "exp_avg_sq" in state:
             biased = self.card.counts and self.form.update in ("adam", "replayed")
             bias = 1 - self.arguments["betas"][1] ** self.step if biased else 1.0
