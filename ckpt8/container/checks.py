@@ -106,13 +106,17 @@ def check_references(manifest: Manifest, codec_of: Callable[[int], Codec], where
 
 
 def check_companions(manifest: Manifest, codec_of: Callable[[int], Codec], where: str) -> None:
-    """Raise InputError for a storage whose companion is missing, has another length or needs companions itself."""
+    """Raise InputError for a storage whose companion is missing, no float, of another length or a dependent one."""
     storages = manifest.storages
     for index, record in enumerate(storages):
         for name, other in codec_of(index).companion_storages.items():
             require(
                 type(other) is int and 0 <= other < len(storages) and storages[other].numel == record.numel,
                 f"{where}: {record.name}: {name} is not a storage of as many elements",
+            )
+            require(
+                storages[other].dtype.is_plane_float,
+                f"{where}: {record.name}: {name} is a storage of {storages[other].dtype.label}, not of floats",
             )
             require(
                 not codec_of(other).companions and codec_of(other).copied is None,

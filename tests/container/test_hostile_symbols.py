@@ -11,7 +11,7 @@ import pytest
 import torch
 import zstandard
 from budget_kit import run_of
-from hostile_kit import INFINITE, bounded, drop, edited, fields, found_at, index_of, pack, put, unpack
+from hostile_kit import INFINITE, both, bounded, drop, edited, fields, found_at, index_of, pack, put, unpack
 from hypothesis import given
 from hypothesis import strategies as st
 from test_damage import exercise, is_detected, mutated
@@ -28,9 +28,9 @@ HUGE = 10**400
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A container of each codec with steps, and its source."""
+    """A container of each codec with steps and of as many bytes, and its source."""
     folder = tmp_path_factory.mktemp("symbols")
-    torch.save(run_of([(64, 65)]), folder / "a.pt")
+    torch.save(run_of([(64, 65)]) | {"bytes": torch.zeros(NUMEL, dtype=torch.uint8)}, folder / "a.pt")
     ckpt8.compress(folder / "a.pt", budget=1, threads=1)
     return folder / "a.ckpt8"
 
@@ -80,6 +80,11 @@ def second(name):
     return lambda manifest: codec(M, second=index_of(manifest, name))(manifest)
 
 
+def second_of(dtype):
+    """Second moments of an element type that is no float."""
+    return both(put("storages", "bytes", "dtype", dtype), second("bytes"))
+
+
 steps = partial(fields, "parameters", 0, "steps")
 
 
@@ -118,6 +123,8 @@ MALFORMED = {
     "a thousand chunks": many_chunks,
     "a companion that is itself": second(M),
     "a companion of another length": second("ckpt8.skeleton"),
+    "a companion of bytes": second("bytes"),
+    **{f"a companion of {dtype}": second_of(dtype) for dtype in ("qint8", "quint4x2", "float4_e2m1fn_x2", "bool")},
     "a companion that is not there": codec(M, second=10**6),
     "a companion that is negative": codec(M, second=-1),
     "a companion that is true": codec(M, second=True),
