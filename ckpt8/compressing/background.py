@@ -171,7 +171,10 @@ def wait_for(target: Path) -> None:
 
     Raises UsageError in a signal handler for one whose call it has interrupted.
     """
-    key = key_of(target)
+    _wait_for(target, key_of(target))
+
+
+def _wait_for(target: Path, key: str) -> None:
     while True:
         with _lock:
             jobs = [job for own, job in _pending.items() if key in (own, job.base)]
@@ -191,7 +194,7 @@ def start_saving(target: Path, base: Path | None, take: Callable[[Job], Unsaved]
     is_first = False
     try:
         while not is_first:
-            wait_for(target)
+            _wait_for(target, job.key)
             with _lock:
                 is_first = _pending.setdefault(job.key, job) is job
                 before = None if job.base is None else _pending.get(job.base)

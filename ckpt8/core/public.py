@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any, TypeVar, cast
 
@@ -15,6 +16,8 @@ from ckpt8.core.errors import WrongTypeError
 from ckpt8.core.text import shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 _MOST_THREADS, _MOST_STEPS = 1 << 10, 1 << 20
 
@@ -32,11 +35,12 @@ def checked(function: F) -> F:
         for name, parameter in signature.parameters.items()
         if (text := parameter.annotation) in _KINDS
     }
+    places = [name for name, parameter in signature.parameters.items() if parameter.kind in _POSITIONAL]
     called = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        for name, value in chain(zip(places, args, strict=False), kwargs.items()):
             if name in known:
                 accepts, wanted = known[name]
                 if not accepts(value):

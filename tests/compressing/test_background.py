@@ -311,7 +311,8 @@ def test_an_interrupt_while_the_caller_waits(snapshot, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("ckpt8.compressing.chunk_encoder.ChunkEncoder.pack", interrupted)
-        patch.setattr("ckpt8.checkpoint.sources.snapshot._memmove", interrupted)
+        patch.setattr("ckpt8.checkpoint.sources.snapshot._keep_lock", interrupted)
+        patch.setattr("ckpt8.checkpoint.sources.snapshot._let_lock", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt8.save({"w": torch.ones(300, 300)}, target, background=True, snapshot=snapshot)
     assert not list(tmp_path.iterdir())
@@ -416,8 +417,7 @@ def test_the_file_is_where_its_path_led_at_the_call(snapshot, tmp_path, gate, mo
     ckpt8.save(tree, tmp_path / "one" / "a.ckpt8")
 
 
-def test_tensors_of_inference_mode(tmp_path, monkeypatch):
-    monkeypatch.setattr(snapshots, "_SMALL", 0)
+def test_tensors_of_inference_mode(tmp_path):
     with torch.inference_mode():
         tree = {"w": torch.randn(300, 300)}
         pending = ckpt8.save(tree, tmp_path / "a.ckpt8", preset="lossless", background=True)

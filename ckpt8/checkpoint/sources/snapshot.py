@@ -1,8 +1,9 @@
 """A copy of an object at one moment, made while training waits: a save in the background reads the copy.
 
-``Snapshot`` walks containers, numbers, texts and plain tensors, and copies every storage once, into one piece of
-memory; the pickle is made later, of the copies. An object of any other class is pickled at once, as ``live_checkpoint``
-does, before its storages are copied. Both give the bytes that ``torch.save`` would have written at that moment.
+``Snapshot`` walks containers, numbers, texts, plain tensors and numpy arrays, and copies every storage once, into one
+piece of memory; the pickle is made later, of the copies. An object of any other class is pickled at once, as
+``live_checkpoint`` does, before its storages are copied. Both give the bytes that ``torch.save`` would have written at
+that moment.
 
 The memory is borrowed until the last tensor that views it is gone. Then it is kept for the next snapshot, which need
 not wait for new pages; ``give_back`` frees it.
@@ -10,16 +11,19 @@ not wait for new pages; ``give_back`` frees it.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import mmap
 import os
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
+from operator import mul
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import Parameter
 
@@ -27,7 +31,7 @@ from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, live_checkpoint
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.core.closing import Closing
 from ckpt8.core.gpu import padded
-from ckpt8.core.workers import Workers, default_threads
+from ckpt8.core.workers import default_threads
 
 _PAGE = 1 << 21
 """Memory is borrowed in multiples of a huge page."""
@@ -38,14 +42,22 @@ _PORTABLE = 1
 _MOST_THREADS = 4
 """These reach the bandwidth of memory."""
 
-_SMALL = 1 << 26
-"""Bytes that are copied before other threads are at work."""
+_SHARED, _PIECE = 1 << 18, 1 << 20
+"""Threads share storages of at least so many bytes, in pieces of at most so many."""
 
-_memmove = ctypes.PyDLL(None).memmove
-"""It keeps Python's lock, which another thread might hold for longer than a small copy takes."""
-_memmove.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+_keep_lock, _let_lock = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
+"""The first keeps Python's lock: another thread might hold it for longer than a small copy takes."""
+for _move in (_keep_lock, _let_lock):
+    _move.argtypes, _move.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 
-_UNCHANGING = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_Place = tuple[int, torch.Size, tuple[int, ...]]
+
+_CPU = torch.device("cpu")
+
+_UNCHANGING = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+    | {np.dtype(code).type for code in "?bhilqBHILQefdFD"}
+)
 """Classes of objects that never change and that ``ckpt8.load`` takes."""
 
 
@@ -116,17 +128,20 @@ class Copies:
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         sizes = [storage.nbytes() for storage in storages]
         cuts = [0, *accumulate(map(padded, sizes))]
-        devices = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._places = list(zip(cuts, sizes, strict=False))
+        self.gpus = {storage.device for storage in storages} - {_CPU}
+        moves = []
         with torch.inference_mode(mode=False):  # other threads write to this memory
-            self._memory = borrow(cuts[-1], pinned=bool(devices))
-            if devices or cuts[-1] > _SMALL:
-                self._copy(storages)
-            else:
-                first = self._memory.data_ptr()
-                for (start, size), storage in zip(self._places, storages, strict=True):
-                    _memmove(first + start, storage.data_ptr(), size)
-        for device in devices:
+            self._memory = borrow(cuts[-1], pinned=bool(self.gpus))
+            first = self._memory.data_ptr()
+            for storage, start, size in zip(storages, cuts, sizes, strict=False):
+                if storage.device == _CPU:
+                    moves.append((first + start, storage.data_ptr(), size))
+                else:
+                    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                    self._memory[start : start + size].copy_(content, non_blocking=True)
+        _move_all(moves, (self._memory, storages))
+        for device in self.gpus:
             torch.cuda.current_stream(device).synchronize()
 
     def storages(self) -> list[torch.UntypedStorage]:
@@ -135,51 +150,53 @@ class Copies:
         # An empty one has no address, else torch.save would take it for another type of what begins there.
         return [whole[start : start + size] if size else torch.UntypedStorage(0) for start, size in self._places]  # type: ignore[no-untyped-call]
 
-    def _copy(self, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Have GPUs copy theirs, and meanwhile threads those of the CPU."""
-        here = []
-        for (start, size), storage in zip(self._places, storages, strict=True):
-            copy = self._memory[start : start + size]
-            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            if content.is_cuda:
-                copy.copy_(content, non_blocking=True)
-            else:
-                here.append((copy, content))
-        parts = _shares(here, min(default_threads(), _MOST_THREADS))
-        # torch's own threads would wait for each other after every tensor, long where the processors are busy.
-        with Workers(len(parts)) as workers:
-            for _ in workers.map(lambda part: torch._foreach_copy_(*part), parts):
+
+def _move_all(moves: Sequence[tuple[int, int, int]], owners: object) -> None:
+    """Copy so many bytes to an address from another. Threads that help hold on to the ``owners`` of the memory.
+
+    A thread that a busy processor does not start in time has nothing left to do, and nobody waits for it.
+    """
+    pieces: list[tuple[int, int, int]] = []
+    for target, source, size in moves:
+        if size >= _SHARED:
+            pieces += [(target + at, source + at, min(_PIECE, size - at)) for at in range(0, size, _PIECE)]
+
+    def work(owners: object) -> None:  # noqa: ARG001
+        with suppress(IndexError):
+            while True:
+                _let_lock(*pieces.pop())  # atomic
+
+    def help_out(at_work: _thread.LockType, owners: object) -> None:
+        with at_work:
+            work(owners)
+
+    helpers = [_thread.allocate_lock() for _ in range(min(default_threads(), _MOST_THREADS, len(pieces)) - 1)]
+    try:
+        for at_work in helpers:
+            _thread.start_new_thread(help_out, (at_work, owners))
+        for move in moves:
+            if move[-1] < _SHARED:
+                _keep_lock(*move)
+        work(owners)
+    finally:
+        pieces.clear()
+        for at_work in helpers:
+            with at_work:
                 pass
 
 
-def _shares(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
-) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Flat copies and contents, cut into lists of as many bytes each."""
-    share = sum(content.numel() for _, content in pairs) // count + 1
-    parts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], [])]
-    room = share
-    for copy, content in pairs:
-        start, end = 0, content.numel()
-        while start < end:
-            if not room:
-                parts.append(([], []))
-                room = share
-            stop = min(start + room, end)
-            parts[-1][0].append(copy[start:stop])
-            parts[-1][1].append(content[start:stop])
-            start, room = stop, room - (stop - start)
-    return parts
-
-
 class Taken:
-    """A tensor over the copy of its storage, made when it is pickled. A walk of another kind may ``wrap`` it."""
+    """A tensor over the copy of its storage, made when it is pickled. A walk of another kind may ``wrap`` it.
+
+    ``place`` is its first element, its shape, and its strides.
+    """
 
     __slots__ = ("_copies", "_dtype", "_is_parameter", "_number", "_place", "_requires_grad", "wrap")
 
-    def __init__(self, tensor: torch.Tensor, number: int, copies: list[torch.UntypedStorage]) -> None:
-        self._copies, self._number, self._dtype = copies, number, tensor.dtype
-        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+    def __init__(
+        self, tensor: torch.Tensor, dtype: torch.dtype, place: _Place, number: int, copies: list[torch.UntypedStorage]
+    ) -> None:
+        self._copies, self._number, self._dtype, self._place = copies, number, dtype, place
         self._is_parameter, self._requires_grad = type(tensor) is Parameter, tensor.requires_grad
         self.wrap: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -201,7 +218,7 @@ class Walk:
     def __init__(self, copies: list[torch.UntypedStorage]) -> None:
         self.storages: list[torch.UntypedStorage] = []
         self._copies = copies
-        self._known: dict[int, tuple[int, torch.dtype]] = {}
+        self._known: dict[int, tuple[int, torch.dtype, int]] = {}
         self._made: dict[int, Any] = {}
 
     def copy(self, node: Any) -> Any:
@@ -216,17 +233,21 @@ class Walk:
         elif (kind is dict or kind is OrderedDict) and _UNCHANGING.issuperset(map(type, node)):
             made = self._made[id(node)] = kind()
             for key, value in list(node.items()):  # another thread may change it meanwhile
-                made[key] = self.copy(value)
+                made[key] = value if type(value) in _UNCHANGING else self.copy(value)
             if kind is OrderedDict and (attributes := vars(node)):
                 made.__dict__ = self.copy(attributes)  # which may stand elsewhere, too
         elif kind is list:
             made = self._made[id(node)] = []
             made.extend(node if _UNCHANGING.issuperset(map(type, node)) else map(self.copy, node))
         elif kind is tuple:
-            copies = tuple(map(self.copy, node))
+            copies = node if _UNCHANGING.issuperset(map(type, node)) else tuple(map(self.copy, node))
             is_same = all(copy is item for copy, item in zip(copies, node, strict=True))
             # A list inside may have led here again.
             made = self._made.setdefault(id(node), node if is_same else copies)
+        elif kind is Counter and _UNCHANGING.issuperset(map(type, [*node, *node.values(), *vars(node)])):
+            made = self._made[id(node)] = Counter(node)
+        elif kind is np.ndarray and not node.dtype.hasobject:
+            made = self._made[id(node)] = node.copy(order="F" if node.flags.fnc else "C")
         else:
             made = self._made[id(node)] = self.other(node)
         return made
@@ -237,31 +258,31 @@ class Walk:
 
     def taken(self, tensor: torch.Tensor) -> Taken | None:
         """A plain tensor over the copy of its storage; None for any other tensor."""
+        dtype = tensor.dtype
         if (
             tensor.layout is not torch.strided
-            or tensor.device.type not in ("cpu", "cuda")
+            or not (tensor.is_cpu or tensor.is_cuda)
             or tensor.is_quantized
             or tensor.is_nested
-            or tensor.is_conj()
+            or (dtype.is_complex and tensor.is_conj())
             or tensor.is_neg()
             or tensor._backward_hooks is not None
-            or vars(tensor)
+            or tensor.__dict__
         ):
             return None
         storage = tensor.untyped_storage()
-        number, dtype = self._known.setdefault(storage._cdata, (len(self.storages), tensor.dtype))
-        if number == len(self.storages):
+        known = self._known.get(storage._cdata)
+        if known is None:
+            known = self._known[storage._cdata] = len(self.storages), dtype, storage.nbytes()
             self.storages.append(storage)  # in any case: its address is known now
-        is_plain = dtype is tensor.dtype and _end(tensor) <= storage.nbytes()
-        return Taken(tensor, number, self._copies) if is_plain else None
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """The bytes of a storage up to the last element of a tensor."""
-    if tensor.is_contiguous():
-        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return int(tensor.storage_offset() + steps + 1) * tensor.element_size() if tensor.numel() else 0
+        number, first_dtype, nbytes = known
+        offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
+        if tensor.is_contiguous():
+            end = tensor.nbytes
+        else:
+            end = (sum(map(mul, shape, strides)) - sum(strides) + 1) * dtype.itemsize if tensor.numel() else 0
+        is_plain = dtype is first_dtype and offset * dtype.itemsize + end <= nbytes
+        return Taken(tensor, dtype, (offset, shape, strides), number, self._copies) if is_plain else None
 
 
 class Snapshot(Closing):
@@ -276,7 +297,7 @@ class Snapshot(Closing):
         self.pickled: OpenCheckpoint | None = None
         self._copy: Any = None
         self._copies: list[torch.UntypedStorage] = []
-        self._locations: list[str | None] = []
+        self._locations: list[str] = []
         self._taken: Copies | None = None
         with ExitStack() as resources:
             walk = Walk(self._copies)
@@ -289,10 +310,8 @@ class Snapshot(Closing):
                     memory.update(zip(memory, Copies(list(memory.values())).storages(), strict=True))
             else:
                 self._taken = Copies(walk.storages)
-                self._locations = [
-                    None if storage.device.type == "cpu" else torch.serialization.location_tag(storage)
-                    for storage in walk.storages
-                ]
+                if self._taken.gpus:
+                    self._locations = [torch.serialization.location_tag(storage) for storage in walk.storages]
             self._resources = resources.pop_all()
 
     @contextmanager
@@ -302,8 +321,7 @@ class Snapshot(Closing):
             yield self.pickled
         elif self._taken is not None:
             self._copies += self._taken.storages()
-            pairs = zip(self._copies, self._locations, strict=True)
-            locations = {copy._cdata: location for copy, location in pairs if location is not None}
+            locations = {copy._cdata: place for copy, place in zip(self._copies, self._locations, strict=False)}
             with live_checkpoint(self._copy, self._name, locations=locations) as checkpoint:
                 yield checkpoint
 

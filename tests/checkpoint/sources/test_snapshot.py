@@ -6,7 +6,7 @@ import argparse
 import gc
 import os
 import warnings
-from collections import OrderedDict, namedtuple
+from collections import Counter, OrderedDict, namedtuple
 
 import numpy as np
 import pytest
@@ -35,6 +35,11 @@ def with_attribute():
 def shared():
     inner = {"t": torch.ones(2), "n": [1, 2]}
     return {"a": inner, "b": inner, "c": (inner, [inner["t"]], (1, 2)), "d": (inner, 1)}
+
+
+def layouts():
+    rows = np.arange(12.0).reshape(3, 4)
+    return [rows, rows.T, rows[::2, 1:], rows, np.array(2.5), np.float64(3), np.array(["ab"])]
 
 
 def ringed():
@@ -70,6 +75,9 @@ PLAIN = {
     "keys": lambda: {1: torch.ones(1), "1": 2, None: 3, 2.5: OrderedDict(a=1), b"x": [1, "a"]},
     "attributes": with_attributes,
     "large": lambda: [torch.arange(3 << 20), torch.arange(15 << 20, dtype=torch.int16), torch.arange(5)],
+    "numpy": lambda: {"rng": ("MT19937", np.arange(6, dtype=np.uint32), 0.5), "w": torch.randn(4)},
+    "numpy's layouts": layouts,
+    "a scheduler's counts": lambda: {"milestones": Counter({30: 1, 80: 2}), "w": torch.ones(2)},
     "one tensor": lambda: torch.randn(9),
     "a number": lambda: 3,
 }
@@ -81,7 +89,7 @@ OTHERS = {
     "sparse": lambda: {"s": torch.eye(4).to_sparse(), "w": torch.randn(4)},
     "a subclass": lambda: [torch.nn.Buffer(torch.ones(3)), torch.nn.UninitializedParameter()],
     "a named tuple": lambda: Point(torch.ones(2), 3),
-    "numpy": lambda: {"rng": ("MT19937", np.arange(6, dtype=np.uint32), 0.5), "w": torch.randn(4)},
+    "numpy's objects": lambda: {"o": np.array([None, 1]), "w": torch.randn(4)},
     "a namespace": lambda: argparse.Namespace(lr=0.1, w=torch.ones(3)),
     "storages": lambda: {"s": torch.arange(9).untyped_storage(), "w": torch.ones(3)},
     "a set": lambda: {"s": {1, 2, 3}, "w": torch.ones(3)},
@@ -101,7 +109,7 @@ def spoil(node, seen):
         with torch.no_grad():
             torch.empty(0, dtype=torch.uint8).set_(node.untyped_storage()).fill_(7)
     elif isinstance(node, np.ndarray):
-        node[:] = 7
+        node.fill(7)
     elif isinstance(node, torch.UntypedStorage):
         node.fill_(7)
     elif isinstance(node, (dict, argparse.Namespace)):
@@ -197,6 +205,16 @@ def test_a_fork_does_not_get_the_memory():
     assert os.waitpid(child, 0)[1] == 0
     pending.close()
     assert len(snapshot._kept) == 1
+
+
+def test_a_thread_that_does_not_start_in_time_is_not_waited_for(monkeypatch):
+    tree, asked = [torch.arange(1 << 20), torch.arange(9)], []
+    monkeypatch.setattr(snapshot, "default_threads", lambda: 4)
+    monkeypatch.setattr(snapshot._thread, "start_new_thread", lambda *_: asked.append(1))
+    with Snapshot(tree, "a") as taken, taken.checkpoint() as checkpoint:
+        copies = [torch.empty(0, dtype=torch.int64).set_(storage) for storage in checkpoint.memory.values()]
+        assert all(map(torch.equal, copies, tree))
+    assert len(asked) == 3
 
 
 def test_no_memory(tmp_path, monkeypatch):
