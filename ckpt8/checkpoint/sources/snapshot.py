@@ -39,11 +39,11 @@ _PAGE = 1 << 21
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all GPUs."""
 
-_MOST_THREADS = 4
-"""These reach the bandwidth of memory."""
+_MOST_HELPERS = 3
+"""With the caller these reach the bandwidth of memory."""
 
-_SHARED, _PIECE = 1 << 18, 1 << 20
-"""Threads share storages of at least so many bytes, in pieces of at most so many."""
+_SHARED, _PIECE, _HELP = 1 << 18, 1 << 20, 1 << 23
+"""Threads share storages of at least so many bytes, in pieces of at most so many; one more for each so many."""
 
 _keep_lock, _let_lock = ctypes.PyDLL(None).memmove, ctypes.CDLL(None).memmove
 """The first keeps Python's lock: another thread might hold it for longer than a small copy takes."""
@@ -170,7 +170,9 @@ def _move_all(moves: Sequence[tuple[int, int, int]], owners: object) -> None:
         with at_work:
             work(owners)
 
-    helpers = [_thread.allocate_lock() for _ in range(min(default_threads(), _MOST_THREADS, len(pieces)) - 1)]
+    shared = sum(size for _, _, size in pieces)
+    count = min(default_threads() - 1, _MOST_HELPERS, shared // _HELP)
+    helpers = [_thread.allocate_lock() for _ in range(count)]
     try:
         for at_work in helpers:
             _thread.start_new_thread(help_out, (at_work, owners))
@@ -276,7 +278,7 @@ class Walk:
             known = self._known[storage._cdata] = len(self.storages), dtype, storage.nbytes()
             self.storages.append(storage)  # in any case: its address is known now
         number, first_dtype, nbytes = known
-        offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
+        offset, shape, strides = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         if tensor.is_contiguous():
             end = tensor.nbytes
         else:

@@ -208,7 +208,7 @@ def test_a_fork_does_not_get_the_memory():
 
 
 def test_a_thread_that_does_not_start_in_time_is_not_waited_for(monkeypatch):
-    tree, asked = [torch.arange(1 << 20), torch.arange(9)], []
+    tree, asked = [torch.arange(4 << 20), torch.arange(9)], []
     monkeypatch.setattr(snapshot, "default_threads", lambda: 4)
     monkeypatch.setattr(snapshot._thread, "start_new_thread", lambda *_: asked.append(1))
     with Snapshot(tree, "a") as taken, taken.checkpoint() as checkpoint:
