@@ -13,7 +13,7 @@ from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from ckpt8.core import backend as backends
 from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
@@ -104,6 +104,9 @@ class CodeRange(NamedTuple):
     part: str
     lowest: int
     highest: int
+
+
+X = TypeVar("X", "Array", "torch.Tensor")
 
 
 class Codec(ABC):
@@ -208,10 +211,7 @@ class Codec(ABC):
         for name, part in self.layout(spec).items():
             if name not in parts:
                 parts[name] = flat.new_empty(part.numel, dtype=part.dtype.torch)
-        taken = {} if inherited is None else {name: inherited[name] for name in self.inherited if name in parts}
-        for name, earlier in taken.items():
-            parts[name].copy_(earlier[: parts[name].numel()])
-        given = {"given": True} if taken else {}
+        given = self._inherit(parts, inherited)
         if used == "numba":
             from ckpt8.core.arrays import as_array, as_arrays
 
@@ -276,19 +276,42 @@ class Codec(ABC):
             self.kernel("decode", "numba")(parts, out, **keywords)
 
     def encode_arrays(
-        self, x: Array, spec: TensorSpec, *, backend: backends.Backend, first: int = 0
+        self,
+        x: Array,
+        spec: TensorSpec,
+        *,
+        backend: backends.Backend,
+        first: int = 0,
+        companions: Arrays = NO_COMPANIONS,
+        inherited: Arrays | None = None,
+        out: Arrays = NO_COMPANIONS,
     ) -> dict[str, Array]:
-        """The parts of elements as ``encode`` makes them, for a codec without companions. Raises RefusedError."""
-        from ckpt8.core.arrays import as_arrays, as_tensor, empty
+        """The parts that ``encode`` makes, of elements in an array: by the kernels of numba, or by torch."""
+        from ckpt8.core.arrays import as_tensor, as_tensors, empty
 
+        parts = {**out}
+        for name, part in self.layout(spec).items():
+            if name not in parts:
+                parts[name] = empty(part.numel, part.dtype)
         if backend != "numba":
-            return as_arrays(self.encode(as_tensor(x, spec.dtype), backend="torch", first=first))
-        parts = {name: empty(part.numel, part.dtype) for name, part in self.layout(spec).items()}
-        if spec.numel:
-            self.kernel("encode", "numba")(x, parts, **self._keywords("encode", first, {}, slice(0, spec.numel)))
+            below = None if inherited is None else as_tensors(inherited)
+            given, room = as_tensors(companions), as_tensors(parts)
+            tensor = as_tensor(x, spec.dtype)
+            self.encode(tensor, backend="torch", first=first, companions=given, inherited=below, out=room)
+        elif spec.numel:
+            keywords = self._keywords("encode", first, companions, slice(0, spec.numel))
+            keywords |= self._inherit(parts, inherited)
+            self.kernel("encode", "numba")(x, parts, **keywords)
         return parts
 
-    def tile(self, parts: Parts, dtype: DType, first: int, run: slice) -> Parts:  # noqa: ARG002
+    def _inherit(self, parts: Mapping[str, Any], inherited: Mapping[str, Any] | None) -> dict[str, bool]:
+        """Fill the parts that are inherited; the keyword that says to the kernel whether any is."""
+        taken = {} if inherited is None else {name: inherited[name] for name in self.inherited if name in parts}
+        for name, earlier in taken.items():
+            parts[name][:] = earlier[: len(parts[name])]
+        return {"given": True} if taken else {}
+
+    def tile(self, parts: Mapping[str, X], dtype: DType, first: int, run: slice) -> dict[str, X]:  # noqa: ARG002
         """Views of ``parts``, those of a chunk, that decode to its elements ``run``, from a multiple of 32 on.
 
         ``first`` is the index of the first element of the chunk, ``dtype`` the type of its elements.

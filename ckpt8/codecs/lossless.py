@@ -47,7 +47,7 @@ class Lossless(Codec):
         if backend == "numba":
             from ckpt8.codecs import planes_numba
 
-            return planes_numba.decode
+            return planes_numba.encode if direction == "encode" else planes_numba.decode
         return encode if direction == "encode" else decode
 
     def trains(self, key: StateKey) -> bool:

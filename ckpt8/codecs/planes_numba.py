@@ -2,10 +2,52 @@
 
 import numpy as np
 
+from ckpt8.codecs.split24 import FIRST_OVERFLOW, REFUSAL
 from ckpt8.core.arrays import Array, Arrays
-from ckpt8.core.numba import i4, kernel
+from ckpt8.core.errors import RefusedError
+from ckpt8.core.numba import MAGNITUDE, i4, kernel
 
 u2, u4, u8 = np.uint16, np.uint32, np.uint64
+
+
+@kernel
+def _cut2(bits, high, low):
+    for i in range(bits.size):
+        r = u2(u2(bits[i] << u2(1)) | u2(bits[i] >> u2(15)))
+        high[i] = r >> u2(8)
+        low[i] = r
+
+
+@kernel
+def _cut4(bits, first, second, third, fourth):
+    for i in range(bits.size):
+        r = u4(u4(bits[i] << u4(1)) | u4(bits[i] >> u4(31)))
+        first[i] = r >> u4(24)
+        second[i] = r >> u4(16)
+        third[i] = r >> u4(8)
+        fourth[i] = r
+
+
+@kernel
+def _cut_plane(bits, shift, plane):
+    shift = u8(shift)
+    for i in range(bits.size):
+        plane[i] = u8(u8(bits[i] << u8(1)) | u8(bits[i] >> u8(63))) >> shift
+
+
+def encode(x: Array, out: Arrays) -> None:
+    """Fill the planes or bytes of ``x``."""
+    if "bytes" in out:
+        out["bytes"][:] = x.view(np.uint8)
+        return
+    planes = [out[f"plane{k}"] for k in range(x.itemsize)]
+    if x.itemsize == 2:
+        _cut2(x.view(u2), *planes)
+    elif x.itemsize == 4:
+        _cut4(x.view(u4), *planes)
+    else:
+        for k, plane in enumerate(planes):
+            _cut_plane(x.view(u8), 8 * (7 - k), plane)
 
 
 @kernel
@@ -51,6 +93,26 @@ def decode(parts: Arrays, out: Array) -> None:
         for plane in planes:
             _add_plane(plane, bits)
         _rotate(bits)
+
+
+@kernel
+def _cut_exact(bits, exponent, mantissa, residual):
+    """Fill the planes; return the largest magnitude."""
+    largest = i4(0)
+    for i in range(bits.size):
+        mag = i4(bits[i] & i4(MAGNITUDE))
+        largest = max(largest, mag)
+        hi = i4(i4(mag + i4(0x8000)) >> i4(16))
+        residual[i] = i4(mag - i4(hi << i4(16)))
+        exponent[i] = i4(hi >> i4(7))
+        mantissa[i] = i4(i4(i4(bits[i] >> i4(24)) & i4(0x80)) | i4(hi & i4(0x7F)))
+    return largest
+
+
+def encode_exact(x: Array, out: Arrays) -> None:
+    """Fill the exact split planes of fp32 ``x``. Raises RefusedError as ``split24``."""
+    if _cut_exact(x.view(i4), out["exponent"], out["mantissa"], out["residual"]) >= FIRST_OVERFLOW:
+        raise RefusedError(REFUSAL)
 
 
 @kernel

@@ -43,6 +43,7 @@ DELTA = "delta"
 _MOST = 127
 _SIGN, _NAN = -(1 << 15), 0x7E00
 _LARGEST = 1 << 62
+_SHORT = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
 def round_to(dtype: DType, x: torch.Tensor) -> torch.Tensor:
@@ -104,8 +105,24 @@ class Reference(Codec, Copied):
     def _differences(self, x: torch.Tensor, rounded: torch.Tensor | None) -> Parts:
         """No parts: ``x`` is, bit for bit, ``rounded`` of its own type."""
         if rounded is not None and not bool((_bits(x) == _bits(rounded)).all()):
-            name = "fp16" if x.dtype == DType.FLOAT16.torch else "bf16"
-            raise RefusedError(f"differs from its fp32 master rounded to {name}")
+            raise RefusedError(f"differs from its fp32 master rounded to {_SHORT[DType.from_label(str(x.dtype))]}")
+        return {}
+
+    def encode_arrays(
+        self,
+        x: Array,
+        spec: TensorSpec,
+        *,
+        backend: backends.Backend,  # noqa: ARG002
+        first: int = 0,  # noqa: ARG002
+        companions: Arrays = NO_COMPANIONS,
+        inherited: Arrays | None = None,  # noqa: ARG002
+        out: Arrays = NO_COMPANIONS,  # noqa: ARG002
+    ) -> dict[str, Array]:
+        """As ``encode``, with the bits of the copy and of the companion."""
+        rounded = companions.get(ROUNDED)
+        if rounded is not None and bool((x != rounded).any()):
+            raise RefusedError(f"differs from its fp32 master rounded to {_SHORT[spec.dtype]}")
         return {}
 
     def decode(
@@ -166,6 +183,29 @@ class HalfReference(Reference):
         if bool((delta.abs() > _MOST).any()):
             raise RefusedError("differs from its fp32 master rounded to fp16")
         return {DELTA: delta.to(DType.INT8.torch)}
+
+    def encode_arrays(
+        self,
+        x: Array,
+        spec: TensorSpec,
+        *,
+        backend: backends.Backend,  # noqa: ARG002
+        first: int = 0,  # noqa: ARG002
+        companions: Arrays = NO_COMPANIONS,
+        inherited: Arrays | None = None,  # noqa: ARG002
+        out: Arrays = NO_COMPANIONS,  # noqa: ARG002
+    ) -> dict[str, Array]:
+        """As ``encode``, with the bits of the copy and of the companion."""
+        from ckpt8.core import arrays
+
+        rounded = companions.get(ROUNDED)
+        if rounded is None:
+            rounded = arrays.rounded(arrays.floats(x, spec.dtype), DType.BFLOAT16)
+        base = arrays.rounded(arrays.widened(rounded), DType.FLOAT16)
+        delta = x.view("i2").astype("i4") - base.view("i2").astype("i4")
+        if (abs(delta) > _MOST).any():
+            raise RefusedError("differs from its fp32 master rounded to fp16")
+        return {DELTA: delta.astype("i1")}
 
     def decode(
         self,

@@ -36,9 +36,9 @@ from ckpt8.compressing.chosen_base import (
     is_unlinked,
     wanted,
 )
-from ckpt8.compressing.chunk_encoder import choose_encoder
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
 from ckpt8.compressing.deltas import BrokenBaseError
+from ckpt8.compressing.device_encoder import choose_encoder
 from ckpt8.compressing.frozen_file import FrozenFile
 from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle

@@ -23,22 +23,23 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.codecs import Codec
-from ckpt8.codecs.lattice import DitheredLattice, Lattice, MomentLattice
-from ckpt8.codecs.lattice.reference import phases
+from ckpt8.codecs.lattice import DitheredLattice, Lattice, MomentLattice, step_of
 from ckpt8.compressing.frozen import still_frozen
 from ckpt8.compressing.plan import Plan, Stream, read_elements
 from ckpt8.compressing.spending import balance, left_over
-from ckpt8.container import frames, header, symbols
+from ckpt8.container import frames, header, packing
 from ckpt8.container.bases import find_base
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.arrays import as_tensors
+from ckpt8.core.arrays import Arrays, floats
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, RefusedError, UsageError
 from ckpt8.core.json_text import is_unicode
-from ckpt8.core.tensors import Parts, Role
+from ckpt8.core.tensors import DType, Role
 from ckpt8.core.workers import Workers
 
 
@@ -72,10 +73,10 @@ class OpenBase(Closing):
             if os.path.realpath(reader.path) == replaced:
                 raise UsageError(f"{target}: the base {self.path} needs this file; give another name")
 
-    def parts(self, storage: int, chunk: int, codec: Codec) -> Parts:
+    def parts(self, storage: int, chunk: int, codec: Codec) -> Arrays:
         """What the parts of a chunk under ``codec`` count from. Raises BrokenBaseError. Thread-safe."""
         try:
-            return as_tensors(self.reader.parts_under(codec, storage, chunk))
+            return self.reader.parts_under(codec, storage, chunk)
         except InputError as exc:
             raise BrokenBaseError(exc.problem) from exc
 
@@ -165,7 +166,7 @@ class _Candidate(NamedTuple):
 class _Trial:
     """The bytes that a difference is expected to take, and where a sample of weights lies on the lattice of the base.
 
-    ``along`` is the sum of -cos(2 pi u) over ``count`` weights, with u between the points of the lattice.
+    ``along`` is the sum of cos(2 pi e) over ``count`` weights, with e the error of a weight in steps.
     """
 
     candidate: _Candidate
@@ -239,18 +240,24 @@ def _try(candidate: _Candidate, source: Bundle, base: OpenBase) -> _Trial | None
     chunk = (header.chunk_count(stream.spec.numel) - 1) // 2
     first, count = chunk * header.FRAME, min(stream.chunk_spec(chunk).numel, SAMPLE)
     x = read_elements(source, stream.storage, stream.spec.dtype, first, count)
-    expected = codec.layout(replace(stream.spec, shape=(count,)))
+    spec = replace(stream.spec, shape=(count,))
+    expected = codec.layout(spec)
     below = {name: part[: expected[name].numel] for name, part in base.parts(candidate.partner, chunk, codec).items()}
+    backend = base.reader.backend
     try:
-        parts = symbols.difference(codec.encode(x, first=first, inherited=below), below)
+        own = codec.encode_arrays(x, spec, backend=backend, first=first, inherited=below)
+        parts = packing.difference(own, below, backend)
     except RefusedError:
         return None
-    encoded = frames.encode_parts(*symbols.pack_parts(parts))
+    encoded = frames.encode_parts(*packing.packed(parts, backend))
     nbytes = sum(len(stored) for planes in encoded.values() for stored, _ in planes) * stream.spec.numel / count
     if not (candidate.shares_lattice and isinstance(codec, Lattice)):
         return _Trial(candidate, nbytes)
-    places = phases(x, k=codec.k, salt=codec.salt, first=first)
-    return _Trial(candidate, nbytes, -float((places.double() * math.tau).cos().sum()), len(places))
+    decoded = np.empty(count, np.float32)
+    codec.decode_arrays(own, replace(spec, dtype=DType.FLOAT32), decoded, backend=backend, first=first)
+    w = floats(x, spec.dtype)
+    errors = (w - decoded)[w != 0].astype(np.float64) / step_of(codec.k)
+    return _Trial(candidate, nbytes, float(np.cos(errors * math.tau).sum()), errors.size)
 
 
 def _resumed(trials: Sequence[_Trial]) -> bool:

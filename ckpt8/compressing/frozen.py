@@ -16,12 +16,14 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ckpt8.checkpoint.meaning.parameters import weights_without_state
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
 from ckpt8.compressing.policy import LOSSLESS, Policy
 from ckpt8.container import frames, header
-from ckpt8.core.lazy import torch
+from ckpt8.core.arrays import Array, empty, same_bits
 from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 
@@ -106,14 +108,16 @@ def _is_equal(stream: Stream, source: Bundle, base: OpenBase, index: int) -> Ite
     for chunk in range(header.chunk_count(stream.spec.numel)):
         count = stream.chunk_spec(chunk).numel
         own = read_elements(source, stream.storage, stream.spec.dtype, chunk * frames.FRAME, count)
-        yield torch.equal(own.view(torch.uint8), _stored(base, index, chunk).view(torch.uint8))
+        yield same_bits(own, _stored(base, index, chunk))
 
 
-def _stored(base: OpenBase, index: int, chunk: int) -> torch.Tensor:
+def _stored(base: OpenBase, index: int, chunk: int) -> Array:
     """The decoded elements of a chunk."""
-    reader = base.reader
-    return LOSSLESS.decode(base.parts(index, chunk, LOSSLESS), reader.chunk_spec(index, chunk))
+    spec = base.reader.chunk_spec(index, chunk)
+    elements = empty(spec.numel, spec.dtype)
+    LOSSLESS.decode_arrays(base.parts(index, chunk, LOSSLESS), spec, elements, backend=base.reader.backend)
+    return elements
 
 
-def _digest(elements: torch.Tensor) -> bytes:
-    return hashlib.sha256(frames.bytes_of(elements.contiguous().view(torch.uint8))).digest()
+def _digest(elements: Array) -> bytes:
+    return hashlib.sha256(elements.view(np.uint8).data).digest()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+import numpy as np
+
 from ckpt8.checkpoint.tree import Checkpoint
 from ckpt8.codecs import Codec, config_of
 from ckpt8.compressing.chunk_encoder import ChunkEncoder, read_bytes
@@ -24,9 +26,8 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.container import frames, header
 from ckpt8.container.header import PACK, entry_names, pack_entry
 from ckpt8.container.manifest import FrameTable, Pack, Packing
+from ckpt8.core.arrays import Array, Arrays, doubles, empty
 from ckpt8.core.closing import without_collection
-from ckpt8.core.lazy import torch
-from ckpt8.core.tensors import Parts
 
 _ROOM, _ROOM_SHARE, _BUDGET_ROOM_SHARE = 12 << 10, 256, 4096
 """The header may take as many bytes, or this part of the source, before storages share entries. A container under a
@@ -137,7 +138,7 @@ class PackedGroup:
     """The units of a group, and every pack that they need: its streams, its parts and how its symbols are packed."""
 
     units: list[EncodedUnit] = field(default_factory=list)
-    packs: list[tuple[list[Stream], Parts, dict[str, Packing]]] = field(default_factory=list)
+    packs: list[tuple[list[Stream], dict[str, Array], dict[str, Packing]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -169,21 +170,23 @@ class _Packs:
     """
 
     def __init__(self) -> None:
-        self._packs: dict[tuple[int, Codec], tuple[list[Stream], list[Parts]]] = {}
+        self._packs: dict[tuple[int, Codec], tuple[list[Stream], list[Arrays]]] = {}
 
-    def add(self, place: int, streams: Sequence[Stream], parts: Parts) -> None:
+    def add(self, place: int, streams: Sequence[Stream], parts: Arrays) -> None:
         """Add ``streams`` of one codec, whose ``parts`` lie one behind the other."""
         pack = self._packs.setdefault((place, streams[0].codec), ([], []))
         pack[0].extend(streams)
         pack[1].append(parts)
 
-    def joined(self) -> Iterator[tuple[list[Stream], Parts]]:
+    def joined(self) -> Iterator[tuple[list[Stream], Arrays]]:
         """The streams of every pack, and its parts."""
         for streams, several in self._packs.values():
             first = several[0]
             yield (
                 streams,
-                first if len(several) == 1 else {name: torch.cat([parts[name] for parts in several]) for name in first},
+                first
+                if len(several) == 1
+                else {name: np.concatenate([parts[name] for parts in several]) for name in first},
             )
 
 
@@ -235,17 +238,18 @@ class GroupEncoder:
             packs.add(place, streams, parts)
             rows.append(crcs)
             if streams[0].index == moment1:
-                errors = list(map(exact_errors, units, torch.split(content, sizes)))
+                moments = np.split(doubles(content, streams[0].spec.dtype), list(accumulate(sizes[:-1])))
+                errors = list(map(exact_errors, units, moments))
         return map(EncodedUnit, units, errors, map(list, zip(*rows, strict=True)))
 
-    def _encode(self, streams: Sequence[Stream]) -> tuple[Parts, list[int], torch.Tensor]:
+    def _encode(self, streams: Sequence[Stream]) -> tuple[Arrays, list[int], Array]:
         """The parts of lossless streams of one type, one behind the other, their checksums, and their elements."""
-        content = frames.host_bytes(sum(stream.storage.nbytes for stream in streams))
-        view = frames.bytes_of(content)
-        at, crcs = 0, []
+        spec = streams[0].spec
+        elements = empty(sum(stream.spec.numel for stream in streams), spec.dtype)
+        view, at, crcs = elements.view(np.uint8).data, 0, []
         for stream in streams:
-            own = view[at : at + stream.spec.numel * stream.spec.dtype.itemsize]
+            own = view[at : at + stream.spec.numel * spec.dtype.itemsize]
             crcs.append(read_bytes(self._checkpoint, stream, 0, own) if len(own) else 0)
             at += len(own)
-        elements = content[:at].view(streams[0].spec.dtype.torch)
-        return LOSSLESS.encode(elements), crcs, elements
+        whole = replace(spec, shape=(elements.size,))
+        return LOSSLESS.encode_arrays(elements, whole, backend=self._encoder.lockstep.backend), crcs, elements

@@ -28,13 +28,11 @@ from ckpt8.checkpoint.tree import Checkpoint, Labelled, NamedTensor, TensorRef, 
 from ckpt8.checkpoint.vocabulary import MASTER_LISTS
 from ckpt8.codecs.base import Run
 from ckpt8.codecs.rounded_copy import HalfReference, Reference
-from ckpt8.codecs.split24.reference import round_masters
 from ckpt8.compressing.plan import Plan, Stream, read_elements, views_of
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import ReferenceCheck
-from ckpt8.container.frames import bytes_of
+from ckpt8.core.arrays import Array, rounded
 from ckpt8.core.grouping import grouped
-from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import natural_order
 
@@ -215,17 +213,16 @@ class _Origins:
         codec = Reference(tuple(runs))
         for at, n in _windows(codec.numel):
             for run in codec.cut(at, n):
-                x = self._elements(run, DType.FLOAT32)
-                elements += bytes(bytes_of(round_masters(x) if dtype is DType.BFLOAT16 else x.to(dtype.torch)))
+                elements += rounded(self._elements(run, DType.FLOAT32), dtype).tobytes()
         return elements
 
     def _sample_of_copy(self, copy: _Tensor) -> bytes:
         """The elements of a copy at the places where ``_sample`` reads its master."""
         codec = Reference((copy.run,))
         runs = (run for at, n in _windows(codec.numel) for run in codec.cut(at, n))
-        return b"".join(bytes(bytes_of(self._elements(run, copy.ref.dtype))) for run in runs)
+        return b"".join(self._elements(run, copy.ref.dtype).tobytes() for run in runs)
 
-    def _elements(self, run: Run, dtype: DType) -> torch.Tensor:
+    def _elements(self, run: Run, dtype: DType) -> Array:
         return read_elements(self._source, self._source.storages[run.storage or 0], dtype, run.start, run.length)
 
 

@@ -7,7 +7,7 @@ loop after the other, and a compiler turns each loop into vector instructions. O
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,10 @@ from ckpt8.codecs.split24 import Split24
 from ckpt8.codecs.split24.numba import join, refuse, split
 from ckpt8.compressing.measure import UnitErrors, measure_of, scaled_steps
 from ckpt8.compressing.plan import Stream, Unit
+from ckpt8.core.arrays import Array, Arrays, floats
 from ckpt8.core.errors import RefusedError
-from ckpt8.core.lazy import torch
 from ckpt8.core.numba import MAGNITUDE, f4, f8, i4, kernel, with_bits
-from ckpt8.core.tensors import DType, Parts, Role
+from ckpt8.core.tensors import DType, Role
 
 _ROOM = 8
 """Blocks of memory that kernels need."""
@@ -352,89 +352,126 @@ class BlockSums:
 
     @staticmethod
     def fits(unit: Unit) -> bool:
-        """Whether the update of a unit, if it has one, divides by second moments; no steps are counted otherwise."""
+        """Whether the update of a unit, if it has one, divides by second moments and more than zero.
+
+        No steps are counted otherwise.
+        """
         parameter = unit.parameter
         if parameter is None or parameter.rule is None:
             return measure_of(parameter) is None
-        return parameter.rule.divisor_eps is not None and parameter.denominator is not None
+        return bool(parameter.rule.divisor_eps) and parameter.denominator is not None
 
-    def add_packed(self, originals: Sequence[torch.Tensor], parts: Sequence[Parts], *, fills: bool) -> int:
-        """Measure a chunk from its parts but what is behind its last whole block; return how many elements these are.
+    def add_packed(self, originals: Sequence[Array], parts: Sequence[Arrays], *, fills: bool) -> int:
+        """Measure a chunk from its parts; return how many elements these are.
 
         With ``fills`` the parts of lossy streams are filled first. 0 where there is no kernel for the codecs of the
         unit. Raises RefusedError.
         """
-        streams, first, second = self._unit.streams, self._first, self._second
+        streams = self._unit.streams
         lossy = [k for k, stream in enumerate(streams) if stream.lossy]
-        weights = {k: codec for k in lossy if isinstance(codec := streams[k].codec, Split24)}
-        moments = {k: codec for k in lossy if isinstance(codec := streams[k].codec, Companded8)}
-        known = {} if self._rule is None else {first: True, second: False}
-        signs = {k: codec.signed for k, codec in moments.items()}
-        if signs != known or len(weights) + len(moments) < len(lossy) or len(weights) > 1:
+        weights = [k for k in lossy if isinstance(streams[k].codec, Split24)]
+        signs = {k: codec.signed for k in lossy if isinstance(codec := streams[k].codec, Companded8)}
+        known = {} if self._rule is None else {self._first: True, self._second: False}
+        if signs != known or len(weights) + len(signs) < len(lossy) or len(weights) > 1:
             return 0
         if any(streams[k].spec.dtype is not DType.FLOAT32 for k in lossy):
             return 0
-        done = len(originals[0]) // BLOCK * BLOCK
-        arrays = {k: originals[k][:done].numpy() for k in lossy}
-        weight, (moment1, moment2) = _NO_WEIGHT, _NO_MOMENTS
-        for k, codec in weights.items():
-            planes = (parts[k][name].numpy() for name in ("exponent", "mantissa", "rho"))
-            weight = arrays[k], arrays[k].view(i4), *planes, codec.R
-        fourth_root, eps = False, 0.0
-        if self._rule is not None:
-            fourth_root, eps = moments[second].p != 1, self._rule.divisor_eps or 0.0
-            moment1, moment2 = (_moment_arrays(arrays[k], parts[k], moments[k]) for k in (first, second))
-        weight_sums, tops, sums, maxima = np.zeros((2, GROUP)), np.zeros(2, i4), np.zeros((7, GROUP)), np.zeros(4, i4)
-        how = fourth_root, eps, self._step is not None, fills
-        into = weight_sums, sums, tops, maxima
-        largest, highest, *wrong = _add_packed(weight, moment1, moment2, *how, *self._room, *into)
-        for k in lossy:
-            try:
-                if k in weights:
-                    refuse(largest)
-                elif k == first:
-                    refuse_first(highest)
-                else:
-                    refuse_second(*wrong)
-            except RefusedError as exc:
-                exc.storage = streams[k].index
-                raise
+        numel = len(originals[0])
+        whole = numel // BLOCK * BLOCK
+        into = np.zeros((2, GROUP)), np.zeros((7, GROUP)), np.zeros(2, i4), np.zeros(4, i4)
+        if whole:
+            self._add_blocks(dict(enumerate(originals)), dict(enumerate(parts)), weights, whole, into, fills=fills)
+        if whole < numel:
+            run = slice(whole, numel)
+            rest = {k: streams[k].codec.tile(parts[k], DType.FLOAT32, 0, run) for k in lossy}
+            padded = {k: {name: _block(part) for name, part in rest[k].items()} for k in lossy}
+            self._add_blocks({k: _block(originals[k][run]) for k in lossy}, padded, weights, BLOCK, into, fills=fills)
+            for k in lossy if fills else ():
+                for name, part in rest[k].items():
+                    part[:] = padded[k][name][: part.size]
+        weight_sums, sums, tops, maxima = into
         for k in weights:
             self._sums[k, 0], self._maxima[k], self._weight = weight_sums[0], tops, weight_sums[1]
         if self._rule is not None:
-            self._sums[first], self._updates = sums[:2], sums[2:]
-            self._maxima[first, 0], self._tops = maxima[0], maxima[1:]
-        self._count += done
-        return done
+            self._sums[self._first], self._updates = sums[:2], sums[2:]
+            self._maxima[self._first, 0], self._tops = maxima[0], maxima[1:]
+        self._count += numel
+        return numel
 
-    def add(self, originals: Sequence[torch.Tensor], decoded: Sequence[torch.Tensor], parts: Sequence[Parts]) -> int:
-        """Measure a tile but what is behind its last whole block; return how many elements these are."""
-        done = len(originals[0]) // BLOCK * BLOCK
-        self._count += done
+    def _add_blocks(
+        self,
+        originals: Mapping[int, Array],
+        parts: Mapping[int, Arrays],
+        weights: Sequence[int],
+        numel: int,
+        into: tuple[Array, ...],
+        *,
+        fills: bool,
+    ) -> None:
+        """Measure whole blocks, and fill their parts before. Raises RefusedError."""
+        streams, first, second = self._unit.streams, self._first, self._second
+        weight, (moment1, moment2) = _NO_WEIGHT, _NO_MOMENTS
+        for k in weights:
+            planes = (parts[k][name][:numel] for name in ("exponent", "mantissa", "rho"))
+            x, codec = originals[k][:numel], streams[k].codec
+            assert isinstance(codec, Split24)  # noqa: S101 - the caller looked
+            weight = x, x.view(i4), *planes, codec.R
+        fourth_root, eps = False, 0.0
+        if self._rule is not None:
+            eps, of_second = self._rule.divisor_eps or 0.0, streams[second].codec
+            fourth_root = isinstance(of_second, Companded8) and of_second.p != 1
+            moment1, moment2 = (_moment_arrays(originals[k], parts[k], streams[k], numel) for k in (first, second))
+        how = fourth_root, eps, self._step is not None, fills
+        largest, highest, *wrong = _add_packed(weight, moment1, moment2, *how, *self._room, *into)
+        for k, stream in enumerate(streams):
+            try:
+                if k in weights:
+                    refuse(largest)
+                elif k == first and self._rule is not None:
+                    refuse_first(highest)
+                elif k == second and self._rule is not None:
+                    refuse_second(*wrong)
+            except RefusedError as exc:
+                exc.storage = stream.index
+                raise
+
+    def add(
+        self,
+        first: int,  # noqa: ARG002 - no sum depends on it
+        originals: Sequence[Array],
+        decoded: Sequence[Array],
+        parts: Sequence[Arrays],
+    ) -> None:
+        """Measure a tile."""
+        self._count += len(originals[0])
         streams, (room, room_bits) = self._unit.streams, self._room
         pairs = {
-            k: (originals[k][:done].float().numpy(), decoded[k][:done].float().numpy())
+            k: (self._whole(k, originals[k]), self._whole(k, decoded[k]))
             for k, stream in enumerate(streams)
             if stream.lossy or k in (self._first, self._second)
         }
+        scales = {k: _block(_scales(streams[k], parts[k])) for k in pairs}
         for k, (x, y) in pairs.items():
-            stream, part, sums, maxima = streams[k], parts[k], self._sums[k], self._maxima[k]
+            stream, sums, maxima = streams[k], self._sums[k], self._maxima[k]
             if stream.codec.measured_as == "weight":
                 _add_relative(x, x.view(i4), y, y.view(i4), room, room_bits, sums[0], maxima)
             elif stream.codec.measured_as == "lattice":
                 maxima[0] = max(maxima[0], _add_errors(x, y, room[0], room_bits[0], sums))
             elif k != self._second:
                 of_roots = stream.spec.role is Role.MOMENT2 or stream.codec.stores_roots
-                top = _add_moments(x, y, _scales(stream, part), of_roots, room, room_bits, sums)
-                maxima[0] = max(maxima[0], top)
+                maxima[0] = max(maxima[0], _add_moments(x, y, scales[k], of_roots, room, room_bits, sums))
         if self._rule is not None:
             both, in_steps = (*pairs[self._first], *pairs[self._second]), self._step is not None
-            scales = _scales(streams[self._second], parts[self._second])
-            _add_updates(*both, scales, self._rule.divisor_eps, in_steps, room, room_bits, self._updates, self._tops)
+            of_second, eps = scales[self._second], self._rule.divisor_eps
+            _add_updates(*both, of_second, eps, in_steps, room, room_bits, self._updates, self._tops)
             weight = None if self._step is None else self._step.weight
             if weight is not None and self._place[weight] in pairs:
                 _add_weighed_errors(*pairs[self._place[weight]], pairs[self._second][0], room, self._weight)
-        return done
+
+    def _whole(self, k: int, x: Array) -> Array:
+        """A tile of a stream in fp32, in whole blocks."""
+        x = floats(x, self._unit.streams[k].spec.dtype)
+        return _block(x) if x.size % BLOCK else x
 
     def result(self) -> UnitErrors:
         """The errors of all tiles."""
@@ -461,13 +498,21 @@ class BlockSums:
         return UnitErrors(errors, update, scaled_steps(self._unit, steps))
 
 
-def _moment_arrays(x: np.ndarray[Any, Any], parts: Parts, codec: Companded8) -> tuple[Any, ...]:
-    """What ``_add_packed`` takes of moments ``x`` and their parts."""
-    table = table_of(codec.signed, codec.Q, codec.p != 1)
-    return x, x.view(i4), parts["codes"].numpy(), parts["scales"].numpy(), codec.Q, table
+def _moment_arrays(x: Array, parts: Arrays, stream: Stream, numel: int) -> tuple[Any, ...]:
+    """What ``_add_packed`` takes of the first ``numel`` moments of ``x`` and their parts."""
+    codec = stream.codec
+    assert isinstance(codec, Companded8)  # noqa: S101 - the caller looked
+    table, codes = table_of(codec.signed, codec.Q, codec.p != 1), parts["codes"][:numel]
+    return x[:numel], x[:numel].view(i4), codes, parts["scales"][: numel // GROUP], codec.Q, table
 
 
-def _scales(stream: Stream, parts: Parts) -> np.ndarray[Any, Any]:
-    """The scales of the groups of a tile; none of them for a codec without scales."""
-    scales = stream.codec.group_scales(parts) if stream.lossy else None
-    return np.zeros(0, f4) if scales is None else scales.numpy()
+def _scales(stream: Stream, parts: Arrays) -> Array:
+    """The fp32 scales of the groups of a tile; none of them for a codec without scales."""
+    return (parts["scales"].astype(i4) << 15).view(f4) if isinstance(stream.codec, Companded8) else np.zeros(0, f4)
+
+
+def _block(x: Array) -> Array:
+    """The last elements, or parts, with zeros behind them, which make a whole block and count for nothing."""
+    block = np.zeros(-(-x.size // BLOCK) * BLOCK, x.dtype)
+    block[: x.size] = x
+    return block

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from ckpt8.checkpoint.meaning.coded_moments import CodedMoment
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Confidence, Order, Replayed
@@ -21,6 +23,7 @@ from ckpt8.compressing.policy import LOSSLESS
 from ckpt8.compressing.relative import RelativeStep, SecondRoots
 from ckpt8.container import header
 from ckpt8.container.steps import COPY, Origin
+from ckpt8.core.arrays import Array, as_tensor, empty
 from ckpt8.core.lazy import torch
 from ckpt8.core.log import log
 from ckpt8.core.tensors import DType, Role, TensorSpec
@@ -277,16 +280,16 @@ def views_of(tensors: Iterable[tuple[NamedTensor, int]]) -> Mapping[int, list[Na
     return views
 
 
-def read_elements(source: Checkpoint, storage: StorageInfo, dtype: DType, start: int, count: int) -> torch.Tensor:
-    """``count`` elements of a storage from number ``start`` on, flat. Raises InputError."""
-    buffer = bytearray(count * dtype.itemsize)
-    source.read_into(storage.offset + start * dtype.itemsize, memoryview(buffer))
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype.torch)
+def read_elements(source: Checkpoint, storage: StorageInfo, dtype: DType, start: int, count: int) -> Array:
+    """``count`` elements of a storage from number ``start`` on. Raises InputError."""
+    content = empty(count, dtype)
+    source.read_into(storage.offset + start * dtype.itemsize, content.view(np.uint8).data)
+    return content
 
 
 def read_tensor(source: Checkpoint, storage: StorageInfo, ref: TensorRef) -> torch.Tensor:
     """A tensor of a storage in fp32, contiguous. Raises InputError."""
-    values = read_elements(source, storage, ref.dtype, ref.offset, ref.numel)
+    values = as_tensor(read_elements(source, storage, ref.dtype, ref.offset, ref.numel), ref.dtype)
     return values.as_strided(ref.shape, ref.stride).float().contiguous()
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
 from ckpt8.checkpoint.meaning.names import NamesFromWeights
 from ckpt8.checkpoint.meaning.parameter_names import SLICE
 from ckpt8.checkpoint.meaning.parameters import Universal, joint_parameters
@@ -21,7 +23,6 @@ from ckpt8.compressing.spending import spend
 from ckpt8.container.manifest import SKELETON
 from ckpt8.container.steps import COPY
 from ckpt8.core.closing import without_collection
-from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 
@@ -208,7 +209,7 @@ def _is_padding(source: Checkpoint, storage: StorageInfo, dtype: DType, gap: ran
     """Whether a gap holds few elements, all zero. Every codec keeps zeros exactly."""
     if len(gap) > _MOST_PADDING:
         return False
-    return not read_elements(source, storage, dtype, gap.start, len(gap)).view(torch.uint8).any()
+    return not read_elements(source, storage, dtype, gap.start, len(gap)).view(np.uint8).any()
 
 
 def set_companions(plan: Plan) -> None:

@@ -28,6 +28,8 @@ from functools import cache
 from hashlib import blake2b
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from ckpt8.checkpoint.meaning.optimizer_state import UpdateRule
 from ckpt8.checkpoint.meaning.replayed import Confidence
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef
@@ -55,10 +57,11 @@ from ckpt8.compressing.plan import (
 from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
 from ckpt8.container.frames import FRAME
 from ckpt8.container.steps import CAPPED, NO_BUDGET, NO_PARAMETER, UNMOVED
+from ckpt8.core.arrays import Array, as_array, empty, floats
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.lazy import torch
-from ckpt8.core.tensors import DType, Role
+from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 
 SAMPLE = 1 << 16
@@ -83,9 +86,9 @@ class Spread:
     NaN and Inf count for nothing; ``is_finite`` says whether the sample holds neither.
     """
 
-    def __init__(self, numel: int, counts: torch.Tensor) -> None:
+    def __init__(self, numel: int, counts: Array) -> None:
         self.numel = numel
-        present = counts[:_INFINITE].nonzero().flatten()
+        present = counts[:_INFINITE].nonzero()[0]
         self.is_finite = not counts[_INFINITE:].any()
         self._counts = list(zip(present.tolist(), counts[present].tolist(), strict=True))
         self._sampled = sum(count for _, count in self._counts)
@@ -141,21 +144,22 @@ class Sampler:
 
     def _spread(self, sample: Sample) -> tuple[Spread, int]:
         """The spread of a sample, and the crc32 of what was read. Thread-safe."""
-        counts, crc = torch.zeros(_BINS, dtype=torch.int64, device="cpu"), 0
+        counts, crc = np.zeros(_BINS, np.int64), 0
         for stream in sample.streams:
             windows = _windows(stream.spec.numel)
             at, size = 0, stream.spec.dtype.itemsize
-            buffer = bytearray(sum(map(len, windows)) * size)
+            elements = empty(sum(map(len, windows)), stream.spec.dtype)
+            content = elements.view(np.uint8).data
             for window in windows:
-                own = memoryview(buffer)[at : at + len(window) * size]
+                own = content[at : at + len(window) * size]
                 self._source.read_into(stream.storage.offset + window.start * size, own)
                 at += len(own)
-            crc = crc32(buffer, crc)
-            if buffer:
-                x = torch.frombuffer(buffer, dtype=DType.UINT8.torch).view(stream.spec.dtype.torch).float()
+            crc = crc32(content, crc)
+            if windows:
+                x = floats(elements, stream.spec.dtype)
                 if sample.factors is not None:
-                    x = x * torch.cat([sample.factors(window) for window in windows])
-                counts += torch.bincount((x.view(DType.INT32.torch) >> _SHIFT) & (_BINS - 1), minlength=_BINS)
+                    x = x * np.concatenate([as_array(sample.factors(window)) for window in windows])
+                counts += np.bincount((x.view(np.int32) >> _SHIFT) & (_BINS - 1), minlength=_BINS)
         return Spread(sum(stream.spec.numel for stream in sample.streams), counts), crc
 
 

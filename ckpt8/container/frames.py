@@ -20,10 +20,10 @@ from ckpt8.codecs.lossless import RAW_PART
 from ckpt8.container.checks import PartPlace, check_frame
 from ckpt8.container.header import FRAME, MAX_WINDOW
 from ckpt8.container.manifest import Packing, planes
-from ckpt8.core.arrays import Array, numpy_type
+from ckpt8.core.arrays import Array, Arrays, numpy_type
 from ckpt8.core.errors import InputError, require
 from ckpt8.core.files.source_file import SourceFile, crc32
-from ckpt8.core.tensors import DType, Parts, PartSpec
+from ckpt8.core.tensors import PartSpec
 from ckpt8.core.workers import scratch, scratch_array
 
 if TYPE_CHECKING:
@@ -92,26 +92,26 @@ Frames = list[tuple[bytes | memoryview, int]]
 """The stored bytes and the crc32 of each frame."""
 
 
-def encode_part(name: str, part: torch.Tensor, packing: Packing | None = None, *, copy: bool = False) -> Frames:
-    """(stored bytes, crc32) of the frame of every plane of one part. ``part`` is flat, contiguous, on the CPU.
+def encode_part(name: str, part: Array, packing: Packing | None = None, *, copy: bool = False) -> Frames:
+    """(stored bytes, crc32) of the frame of every plane of one part.
 
     Symbols are a row of planes, and ``packing`` says how. A plane that zstd does not make smaller is a view of the
     part, or a copy with ``copy``.
     """
-    size = part.element_size()
+    size, content = part.itemsize, part.view(np.uint8)
     if packing is not None:
-        planes = list(part.split_with_sizes(packing.plane_lengths))
+        planes = split_row(content, packing)
     elif size == 1:
-        planes = [part]
+        planes = [content]
     else:
-        # Column by column: as one transposed copy it would take torch seven times as long.
-        columns = part.view(DType.UINT8.torch).view(-1, size)
-        planes = [columns[:, k].contiguous() for k in reversed(range(size))]
+        # Column by column: as one transposed copy it would take seven times as long.
+        columns = content.reshape(-1, size)
+        planes = [np.ascontiguousarray(columns[:, k]) for k in reversed(range(size))]
     compressor = _zstd.raw if name == RAW_PART else _zstd.plane
     worth = WORTH_IT if packing is None else SYMBOLS_WORTH_IT
     frames: Frames = []
     for plane in planes:
-        view = bytes_of(plane)
+        view = plane.data
         stored: bytes | memoryview = compressor.compress(view) if _is_compressible(view, compressor, worth) else view
         if len(stored) >= len(view):
             stored = bytes(view) if copy else view
@@ -119,7 +119,17 @@ def encode_part(name: str, part: torch.Tensor, packing: Packing | None = None, *
     return frames
 
 
-def encode_parts(parts: Parts, packings: Mapping[str, Packing], *, copy: bool = False) -> dict[str, Frames]:
+def split_row(row: Array, packing: Packing) -> list[Array]:
+    """The planes in a row of them."""
+    lengths, at = packing.plane_lengths, 0
+    planes = []
+    for length in lengths:
+        planes.append(row[at : at + length])
+        at += length
+    return planes
+
+
+def encode_parts(parts: Arrays, packings: Mapping[str, Packing], *, copy: bool = False) -> dict[str, Frames]:
     """The frames of every part by name; ``packings`` say how symbols are packed. ``copy``: see ``encode_part``."""
     return {name: encode_part(name, part, packings.get(name), copy=copy) for name, part in parts.items()}
 

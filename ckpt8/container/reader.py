@@ -37,7 +37,7 @@ from ckpt8.container.checks import (
 from ckpt8.container.header import FRAME, Entry, inflate_plain, manifest_text, parse_manifest, read_head
 from ckpt8.container.manifest import BaseRecord, Manifest, Pack, Packing, StorageRecord
 from ckpt8.container.manifest_json import read_manifest
-from ckpt8.core.backend import Backend, for_reading
+from ckpt8.core.backend import Backend, for_arrays
 from ckpt8.core.closing import Closing, without_collection
 from ckpt8.core.errors import InputError, RefusedError, require
 from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
@@ -132,7 +132,7 @@ class ContainerReader(Closing):
     @cached_property
     def backend(self) -> Backend:
         """What decodes its chunks. Whoever decodes none needs neither numba nor torch."""
-        return for_reading(sum(record.nbytes for record in self.manifest.storages))
+        return for_arrays(sum(record.nbytes for record in self.manifest.storages))
 
     def base(self) -> ContainerReader | None:
         """The base of a delta, open; None for other containers. Raises InputError where it is missing or damaged."""

@@ -20,10 +20,10 @@ from ckpt8.container.header import Entry, pack_manifest
 from ckpt8.container.kept_bases import drop_unneeded, refuse_needed, unneeded_file
 from ckpt8.container.manifest import FrameTable, Manifest, Pack, Packing
 from ckpt8.container.manifest_json import manifest_json
+from ckpt8.container.packing import packed
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded
-from ckpt8.container.symbols import pack_parts
-from ckpt8.core.arrays import Arrays, as_tensors
+from ckpt8.core.arrays import Arrays
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import PIECE, AtomicFile, Room, start_writeback, write_all_at
@@ -248,7 +248,7 @@ def _slabs(reader: ContainerReader) -> Iterator[_Slab]:
 
 def _encode(reader: ContainerReader, parts_of: Callable[[int], Arrays], chunk: int) -> Encoded:
     """The frames of every part of a chunk, and how its symbols are packed."""
-    parts, packings = pack_parts(as_tensors(parts_of(chunk)), reader.backend)
+    parts, packings = packed(parts_of(chunk), reader.backend)
     return {name: (stored, packings.get(name)) for name, stored in frames.encode_parts(parts, packings).items()}
 
 

@@ -86,7 +86,15 @@ def floats(x: Array, dtype: DType) -> Array:
     """Elements of any type in fp32. torch converts types that are rare."""
     if dtype in (DType.FLOAT32, DType.BFLOAT16):
         return widened(x)
+    if dtype is DType.FLOAT16 or dtype in _TYPES:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return (x.view(np.float16) if dtype is DType.FLOAT16 else x).astype(np.float32)
     return as_array(as_tensor(x, dtype).float())
+
+
+def doubles(x: Array, dtype: DType) -> Array:
+    """Elements of any type in float64."""
+    return x if dtype is DType.FLOAT64 else floats(x, dtype).astype(np.float64)
 
 
 def narrowed(x: Array) -> Array:
@@ -103,6 +111,11 @@ def rounded(x: Array, dtype: DType) -> Array:
         bits = x.astype(np.float16).view(np.uint16)
     signs = (x.view(np.uint32) >> 16).astype(np.uint16) & np.uint16(1 << 15)
     return np.where(np.isnan(x), signs | np.uint16(0x7E00), bits)
+
+
+def same_bits(x: Array, y: Array) -> bool:
+    """Whether arrays of one size have the same bytes."""
+    return np.array_equal(x.view(np.uint8), y.view(np.uint8))
 
 
 def give(values: Array, out: Array) -> None:

@@ -1,8 +1,8 @@
 """Chooses the implementation that runs a codec: the reference in torch, Triton kernels for CUDA, numba's for CPUs.
 
 All three give the same parts, bit for bit. By default a tensor on a CUDA device takes ``triton``, a large one on a CPU
-``numba``, and every other ``torch``, which also steps in for a package that is missing or too old. A small checkpoint
-takes ``torch`` throughout, except where only arrays are read: see ``for_checkpoint`` and ``for_reading``.
+``numba``, and every other ``torch``, which also steps in for a package that is missing or too old. Arrays of one
+checkpoint all take the same: see ``for_arrays``.
 
 With ``TRITON_INTERPRET=1`` in the environment ``triton`` also runs on a CPU, in its slow interpreter, for tests.
 """
@@ -84,13 +84,8 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
     return "triton" if requested == "triton" else "numba"
 
 
-def for_checkpoint(nbytes: int) -> Backend | None:
-    """The backend to request on a CPU for a checkpoint of so many bytes; None leaves the choice to each tensor."""
-    return None if nbytes >= LEAST_FOR_NUMBA else "torch"
-
-
-def for_reading(nbytes: int) -> Backend:
-    """The backend for arrays of a container of so many bytes: torch for a small one if it is imported, else numba.
+def for_arrays(nbytes: int) -> Backend:
+    """The backend for arrays of a checkpoint of so many bytes: torch for a small one if it is imported, else numba.
 
     torch takes the place of a numba that is missing. Raises ModuleNotFoundError without either.
     """

@@ -25,15 +25,15 @@ from ckpt8.compressing.measure import count_steps, exceeded_share
 from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.planning import plan_policies
 from ckpt8.compressing.policy import PRESETS, Budget, Policy
-from ckpt8.container import frames, header, symbols
+from ckpt8.container import frames, header
 from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.packing import packed
 from ckpt8.container.steps import NO_BUDGET, NOT_MEASURED, step_figures
+from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.grouping import grouped
-from ckpt8.core.lazy import torch
-from ckpt8.core.tensors import Parts
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.container import foreign_flags, names_of, origin_of
 from ckpt8.inspecting.facts import (
@@ -266,16 +266,14 @@ class _Prediction:
             unit = unit.fallback(refusal)
         lengths = [
             len(frame)
-            for parts, packings in map(symbols.pack_parts, coded)
+            for parts, packings in (packed(parts, self._lockstep.backend) for parts in coded)
             for stored in frames.encode_parts(parts, packings).values()
             for frame, _ in stored
         ]
         entries = len(header.slab_chunks(unit.numel, header.SLAB)) * sum(map(len, coded))
         return sum(lengths) * share_of_all + _ENTRY_BYTES * entries + _STEPS_BYTES * _has_step(unit), error
 
-    def _steps(
-        self, unit: Unit, first: int, originals: Sequence[torch.Tensor], coded: Sequence[Parts]
-    ) -> StepError | None:
+    def _steps(self, unit: Unit, first: int, originals: Sequence[Array], coded: Sequence[Arrays]) -> StepError | None:
         errors = self._lockstep.measure(unit, first, originals, coded)
         count_steps(unit, errors)
         return errors.steps

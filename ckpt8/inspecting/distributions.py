@@ -43,7 +43,7 @@ from ckpt8.container.frames import FRAME
 from ckpt8.container.joined import JoinedReader, Stored
 from ckpt8.container.manifest import Manifest, ParameterRecord
 from ckpt8.container.steps import NO_PARAMETER, NOT_MEASURED
-from ckpt8.core.arrays import as_array, as_tensors
+from ckpt8.core.arrays import as_array, as_tensor, as_tensors
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.tensors import DType, Parts, Role, TensorSpec
 from ckpt8.core.workers import Workers
@@ -472,7 +472,15 @@ def _look_in_checkpoint(source: Bundle, lockstep: Lockstep, work: Work) -> Seen:
                 seen.errors.merge(lockstep.measure(unit, start, originals, parts))
         sides = zip(unit.streams, codecs, originals, decoded, parts, strict=True)
         pieces = [
-            Piece(stream.index, stream.spec.role, codec, x, after, part) for stream, codec, x, after, part in sides
+            Piece(
+                stream.index,
+                stream.spec.role,
+                codec,
+                as_tensor(x, stream.spec.dtype),
+                as_tensor(after, stream.spec.dtype),
+                as_tensors(part),
+            )
+            for stream, codec, x, after, part in sides
         ]
         seen.drawn.merge(draw(pieces, unit.parameter))
     return seen
@@ -572,4 +580,5 @@ def _original(source: Bundle, stream: Stream, chunk: int, window: slice) -> torc
     storage = source.storages[stream.index]
     if storage.nbytes != stream.storage.nbytes:
         raise InputError(f"{source.label}: changed while it was read; nothing was written")
-    return read_elements(source, storage, stream.spec.dtype, chunk * FRAME + window.start, window.stop - window.start)
+    start, count = chunk * FRAME + window.start, window.stop - window.start
+    return as_tensor(read_elements(source, storage, stream.spec.dtype, start, count), stream.spec.dtype)

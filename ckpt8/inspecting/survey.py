@@ -49,6 +49,7 @@ from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.frames import bytes_of
 from ckpt8.container.manifest import Manifest
+from ckpt8.core.arrays import as_tensor
 from ckpt8.core.grouping import grouped
 from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role
@@ -231,7 +232,8 @@ class Piece:
 
     def read(self, source: Bundle, start: int, count: int) -> torch.Tensor:
         """Its elements, flat, in their own type, among ``count`` of the span from ``start`` on. Raises InputError."""
-        x = read_elements(source, source.storages[self.storage], self.ref.dtype, self.ref.offset + start, count)
+        storage = source.storages[self.storage]
+        x = as_tensor(read_elements(source, storage, self.ref.dtype, self.ref.offset + start, count), self.ref.dtype)
         if self.is_dense:
             return x
         left = torch.arange(start, start + count, device="cpu")

@@ -35,7 +35,7 @@ from ckpt8.checkpoint.sources.opening import check_storages, open_source, sharde
 from ckpt8.checkpoint.sources.stored_member import MemberSource, read_member
 from ckpt8.checkpoint.tree import Checkpoint, Inert, StatefulDict, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error, read_step_error
-from ckpt8.compressing.chunk_encoder import check_source, read_chunk, read_master, rounded_masters
+from ckpt8.compressing.chunk_encoder import check_source, read_chunk, rounded_masters
 from ckpt8.compressing.compressor import steps_record
 from ckpt8.compressing.lockstep import Lockstep
 from ckpt8.compressing.measure import UnitErrors
@@ -53,7 +53,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import SliceKey
 from ckpt8.container.steps import error_in_words, step_facts
 from ckpt8.converting.sources import assemble_distributed
-from ckpt8.core.arrays import Arrays, as_tensor, as_tensors
+from ckpt8.core.arrays import Array, Arrays, same_bits
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
 from ckpt8.core.files.source_file import ByteRange, combine
@@ -215,13 +215,10 @@ def _compare(
     ]
     if not unit.measured:
         return differing, UnitErrors.for_unit(unit), crcs
-    parts = [as_tensors(part) for part in stored]
-    return differing, lockstep.measure(unit, chunk * frames.FRAME, originals, parts), crcs
+    return differing, lockstep.measure(unit, chunk * frames.FRAME, originals, stored), crcs
 
 
-def _is_same(
-    reader: ContainerReader, source: Bundle, stream: Stream, chunk: int, x: torch.Tensor, parts: Arrays
-) -> bool:
+def _is_same(reader: ContainerReader, source: Bundle, stream: Stream, chunk: int, x: Array, parts: Arrays) -> bool:
     """Whether the original is what a container gives back, or the rounded copy of masters that it says it is.
 
     True for what is neither lossless nor a copy.
@@ -229,14 +226,12 @@ def _is_same(
     first, spec = chunk * frames.FRAME, stream.chunk_spec(chunk)
     copied = stream.codec.copied if stream.lossy else None
     if copied is not None:
-        out = rounded_masters(copied, spec.dtype, first, len(x), partial(read_master, source))
-    elif stream.lossy:
+        return same_bits(rounded_masters(source, copied, spec.dtype, first, x.size), x)
+    if stream.lossy:
         return True
-    else:
-        content, companions = scratch_chunk(reader, stream.index, chunk), reader.companions(stream.index, chunk)
-        stream.codec.decode_arrays(parts, spec, content, backend=reader.backend, first=first, companions=companions)
-        out = as_tensor(content, spec.dtype)
-    return torch.equal(out.view(torch.uint8), x.view(torch.uint8))
+    content, companions = scratch_chunk(reader, stream.index, chunk), reader.companions(stream.index, chunk)
+    stream.codec.decode_arrays(parts, spec, content, backend=reader.backend, first=first, companions=companions)
+    return same_bits(content, x)
 
 
 _OPEN_FILES = 4

@@ -15,7 +15,7 @@ import torch
 from resume_kit import same
 
 import ckpt8
-from ckpt8.compressing import chunk_encoder as device_encoder
+from ckpt8.compressing import device_encoder
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.gpu import copy_to_row, requested, row_bytes, row_views

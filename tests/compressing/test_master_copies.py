@@ -16,7 +16,7 @@ from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs.rounded_copy import DELTA, ROUNDED, HalfReference, Reference, Run
 from ckpt8.codecs.split24 import Split24, Split32
 from ckpt8.codecs.split24.reference import round_masters
-from ckpt8.compressing import chunk_encoder as device_encoder
+from ckpt8.compressing import device_encoder
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.decoding import decode_storage

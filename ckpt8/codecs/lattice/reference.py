@@ -67,13 +67,3 @@ def decode(parts: Parts, out: torch.Tensor, *, k: int, salt: int, first: int) ->
     offset = dither(first, codes.numel(), salt, codes.device).neg_().add_(0.5)
     w = from_zigzag(codes).float().add_(offset).mul_(step_of(k))
     out.copy_(w.masked_fill_(codes == RESERVED, 0.0))
-
-
-def phases(x: torch.Tensor, *, k: int, salt: int, first: int) -> torch.Tensor:
-    """Where the weights of a tile that are not zero lie between the points of the lattice, from 0 to 1.
-
-    Those of a run that knows nothing of the lattice are uniform; those that it has decoded to lie at 1/2.
-    """
-    w = x.float()
-    place = (w / step_of(k)).add_(dither(first, w.numel(), salt, w.device))
-    return place.sub_(place.floor())[w != 0]

@@ -16,14 +16,14 @@ are zero and not stored.
 ``reference`` defines the arithmetic in torch. ``numba`` (CPU) and ``triton`` (CUDA) compute the same bits faster.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt8.codecs.base import Codec, Direction
+from ckpt8.codecs.base import Codec, Direction, X
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
-from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
+from ckpt8.core.tensors import DType, PartSpec, Role, TensorSpec
 
 OCTAVE = 1 << 23
 SMALLEST_STEP, LARGEST_STEP = 1 << 14, 7 * OCTAVE // 5
@@ -89,9 +89,10 @@ class RowColumnLog(Codec):
             parts["columns"] = PartSpec(DType.INT16, self.C if n else 0)
         return parts
 
-    def tile(self, parts: Parts, dtype: DType, first: int, run: slice) -> Parts:  # noqa: ARG002
+    def tile(self, parts: Mapping[str, X], dtype: DType, first: int, run: slice) -> dict[str, X]:  # noqa: ARG002
         """The parts of a run: its codes, the factors of rows from the one that it begins in, and those of columns."""
-        return parts | {"codes": parts["codes"][run], "rows": parts["rows"][(first % self.C + run.start) // self.C :]}
+        rows = parts["rows"][(first % self.C + run.start) // self.C :]
+        return {**parts, "codes": parts["codes"][run], "rows": rows}
 
     def continued(self, base: Codec) -> Codec | None:
         """``base`` where its S is at most half an octave away, and its factors are of the same rows and columns."""

@@ -97,5 +97,5 @@ class Split32(SplitWeight):
         if backend == "numba":
             from ckpt8.codecs import planes_numba
 
-            return planes_numba.decode_exact
+            return planes_numba.encode_exact if direction == "encode" else planes_numba.decode_exact
         return self._function(f"{direction}_exact", backend)

@@ -34,8 +34,8 @@ from ckpt8.checkpoint.sources.gate import refusal_of_bytes
 from ckpt8.checkpoint.sources.live_object import live_checkpoint
 from ckpt8.checkpoint.tree import Components, TensorRef, format_path, is_setting
 from ckpt8.checkpoint.vocabulary import model_path
-from ckpt8.compressing.chunk_encoder import choose_encoder
 from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError
+from ckpt8.compressing.device_encoder import choose_encoder
 from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
