@@ -27,9 +27,9 @@ from ckpt8.core.workers import scratch_array
 
 
 class _Place(Protocol[X]):
-    """Where the elements of a chunk are, and what works on them there. ``tile`` is how many at once, 0 for all."""
+    """Where the elements of a chunk are, and what works on them there: tile by tile if ``in_tiles``."""
 
-    tile: int
+    in_tiles: bool
 
     def empty(self, spec: PartSpec, slot: str | None) -> X:
         """New memory, or that of this thread for a ``slot``, until it asks again."""
@@ -50,7 +50,7 @@ class _Place(Protocol[X]):
 class _Host:
     """Arrays: by the kernels of numba, or by torch."""
 
-    tile = TILE
+    in_tiles = True
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -76,7 +76,7 @@ class _Host:
 class _Device:
     """Tensors: by Triton, or by torch."""
 
-    tile = 0
+    in_tiles = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -193,7 +193,7 @@ class _Chunk(Generic[X]):
 
         With ``encodes`` the parts of dependent streams are filled first. Tiles go through codecs and meter in turn.
         """
-        step = self._at.tile or max(self.numel, 1)
+        step = TILE if self._at.in_tiles else max(self.numel, 1)
         for start in range(done, self.numel, step):
             run = slice(start, min(start + step, self.numel))
             tile = [

@@ -489,8 +489,9 @@ class BlockSums:
                 errors[stream.index] = MomentError(sums[k][0], sums[k][1], maxima[k])
         if self._rule is None:
             return UnitErrors(errors)
-        factor, square = self._rule.factor, self._rule.factor * self._rule.factor
-        update = UpdateError(updates[2] * square, updates[3] * square, tops[1] * factor, tops[2] * factor)
+        factor, square, update = self._rule.factor, self._rule.factor * self._rule.factor, None
+        if errors:
+            update = UpdateError(updates[2] * square, updates[3] * square, tops[1] * factor, tops[2] * factor)
         if self._step is None:
             return UnitErrors(errors, update)
         error, moved = sums[self._first]

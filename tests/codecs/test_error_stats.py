@@ -13,7 +13,7 @@ from ckpt8.codecs.companded8 import Companded8
 from ckpt8.codecs.companded8.reference import root_of_tile
 from ckpt8.codecs.error_stats import ErrorStats, MomentError, NoiseError, UpdateError, WeightError
 from ckpt8.codecs.split24 import Split24
-from ckpt8.compressing.measure import moment_error, update_error, weight_error
+from ckpt8.compressing.measure_torch import moment_error, update_error, weight_error
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
 NAN = math.nan

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_codecs import plane_lengths, unpacked
 
-from ckpt8.container import frames, symbols, unpacking
+from ckpt8.container import frames, kernels, packing, symbols, unpacking
 from ckpt8.container.manifest import DIGITS, MOST_BITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
 from ckpt8.core.arrays import as_array, as_arrays, as_tensors
 from ckpt8.core.errors import InputError, RefusedError
@@ -37,12 +37,12 @@ def holding(raw, base, over, bits=0, count=103, seed=0):
     return x
 
 
-def unpack(planes, packing, where, backend):
+def unpack(planes, how, where, backend):
     """The symbols in memory of the host; as tensors, which may be on another device, too."""
     row = {"x": as_array(torch.cat(planes))}
-    found = torch.from_numpy(unpacking.unpacked(row, {"x": packing}, where, backend)["x"])
+    found = torch.from_numpy(unpacking.unpacked(row, {"x": how}, where, backend)["x"])
     if backend == "torch":
-        assert torch.equal(symbols.unpack(planes, packing, where), found)
+        assert torch.equal(symbols.unpack(planes, how, where), found)
     return found
 
 
@@ -51,14 +51,34 @@ def total(differences, base, where, backend):
 
 
 def fill(x, mode, backend):
-    packing = Packing(mode, len(x))
-    row = torch.empty(sum(packing.plane_lengths), dtype=torch.uint8)
-    planes = symbols.split(row, packing)
-    if code := symbols._numba(x, backend):
-        code.fill(x.numpy(), mode, [plane.numpy() for plane in planes])
+    how = Packing(mode, len(x))
+    row = torch.empty(sum(how.plane_lengths), dtype=torch.uint8)
+    planes = symbols.split(row, how)
+    if backend == "numba":
+        kernels.fill(x.numpy(), mode, [plane.numpy() for plane in planes])
     else:
-        symbols._write_planes(x, mode, planes)
+        symbols.write_planes(x, mode, planes)
     return planes
+
+
+def pack(x, backend="numba"):
+    """The row of planes in memory of the host, and how symbols are packed; torch has the same on any device."""
+    rows, hows = packing.packed({"x": x.numpy()}, backend)
+    row = torch.from_numpy(rows["x"])
+    if backend == "torch":
+        there, how = symbols.pack(x)
+        assert how == hows["x"]
+        assert torch.equal(there, row)
+    return row, hows["x"]
+
+
+def difference(parts, base, backend):
+    """In memory of the host; torch has the same on any device."""
+    found = as_tensors(packing.difference(as_arrays(parts), as_arrays(base), backend))
+    if backend == "torch":
+        there = symbols.difference(parts, base)
+        assert all(x.dtype is parts[name].dtype and torch.equal(x, there[name]) for name, x in found.items())
+    return found
 
 
 @pytest.mark.by_default(most=4)
@@ -85,9 +105,9 @@ def test_every_mode_holds_its_symbols(shape, zero_first):
 def test_any_count(count, backend):
     for values in ([-1], [0], [0, 0, 1], [0, 1, -1, 5, 2], [0, 300, 4], [2**19 - 3, -1, 0]):
         x = torch.tensor((values * count)[:count], dtype=torch.int32)
-        row, packing = symbols.pack(x, backend)
-        assert torch.equal(unpack(symbols.split(row, packing), packing, "x", backend), x)
-        assert packing.mode == Mode.of(list(packing.mode.stated))
+        row, how = pack(x, backend)
+        assert torch.equal(unpack(symbols.split(row, how), how, "x", backend), x)
+        assert how.mode == Mode.of(list(how.mode.stated))
 
 
 @pytest.mark.parametrize("bits", range(1, MOST_BITS + 1))
@@ -106,12 +126,12 @@ def test_bits_of_any_count(count, bits):
 def test_any_default_device(backend):
     """Symbols stay where they are; what chooses the mode is on the CPU."""
     x = drawn("gauss", 60.0, 0.1, 4099)
-    expected = symbols.pack(x, backend)
+    expected = pack(x, backend)
     assert expected[1].mode.bits
     with torch.device("meta"):
-        row, packing = symbols.pack(x, backend)
-        back = unpack(symbols.split(row, packing), packing, "x", backend)
-    assert packing == expected[1]
+        row, how = pack(x, backend)
+        back = unpack(symbols.split(row, how), how, "x", backend)
+    assert how == expected[1]
     assert torch.equal(row, expected[0])
     assert torch.equal(back, x)
 
@@ -140,8 +160,11 @@ def holds(largest, raw, base, over, bits):
 
 
 def stored_bytes(x, mode):
-    row = torch.cat(fill(x, mode, "numba"))
-    return sum(len(frame) for frame, _ in frames.encode_part("codes", row, Packing(mode, len(x))))
+    return stored(torch.cat(fill(x, mode, "numba")), Packing(mode, len(x)))
+
+
+def stored(row, how):
+    return sum(len(frame) for frame, _ in frames.encode_part("codes", row.numpy(), how))
 
 
 @pytest.mark.parametrize("name", ["gauss", "laplace", "uniform", "spiky"])
@@ -150,9 +173,9 @@ def stored_bytes(x, mode):
 def test_the_choice_is_within_2_percent_of_the_best(name, scale, zeros):
     """By the bytes that zstd really makes of every mode that holds the symbols; alike on both backends."""
     x = drawn(name, scale, zeros, 1 << 17)
-    row, packing = symbols.pack(x, "numba")
-    again, same = symbols.pack(x, "torch")
-    assert same == packing
+    row, how = pack(x, "numba")
+    again, same = pack(x, "torch")
+    assert same == how
     assert torch.equal(row, again)
     largest, tops = int(x.max()), (int(x.max()) + 1, 0) if -1 in x else (NO_TOP,)
     modes = [
@@ -163,7 +186,7 @@ def test_the_choice_is_within_2_percent_of_the_best(name, scale, zeros):
     ]
     assert len(modes) >= 4
     sizes = {mode: stored_bytes(x, mode) for mode in modes}
-    assert sizes[packing.mode] <= 1.02 * min(sizes.values())
+    assert sizes[how.mode] <= 1.02 * min(sizes.values())
 
 
 @pytest.mark.parametrize("scale", [20.0, 60.0, 150.0, 400.0, 1000.0])
@@ -171,17 +194,13 @@ def test_large_alphabets_take_what_their_entropy_is(scale):
     """Of seven to twelve bits: a low byte of its own would take eight, and what is above it another one."""
     x = drawn("gauss", scale, 0.0, 1 << 18)
     shares = torch.bincount(x).double() / len(x)
-    row, packing = symbols.pack(x)
-    stored = sum(len(frame) for frame, _ in frames.encode_part("codes", row, packing))
-    assert 8 * stored / len(x) < float(torch.special.entr(shares).sum() / math.log(2)) + 0.075
+    assert 8 * stored(*pack(x)) / len(x) < float(torch.special.entr(shares).sum() / math.log(2)) + 0.075
 
 
 def test_small_alphabets_take_less_than_a_bit():
     """Entropy is 0.18 bits: a byte for each symbol would take one, as Huffman's codes do."""
     x = (torch.rand(1 << 17, generator=torch.Generator().manual_seed(0)) < 0.027).to(torch.int32)
-    row, packing = symbols.pack(x)
-    stored = sum(len(frame) for frame, _ in frames.encode_part("codes", row, packing))
-    assert 8 * stored < 0.3 * len(x)
+    assert 8 * stored(*pack(x)) < 0.3 * len(x)
 
 
 UNSOUND = {
@@ -259,7 +278,7 @@ def pairs():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_symbols_follow_the_rule_and_come_back(backend):
     own, base = map(list, pairs())
-    found = symbols.difference({"codes": int32(own)}, {"codes": int32(base)}, backend)
+    found = difference({"codes": int32(own)}, {"codes": int32(base)}, backend)
     assert found["codes"].tolist() == [rule(*each) for each in zip(own, base, strict=True)]
     assert total(found, {"codes": int32(base)}, "x", backend)["codes"].tolist() == own
 
@@ -270,7 +289,7 @@ def test_every_symbol_has_one_difference(backend, data):
     base = data.draw(st.integers(-1, (1 << 19) - 1))
     own = data.draw(st.lists(st.integers(-1, (1 << 19) - 1), min_size=1, max_size=40, unique=True))
     below = {"codes": torch.full((len(own),), base, dtype=torch.int32)}
-    found = symbols.difference({"codes": int32(own)}, below, backend)
+    found = difference({"codes": int32(own)}, below, backend)
     assert len(set(found["codes"].tolist())) == len(own)
     assert total(found, below, "x", backend)["codes"].tolist() == own
 
@@ -279,9 +298,9 @@ def test_every_symbol_has_one_difference(backend, data):
 def test_what_cannot_be_packed_is_refused(backend):
     far = {"codes": int32([2 * ((1 << 18) + 5)])}, {"codes": int32([2 * ((1 << 18) + 5) - 1])}
     with pytest.raises(RefusedError, match="too far"):
-        symbols.difference(*far, backend)
+        difference(*far, backend)
     with pytest.raises(RefusedError, match="too far"):
-        symbols.difference({"codes": int32([SYMBOL_LIMIT - 2])}, {"codes": int32([-1])}, backend)
+        difference({"codes": int32([SYMBOL_LIMIT - 2])}, {"codes": int32([-1])}, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -300,7 +319,7 @@ def test_sums_that_are_no_symbols_are_damage(backend, found, base):
 def test_other_parts_differ_by_their_bits(dtype):
     own, base = (torch.randint(0, 256, (64,), dtype=torch.uint8).view(dtype) for _ in range(2))
     before = own.clone()
-    found = symbols.difference({"rows": own}, {"rows": base})["rows"]
+    found = difference({"rows": own}, {"rows": base}, "torch")["rows"]
     assert found.dtype is dtype
     bits = [a ^ b for a, b in zip(own.view(torch.uint8).tolist(), base.view(torch.uint8).tolist(), strict=True)]
     assert found.view(torch.uint8).tolist() == bits
@@ -311,5 +330,5 @@ def test_other_parts_differ_by_their_bits(dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parts_without_elements(backend):
     empty = {"codes": int32([]), "rows": torch.empty(0, dtype=torch.int16)}
-    found = symbols.difference(empty, empty, backend)
+    found = difference(empty, empty, backend)
     assert [len(x) for x in total(found, empty, "x", backend).values()] == [0, 0]
