@@ -1,11 +1,9 @@
-"""Lossless planes and exact residuals in one pass on a CPU: the bits of ``lossless`` and of ``split24.reference``."""
+"""Lossless planes in one pass on a CPU: the bits of ``lossless``."""
 
 import numpy as np
 
-from ckpt8.codecs.split24 import FIRST_OVERFLOW, REFUSAL
 from ckpt8.core.arrays import Array, Arrays
-from ckpt8.core.errors import RefusedError
-from ckpt8.core.numba import MAGNITUDE, i4, kernel
+from ckpt8.core.numba import kernel
 
 u2, u4, u8 = np.uint16, np.uint32, np.uint64
 
@@ -93,39 +91,6 @@ def decode(parts: Arrays, out: Array) -> None:
         for plane in planes:
             _add_plane(plane, bits)
         _rotate(bits)
-
-
-@kernel
-def _cut_exact(bits, exponent, mantissa, residual):
-    """Fill the planes; return the largest magnitude."""
-    largest = i4(0)
-    for i in range(bits.size):
-        mag = i4(bits[i] & i4(MAGNITUDE))
-        largest = max(largest, mag)
-        hi = i4(i4(mag + i4(0x8000)) >> i4(16))
-        residual[i] = i4(mag - i4(hi << i4(16)))
-        exponent[i] = i4(hi >> i4(7))
-        mantissa[i] = i4(i4(i4(bits[i] >> i4(24)) & i4(0x80)) | i4(hi & i4(0x7F)))
-    return largest
-
-
-def encode_exact(x: Array, out: Arrays) -> None:
-    """Fill the exact split planes of fp32 ``x``. Raises RefusedError as ``split24``."""
-    if _cut_exact(x.view(i4), out["exponent"], out["mantissa"], out["residual"]) >= FIRST_OVERFLOW:
-        raise RefusedError(REFUSAL)
-
-
-@kernel
-def _join_exact(exponent, mantissa, residual, bits):
-    for i in range(bits.size):
-        m = i4(mantissa[i])
-        hi = i4(i4(i4(exponent[i]) << i4(7)) | i4(m & i4(0x7F)))
-        bits[i] = i4(i4(i4(hi << i4(16)) + i4(residual[i])) | i4(i4(m >> i4(7)) << i4(31)))
-
-
-def decode_exact(parts: Arrays, out: Array) -> None:
-    """Fill ``out`` with the weights of exact split planes."""
-    _join_exact(parts["exponent"], parts["mantissa"], parts["residual"], out.view(i4))
 
 
 def upper(parts: Arrays) -> Array:

@@ -94,8 +94,4 @@ class Split32(SplitWeight):
 
     def kernel(self, direction: Direction, backend: Backend) -> Callable[..., None]:
         """``encode_exact`` or ``decode_exact``; it refuses the same values as ``Split24``."""
-        if backend == "numba":
-            from ckpt8.codecs import planes_numba
-
-            return planes_numba.encode_exact if direction == "encode" else planes_numba.decode_exact
         return self._function(f"{direction}_exact", backend)
