@@ -29,6 +29,8 @@ _TYPES = {
     DType.INT16: "i2",
     DType.INT8: "i1",
 }
+_COMPLEX = {DType.COMPLEX64: np.complex64, DType.COMPLEX128: np.complex128}
+_EXACT = {*_TYPES, DType.BOOL, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
 _UNSIGNED = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -93,8 +95,16 @@ def floats(x: Array, dtype: DType) -> Array:
 
 
 def doubles(x: Array, dtype: DType) -> Array:
-    """Elements of any type in float64."""
-    return x if dtype is DType.FLOAT64 else floats(x, dtype).astype(np.float64)
+    """Elements of any type in float64, complex ones in complex128. torch converts types that are rare."""
+    if dtype in _EXACT or dtype is DType.FLOAT16:
+        return (x.view(np.float16) if dtype is DType.FLOAT16 else x).astype(np.float64)
+    if dtype is DType.BFLOAT16:
+        return widened(x).astype(np.float64)
+    if dtype in _COMPLEX:
+        return x.view(_COMPLEX[dtype]).astype(np.complex128)
+    tensor = as_tensor(x, dtype)
+    wide = DType.COMPLEX128 if tensor.is_complex() else DType.FLOAT64
+    return np.asarray(tensor.to(wide.torch).numpy())
 
 
 def narrowed(x: Array) -> Array:

@@ -13,24 +13,26 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ckpt8.checkpoint.meaning.parameter_names import layer_of
 from ckpt8.checkpoint.meaning.roles import unique_name
 from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.checkpoint.tree import Checkpoint, TensorRef, format_path, iter_nodes, read_scalar
-from ckpt8.container.frames import FRAME, bytes_of
+from ckpt8.container.frames import FRAME
+from ckpt8.core.arrays import Array
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.grouping import grouped
-from ckpt8.core.lazy import torch
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import listed, size
 from ckpt8.core.workers import Progress, Workers
+from ckpt8.inspecting.change import Change, measure
 from ckpt8.inspecting.container import read_json
 from ckpt8.inspecting.diff_sides import Equality, Found, Leaves, Side, Tensor, align, collect, make_sides, naming, text
-from ckpt8.inspecting.tensors import Change, measure
 
 _LARGEST = 1 << 63
 _LONGEST_TEXT = 1000
@@ -288,8 +290,8 @@ class Pair:
     repeat: int = 1
 
 
-_Piece = tuple[int, int, "torch.Tensor", "torch.Tensor"]
-"""The number of a pair, the bytes of each opaque element (0 for numbers), and the same elements of both."""
+_Piece = tuple[int, int, tuple[DType, DType], Array, Array]
+"""The number of a pair, the bytes of each opaque element (0 for numbers), and types and elements of both."""
 
 
 def make_pair(a: Tensor, b: Tensor) -> Pair:
@@ -335,11 +337,11 @@ def compare(pairs: Sequence[Pair], workers: Workers, progress: Progress) -> list
 
 
 def _measure(piece: _Piece) -> tuple[int, Change]:
-    number, itemsize, a, b = piece
+    number, itemsize, types, a, b = piece
     if itemsize == 0:
-        return number, measure(a, b)
-    unequal = a.ne(b).view(-1, itemsize).any(1)
-    return number, Change(len(unequal), int(unequal.count_nonzero()), excluded=len(unequal))
+        return number, measure(a, b, types)
+    unequal = (a != b).reshape(-1, itemsize).any(1)
+    return number, Change(len(unequal), int(np.count_nonzero(unequal)), excluded=len(unequal))
 
 
 def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
@@ -359,18 +361,19 @@ def _pieces(pairs: Sequence[Pair], progress: Progress) -> Iterator[_Piece]:
         blocks = _blocks(pair.a, pair.first, progress), _blocks(pair.b, pair.second, progress)
         for a, b in zip(*blocks, strict=True):
             for at in range(0, len(a), FRAME):
-                yield number, itemsize, a[at : at + FRAME], b[at : at + FRAME]
+                types = pair.first.dtype, pair.second.dtype
+                yield number, itemsize, types, a[at : at + FRAME], b[at : at + FRAME]
 
 
-def _blocks(tensor: Tensor, ref: TensorRef, progress: Progress) -> Iterator[torch.Tensor]:
+def _blocks(tensor: Tensor, ref: TensorRef, progress: Progress) -> Iterator[Array]:
     """The elements of a tensor, _READ at a time. Raises InputError if the source states another checksum of them."""
     data, numel, crc = tensor.part.data, ref.numel, 0
     whole = ref.is_contiguous and not ref.offset and ref.nbytes == data.places[ref.key].nbytes
     expected = tensor.part.crcs.get(ref.key) if whole and not (ref.conj or ref.neg) else None
     for start in range(0, numel, _READ):
-        block = data.elements(ref, start, min(start + _READ, numel))
+        block = data.array(ref, start, min(start + _READ, numel))
         if expected is not None:
-            crc = crc32(bytes_of(block), crc)
+            crc = crc32(block.view(np.uint8).data, crc)
         progress(len(block) * ref.dtype.itemsize)
         yield block
     if expected is not None and crc != expected:

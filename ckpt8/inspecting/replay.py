@@ -36,10 +36,12 @@ from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, TensorRef, read_setti
 from ckpt8.codecs.error_stats import NoiseError
 from ckpt8.container.manifest import DCP
 from ckpt8.container.reader import ContainerReader
+from ckpt8.core.arrays import as_array
 from ckpt8.core.errors import CheckFailedError, InputError
 from ckpt8.core.lazy import torch
+from ckpt8.core.tensors import DType
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.tensors import Change, measure
+from ckpt8.inspecting.change import Change, measure
 from ckpt8.optim.cards import Form
 from ckpt8.optim.known_optimizers import SIDE_STATE
 
@@ -289,10 +291,15 @@ def _find_misfit(form: Form, saved: SavedParameter, shape: tuple[int, ...]) -> s
     return None
 
 
+def _change(x: torch.Tensor, y: torch.Tensor) -> Change:
+    """Of fp32."""
+    return measure(as_array(x), as_array(y), (DType.FLOAT32, DType.FLOAT32))
+
+
 def _measure(u: torch.Tensor, v: torch.Tensor, original: _Side, compressed: _Side) -> ReplayedStepError:
-    update, weight = measure(u, v), Change()
+    update, weight = _change(u, v), Change()
     if original.weight is not None and compressed.weight is not None:
-        weight = measure(original.weight, compressed.weight)
+        weight = _change(original.weight, compressed.weight)
     return ReplayedStepError(
         # ``measure`` leaves NaN and Inf out; a step with any of them is broken.
         sum_square_error=math.inf if update.excluded else update.change,

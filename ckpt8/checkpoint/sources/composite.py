@@ -12,8 +12,11 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, StorageRef, TensorRef, cut_by_runs, is_dense
-from ckpt8.container.frames import FRAME, bytes_of, host_bytes
+from ckpt8.container.frames import FRAME, bytes_of
+from ckpt8.core.arrays import Array, as_array, as_tensor, empty
 from ckpt8.core.errors import InputError
 from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
@@ -200,10 +203,7 @@ class Composite:
         Raises InputError.
         """
         if ref.is_contiguous:
-            content = host_bytes((stop - start) * ref.dtype.itemsize)
-            place = self.places[ref.key].offset + (ref.offset + start) * ref.dtype.itemsize
-            self.read_into(place, bytes_of(content))
-            values = content.view(ref.dtype.torch)
+            values = as_tensor(self._run(ref, start, stop), ref.dtype)
         else:
             # A tensor without memory shows the offsets, shapes and strides of the rows.
             whole = torch.empty(ref.offset + ref.span, dtype=torch.uint8, device="meta")
@@ -218,6 +218,18 @@ class Composite:
             values = torch.cat([rows_of.view(-1) for rows_of in copied])
         values = values.conj_physical() if ref.conj else values
         return values.neg() if ref.neg else values
+
+    def array(self, ref: TensorRef, start: int, stop: int) -> Array:
+        """``elements`` in an array; without torch where they follow each other in their storage. Raises InputError."""
+        plain = ref.is_contiguous and not (ref.conj or ref.neg)
+        return self._run(ref, start, stop) if plain else as_array(self.elements(ref, start, stop))
+
+    def _run(self, ref: TensorRef, start: int, stop: int) -> Array:
+        """Elements that follow each other in their storage."""
+        content = empty(stop - start, ref.dtype)
+        place = self.places[ref.key].offset + (ref.offset + start) * ref.dtype.itemsize
+        self.read_into(place, content.view(np.uint8).data)
+        return content
 
     def blocks(self, ref: TensorRef) -> Iterator[torch.Tensor]:
         """All elements of a tensor, flat, block by block. Raises InputError."""
