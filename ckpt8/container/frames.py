@@ -77,8 +77,10 @@ def _bytes_type(length: int) -> Any:
     return ctypes.c_char * length
 
 
-def bytes_of(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which it keeps alive; without numpy and without a copy."""
+def bytes_of(x: Array | torch.Tensor) -> memoryview:
+    """The memory of an array or a contiguous CPU tensor, which it keeps alive, without a copy."""
+    if isinstance(x, np.ndarray):
+        return x.view(np.uint8).data
     length = x.numel() * x.element_size()
     if not length:
         return memoryview(b"")

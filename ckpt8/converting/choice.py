@@ -13,13 +13,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ckpt8.checkpoint.meaning.nodes import is_bare_state_dict
 from ckpt8.checkpoint.meaning.pairing import saved_names
 from ckpt8.checkpoint.meaning.state_dicts import Candidate, find
 from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.sources.composite import Composite, Streamer, add_prefix, computed
 from ckpt8.checkpoint.tree import TensorRef, format_path, iter_nodes
-from ckpt8.container.frames import bytes_of
+from ckpt8.core.arrays import Array, doubles, floats, rounded
 from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
@@ -127,16 +129,29 @@ def cast(data: Composite, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
         return ref
     data.check_extent(name, ref)
 
-    def convert(start: int, stop: int) -> torch.Tensor:
-        values = data.elements(ref, start, stop)
-        converted = values.to(dtype.torch)
-        if dtype is DType.FLOAT16 and bool((converted.isinf() & values.isfinite()).any()):
-            largest = float(values[values.isfinite()].abs().max())
+    def convert(start: int, stop: int) -> Array:
+        values = data.array(ref, start, stop)
+        if dtype is DType.FLOAT64:
+            return doubles(values, ref.dtype)
+        wide = floats(values, ref.dtype)
+        if dtype is DType.FLOAT32:
+            return wide
+        converted = rounded(wide, dtype)
+        if dtype is DType.BFLOAT16:
+            # The formula for masters makes Inf of some NaN.
+            return np.where(np.isnan(wide), np.uint16(_QUIET_NAN), converted)
+        magnitudes = np.abs(doubles(values, ref.dtype))
+        finite = np.isfinite(magnitudes)
+        if (np.isinf(converted.view(np.float16)) & finite).any():
+            largest = magnitudes[finite].max()
             raise UsageError(f"{data.label}: {name}: {largest:.6g} is beyond the range of float16; use bfloat16")
         return converted
 
     return computed(data, dtype, ref.shape, convert)
 
+
+_QUIET_NAN = 0x7FC0
+"""The bits of bf16 for any NaN, as torch gives them."""
 
 HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "proj_out", "decoder", "classifier"})
 """Last modules in the names of output layers. A tied weight keeps its other name: the output layer takes over the
@@ -178,4 +193,4 @@ def tie_again(data: Composite) -> None:
 
 def _mark(data: Composite, ref: TensorRef) -> object:
     """A mark that equal tensors share, and others rarely do: shape, type and first elements."""
-    return ref.shape, ref.dtype, bytes(bytes_of(data.elements(ref, 0, min(ref.numel, _SAMPLE))))
+    return ref.shape, ref.dtype, data.array(ref, 0, min(ref.numel, _SAMPLE)).tobytes()

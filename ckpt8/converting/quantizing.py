@@ -53,6 +53,7 @@ from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.error_stats import SMALLEST_NORMAL, NoiseError
 from ckpt8.container.frames import FRAME
 from ckpt8.converting.choice import FLOATS, HEADS, Content
+from ckpt8.core.arrays import as_tensor
 from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.files.source_file import reading, refuse_url
 from ckpt8.core.json_text import parse_any_json
@@ -145,7 +146,7 @@ def find_scales(
     start = 0
     for block in data.blocks(ref):
         for at in range(0, len(block), FRAME):
-            values = block[at : at + FRAME].float()
+            values = as_tensor(block[at : at + FRAME], ref.dtype).float()
             for row, count, begin, end in row_parts(start, start + len(values), columns):
                 part, place = values[begin - start : end - start].view(count, -1), slice(row, row + count)
                 largest[place] = torch.maximum(largest[place], part.abs().amax(1))

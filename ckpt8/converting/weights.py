@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import torch
-
 from ckpt8.checkpoint.meaning.optimizer_state import SavedParameter
 from ckpt8.checkpoint.meaning.pairing import saved_parameters
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
@@ -37,7 +35,9 @@ from ckpt8.converting.choice import (
     module_of,
 )
 from ckpt8.converting.request import Report
+from ckpt8.core.arrays import as_tensor
 from ckpt8.core.errors import InputError, UsageError, require
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
 from ckpt8.optim.known_optimizers import CARDS
 from ckpt8.optim.packed_tensor import Moment, weight_check
@@ -227,7 +227,7 @@ def _weight_check(data: Composite, name: str, ref: TensorRef) -> int:
     data.check_extent(name, ref)
     total = first = 0
     for block in data.blocks(ref):
-        total += weight_check(block, first)
+        total += weight_check(as_tensor(block, ref.dtype), first)
         first += len(block)
     return total & ((1 << 63) - 1)
 

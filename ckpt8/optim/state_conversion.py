@@ -14,13 +14,14 @@ The packages of the published classes are not needed: the cards say what each cl
 where.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ckpt8.codecs import Codec, codec_from_config
 from ckpt8.core.errors import UsageError, require
+from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import Parts
 from ckpt8.optim.known_optimizers import CARDS, SIDE_STATE, SPELLINGS
 from ckpt8.optim.packed_tensor import Moment, read_master

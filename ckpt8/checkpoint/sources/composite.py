@@ -91,11 +91,11 @@ class Streamer:
             self.copy(one, first)
             self.copy(other, second)
             return torch.equal(_bytes(first), _bytes(second))
-        for start, stop in _pieces(0, one.numel):
-            first = self._read(one, one.offset + start, stop - start).clone()
-            if not torch.equal(_bytes(first), _bytes(self._read(other, other.offset + start, stop - start))):
-                return False
-        return True
+        return all(
+            bytes(self._content(one, one.offset + start, stop - start))
+            == self._content(other, other.offset + start, stop - start)
+            for start, stop in _pieces(0, one.numel)
+        )
 
     def _copy_strided(self, ref: TensorRef, target: torch.Tensor) -> None:
         """Copy a tensor with overlaps or gaps: cut it along the longest stride until its parts span few elements."""
@@ -112,12 +112,16 @@ class Streamer:
 
     def _read(self, ref: TensorRef, start: int, length: int) -> torch.Tensor:
         """Elements of the storage of ``ref``, flat, in the buffer: valid until the next read."""
+        return torch.frombuffer(self._content(ref, start, length), dtype=torch.uint8).view(ref.dtype.torch)
+
+    def _content(self, ref: TensorRef, start: int, length: int) -> memoryview:
+        """The bytes of elements, as ``_read``."""
         nbytes = length * ref.dtype.itemsize
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         view = memoryview(self._buffer)[:nbytes]
         self._checkpoint.read_into(self._storages[ref.key].offset + start * ref.dtype.itemsize, view)
-        return torch.frombuffer(view, dtype=torch.uint8).view(ref.dtype.torch)
+        return view
 
 
 def _pieces(start: int, stop: int) -> Iterable[tuple[int, int]]:
@@ -231,10 +235,10 @@ class Composite:
         self.read_into(place, content.view(np.uint8).data)
         return content
 
-    def blocks(self, ref: TensorRef) -> Iterator[torch.Tensor]:
+    def blocks(self, ref: TensorRef) -> Iterator[Array]:
         """All elements of a tensor, flat, block by block. Raises InputError."""
         for start in range(0, ref.numel, BLOCK):
-            yield self.elements(ref, start, min(start + BLOCK, ref.numel))
+            yield self.array(ref, start, min(start + BLOCK, ref.numel))
 
     def check_extent(self, name: str, ref: TensorRef) -> None:
         """Raise InputError for a tensor that repeats elements of its storage: a few bytes could fill a disk."""
@@ -279,7 +283,7 @@ def computed(
     data: Composite,
     dtype: DType,
     shape: tuple[int, ...],
-    compute: Callable[[int, int], torch.Tensor],
+    compute: Callable[[int, int], Array | torch.Tensor],
     block: int = BLOCK,
 ) -> TensorRef:
     """A contiguous tensor of ``data``. ``compute(start, stop)`` returns its elements ``start`` to ``stop``, flat.

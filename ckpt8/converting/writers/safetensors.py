@@ -19,7 +19,6 @@ from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.converting.choice import FLOATS, Content, choose_model
 from ckpt8.converting.request import OpenFile, Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, choose_run, joined_weights, model_weights
-from ckpt8.converting.writers.torch_zip import build_hollow, write_zip
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.atomic import AtomicDirectory
 from ckpt8.core.tensors import DType
@@ -105,6 +104,8 @@ def write_trainer(request: Request, report: Report) -> None:
 
     Weights keep their element type unless ``--dtype`` says otherwise; a packed optimizer of ckpt8 is unpacked.
     """
+    from ckpt8.converting.writers.torch_zip import build_hollow, write_zip
+
     with request.open(report) as content:
         data = content.data
         model, optimizer = choose_run(data, request.key, "; convert to safetensors for the weights alone")
