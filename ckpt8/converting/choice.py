@@ -151,7 +151,7 @@ def cast(data: Composite, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
 
 
 _QUIET_NAN = 0x7FC0
-"""The bits of bf16 for any NaN, as torch gives them."""
+"""The bits of any NaN in bf16."""
 
 HEADS = frozenset({"lm_head", "head", "output", "output_layer", "embed_out", "proj_out", "decoder", "classifier"})
 """Last modules in the names of output layers. A tied weight keeps its other name: the output layer takes over the
