@@ -276,6 +276,9 @@ class Originals:
             tensor = index.tensors.get(name)
             if kinds.get(name) != (None if tensor is None else (tensor.dtype, tensor.shape)):
                 raise CheckFailedError(f"{where}: {shown(name)} is of another type or shape; give the same checkpoint")
+            is_plain = tensor is not None and not any(map(tensor.pickled, tensor.boxes()))
+            if is_plain and name in self.home.objects:
+                raise CheckFailedError(f"{where}: {shown(name)} is no plain tensor there; give the same checkpoint")
 
     def _bundle(
         self, reader: ContainerReader, slices: Mapping[SliceKey, Any], parts: Mapping[str, list[Part]]

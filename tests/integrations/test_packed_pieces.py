@@ -26,9 +26,10 @@ WHOLE = torch.arange(12.0).view(4, 3)
 
 
 class InParts(DefaultSavePlanner):
-    """Plans two parts of a tensor; those that begin at a row in ``sparse`` are sparse."""
+    """Plans two parts of a tensor; those that begin at a row in ``odd`` are ``wrapped``."""
 
-    sparse = (0, 2)
+    odd = (0, 2)
+    wrapped = torch.Tensor.to_sparse
 
     def create_local_plan(self):
         items = [tensor_item("q", WHOLE.shape, ((row, 0), (2, 3))) for row in (0, 2)]
@@ -41,7 +42,7 @@ class InParts(DefaultSavePlanner):
             return torch.ones(3)
         row = write_item.index.offset[0]
         part = WHOLE[row : row + 2]
-        return part.to_sparse() if row in self.sparse else part
+        return type(self).wrapped(part) if row in self.odd else part
 
 
 def test_every_part_is_given_back_and_none_is_taken_for_the_whole(tmp_path):
@@ -58,24 +59,36 @@ def test_every_part_is_given_back_and_none_is_taken_for_the_whole(tmp_path):
         expected = torch.ones(3) if index.fqn == "w" else WHOLE[index.offset[0] :][:2]
         assert torch.equal(part.to_dense(), expected)
 
-    report = ckpt8.convert(tmp_path / "x", tmp_path / "x.pt")
-    assert report.notes == ["left out: 'q': its file is not there, or it is in parts that only its class can join"]
-    assert torch.load(tmp_path / "x.pt").keys() == {"w"}
+    for name in ("x", "plain"):
+        report = ckpt8.convert(tmp_path / name, tmp_path / f"{name}.pt")
+        assert report.notes == ["left out: 'q': its file is not there, or it is in parts that only its class can join"]
+        assert torch.load(tmp_path / f"{name}.pt").keys() == {"w"}
 
 
 @pytest.mark.parametrize("row", [0, 2])
 def test_a_tensor_of_which_some_parts_are_plain_is_refused(tmp_path, row):
     planner = InParts()
-    planner.sparse = (row,)
+    planner.odd = (row,)
     save({}, tmp_path / "x", planner)
     for call in (ckpt8.load, lambda path: ckpt8.restore(path, tmp_path / "plain")):
         with pytest.raises(UnsupportedError, match="'q': only some of its parts are plain tensors"):
             call(tmp_path / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    planner = OwnInParts()
+    planner.odd = (row,)
+    dcp.save({}, storage_writer=dcp.FileSystemWriter(tmp_path / "plain"), planner=planner, no_dist=True)
+    with pytest.raises(UnsupportedError, match="'q': only some of its parts are plain tensors"):
+        ckpt8.convert(tmp_path / "plain", tmp_path / "x.pt")
 
 
 class Own(torch.Tensor):
     """A class that no reader knows."""
+
+
+class OwnInParts(InParts):
+    """Parts that torch's own writer takes."""
+
+    wrapped = staticmethod(lambda part: part.clone().as_subclass(Own))
 
 
 def quantized(values):
@@ -109,6 +122,13 @@ def test_verify_refuses_a_number_in_place_of_a_tensor(tmp_path, values):
     for name, value, write in zip(("x", "plain"), values, (save, save_plain), strict=True):
         write({"n": value, "w": torch.ones(3)}, tmp_path / name)
     with pytest.raises(CheckFailedError, match="'n' is of another type or shape"):
+        ckpt8.verify(tmp_path / "x", tmp_path / "plain")
+
+
+def test_verify_refuses_an_object_in_place_of_a_plain_tensor(tmp_path):
+    save({"q": WHOLE, "w": torch.ones(3)}, tmp_path / "x")
+    save_plain({"q": WHOLE.as_subclass(Own), "w": torch.ones(3)}, tmp_path / "plain")
+    with pytest.raises(CheckFailedError, match="'q' is no plain tensor there; give the same checkpoint"):
         ckpt8.verify(tmp_path / "x", tmp_path / "plain")
 
 

@@ -225,8 +225,9 @@ class DcpMember(DirectoryMember):
 class DcpCheckpoint:
     """A distributed checkpoint, from its ``.metadata``. ``files`` are the slices of each file, which ``open`` opens.
 
-    ``moved`` are the offset and length of decoded slices in their decoded file. ``values`` are values that are no
-    tensors, in files that others opened.
+    ``moved`` are the offset and length of decoded slices in their decoded file. ``objects`` are, by name and place, the
+    slices in open files that hold more than a plain tensor: those of torchao's state are objects of its classes.
+    ``values`` are values that are no tensors, in files that others opened.
     """
 
     def __init__(self, metadata: Metadata, values: Mapping[str, Window] = MappingProxyType({})) -> None:
@@ -237,7 +238,7 @@ class DcpCheckpoint:
             self.files[piece.path].append(piece)
         self.moved: dict[Slice, tuple[int, int]] = {}
         self._values = dict(values)
-        self._parts: dict[tuple[str, Place], Window] = {}
+        self.objects: dict[str, dict[Place, Window]] = defaultdict(dict)
         self._known: dict[bytes, OpenCheckpoint] = {}
 
     def open(
@@ -292,7 +293,9 @@ class DcpCheckpoint:
                 tensors.append(self.named(piece, ref))
                 parts.append((piece, ref))
             elif piece.place is not None:
-                self._parts[piece.name, piece.place] = window
+                self.objects[piece.name][piece.place] = window
+                if self.metadata.is_whole(piece):
+                    self._values[piece.name] = window
                 opaque |= {_key(number, leaf.key) for _, leaf in iter_leaves(opened.tree)}
         self.moved |= places
         checkpoint = OpenCheckpoint(DCP, file, storages, Labelled(tuple(tensors), frozenset(opaque)))
@@ -328,7 +331,7 @@ class DcpCheckpoint:
 
     def part(self, name: str, place: Place) -> OpenCheckpoint | None:
         """A part of a tensor that is more than a plain tensor, as a checkpoint of its own; None without such a part."""
-        window = self._parts.get((name, place))
+        window = self.objects.get(name, {}).get(place)
         return None if window is None else torch_zip.read(window)
 
     def content(self, name: str) -> bytes:

@@ -218,10 +218,18 @@ def adopt_parts(data: Composite, files: Iterable[DcpMember]) -> dict[str, list[P
 
 
 def tree_of(data: Composite, files: Sequence[DcpMember], notes: list[str]) -> dict[str, Any]:
-    """The tree of one checkpoint. Leaves out, with a note, a value that is no tensor and cannot be read."""
+    """The tree of one checkpoint. Leaves out, with a note, a value that is no plain tensor and cannot be read.
+
+    Raises InputError for missing slices, UnsupportedError for a tensor of which only some are plain.
+    """
     parts = adopt_parts(data, files)
     home = files[0].home
-    tensors = home.metadata.tensors
+    if torn := sorted(parts.keys() & home.objects.keys()):
+        raise UnsupportedError(
+            f"{data.label}: {shown(torn[0])}: only some of its parts are plain tensors; load it with "
+            "torch.distributed.checkpoint"
+        )
+    tensors = {name: tensor for name, tensor in home.metadata.tensors.items() if name not in home.objects}
     values: dict[str, Any] = {
         name: gather(data, shown(name), tensor.dtype, tensor.shape, parts.pop(name, []))
         for name, tensor in tensors.items()
