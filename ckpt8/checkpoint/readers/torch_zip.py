@@ -202,8 +202,6 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
 class _ReadAhead:
     """Reads of a file that follow each other closely: one call to the system serves many small records."""
 
-    _BYTES = 1 << 12
-
     def __init__(self, file: SourceFile) -> None:
         self.file = file
         self._start = 0
@@ -213,7 +211,7 @@ class _ReadAhead:
         """``length`` bytes of the file from ``offset``. Raises InputError."""
         first = offset - self._start
         if not 0 <= first <= len(self._bytes) - length:
-            self._bytes = self.file.read(offset, max(length, min(self._BYTES, self.file.source.length - offset)))
+            self._bytes = self.file.read(offset, max(length, min(self.file.ahead, self.file.source.length - offset)))
             self._start, first = offset, 0
         return self._bytes[first : first + length]
 

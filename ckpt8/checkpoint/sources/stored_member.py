@@ -33,6 +33,8 @@ _PACKABLE = (DType.FLOAT32, DType.BFLOAT16)
 class MemberSource(SourceFile):
     """A member of a container in place of the file that it was; ``member`` opens it. For one thread at a time."""
 
+    ahead = 0
+
     def __init__(self, reader: ContainerReader, source: ByteRange, member: Callable[[], MemberFile]) -> None:
         self.source = source
         self._reader = reader

@@ -83,6 +83,9 @@ class ByteRange:
 class SourceFile:
     """An open ByteRange, read by position. Safe to share between threads."""
 
+    ahead = 1 << 12
+    """Bytes that a reader of small records may read at once: more costs as much."""
+
     _fd = -1
     """Subclasses that read from elsewhere open nothing, and close nothing."""
 
