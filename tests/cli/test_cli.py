@@ -593,7 +593,7 @@ def test_values_are_completed():
 def test_what_commands_import(packed, tmp_path):
     """Help, runs and inspect of a container import nothing heavy, and commands between files no torch."""
     program = """
-import importlib.util, shutil, sys
+import importlib.util, os, shutil, sys
 import ckpt8.integrations, ckpt8.nn, ckpt8.optim
 from ckpt8.cli.app import main
 source, folder, target = sys.argv[1:]
@@ -613,15 +613,17 @@ for arguments in (["--help"], ["--version"], *([command, "--help"] for command i
     assert not run(*arguments), arguments
 
 original, made = source.replace(".ckpt8", ".pt"), target + "/made.ckpt8"
+os.mkdir(f"{target}/run")
 for name in ("1.pt", "2.pt"):
-    shutil.copy(original, f"{target}/step-{name}")
+    shutil.copy(original, f"{target}/run/step-{name}")
+    os.utime(f"{target}/run/step-{name}", (0, 0))
 between_files = (
     ["restore", source, "-o", f"{target}/back.pt"],
     *(["compress", original, "-o", made, "--preset", preset, "--force"] for preset in ("flash", "archive", "lossless")),
     ["compress", original, "-o", f"{target}/delta.ckpt8", "--base", made],
     ["verify", f"{target}/delta.ckpt8"], ["verify", made, "--against", original], ["verify", original],
     ["diff", original, original], ["diff", original, source],
-    ["chain", target, "--glob", "step-*.pt", "--budget", "1"],
+    ["chain", f"{target}/run", "--budget", "1"],
     ["convert", original, f"{target}/model.safetensors"],
 )
 for arguments in between_files:
