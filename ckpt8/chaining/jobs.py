@@ -19,14 +19,16 @@ from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
 from ckpt8.checkpoint.readers.entries import size_of
+from ckpt8.checkpoint.sources.opening import open_source
 from ckpt8.codecs import codec_from_config
-from ckpt8.compressing.chosen_base import Auto, checked_frozen, wanted
+from ckpt8.compressing.chosen_base import Auto, checked_frozen, is_under_way, wanted
 from ckpt8.compressing.compress import compress, default_target, target_of
 from ckpt8.compressing.frozen_file import FrozenFile
+from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.checks import name_problem
 from ckpt8.container.facts import total_errors
-from ckpt8.container.header import is_container, is_meant_as_container, stated_seal
+from ckpt8.container.header import is_container, stated_seal
 from ckpt8.container.manifest import Manifest, original_name
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.steps import step_facts
@@ -402,11 +404,10 @@ class Job:
             )
             asked = wanted(options.get("base"))
             frozen = checked_frozen(options.get("frozen_from"), asked)
-            if frozen is not None and not is_meant_as_container(frozen):
-                FrozenFile.beside(self.target, frozen).name()
-                outcome.base = frozen.name
-            elif isinstance(base := frozen or asked, Path):
-                with ContainerReader(base) as reader:
+            if frozen is not None:
+                outcome.base = self._base_of_frozen(frozen)
+            elif isinstance(asked, Path):
+                with ContainerReader(asked) as reader:
                     outcome.base = reader.path.name
             if isinstance(asked, Auto):
                 outcome.base = None
@@ -415,6 +416,21 @@ class Job:
                 self.source, Policy.of(preset, rules or (), budget, bound), options.get("threads")
             )
         outcome.would_remove = self.settings.removes(self.source)
+
+    def _base_of_frozen(self, path: Path) -> str | None:
+        """The name of the file with frozen weights; None where the run goes on without it. Raises as ``compress``."""
+        frozen = FrozenFile.beside(self.target, path)
+        try:
+            if frozen.is_container:
+                ContainerReader(path).close()
+            else:
+                frozen.name()
+        except InputError as exc:
+            with open_source(self.source, containers=False) as source:
+                plan = plan_bundle(source, Policy.of("lossless"))
+            frozen.pass_over(exc, is_under_way=is_under_way(self.target, plan), stacklevel=2)
+            return None
+        return path.name
 
     @property
     def _named_target(self) -> Path | None:

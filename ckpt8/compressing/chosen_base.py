@@ -279,7 +279,7 @@ def _has_tensors(plan: Plan, base: Manifest, roles: Collection[Role]) -> bool:
     }
 
 
-def _is_under_way(target: Path, plan: Plan) -> bool:
+def is_under_way(target: Path, plan: Plan) -> bool:
     """Whether a container beside ``target``, or there, holds an earlier state of the weights of ``plan``."""
     for path in _newest(containers_in(target.parent))[:_MOST_READ]:
         with contextlib.suppress(InputError), ContainerReader(path) as reader:
@@ -363,7 +363,7 @@ def _open_first(
                 yield base
         except InputError as exc:
             error = exc
-        frozen_from.pass_over(error, is_under_way=_is_under_way(target, plan))
+        frozen_from.pass_over(error, is_under_way=is_under_way(target, plan))
     if newest is not None and not (auto is not None and auto.begins):
         with contextlib.suppress(InputError, UsageError):
             with ContainerReader(newest[0]) as reader:

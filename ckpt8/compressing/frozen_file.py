@@ -87,6 +87,8 @@ class FrozenFile:
         """
         if not self.is_container:
             return self._made(self.name(), self._pack)
+        with reading(self.path):
+            self.path.open("rb").close()
         if kept is not None:
             try:
                 kept.link(self.path)
@@ -107,13 +109,13 @@ class FrozenFile:
             self.container(kept)
         return is_needed
 
-    def pass_over(self, error: Ckpt8Error, *, is_under_way: bool) -> None:
+    def pass_over(self, error: Ckpt8Error, *, is_under_way: bool, stacklevel: int = _CALLER) -> None:
         """Warn once that a run which ``is_under_way`` goes on without the file. Raises ``error`` otherwise."""
         if not is_under_way:
             raise error
         if (self.path, self.folder) not in _passed_over:
             _passed_over.add((self.path, self.folder))
-            warnings.warn(f"{self.folder}: the run goes on without its file: {error}", stacklevel=_CALLER)
+            warnings.warn(f"{self.folder}: the run goes on without its file: {error}", stacklevel=stacklevel)
 
     def _made(self, name: str, make: Callable[[Path], object]) -> Path:
         """The container of that name in ``bases/``: what is there if it is sound, else what ``make`` writes."""

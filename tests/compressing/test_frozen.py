@@ -493,3 +493,15 @@ def test_a_preview_looks_at_the_file(run, run_command, options, code, message):
     assert status == code
     assert message in (err if code else out)
     assert not {run / "run.ckpt8", run / "bases"} & {*run.iterdir()}
+
+
+@pytest.mark.parametrize("named", ["gone.ckpt8", "gone.pt", "empty.bin"])
+@pytest.mark.parametrize("command", [["compress", "later.pt", "--base", "auto"], ["chain", "."]])
+def test_a_preview_of_a_run_that_is_under_way_goes_on_without_the_file(run, run_command, command, named):
+    """As the run itself does."""
+    (run / "empty.bin").touch()
+    ckpt8.compress("run.pt", base="auto")
+    with pytest.warns(UserWarning, match=f"the run goes on without its file: {named}"):
+        status, out, _ = run_command(*command, "--dry-run", "--frozen-from", named)
+    assert (status, "later.ckpt8" in out) == (0, True)
+    assert run_command(*command, "--frozen-from", named)[0] == 0
