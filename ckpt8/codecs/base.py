@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 from ckpt8.core import backend as backends
-from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec
+from ckpt8.core.tensors import DType, Parts, PartSpec, Role, TensorSpec, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +206,7 @@ class Codec(ABC):
         flat = x.detach().reshape(-1)
         used = self._resolve(backend, x.device, flat.numel())
         kernel = self.kernel("encode", used)
-        spec = TensorSpec("", Role.OTHER, _dtype_of(x.dtype), (flat.numel(),))
+        spec = TensorSpec("", Role.OTHER, dtype_of(x.dtype), (flat.numel(),))
         parts = {**out}
         for name, part in self.layout(spec).items():
             if name not in parts:
@@ -409,11 +409,6 @@ class Codec(ABC):
 @cache
 def _function_of(package: str, module: str, name: str) -> Callable[..., Any]:
     return cast("Callable[..., Any]", getattr(import_module(f"{package}.{module}"), name))
-
-
-@cache
-def _dtype_of(dtype: torch.dtype) -> DType:
-    return DType.from_label(str(dtype))
 
 
 def config_of(codec: Codec) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.codecs.base import NO_COMPANIONS, Codec, Companions, Copied, Run
 from ckpt8.core import backend as backends
 from ckpt8.core.errors import RefusedError, UsageError
-from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec
+from ckpt8.core.tensors import DType, Parts, PartSpec, TensorSpec, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ class Reference(Codec, Copied):
     def _differences(self, x: torch.Tensor, rounded: torch.Tensor | None) -> Parts:
         """No parts: ``x`` is, bit for bit, ``rounded`` of its own type."""
         if rounded is not None and not bool((_bits(x) == _bits(rounded)).all()):
-            raise RefusedError(f"differs from its fp32 master rounded to {_SHORT[DType.from_label(str(x.dtype))]}")
+            raise RefusedError(f"differs from its fp32 master rounded to {_SHORT[dtype_of(x.dtype)]}")
         return {}
 
     def encode_arrays(

@@ -144,18 +144,18 @@ def candidates_kept(asked: Wanted, target: Path) -> Iterator[None]:
 
 
 def open_bases(
-    asked: Path | Auto, target: Path, plan: Plan, policy: Policy, kept: KeptBases | None
+    asked: Path | Auto | None, target: Path, plan: Plan, policy: Policy, kept: KeptBases | None
 ) -> Generator[OpenBase]:
     """Bases for ``target``, the best first, each open until the next. Of a path raises InputError and UsageError.
 
-    One that is chosen is linked among those that are ``kept``.
+    One that is chosen is linked among those that are ``kept``. None of them where none is asked for.
     """
     if isinstance(asked, Path):
         with OpenBase(asked) as base:
             base.check_target(target)
             yield base
         return
-    if asked.begins or not _may_be_linked(asked, target):
+    if asked is None or asked.begins:
         return
     siblings = _siblings(_files_beside(target), plan, policy)
     newest = next(siblings, None)
@@ -173,8 +173,9 @@ def open_bases(
                 yield base
 
 
-def _may_be_linked(asked: Auto, target: Path) -> bool:
-    return not (asked.only_linked and is_unlinked(target))
+def _linkable(asked: Wanted, target: Path) -> Auto | None:
+    """``asked`` where a base is to be chosen, and need not be linked or can be as far as is known; else None."""
+    return asked if isinstance(asked, Auto) and not (asked.only_linked and is_unlinked(target)) else None
 
 
 def is_unlinked(target: Path) -> bool:
@@ -310,21 +311,23 @@ def choose_base(
     where it is missing or holds none while the run is under way, that is the first file of the chain before. A file of
     a chain, and one without such a base, holds all other frozen weights exactly itself.
     """
-    reason = None
-    if isinstance(asked, Auto) and _may_be_linked(asked, target):
+    reason, auto = None, _linkable(asked, target)
+    if auto is not None:
         plan = replace(plan, by_index=plan.by_index | kept_frozen(plan, source, policy))
     if asked is not None:
         reason = "no container holds an earlier state of the same tensors under the same settings, in a chain with room"
-        with closing(open_bases(asked, target, plan, policy, kept)) as bases:
+        chosen = asked if isinstance(asked, Path) else auto
+        with closing(open_bases(chosen, target, plan, policy, kept)) as bases:
             for base in bases:
                 continued, why_new = continue_base(plan, source, base, threads)
                 if why_new is None or isinstance(asked, Path):
                     yield continued, base, None
                     return
                 reason = why_new
-    if isinstance(asked, Auto) and not _may_be_linked(asked, target):
-        reason = "files cannot be linked in its folder, which would keep its base"
-    with closing(_open_first(asked, target, plan, policy, kept, frozen_from)) as bases:
+        auto = _linkable(asked, target)  # a link may have failed meanwhile
+        if isinstance(asked, Auto) and auto is None:
+            reason = "files cannot be linked in its folder, which would keep its base"
+    with closing(_open_first(auto, target, plan, policy, kept, frozen_from)) as bases:
         for base in bases:
             frozen = frozen_in(plan, source, base, threads)
             only_linked = isinstance(asked, Auto) and asked.only_linked
@@ -337,7 +340,7 @@ def choose_base(
 
 
 def _open_first(
-    asked: Wanted,
+    auto: Auto | None,
     target: Path,
     plan: Plan,
     policy: Policy,
@@ -346,9 +349,9 @@ def _open_first(
 ) -> Generator[OpenBase]:
     """What may hold the frozen weights of a new key, open: ``frozen_from``, then the first file of the chain before.
 
-    Raises InputError and UsageError for ``frozen_from``, unless the run is under way also where it holds none.
+    ``auto`` is None where no base is to be chosen. Raises InputError and UsageError for ``frozen_from``, unless the run
+    is under way also where it holds none.
     """
-    auto = asked if isinstance(asked, Auto) and _may_be_linked(asked, target) else None
     goes_on = kept is not None and (auto is not None or frozen_from is not None)
     newest = next(_siblings(_files_beside(target), plan, policy), None) if goes_on else None
     place = LENGTH if newest is None or auto is None else (newest[1].place // LENGTH + 1) * LENGTH

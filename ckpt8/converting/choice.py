@@ -24,7 +24,7 @@ from ckpt8.checkpoint.tree import TensorRef, format_path, iter_nodes
 from ckpt8.core.arrays import Array, doubles, floats, rounded
 from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.lazy import torch
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, dtype_of
 from ckpt8.core.text import listed
 
 _LISTED = 20
@@ -115,7 +115,7 @@ FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}
 
 def hold(data: Composite, values: torch.Tensor) -> TensorRef:
     """A tensor of ``data`` with the values of one in memory, such as a step."""
-    flat, dtype = values.contiguous().view(-1), DType.from_label(str(values.dtype))
+    flat, dtype = values.contiguous().view(-1), dtype_of(values.dtype)
     return computed(data, dtype, tuple(values.shape), lambda start, stop: flat[start:stop])
 
 

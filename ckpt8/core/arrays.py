@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckpt8.core.tensors import DType
+from ckpt8.core.tensors import DType, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ _PART_TYPES = {numpy_type(dtype).str[1:]: dtype for dtype in (*_TYPES, DType.UIN
 
 def as_array(x: torch.Tensor) -> Array:
     """The memory of a flat CPU tensor, or a copy of one that is not contiguous."""
-    dtype = DType.from_label(str(x.dtype))
+    dtype = dtype_of(x.dtype)
     # One element may have any stride.
     x = x.detach().contiguous().as_strided((x.numel(),), (1,))
     return np.asarray(x.view(DType.UINT8.torch).numpy().view(numpy_type(dtype)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -88,6 +88,12 @@ _FLOAT8 = frozenset({DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2, DType.FLOAT8_E4M3FN
 _PLANE_FLOATS = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _BY_LABEL = {dtype.label: dtype for dtype in DType}
 _BY_STORAGE_CLASS = {dtype.storage_class: dtype for dtype in DType if dtype.storage_class}
+
+
+@cache
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The element type of torch. Raises KeyError for one that no file has."""
+    return DType.from_label(str(dtype))
 
 
 class Role(str, enum.Enum):

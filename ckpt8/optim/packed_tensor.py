@@ -78,7 +78,7 @@ from ckpt8.codecs.companded8 import reference as companding
 from ckpt8.codecs.companded8.reference import SMALLEST_ROOT2, as_groups, scale_value, square_root
 from ckpt8.core.errors import UsageError
 from ckpt8.core.lazy import torch
-from ckpt8.core.tensors import DType, Parts
+from ckpt8.core.tensors import Parts, dtype_of
 
 _MASK64 = (1 << 64) - 1
 GOLDEN64 = 0x9E3779B97F4A7C15
@@ -200,8 +200,7 @@ def master_part(dtype: torch.dtype, codec: Codec) -> tuple[str, torch.dtype] | N
     if dtype == torch.bfloat16:
         assert codec.residual is not None  # noqa: S101 - as check_group has found
         return "residual", codec.residual[1].torch
-    name = DType.from_label(str(dtype)).label
-    raise UsageError(f"parameters of {name} cannot be trained; use float32, bfloat16 or float16")
+    raise UsageError(f"parameters of {dtype_of(dtype).label} cannot be trained; use float32, bfloat16 or float16")
 
 
 def weight_check(param: torch.Tensor, first: int = 0) -> int:

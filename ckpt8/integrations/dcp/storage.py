@@ -82,7 +82,7 @@ from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of, writing
 from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import checked
-from ckpt8.core.tensors import Box, DType, Role, overlap, view_of_box
+from ckpt8.core.tensors import Box, DType, Role, dtype_of, overlap, view_of_box
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import Workers, threads_of_rank
 from ckpt8.integrations import is_local, local_path
@@ -173,7 +173,7 @@ def index_of(directory: Path, metadata: Metadata, files: Sequence[RankFile], sav
     )
     names = [file.file for file in files]
     tensors = {
-        name: GlobalTensor(DType.from_label(str(value.properties.dtype)), tuple(value.size), layouts[name], names)
+        name: GlobalTensor(dtype_of(value.properties.dtype), tuple(value.size), layouts[name], names)
         for name, value in values.items()
     }
     return ShardedIndex(
