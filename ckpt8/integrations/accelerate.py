@@ -5,6 +5,8 @@
     save_state(accelerator, "run/step-500")            # in place of accelerator.save_state
     load_state(accelerator, "run/step-500")            # at any world size
 
+With ``background=True`` training waits for a copy of models and optimizers only; ``finish(accelerator)`` ends the run.
+
 Models and optimizers go into the folder ``ckpt8`` of the checkpoint, a weight and its moments into one file. accelerate
 itself writes and reads the rest: schedulers, samplers, random states, objects of the user's own.
 """
@@ -16,18 +18,23 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import FOLDER, is_sharded
 from ckpt8.core.errors import UsageError, require
 from ckpt8.core.public import checked
 from ckpt8.integrations import local_path, required
-from ckpt8.integrations.sharded import load_model, load_optimizers, save_packed, state_to_pack
+from ckpt8.integrations.sharded import LaterSave, load_model, load_optimizers, save_packed, state_to_pack
 
 with required("accelerate", __name__):
     from accelerate.utils import is_peft_model
 
 _ADVICE = "give a directory that every rank can reach"
+
+_later: WeakKeyDictionary[Any, LaterSave] = WeakKeyDictionary()
+"""The saves in the background, by accelerator."""
 
 
 @checked
@@ -40,6 +47,7 @@ def save_state(
     rules: Sequence[str] = (),
     threads: int | None = None,
     adapter_only: bool = False,
+    background: bool = False,
 ) -> str:
     """Save all that ``accelerator.save_state(output_dir)`` saves, models and optimizers packed. Every rank calls it.
 
@@ -48,12 +56,17 @@ def save_state(
     ``state_dict_type`` says. Returns the folder of the checkpoint. Raises OutputError, and UsageError where accelerate
     runs neither FSDP nor one process.
 
+    With ``background`` it returns once models and optimizers are copied to memory of the CPU, which is kept for the
+    next save, and a thread packs them. What fails there is a warning, and raised by the next call for this accelerator:
+    of this function, of ``load_state``, or of ``finish``. Each waits for the thread.
+
     >>> from ckpt8.integrations.accelerate import save_state
     >>> save_state(accelerator, "run/step-500", preset="archive")  # doctest: +SKIP
     'run/step-500'
     """
     options = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
     target = None if output_dir is None else str(local_path(output_dir, _ADVICE))
+    _wait(accelerator)
     with _taken_over(accelerator, "save_state") as pairs, contextlib.ExitStack() as hooks:
 
         def pack(models: list[Any], _: list[Any], folder: str) -> None:
@@ -62,7 +75,10 @@ def save_state(
             for number, (model, own) in enumerate(pairs):
                 weights, moments = state_to_pack(model, own, adapter_only=adapter_only and is_peft_model(model))
                 state |= {_key("model", number): weights, _key("optimizer", number): moments}
-            save_packed(Path(folder) / FOLDER, state, options)
+            if background:
+                _later.setdefault(accelerator, LaterSave()).begin(Path(folder) / FOLDER, state, options)
+            else:
+                save_packed(Path(folder) / FOLDER, state, options)
 
         hook = accelerator.register_save_state_pre_hook(pack)
         hooks.callback(hook.remove)
@@ -83,6 +99,7 @@ def load_state(
     >>> load_state(accelerator, "run/step-500")  # doctest: +SKIP
     """
     source = None if input_dir is None else local_path(input_dir, _ADVICE)
+    _wait(accelerator)
     if source is not None:
         _refuse_container(source)
     if source is not None and not is_sharded(source / FOLDER):
@@ -100,6 +117,23 @@ def load_state(
 
         hooks.callback(accelerator.register_load_state_pre_hook(unpack).remove)
         accelerator.load_state(None if source is None else str(source))
+
+
+def finish(accelerator: Any) -> None:
+    """Wait for a save in the background, and free the memory for the next one. Raises what the save raises.
+
+    >>> from ckpt8.integrations.accelerate import finish
+    >>> finish(accelerator)  # doctest: +SKIP
+    """
+    try:
+        _wait(accelerator)
+    finally:
+        give_back()
+
+
+def _wait(accelerator: Any) -> None:
+    if (later := _later.get(accelerator)) is not None:
+        later.wait()
 
 
 def _refuse_container(path: Path) -> None:

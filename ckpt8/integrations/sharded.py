@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,43 @@ def save_packed(folder: Path, state: dict[str, Any], options: Mapping[str, Any])
     writer = Ckpt8StorageWriter(folder, **options)
     with _alone_or_not() as alone:
         state_dict_saver.save(state, storage_writer=writer, planner=Ckpt8SavePlanner(), no_dist=alone)
+
+
+class LaterSave:
+    """Packs as ``save_packed``, in a thread: ``begin`` returns once the state is copied. One save at a time."""
+
+    def __init__(self) -> None:
+        self._saved: Future[Any] | None = None
+
+    def begin(self, folder: Path, state: dict[str, Any], options: Mapping[str, Any]) -> None:
+        """Wait for the last save, and begin another. Raises what the last one raises, which also is a warning."""
+        self.wait()
+        writer = Ckpt8StorageWriter(folder, **options)
+        group = _group_of_threads(dist.group.WORLD) if dist.is_initialized() else None
+        if group is None:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the thread says so, at any time
+        saved: Any = state_dict_saver.async_save(
+            state, storage_writer=writer, planner=Ckpt8SavePlanner(), no_dist=group is None, process_group=group
+        )
+        saved.add_done_callback(lambda done: _warn_of_failure(folder, done))
+        self._saved = saved
+
+    def wait(self) -> None:
+        """Wait for the save, if any. Raises what it raises."""
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            saved.result()
+
+
+def _warn_of_failure(folder: Path, saved: Future[Any]) -> None:
+    if (error := saved.exception()) is not None:
+        warnings.warn(f"{folder}: was not saved: {error}", RuntimeWarning, stacklevel=2)
+
+
+@lru_cache(1)
+def _group_of_threads(job: Any) -> Any:  # noqa: ARG001 - one for each job
+    """All ranks, over the CPU, for threads: training goes on in the group that it has."""
+    return dist.new_group(backend="gloo")
 
 
 def state_to_pack(model: Any, optimizers: Any, *, adapter_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:

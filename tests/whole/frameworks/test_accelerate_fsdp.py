@@ -13,7 +13,7 @@ from ckpt8.core.errors import InputError, UsageError
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from ckpt8.integrations.accelerate import load_state, save_state  # noqa: E402
+from ckpt8.integrations.accelerate import finish, load_state, save_state  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -63,11 +63,12 @@ def save_and_load(folder):
         seen = []
         accelerator.register_save_state_pre_hook(lambda models, weights, place, seen=seen: seen.extend(models))
         place = f"{folder}/{version}-archive"
-        assert save_state(accelerator, place, preset="archive") == place
+        assert save_state(accelerator, place, preset="archive", background=version == 2) == place
         assert seen == [model]  # hooks of the user's own get what accelerate gives them
         assert accelerator._models == [model]
         accelerator.save_state(f"{folder}/{version}-plain")
         keep(folder, f"{version}-expected", train(*run, range(SAVED, LAST)))
+        finish(accelerator)
         run = begin(version, KINDS[0], seed=1)
         keep(folder, f"{version}-other", train(*run, range(LAST))[SAVED:])
     go_on(folder, [(1, "1-archive"), (2, "2-archive"), (2, "2-plain")])

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+import warnings
+
 import pytest
 import torch
 from frameworks_kit import PRESETS, check_goes_on, quiet, through
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt8.container.sharded import INDEX
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
-from ckpt8.integrations.accelerate import load_state, save_state  # noqa: E402
+from ckpt8.checkpoint.sources import snapshot  # noqa: E402
+from ckpt8.integrations import sharded  # noqa: E402
+from ckpt8.integrations.accelerate import finish, load_state, save_state  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -56,6 +65,7 @@ def losses(*, save_to=None, load_from=None, seed=0, packed=False, **options):
         optimizer.zero_grad()
         counter.seen += 1
         found.append(loss.item())
+    finish(accelerator)
     return found[SAVED - LAST :], counter.seen
 
 
@@ -83,15 +93,61 @@ def test_the_run_goes_on(preset, trained, tmp_path):
     check_goes_on(preset, found, expected, other)
 
 
-@pytest.mark.parametrize("preset", ["lossless", "flash"])
-def test_one_process_packs_without_fsdp(preset, trained, tmp_path):
+@pytest.mark.parametrize(("preset", "background"), [("lossless", True), ("flash", False)])
+def test_one_process_packs_without_fsdp(preset, background, trained, tmp_path):
     expected, other, _ = trained
-    found, _ = losses(save_to=tmp_path / "state", packed=True, preset=preset)
+    found, _ = losses(save_to=tmp_path / "state", packed=True, preset=preset, background=background)
     assert found == expected
     assert sorted(path.name for path in (tmp_path / "state" / "ckpt8").iterdir()) == ["__0_0.ckpt8", "ckpt8-dcp.json"]
     found, seen = losses(load_from=tmp_path / "state", packed=True)
     assert seen == LAST
     check_goes_on(preset, found, expected, other)
+
+
+def begun():
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(300, 300)
+    return accelerator, accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds back the threads that write."""
+    opened, write = threading.Event(), sharded.Ckpt8StorageWriter.write_data
+    monkeypatch.setattr(sharded.Ckpt8StorageWriter, "write_data", lambda *a: opened.wait(30) and write(*a))
+    yield opened
+    opened.set()
+
+
+def test_a_save_in_the_background_takes_copies_and_the_next_call_waits_for_it(gate, tmp_path):
+    accelerator, model = begun()
+    before = model.weight.detach().clone()
+    save_state(accelerator, tmp_path / "state", preset="lossless", background=True)
+    assert not (tmp_path / "state" / "ckpt8" / INDEX).exists()
+    with torch.no_grad():
+        model.weight.zero_()
+    threading.Timer(0.2, gate.set).start()
+    load_state(accelerator, tmp_path / "state")
+    assert torch.equal(model.weight, before)
+    assert len(snapshot._kept) == 1
+    finish(accelerator)
+    assert snapshot._kept == []
+
+
+@pytest.mark.parametrize("call", [finish, lambda accelerator: save_state(accelerator, "nowhere")])
+def test_what_fails_in_the_background_is_a_warning_and_raised_by_the_next_call(call, gate, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator, _ = begun()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save_state(accelerator, tmp_path / "state", background=True)
+        shutil.rmtree(tmp_path / "state")
+        gate.set()
+        with pytest.raises(CheckpointException, match="cannot be written"):
+            call(accelerator)
+    assert any("ckpt8: was not saved: " in str(each.message) for each in caught)
+    assert not list(tmp_path.iterdir())
+    finish(accelerator)
 
 
 @pytest.mark.slow
