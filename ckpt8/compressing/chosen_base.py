@@ -169,7 +169,7 @@ def open_bases(
         # What is below it may be missing, or need the target.
         with contextlib.suppress(InputError, UsageError), OpenBase(path, place) as base:
             base.check_target(target)
-            if kept is None or _links(kept, path, target, is_needed=asked.only_linked):
+            if kept is None or _links(kept, base, target, is_needed=asked.only_linked):
                 yield base
 
 
@@ -183,13 +183,15 @@ def is_unlinked(target: Path) -> bool:
     return os.path.realpath(target.parent) in _unlinked
 
 
-def _links(kept: KeptBases, base: Path, target: Path, *, is_needed: bool) -> bool:
+def _links(kept: KeptBases, base: OpenBase, target: Path, *, is_needed: bool) -> bool:
     """Whether a base may be one: it was linked, or need not be. Warns once for each folder. Raises InputError."""
     try:
-        kept.link(base)
+        kept.link(base.path)
     except Ckpt8Error:
         raise
     except OSError as exc:
+        if not base.path.exists():  # removed meanwhile; what is held as a candidate is a link
+            return base.reader.stated.seal in kept
         if not is_unlinked(target):
             _unlinked.add(os.path.realpath(target.parent))
             then = "checkpoints are saved whole" if is_needed else "removing a base makes its deltas unreadable"
@@ -331,7 +333,7 @@ def choose_base(
         for base in bases:
             frozen = frozen_in(plan, source, base, threads)
             only_linked = isinstance(asked, Auto) and asked.only_linked
-            if frozen and (kept is None or _links(kept, base.path, target, is_needed=only_linked)):
+            if frozen and (kept is None or _links(kept, base, target, is_needed=only_linked)):
                 yield replace(plan, by_index=plan.by_index | frozen), base, None
                 return
     if frozen_from is not None:

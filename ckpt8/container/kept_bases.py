@@ -70,6 +70,10 @@ class KeptBases(Closing):
         self._link(container)
         sync_directory(self._links)
 
+    def __contains__(self, seal: str) -> bool:
+        """Whether there is a link to the container with that seal."""
+        return (self._links / kept_name(seal)).exists()
+
     def hold(self, containers: Iterable[Path]) -> None:
         """Link containers as far as they can be: one that is removed meanwhile can still become a base."""
         for path in containers:

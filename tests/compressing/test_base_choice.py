@@ -14,6 +14,7 @@ from run_kit import SmallRun
 
 import ckpt8
 from ckpt8.container.bases import KEPT, kept_name, stated_base
+from ckpt8.container.kept_bases import KeptBases
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import ContainerWriter
 from ckpt8.core.errors import InputError
@@ -97,6 +98,22 @@ def test_a_chain_goes_on_from_links_to_what_was_removed(states, folder):
     assert bases([folder.save(states[4])]) == [(4, 1, f"{KEPT}/{kept_name(seals[0])}")]
     assert sorted(path.name for path in (folder.path / KEPT).iterdir()) == sorted(kept_name(seals[k]) for k in (0, 2))
     assert not any(ckpt8.verify(folder.path / f"step-{k}.ckpt8").failures for k in (3, 4))
+
+
+def test_a_base_that_is_removed_while_it_is_chosen_is_found_as_a_link(folder, monkeypatch):
+    """As a framework does that keeps one checkpoint, while the next one is saved in the background."""
+    tree, link = {"w": torch.arange(9000.0)}, KeptBases.link
+    folder.save(tree, budget=None, preset="lossless")
+
+    def late(kept, container):
+        container.unlink()
+        link(kept, container)
+
+    monkeypatch.setattr(KeptBases, "link", late)
+    pending = ckpt8.save(tree, folder.path / "a.ckpt8", preset="lossless", base="auto", background=True)
+    assert pending.result().base.path == "step-0.ckpt8"
+    assert [path.name for path in folder.path.iterdir() if path.is_file()] == ["a.ckpt8"]
+    assert torch.equal(ckpt8.load(folder.path / "a.ckpt8")["w"], tree["w"])
 
 
 @pytest.mark.slow
