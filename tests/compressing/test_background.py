@@ -96,14 +96,19 @@ def snapshot(request):
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """No thread, no entry, no failure that nobody heard of."""
-    before = threading.active_count()
+    before = others()
     yield
     assert not background._pending
     for _ in range(100):
-        if threading.active_count() == before:
+        if others() == before:
             break
         time.sleep(0.05)
-    assert threading.active_count() == before
+    assert others() == before
+
+
+def others():
+    """The threads that do not wait for saves."""
+    return {thread for thread in threading.enumerate() if not thread.name.startswith("ckpt8-save")}
 
 
 @pytest.mark.by_default(
@@ -248,6 +253,17 @@ def test_saves_to_several_targets_do_not_wait_for_each_other(tmp_path, gate):
         assert int(ckpt8.load(tmp_path / f"{k}.ckpt8")["w"].amax()) == k
 
 
+def test_a_thread_stays_for_the_next_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "_threads", background._new_threads())
+    ckpt8.save({"w": torch.ones(9)}, tmp_path / "a.ckpt8", background=True).result()
+    deadline = time.monotonic() + 30
+    while not background._threads._idle_semaphore._value and time.monotonic() < deadline:
+        time.sleep(0.01)
+    before = set(threading.enumerate())
+    ckpt8.save({"w": torch.ones(9)}, tmp_path / "a.ckpt8", background=True).result()
+    assert set(threading.enumerate()) - others() <= before
+
+
 def test_a_failed_save_does_not_stop_the_next(tmp_path, gate):
     target = tmp_path / "a.ckpt8"
     gate.fail = MemoryError("no room")
@@ -326,10 +342,11 @@ def test_an_interrupt_while_the_thread_starts(tmp_path, monkeypatch):
 
     def interrupted(thread):
         start(thread)
-        if thread.name == "ckpt8-save":
+        if thread.name.startswith("ckpt8-save"):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
+        patch.setattr(background, "_threads", background._new_threads())
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt8.save({"w": torch.ones(300, 300)}, tmp_path / "a.ckpt8", background=True)
