@@ -176,10 +176,10 @@ def _move_all(moves: Sequence[tuple[int, int, int]], owners: object) -> None:
     try:
         for at_work in helpers:
             _thread.start_new_thread(help_out, (at_work, owners))
+        work(owners)
         for move in moves:
             if move[-1] < _SHARED:
                 _keep_lock(*move)
-        work(owners)
     finally:
         pieces.clear()
         for at_work in helpers:
