@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 import warnings
 
 import pytest
@@ -145,6 +146,9 @@ def test_what_fails_in_the_background_is_a_warning_and_raised_by_the_next_call(c
         gate.set()
         with pytest.raises(CheckpointException, match="cannot be written"):
             call(accelerator)
+        deadline = time.monotonic() + 30
+        while not any("ckpt8: was not saved: " in str(each.message) for each in caught) and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert any("ckpt8: was not saved: " in str(each.message) for each in caught)
     assert not list(tmp_path.iterdir())
     finish(accelerator)
