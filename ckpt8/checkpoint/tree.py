@@ -168,8 +168,26 @@ class Checkpoint(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with source bytes at ``offset``. Thread-safe. Raises InputError."""
 
+    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with pieces of ``length`` bytes of one storage, which begin at ``starts``."""
+
     def check_unchanged(self) -> None:
         """Raise InputError when the source changed since it was opened."""
+
+
+class ReadsPieces:
+    """Base of what reads pieces one by one."""
+
+    __slots__ = ()
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """As ``Checkpoint.read_into``."""
+        raise NotImplementedError
+
+    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``."""
+        for at, start in enumerate(starts):
+            self.read_into(start, buffer[at * length : (at + 1) * length])
 
 
 @dataclass(slots=True)
@@ -194,13 +212,17 @@ class OpenCheckpoint:
         """Fill ``buffer`` with the bytes at ``offset``. Thread-safe. Raises InputError."""
         self.file.read_into(offset, buffer)
 
+    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``."""
+        self.file.read_each(starts, length, buffer)
+
     def check_unchanged(self) -> None:
         """Raise InputError when the file changed since it was opened."""
         self.file.check_unchanged()
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Held(ReadsPieces):
     """Bytes in memory, as a Checkpoint without storages or a region of one.
 
     ``origin`` is the file that they come from, if there is one.

@@ -1,8 +1,9 @@
 """Encodes, decodes and measures the streams of a unit together: first those that other streams need as companions.
 
-Elements are arrays in memory of the host, or tensors on a device. A chunk goes tile by tile through codecs and meter on
-a CPU, where a tile fits the cache, and as a whole on a GPU, where each tile would cost a wait for its result. What
-kernels measure from its parts is decoded nowhere else.
+Elements are arrays in memory of the host, or tensors on a device. A chunk goes through codecs and meter as a whole: on
+a GPU each tile would cost a wait for its result, and kernels of numba take as long for four tiles as for all at once,
+but Python does not. For torch on a CPU it is cut into tiles, whose temporaries fit the cache. What kernels measure from
+its parts is decoded nowhere else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ckpt8.codecs.vscaled.statistics import expand
 from ckpt8.compressing.measure import ChunkErrors, UnitErrors
 from ckpt8.compressing.measure_torch import ErrorMeter
 from ckpt8.compressing.plan import Unit, read_elements
+from ckpt8.container import header
 from ckpt8.core.arrays import Array, empty, floats, numpy_type
 from ckpt8.core.backend import Backend, for_arrays
 from ckpt8.core.errors import RefusedError
@@ -27,9 +29,11 @@ from ckpt8.core.workers import scratch_array
 
 
 class _Place(Protocol[X]):
-    """Where the elements of a chunk are, and what works on them there: tile by tile if ``in_tiles``."""
+    """Where the elements of a chunk are, and what works on them there. ``torch_tile`` is how many elements torch takes at once."""
 
-    in_tiles: bool
+    torch_tile: int
+    is_torch: bool
+    """Whether codecs are torch's."""
 
     def empty(self, spec: PartSpec, slot: str | None) -> X:
         """New memory, or that of this thread for a ``slot``, until it asks again."""
@@ -50,10 +54,8 @@ class _Place(Protocol[X]):
 class _Host:
     """Arrays: by the kernels of numba, or by torch."""
 
-    in_tiles = True
-
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self.torch_tile, self.is_torch = backend, TILE, backend == "torch"
 
     def empty(self, spec: PartSpec, slot: str | None) -> Array:
         if slot is None:
@@ -76,7 +78,7 @@ class _Host:
 class _Device:
     """Tensors: by Triton, or by torch."""
 
-    in_tiles = False
+    torch_tile, is_torch = header.FRAME, True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -193,7 +195,8 @@ class _Chunk(Generic[X]):
 
         With ``encodes`` the parts of dependent streams are filled first. Tiles go through codecs and meter in turn.
         """
-        step = TILE if self._at.in_tiles else max(self.numel, 1)
+        by_torch = self._at.is_torch or (errors is not None and errors.by_torch)
+        step = self._at.torch_tile if by_torch else max(self.numel, 1)
         for start in range(done, self.numel, step):
             run = slice(start, min(start + step, self.numel))
             tile = [

@@ -16,7 +16,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -157,7 +157,9 @@ def excess(
 
 
 class ChunkErrors(Protocol):
-    """The errors of a chunk, whose tiles come in turn."""
+    """The errors of a chunk, whose tiles come in turn. ``by_torch`` says who measures."""
+
+    by_torch: ClassVar[bool]
 
     def add_packed(self, originals: Sequence[Any], parts: Sequence[Mapping[str, Any]], *, fills: bool) -> int:
         """Measure the chunk from its parts, and with ``fills`` fill those of lossy streams before.

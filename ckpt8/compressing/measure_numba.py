@@ -8,7 +8,7 @@ loop after the other, and a compiler turns each loop into vector instructions. O
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -334,7 +334,9 @@ def _add_packed(
 
 
 class BlockSums:
-    """Sums over the whole blocks of a chunk of one unit, whose tiles come in turn."""
+    """Sums over a chunk of one unit, whose tiles come in turn."""
+
+    by_torch: ClassVar[bool] = False
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._count, self._room = unit, 0, with_bits(_ROOM, BLOCK)

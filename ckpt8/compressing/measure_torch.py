@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 
@@ -177,6 +177,8 @@ def _tensors(parts: Mapping[str, Any]) -> Parts:
 @dataclass(slots=True)
 class TileErrors:
     """The errors of a chunk, whose tiles come in turn."""
+
+    by_torch: ClassVar[bool] = True
 
     _unit: Unit
     _errors: UnitErrors

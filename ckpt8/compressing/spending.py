@@ -147,15 +147,13 @@ class Sampler:
         counts, crc = np.zeros(_BINS, np.int64), 0
         for stream in sample.streams:
             windows = _windows(stream.spec.numel)
-            at, size = 0, stream.spec.dtype.itemsize
+            size = stream.spec.dtype.itemsize
             elements = empty(sum(map(len, windows)), stream.spec.dtype)
             content = elements.view(np.uint8).data
-            for window in windows:
-                own = content[at : at + len(window) * size]
-                self._source.read_into(stream.storage.offset + window.start * size, own)
-                at += len(own)
-            crc = crc32(content, crc)
             if windows:
+                starts = [stream.storage.offset + window.start * size for window in windows]
+                self._source.read_each(starts, len(windows[0]) * size, content)
+                crc = crc32(content, crc)
                 x = floats(elements, stream.spec.dtype)
                 if sample.factors is not None:
                     x = x * np.concatenate([as_array(sample.factors(window)) for window in windows])

@@ -78,7 +78,9 @@ def _above_bits(counts: Array, bits: int) -> Array:
 
 def _rows(counts: Array, width: int) -> Array:
     """The counts in rows of ``width``, with zeros behind them."""
-    return np.pad(counts, (0, -len(counts) % width)).reshape(-1, width)
+    rows = np.zeros(-(-len(counts) // width) * width, counts.dtype)
+    rows[: len(counts)] = counts
+    return rows.reshape(-1, width)
 
 
 def _with_top(counts: Array, top: int) -> Array:
@@ -112,7 +114,8 @@ def _tabulate(counts: Array, modes: Sequence[Mode]) -> Array:
     rows: list[Array] = []
     for raw, base, over, *_ in modes:
         rest = rests[raw]
-        digits = np.pad(rest[: base - 1], (0, _BYTE - min(base - 1, len(rest))))
+        digits = np.zeros(_BYTE, counts.dtype)
+        digits[: len(rest[: base - 1])] = rest[: base - 1]
         digits[base - 1] = rest[base - 1 :].sum()
         rows += [digits, *_over_planes(rest, base, over), *lowest[len(lowest) - raw :]]
     return np.stack(rows)

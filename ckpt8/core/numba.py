@@ -115,6 +115,15 @@ def kernel(function: Callable[..., Any]) -> Kernel:
     return Kernel(function)
 
 
+_DATA = object.__basicsize__
+"""Where an array object has the address of its elements: numpy's ``PyArrayObject_fields`` begins so, for all to use."""
+
+
+def _address(array: np.ndarray[Any, Any]) -> int | None:
+    """The address of the elements: ``array.ctypes.data``, which makes several objects on the way to it."""
+    return ctypes.c_void_p.from_address(id(array) + _DATA).value
+
+
 def _flatten(args: tuple[Any, ...], types: list[Any], flat: list[Any]) -> None:
     """Add the type of every argument, and what stands for it in a call."""
     for arg in args:
@@ -123,7 +132,7 @@ def _flatten(args: tuple[Any, ...], types: list[Any], flat: list[Any]) -> None:
             if not arg.flags.c_contiguous:
                 raise ValueError("a kernel takes contiguous arrays alone")
             types.append((arg.dtype.char, arg.ndim))
-            flat += (None, None, arg.size, arg.itemsize, arg.ctypes.data, *arg.shape, *arg.strides)
+            flat += (None, None, arg.size, arg.itemsize, _address(arg), *arg.shape, *arg.strides)
         elif kind is tuple:
             types.append(len(arg))
             _flatten(arg, types, flat)
@@ -235,4 +244,7 @@ def start() -> None:
     """Run a kernel that does nothing. Raises whatever keeps numba from compiling it."""
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         raise RuntimeError("NUMBA_DISABLE_JIT forbids it")
+    probe = np.zeros(1)
+    if _address(probe) != probe.ctypes.data:
+        raise RuntimeError("numpy keeps the address of an array elsewhere than it says")
     _nothing()

@@ -33,7 +33,7 @@ from ckpt8.checkpoint.sources.distributed import Part, ShardedFiles, adopt_parts
 from ckpt8.checkpoint.sources.objects import RestBuilder
 from ckpt8.checkpoint.sources.opening import check_storages, open_source, sharded_bundle
 from ckpt8.checkpoint.sources.stored_member import MemberSource, read_member
-from ckpt8.checkpoint.tree import Checkpoint, Inert, StatefulDict, StorageInfo, StorageRef, TensorRef
+from ckpt8.checkpoint.tree import Checkpoint, Inert, ReadsPieces, StatefulDict, StorageInfo, StorageRef, TensorRef
 from ckpt8.codecs.error_stats import ErrorStats, UpdateError, read_error, read_step_error
 from ckpt8.compressing.chunk_encoder import check_source, read_chunk, rounded_masters
 from ckpt8.compressing.compressor import steps_record
@@ -297,7 +297,7 @@ class Originals:
         return Bundle(self.path, [DirectoryMember(member.path, original)])
 
 
-class _Original:
+class _Original(ReadsPieces):
     """The object that a rank saved, as a Checkpoint. ``runs`` are start, end and place in ``data`` of its slices."""
 
     def __init__(self, data: Composite, stored: Any, runs: Iterable[tuple[int, int, TensorRef]]) -> None:

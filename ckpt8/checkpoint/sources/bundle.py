@@ -53,6 +53,10 @@ class WithSkeleton:
         for (_, position), at, part in cut_by_runs(self._runs, offset - self.size, buffer):
             self._checkpoint.read_into(position + at, part)
 
+    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with pieces of a storage of the source."""
+        self._checkpoint.read_each(starts, length, buffer)
+
     def check_unchanged(self) -> None:
         """Raise InputError when the source changed since it was opened."""
         self._checkpoint.check_unchanged()
@@ -179,8 +183,16 @@ class Bundle:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from the member at the address ``offset``. Thread-safe. Raises InputError."""
-        member = self.members[bisect_right(self.members, offset, key=lambda member: member.base) - 1]
+        member = self._member_at(offset)
         member.checkpoint.read_into(offset - member.base, buffer)
+
+    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with pieces of one storage, which is no skeleton. Thread-safe. Raises InputError."""
+        member = self._member_at(starts[0])
+        member.checkpoint.read_each([start - member.base for start in starts], length, buffer)
+
+    def _member_at(self, offset: int) -> Member:
+        return self.members[bisect_right(self.members, offset, key=lambda member: member.base) - 1]
 
     def check_unchanged(self) -> None:
         """Raise InputError when a member, or the list of files in the directory, changed since it was opened."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, StorageRef, TensorRef, cut_by_runs, is_dense
+from ckpt8.checkpoint.tree import Checkpoint, ReadsPieces, StorageInfo, StorageRef, TensorRef, cut_by_runs, is_dense
 from ckpt8.container.frames import FRAME, bytes_of
 from ckpt8.core.arrays import Array, as_array, as_tensor, empty
 from ckpt8.core.errors import InputError
@@ -140,7 +140,7 @@ Read = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes at an offset, where an element begins. Raises InputError."""
 
 
-class Composite:
+class Composite(ReadsPieces):
     """A Checkpoint of regions. ``label`` names the source in messages; the caller sets ``tree``.
 
     ``places`` are the storages by key, in the order of their addresses.

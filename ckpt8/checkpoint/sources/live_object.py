@@ -10,7 +10,7 @@ import errno
 import pickle
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,6 +84,18 @@ class LiveCheckpoint(OpenCheckpoint):
             torch.frombuffer(buffer, dtype=torch.uint8).copy_(content[first : first + len(buffer)])
         else:
             self.file.read_into(offset, buffer)
+
+    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with pieces of one storage: gathered where it is, and copied from there at once."""
+        storage = self.storages[bisect_right(self.storages, starts[0], key=lambda storage: storage.offset) - 1]
+        memory = self.memory[storage.key]
+        if memory.data_ptr() in self.made:
+            for at, start in enumerate(starts):
+                self.read_into(start, buffer[at * length : (at + 1) * length])
+            return
+        content = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+        pieces = content.unfold(0, length, 1)[torch.tensor(starts, device=memory.device) - storage.offset]
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(pieces.reshape(-1))
 
 
 @contextmanager
