@@ -29,9 +29,10 @@ from ckpt8.core.workers import scratch_array
 
 
 class _Place(Protocol[X]):
-    """Where the elements of a chunk are, and what works on them there. ``torch_tile`` is how many elements torch takes at once."""
+    """Where the elements of a chunk are, and what works on them there."""
 
     torch_tile: int
+    """The elements that torch takes at once."""
     is_torch: bool
     """Whether codecs are torch's."""
 
