@@ -1,4 +1,4 @@
-"""The operations of ckpt8 and of torch that ``bench`` measures, and the look at the checkpoint before.
+"""The operations on objects in memory that ``bench`` measures, ours and torch's, and the look at the checkpoint before.
 
 Each operation imports what its first call would, then works against the clock.
 """
@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_leaves
 
-import ckpt8.inspecting.verify
-import ckpt8.restoring.restore
+import ckpt8
 from ckpt8.checkpoint.readers import safetensors
 from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.sources.opening import open_source
@@ -56,17 +55,6 @@ def _load_file(path: Path) -> Any:
     with closing(SourceFile(ByteRange.of(path))) as file:
         is_safetensors = safetensors.sniff(file)
     return load_safetensors(path) if is_safetensors else torch.load(path, weights_only=True, mmap=False)
-
-
-def _ours(run: Callable[[Job], object], job: Job) -> Callable[[], object]:
-    """An operation of ckpt8 on files."""
-    settle()
-    return partial(run, job)
-
-
-def _compress(job: Job, **options: Any) -> object:
-    """``ckpt8.compress`` with ``options``."""
-    return ckpt8.compress(job.source.path, job.target, threads=job.threads, force=True, **options)
 
 
 def _load(job: Job) -> Callable[[], object]:
@@ -138,12 +126,6 @@ def _objects(job: Job) -> Any:
 
 
 OPERATIONS: dict[str, Operation] = {
-    "compress": partial(_ours, _compress),
-    "compress --no-stats": partial(_ours, partial(_compress, stats=False)),
-    "compress --preset compact": partial(_ours, partial(_compress, preset="compact")),
-    "compress --preset archive": partial(_ours, partial(_compress, preset="archive")),
-    "restore": partial(_ours, lambda job: ckpt8.restore(job.container, job.target, threads=job.threads, force=True)),
-    "verify": partial(_ours, lambda job: ckpt8.verify(job.container, threads=job.threads)),
     "load": _load,
     "torch.load": lambda job: lambda: [_load_file(file) for file in job.source.files],
     "save": _save,

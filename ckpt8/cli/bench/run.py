@@ -32,7 +32,7 @@ from rich.markup import escape
 from ckpt8 import __version__
 from ckpt8.checkpoint.readers.entries import size_of
 from ckpt8.checkpoint.sources.live_object import torch_writes
-from ckpt8.cli.bench import library, probe
+from ckpt8.cli.bench import files, library, probe
 from ckpt8.cli.bench.library import BACKGROUND, COPY, IN_MEMORY, TWICE, survey
 from ckpt8.cli.bench.probe import DCP, PEERS, START, ZIPNN, Run, Source, remove, run_child
 from ckpt8.cli.show.tables import Table
@@ -63,7 +63,7 @@ def in_gigabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-MODULES = {name: module.__name__ for module in (probe, library) for name in module.OPERATIONS}
+MODULES = {name: module.__name__ for module in (probe, files, library) for name in module.OPERATIONS}
 """The module of every operation, in the order of the report."""
 
 _ROOM, _MADE_ROOM = 2.0, 2.4
