@@ -88,7 +88,7 @@ def inspect_checkpoint(
             **origin_of(source),
             "layers": layers_of(manifest),
             **survey(source, plan, manifest, full=full, progress=progress),
-            **predict(source, skeleton_roles(manifest), plans),
+            **(predict(source, skeleton_roles(manifest), plans) if source.holds_tensors else _NOTHING),
         }
         facts["flags"][:0] = foreign_flags(
             names_of_member for member in source.opened for names_of_member in names_of(member)
@@ -97,6 +97,10 @@ def inspect_checkpoint(
             facts["tensors"] = _tensors(manifest, plan)
             facts["parameters"] = parameter_facts(manifest)
         return facts
+
+
+_NOTHING: dict[str, Any] = {"predicted": {}, "unpredicted": {}}
+"""Predictions for what ``compress`` refuses, as it holds no tensors."""
 
 
 def _roles(manifest: Manifest) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from ckpt8.core.grouping import grouped
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import DType, Role
-from ckpt8.core.text import listed, size
+from ckpt8.core.text import counted, listed, size
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.change import Change, measure
 from ckpt8.inspecting.container import read_json
@@ -232,7 +232,7 @@ def verdict(facts: dict[str, Any]) -> str:
         "other files": _counted(facts["files"]),
     }
     if facts["identical"]:
-        counts = ", ".join(f"{total:,} {what}" for what, (_, total, _) in kinds.items() if total)
+        counts = ", ".join(counted(total, what.removesuffix("s")) for what, (_, total, _) in kinds.items() if total)
         return f"identical: {counts}; tensors bit for bit"
     parts = []
     for what, (differ, total, values) in kinds.items():

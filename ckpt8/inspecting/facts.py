@@ -137,10 +137,15 @@ def unrecognised(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _rule_for(name: str) -> str:
-    """A rule for all tensors beside one: of an optimizer's state those with its key, else those under its first key."""
+    """A rule for all tensors beside one: of an optimizer's state those with its key, else those under its first key.
+
+    A list at the top has one rule.
+    """
     member, bare = split_member(name)
     prefix = f"{member}:" if member else ""
     parts = [re.sub(r"[*?[]", "?", part) for part in bare.split(".")]
+    if parts[0].isdigit():
+        return f"{prefix}[0-9]*=split24"
     if "state" in parts[:-2]:
         return f"{prefix}{'.'.join(parts[: parts.index('state') + 1])}.*.{parts[-1]}=companded8"
     return f"{prefix}{parts[0]}{'.*' if len(parts) > 1 else ''}=split24"

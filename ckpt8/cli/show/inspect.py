@@ -19,6 +19,7 @@ from ckpt8.checkpoint.meaning.parameter_names import shown
 from ckpt8.cli.guard import is_verbose, most
 from ckpt8.cli.show.tables import (
     HANG,
+    NO_TENSORS,
     Share,
     bars,
     codec_text,
@@ -506,12 +507,15 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     say(console, ", ".join(filter(None, (facts["format"], size(facts["bytes"]), origin))))
     _show_origins(console, facts["origins"])
     console.print()
-    say(console, "What ckpt8 compress would make of it: size, error in optimizer steps, loss drift", style="bold")
-    show_predictions(console, facts)
+    if facts["predicted"]:
+        say(console, "What ckpt8 compress would make of it: size, error in optimizer steps, loss drift", style="bold")
+        show_predictions(console, facts)
+    else:
+        say(console, NO_TENSORS)
     say(console, *_first(_unrecognised(facts)), style="yellow")
     if facts["optimizer"] or facts["hyperparameters"]:
         console.print()
-        say(console, *map(optimizer_line, facts["optimizer"]))
+        say(console, *(map(optimizer_line, facts["optimizer"]) if facts["optimizer"] else ["optimizer settings"]))
         show_hyperparameters(console, facts["hyperparameters"])
     _show_contents(console, facts)
     if facts["format"] == DIRECTORY:

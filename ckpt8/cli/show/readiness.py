@@ -39,7 +39,7 @@ def coverage(readiness: dict[str, Any]) -> list[str]:
         else f"a sample of {count:,} of {total:,} elements: of every weight and moment at most {sample['elements']:,} "
         f"in {sample['windows']} runs; --full reads all",
         *([f"{odd:,} of them are NaN or infinite, and are left out"] if odd else []),
-        *(f"left out: {count:,} tensors {why}" for why, count in readiness["left_out"].items()),
+        *(f"left out: {counted(count, 'tensor')} {why}" for why, count in readiness["left_out"].items()),
     ]
 
 

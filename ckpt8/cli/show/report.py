@@ -52,6 +52,7 @@ from ckpt8.cli.show.inspect import (
 )
 from ckpt8.cli.show.readiness import COLUMNS, coverage, format_rows, measured_lines
 from ckpt8.cli.show.tables import (
+    NO_TENSORS,
     codec_text,
     drift_text,
     figure_phrases,
@@ -493,8 +494,10 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str,
 
 def _verdict(facts: dict[str, Any]) -> str:
     """Sizes in large type, what resuming will notice, the origin, and a table: of the parts, or of the presets."""
+    sizes = [("original", size(facts["bytes"]))]
     if facts["kind"] == "ckpt8":
-        stored, ratio, words, source = facts["stored_bytes"], facts["ratio"], "stored", facts["measured_from"]
+        source = facts["measured_from"]
+        sizes += [("stored", size(facts["stored_bytes"])), ("times smaller", f"{facts['ratio']:.2f}x")]
         body = [
             f'<p class="lead">Error when resuming: <b>{prose(error_in_words(facts["steps"]))}</b></p>',
             f'<p class="alarm">{text(differing_line(source))}</p>' if source and source["differing"] else "",
@@ -502,10 +505,12 @@ def _verdict(facts: dict[str, Any]) -> str:
             terms(_container_rows(facts)),
             _parts(facts),
         ]
+    elif not facts["predicted"]:
+        body = [terms(_checkpoint_rows(facts)), f'<p class="note">{NO_TENSORS}.</p>']
     else:
         default, cells = facts["predicted"]["flash"], prediction_rows(facts)
         rows = [(option.removeprefix("--").removeprefix("preset "), *others) for option, *others in cells]
-        stored, ratio, words = default["bytes"], default["ratio"], "flash, predicted"
+        sizes += [("flash, predicted", size(default["bytes"])), ("times smaller", f"{default['ratio']:.2f}x")]
         body = [
             terms(_checkpoint_rows(facts)),
             '<h3>What <span class="whole">ckpt8 compress</span> would make of it</h3>',
@@ -514,7 +519,6 @@ def _verdict(facts: dict[str, Any]) -> str:
             "|Δloss| of a resumed run on the same batches.</p>",
             terms(("not in steps", (f"{counted(n, 'tensor')}: {why}",)) for why, n in facts["unpredicted"].items()),
         ]
-    sizes = ("original", size(facts["bytes"])), (words, size(stored)), ("times smaller", f"{ratio:.2f}x")
     return f'<section id="verdict">{tiles(sizes)}{"".join(body)}</section>'
 
 

@@ -202,9 +202,10 @@ def _show_not_finite(console: Console, tensors: Sequence[dict[str, Any]]) -> Non
 
 def show_converted(console: Console, report: Report, seconds: float) -> None:
     """Print the target, the casts, and everything that the target lacks."""
+    tensors = counted(report.tensors, "tensor")
     lines = [
-        f"{report.target}: {report.format} of {report.tensors:,} tensors, {size(report.bytes)} in {seconds:.2f} s",
-        *(f"cast        {count:,} tensors {cast}" for cast, count in report.casts.items()),
+        f"{report.target}: {report.format} of {tensors}, {size(report.bytes)} in {seconds:.2f} s",
+        *(f"cast        {counted(count, 'tensor')} {cast}" for cast, count in report.casts.items()),
     ]
     if report.quantized is not None:
         from ckpt8.converting.quantizing import lines as quantized
@@ -228,7 +229,8 @@ def show_verified(console: Console, src: Path, against: Path | None, result: Ver
     if result.against and not result.failures:
         text += f"; against {against}: every lossless tensor is equal"
         if result.statistics:
-            text += f", and the {counted(result.statistics, 'figure')} of the error are as stated"
+            are = "is" if result.statistics == 1 else "are"
+            text += f", and the {counted(result.statistics, 'figure')} of the error {are} as stated"
         if result.unmeasured:
             text += f"; {result.unmeasured} lossy tensors carry no statistics to check"
     links = [f"with what it needs of {', '.join(result.links)}"] if result.links else []

@@ -364,6 +364,10 @@ def show_predictions(console: Console, facts: Mapping[str, Any]) -> None:
     say(console, *(f"not in steps: {counted(count, 'tensor')}: {reason}" for reason, count in outside))
 
 
+NO_TENSORS = "It holds no tensors; there is nothing to compress"
+"""In place of predictions."""
+
+
 def option_of(name: str) -> str:
     """The option of ``compress`` that a prediction is about."""
     return f"--{name}" if name.startswith("budget ") else f"--preset {name}"

@@ -190,6 +190,14 @@ def test_what_stays_lossless_is_said_with_the_rule_that_compresses_it(tmp_path, 
     assert stored_bytes(tmp_path / "run.ckpt8") < 0.65 * before
 
 
+def test_one_rule_compresses_the_tensors_of_a_list(tmp_path, run_command):
+    torch.save([torch.randn(80, 96) for _ in range(12)], tmp_path / "run.pt")
+    out = run_command.shown("compress", tmp_path / "run.pt")
+    assert "12 tensors of unknown role" in out
+    assert out.count("--rule") == 1
+    assert "--rule" not in run_command.shown("compress", tmp_path / "run.pt", "--rule", "[0-9]*=split24", "--force")
+
+
 def stored_bytes(path):
     """What the storages take, without the entries around them."""
     with ckpt8.open(path) as file:

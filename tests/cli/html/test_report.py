@@ -326,6 +326,18 @@ def test_a_weight_of_zeros(inspect, tmp_path):
     assert "4,096 zeros (100 %) after" in text
 
 
+def test_nothing_is_predicted_for_what_holds_no_tensors(inspect, run_command, tmp_path):
+    """As ``compress`` refuses it."""
+    path = tmp_path / "x.pt"
+    torch.save({"epoch": 3, "empty": torch.zeros(0)}, path)
+    said = "holds no tensors; there is nothing to compress"
+    assert said in run_command.said(3, "compress", path)
+    facts, content, _ = inspect(path, tmp_path / "a.html")
+    assert facts["predicted"] == {}
+    assert said in assert_inert(content)
+    assert said in run_command.shown("inspect", path)
+
+
 def test_a_report_in_the_checkpoint_itself_is_refused(run_command, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

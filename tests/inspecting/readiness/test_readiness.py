@@ -316,7 +316,7 @@ def test_what_is_not_finite_is_said(run, tmp_path):
     code, out, _ = run(path, "--readiness")
     assert code == 0
     assert "2 of them are NaN or infinite, and are left out" in section(out)
-    assert "left out: 1 tensors of int8" in section(out)
+    assert "left out: 1 tensor of int8" in section(out)
     json.loads(run(path, "--readiness", "--json")[1])
 
 
