@@ -283,7 +283,10 @@ class Compressor:
         self._refusal_of = partial(_refusal, options.max_update_error, plan.shares)
         self._groups = GroupEncoder(source, self._encoder, self._refusal_of)
         # Ranks save often and wait for the last of them: entries of their own take longer than small slices.
-        self._own, self._shared = share(plan.units, 0 if slices else source.size, self._slab)
+        units = plan.units
+        self._own, self._shared = share(units, 0 if slices else source.size, self._slab)
+        if self._measures:
+            self._encoder.lockstep.prepare(units)
 
     def run(self, target: Path, policy: Policy, *, force: bool, tidy: bool = True) -> Manifest:
         """Write ``target``; ``tidy`` as in ``Partial``. Raises InputError for damage in the source, OutputError."""

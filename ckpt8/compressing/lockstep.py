@@ -8,7 +8,7 @@ its parts is decoded nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, cast
 
 import numpy as np
@@ -112,6 +112,14 @@ class Lockstep:
         self._checkpoint = checkpoint
         self.backend = for_arrays(sum(storage.nbytes for storage in checkpoint.storages))
         self.meter = ErrorMeter(checkpoint)
+
+    def prepare(self, units: Iterable[Unit]) -> None:
+        """Import torch where it has to measure any of ``units``, before the threads of ``Workers`` do."""
+        if self.backend == "numba":
+            from ckpt8.compressing.measure_numba import BlockSums
+
+            if not all(BlockSums.fits(unit) for unit in units if unit.measured):
+                import torch  # noqa: F401
 
     def encode(
         self,

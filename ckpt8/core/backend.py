@@ -98,10 +98,5 @@ def for_arrays(nbytes: int) -> Backend:
     return "torch"
 
 
-def on_cpu(backend: Backend | None, device: torch.device) -> Backend | None:
-    """``backend`` for a tensor on a CPU; None elsewhere, where the device decides."""
-    return backend if device.type == "cpu" else None
-
-
 def _obstacle_to_numba(device: torch.device) -> str | None:
     return _fault_of_numba() if device.type == "cpu" else f"needs tensors on the CPU, not on {str(device)!r}"

@@ -71,6 +71,7 @@ class Workers(Closing):
     def __init__(self, threads: int | None = None) -> None:
         self.threads = max(threads or default_threads(), 0)
         self._queue: SimpleQueue[_Task | None] = SimpleQueue()
+        self._has_one_of_torch = False
         # Daemons: a pool that nobody closed must not keep the interpreter from exiting.
         self._pool = [threading.Thread(target=self._serve, name=f"ckpt8_{k}", daemon=True) for k in range(self.threads)]
         for thread in self._pool:
@@ -92,11 +93,14 @@ class Workers(Closing):
         # Freeing one mapped block tells glibc to keep blocks up to this size for reuse from now on. Otherwise it gives
         # the temporaries of every tile back to the kernel and fetches them again: a quarter of the time, measured.
         np.empty(24 << 20, np.uint8)
-        if (torch := sys.modules.get("torch")) is not None:
-            self._restrict(torch)
+        self._restrict()
 
-    def _restrict(self, torch: Any) -> None:
-        """Have torch use one thread in each of these, and as many as before in all others."""
+    def _restrict(self) -> None:
+        """Have torch, once it is imported, use one thread in each of these, and as many as before in all others."""
+        torch: Any = sys.modules.get("torch")
+        if self._has_one_of_torch or not hasattr(torch, "set_num_threads"):
+            return
+        self._has_one_of_torch = True
         # torch.set_num_threads acts on the calling thread, and on the default for threads that have not used torch yet.
         # So each thread uses torch once, sets its own number to one, and afterwards the default is restored.
         before = torch.get_num_threads()
@@ -130,6 +134,7 @@ class Workers(Closing):
         """
         if not self._pool:
             return map(function, items)
+        self._restrict()
         source, limit = iter(items), self.threads * (1 + ahead)
         waiting: deque[Future[R]] = deque()
         try:
@@ -183,15 +188,6 @@ def scratch(slot: int | str, length: int) -> memoryview:
 def scratch_array(slot: int | str, dtype: Any, numel: int) -> Array:
     """Scratch memory of this thread as a flat array of ``numel`` elements."""
     return np.frombuffer(scratch(slot, numel * np.dtype(dtype).itemsize), dtype)
-
-
-def scratch_elements(slot: int | str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Scratch memory of this thread as a flat tensor of ``numel`` elements."""
-    import torch
-
-    if not numel:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(scratch(slot, numel * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
 B = TypeVar("B", bound=Sized)

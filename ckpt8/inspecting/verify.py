@@ -122,6 +122,7 @@ def measure_source(reader: ContainerReader, source: Bundle, workers: Workers, pr
     units = [_as_stored(reader, unit, parameter_of) for unit in plan.units]
     measured = Measured(describe(source, plan))
     lockstep = Lockstep(source)
+    lockstep.prepare(units)
     compare = partial(_compare, reader, source, lockstep)
     results = workers.map(compare, ((u, c) for u in units for c in range(header.chunk_count(u.numel))))
     for unit in units:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -30,6 +31,22 @@ def test_results_come_in_the_order_of_the_items(threads):
     with Workers(threads) as workers:
         assert list(workers.map(late, range(60))) == [k * k for k in range(60)]
         assert list(workers.map(late, [])) == []
+
+
+def test_torch_that_comes_later_has_one_thread_in_each(caller_threads, monkeypatch):
+    """Commands start threads without torch; a rare rule then imports it."""
+    with Workers(2) as workers:
+        with monkeypatch.context() as patch:
+            patch.delitem(sys.modules, "torch")
+            late = Workers(2)
+        with late:
+            both = zip(workers.map(_own_threads, range(8)), late.map(_own_threads, range(8)), strict=True)
+            assert set(both) == {(1, 1)}
+    assert torch.get_num_threads() == caller_threads
+
+
+def _own_threads(_):
+    return torch.get_num_threads()
 
 
 def test_work_is_done_by_all_threads_at_once():

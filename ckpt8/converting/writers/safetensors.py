@@ -13,7 +13,7 @@ from ckpt8.checkpoint.readers.entries import DirectoryMember
 from ckpt8.checkpoint.readers.safetensors import DTYPES
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.tree import TensorRef
-from ckpt8.container.frames import bytes_of, host_bytes
+from ckpt8.container.frames import bytes_of
 from ckpt8.container.header import LENGTH_BYTES, MAX_HEADER, METADATA, render_safetensors, tensor_entry
 from ckpt8.container.manifest import DIRECTORY, SYMLINK
 from ckpt8.converting.choice import FLOATS, Content, choose_model
@@ -137,7 +137,7 @@ def copy_others(content: Content, output: AtomicDirectory, is_wanted: Callable[[
         size = member.checkpoint.size
         with new_file(output, member.path) as out:
             for start in range(0, size, _BLOCK_BYTES):
-                block = bytes_of(host_bytes(min(_BLOCK_BYTES, size - start)))
+                block = memoryview(bytearray(min(_BLOCK_BYTES, size - start)))
                 member.checkpoint.read_into(start, block)
                 out.write(block, start)
         member.checkpoint.check_unchanged()

@@ -23,7 +23,6 @@ from ckpt8.checkpoint.sources.live_object import LiveCheckpoint, Read, live_chec
 from ckpt8.checkpoint.sources.objects import CONSUMED, RestBuilder
 from ckpt8.checkpoint.tree import Global, Inert, StorageInfo, TensorRef, gaps
 from ckpt8.container.checks import CRC_BYTES
-from ckpt8.container.frames import bytes_of, host_bytes
 from ckpt8.converting.choice import choose_model, hold, model_tensors
 from ckpt8.converting.request import OpenFile, Report, Request
 from ckpt8.converting.weights import WeightTypes, unpack_tree
@@ -227,7 +226,7 @@ def write_saved(hollow: Hollow, saved: Saved, out: OpenFile, position: int = 0) 
     for place, address in saved.places:
         crc = 0
         for start in range(0, place.nbytes, _BLOCK_BYTES):
-            view = bytes_of(host_bytes(min(_BLOCK_BYTES, place.nbytes - start)))
+            view = memoryview(bytearray(min(_BLOCK_BYTES, place.nbytes - start)))
             hollow.made[address](start, view)
             out.write(view, position + place.offset + start)
             crc = combine(crc, crc32(view), len(view))
