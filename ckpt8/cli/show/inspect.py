@@ -64,6 +64,8 @@ _LOST_IN_FP16 = ("moment2_fp16_zero", "fp16_scales")
 _ALWAYS_KEPT = ("small", "buffer")
 """Why every preset keeps a storage: no news."""
 
+_TRAINED, _WIDE = ("weight", "moment1", "moment2"), ("float64", "complex64", "complex128")
+
 _SMALL, _SMALL_SHARE = "small tensors", 0.01
 """Rows of lossless tensors with less than this share of the bytes are shown as one, beside lossy ones small tensors."""
 
@@ -340,6 +342,15 @@ def _unrecognised(facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _wide_line(facts: Mapping[str, Any]) -> list[str]:
+    """Why weights and moments of wide types stay lossless, where they count."""
+    wide = [row for row in facts["roles"] if row["role"] in _TRAINED and row["dtype"] in _WIDE]
+    nbytes = sum(row["bytes"] for row in wide)
+    types = listed(sorted({row["dtype"] for row in wide}))
+    line = f"{size(nbytes)} of weights and moments in {types}, kept lossless: presets change float32 and bfloat16 alone"
+    return [line] if nbytes > facts["bytes"] / 100 else []
+
+
 def _first(lines: Sequence[str]) -> list[str]:
     left = len(lines) - most(_MOST_ROWS)
     return [*lines[: most(_MOST_ROWS)], *([f"and {left:,} more"] if left > 0 else [])]
@@ -512,7 +523,7 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
         show_predictions(console, facts)
     else:
         say(console, NO_TENSORS)
-    say(console, *_first(_unrecognised(facts)), style="yellow")
+    say(console, *_wide_line(facts), *_first(_unrecognised(facts)), style="yellow")
     if facts["optimizer"] or facts["hyperparameters"]:
         console.print()
         say(console, *(map(optimizer_line, facts["optimizer"]) if facts["optimizer"] else ["optimizer settings"]))

@@ -198,6 +198,15 @@ def test_one_rule_compresses_the_tensors_of_a_list(tmp_path, run_command):
     assert "--rule" not in run_command.shown("compress", tmp_path / "run.pt", "--rule", "[0-9]*=split24", "--force")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inspect_says_why_wide_weights_stay_lossless(tmp_path, run_command, dtype):
+    torch.save({"model": {"0.weight": torch.randn(80, 96, dtype=dtype)}}, tmp_path / "run.pt")
+    _, out, _ = run_command("inspect", tmp_path / "run.pt", columns=200)
+    is_lossless = not ckpt8.compress(tmp_path / "run.pt").is_lossy
+    said = "61.44 kB of weights and moments in float64, kept lossless: presets change float32 and bfloat16 alone"
+    assert (said in out, "kept lossless" in out) == (is_lossless, is_lossless) == (dtype is torch.float64,) * 2
+
+
 def stored_bytes(path):
     """What the storages take, without the entries around them."""
     with ckpt8.open(path) as file:
