@@ -110,7 +110,7 @@ class Lockstep:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.backend = for_arrays(sum(storage.nbytes for storage in checkpoint.storages))
+        self.backend = for_arrays(sum(storage.nbytes for storage in checkpoint.storages), writes=True)
         self.meter = ErrorMeter(checkpoint)
 
     def prepare(self, units: Iterable[Unit]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -33,12 +34,12 @@ LEAST_FOR_NUMBA = 1 << 25
 
 
 @cache
-def _fault_of_numba() -> str | None:
-    """Why numba cannot compile kernels; None if it can."""
+def _fault_of_numba(*, writes: bool = False) -> str | None:
+    """Why numba cannot compile kernels, those that write containers among them or not; None if it can."""
     try:
         from ckpt8.core.numba import start
 
-        start()
+        start(writes=writes)
     except Exception as exc:
         log.info("numba cannot compile kernels, so that torch takes its place: %s", exc)
         return f"needs the package numba, which cannot compile kernels: {exc}"
@@ -84,18 +85,29 @@ def resolve(requested: str | None, device: torch.device | None = None, numel: in
     return "triton" if requested == "triton" else "numba"
 
 
-def for_arrays(nbytes: int) -> Backend:
-    """The backend for arrays of a checkpoint of so many bytes: torch for a small one if it is imported, else numba.
+def for_arrays(nbytes: int, *, writes: bool = False) -> Backend:
+    """The backend for arrays of a checkpoint of so many bytes, of which a container is read, or made and measured.
 
-    torch takes the place of a numba that is missing. Raises ModuleNotFoundError without either.
+    It is torch for a small one if it is imported, or if this machine would first have to compile; else numba. torch
+    takes the place of a numba that is missing. Raises ModuleNotFoundError without either.
     """
-    if nbytes < LEAST_FOR_NUMBA and "torch" in sys.modules:
-        return "torch"
-    if _fault_of_numba() is None:
+    if nbytes < LEAST_FOR_NUMBA and ("torch" in sys.modules or not _is_compiled(writes=writes)):
+        with suppress(ImportError):
+            import torch
+
+            return "torch"
+    if _fault_of_numba(writes=writes) is None:
         return "numba"
     import torch  # noqa: F401 - raises here, not in the middle of the work
 
     return "torch"
+
+
+@cache
+def _is_compiled(*, writes: bool) -> bool:
+    from ckpt8.core.numba import is_kept
+
+    return is_kept(writes=writes)
 
 
 def _obstacle_to_numba(device: torch.device) -> str | None:

@@ -236,15 +236,28 @@ def with_bits(*shape: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 @kernel
-def _nothing():
+def _reads():
     return 0
 
 
-def start() -> None:
+@kernel
+def _writes():
+    return 1
+
+
+def is_kept(*, writes: bool) -> bool:
+    """Whether ``start`` has been called on this machine for so much: then most kernels need not be compiled."""
+    try:
+        return KernelCache((_writes if writes else _reads).function, ()).load() is not None
+    except ImportError:
+        return False
+
+
+def start(*, writes: bool) -> None:
     """Run a kernel that does nothing. Raises whatever keeps numba from compiling it."""
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         raise RuntimeError("NUMBA_DISABLE_JIT forbids it")
     probe = np.zeros(1)
     if _address(probe) != probe.ctypes.data:
         raise RuntimeError("numpy keeps the address of an array elsewhere than it says")
-    _nothing()
+    (_writes if writes else _reads)()

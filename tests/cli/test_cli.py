@@ -596,6 +596,8 @@ def test_what_commands_import(packed, tmp_path):
 import importlib.util, os, shutil, sys
 import ckpt8.integrations, ckpt8.nn, ckpt8.optim
 from ckpt8.cli.app import main
+from ckpt8.core import backend
+backend.LEAST_FOR_NUMBA = 0  # as where kernels are compiled already
 source, folder, target = sys.argv[1:]
 helps = ("compress", "convert", "chain", "rebase", "runs", "bench")
 heavy = {"torch", "numpy", "numba", "triton", "ckpt8.compressing.compressor", "concurrent.futures", "asyncio"}

@@ -30,7 +30,7 @@ def test_the_device_decides_where_a_request_can_be_met(monkeypatch):
     assert backend.resolve(None) == "torch"
     assert backend.resolve("torch", CUDA) == "torch"
     assert backend.resolve("triton", CUDA) == "triton"
-    monkeypatch.setattr(backend, "_fault_of_numba", lambda: "needs the package numba")
+    monkeypatch.setattr(backend, "_fault_of_numba", lambda **_: "needs the package numba")
     assert backend.resolve(None, CPU, 1 << 20) == "torch"
     for name, device, said in (
         *(("abacus", device, "'abacus' does not exist") for device in (CPU, CUDA, None)),
@@ -45,6 +45,20 @@ def test_the_device_decides_where_a_request_can_be_met(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert backend.resolve(None, CPU) == "torch"
     assert backend.resolve("triton", CPU) == "triton"
+
+
+def test_a_small_checkpoint_waits_neither_for_torch_nor_for_a_compiler(monkeypatch):
+    small, large = backend.LEAST_FOR_NUMBA - 1, backend.LEAST_FOR_NUMBA
+    monkeypatch.setattr(backend, "_fault_of_numba", lambda **_: None)
+    assert [backend.for_arrays(size, writes=True) for size in (small, large)] == ["torch", "numba"]
+    for compiled, expected in ((True, "numba"), (False, "torch")):
+        monkeypatch.setattr(backend, "_is_compiled", lambda *, writes, compiled=compiled: compiled and writes)
+        with monkeypatch.context() as patch:
+            modules = {name: module for name, module in sys.modules.items() if name != "torch"}
+            patch.setattr(backend, "sys", SimpleNamespace(modules=modules))
+            assert backend.for_arrays(small, writes=True) == expected
+            assert backend.for_arrays(small) == "torch"
+            assert backend.for_arrays(large) == "numba"
 
 
 @pytest.mark.parametrize(
