@@ -262,7 +262,7 @@ def save(
     change them; the file gets the old values. A thread packs and writes it, and the interpreter waits for that thread
     before it exits. What fails later is raised by ``PendingSave.result``. A save to a target that is still being
     written waits for that first. The copy takes as much memory as the tensors (pinned, for those of a GPU), and one is
-    kept for the next save, which then waits for no new memory. ``snapshot="packed"`` packs them before it returns,
+    kept for the next save, which then waits for the copy alone. ``snapshot="packed"`` packs them before it returns,
     which takes longer, and keeps no copy: in flash 5.1 bytes a parameter, for the 12 of fp32 and AdamW.
 
     >>> ckpt8.save({"model": model.state_dict()}, "model.ckpt8").preset

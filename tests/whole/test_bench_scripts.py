@@ -17,7 +17,7 @@ from gpt_kit import SIZES, Run, RunConfig
 from ckpt8.container.joined import read_index
 
 SCRIPTS = Path(__file__).parents[2] / "fixtures" / "bench"
-NAMES = ("trained_gpt", "scaling", "sharded_saves", "ranks_simulation", "compare")
+NAMES = ("trained_gpt", "scaling", "sharded_saves", "ranks_simulation", "compare", "waiting")
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +167,20 @@ def largest(weights, others):
     """The largest relative error of weights."""
     pairs = [(a.double(), others[name].double()) for name, a in weights.items()]
     return max(float(((a - b).abs() / a.abs().clamp_min(1e-30)).max()) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_waits_are_measured_in_copies_of_what_is_saved(scripts, tmp_path):
+    ways = scripts["waiting"].WAYS
+    found = scripts["waiting"].measure([7_500_000], 1, list(ways), tmp_path)["results"]
+    assert [row["way"] for row in found] == list(ways)
+    for row in found:
+        assert abs(row["bytes"] / 7.5e6 - 1) < 0.1, row
+        assert row["rounds"] == 1
+        assert row["wait"] / row["copy"] == pytest.approx(row["ratio"], abs=0.01)
+    kept = {row["way"]: row["kept"] for row in found}
+    for way in ("ckpt8.save(background=True)", "dcp.async_save with Ckpt8StorageWriter"):
+        assert kept[way] == 8 << 20  # whole huge pages
+    assert kept["torch.save"] == kept["dcp.async_save"] == 0
+    assert not list(tmp_path.iterdir())
