@@ -179,10 +179,12 @@ _local = threading.local()
 
 def scratch(slot: int | str, length: int) -> memoryview:
     """``length`` bytes of this thread's buffer for ``slot``; the next call for the slot reuses them."""
-    buffers: dict[int | str, bytearray] = _local.__dict__.setdefault("buffers", {})
-    if len(buffers.get(slot, b"")) < length:
-        buffers[slot] = bytearray(length)
-    return memoryview(buffers[slot])[:length]
+    buffers: dict[int | str, memoryview] = _local.__dict__.setdefault("buffers", {})
+    buffer = buffers.get(slot)
+    if buffer is None or len(buffer) < length:
+        # A bytearray would be cleared, for as long as a kernel takes to fill it, while all other threads wait.
+        buffer = buffers[slot] = np.empty(length, np.uint8).data
+    return buffer[:length]
 
 
 def scratch_array(slot: int | str, dtype: Any, numel: int) -> Array:
