@@ -122,6 +122,36 @@ def scratch(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
+def s3_server():
+    """The bucket of this session, on a server in a process of its own."""
+    pytest.importorskip("moto", reason="moto is not installed")
+    from s3_kit import Bucket, running
+
+    with running() as endpoint:
+        bucket = Bucket(endpoint)
+        yield bucket
+        bucket.client.close()
+
+
+@pytest.fixture
+def bucket(s3_server, monkeypatch):
+    """The bucket, with the environment in which ckpt8 finds it. Nothing waits between attempts."""
+    from s3_kit import ENVIRONMENT
+
+    from ckpt8.core.files.stores import s3
+
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
+    monkeypatch.setattr(s3._Attempts, "wait", lambda _: None)
+    yield s3_server
+    s3_server.order()
+    if s3._client.cache_info().currsize:
+        s3._client().close()
+        s3._client.cache_clear()
+
+
+@pytest.fixture(scope="session")
 def run_directory(tmp_path_factory):
     """A checkpoint directory that no test may change."""
     from members_kit import make_directory

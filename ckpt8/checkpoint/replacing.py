@@ -32,7 +32,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, SourceFile, reading
+from ckpt8.core.files.source_file import ByteRange, open_range, reading
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -127,7 +127,7 @@ def _contents(path: Path, written: frozenset[str]) -> _Contents:
 def _is_checkpoint(path: Path) -> bool:
     """Whether a file begins as a checkpoint or is empty, as after an interrupted save. Raises OSError, OutputError."""
     try:
-        with closing(SourceFile(ByteRange.of(path))) as file:
+        with closing(open_range(ByteRange.of(path))) as file:
             return not file.source.length or is_container(path) or match_reader(file) is not None
     except InputError as exc:
         if isinstance(exc.__cause__, OSError):
@@ -345,7 +345,7 @@ def _is_whole(path: Path) -> bool:
         if is_container(path):
             with ContainerReader(path) as container:
                 return bool(container.manifest.parameters)
-        with closing(SourceFile(ByteRange.of(path))) as file:
+        with closing(open_range(ByteRange.of(path))) as file:
             reader = match_reader(file)
             nodes = () if reader is None else iter_nodes(reader.read(file).tree)
             return any(is_optimizer(node) for at, node in nodes if at)
@@ -426,7 +426,7 @@ def _is_file_of_one(path: Path) -> bool:
 
 
 def _is_known(path: Path) -> bool:
-    with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as file:
+    with suppress(InputError), closing(open_range(ByteRange.of(path))) as file:
         return match_reader(file) is not None
     return False
 

@@ -11,7 +11,6 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from ckpt8 import __version__
 from ckpt8.cli.commands import (
-    Container,
     Force,
     Json,
     Output,
@@ -39,6 +38,7 @@ from ckpt8.cli.guard import (
     waited,
 )
 from ckpt8.core.errors import CheckFailedError, UsageError, require
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.text import listed, printable, size
 
 
@@ -58,7 +58,9 @@ def _global(
 
 @finding_bases
 def inspect(
-    path: Annotated[Path, typer.Argument(readable=False, help="A .ckpt8, a checkpoint file or a directory.")],
+    path: Annotated[
+        Path, typer.Argument(readable=False, help="A .ckpt8, a checkpoint file or a directory; or s3://BUCKET/KEY.")
+    ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     against: Annotated[
         Path | None,
@@ -99,7 +101,7 @@ def inspect(
     from ckpt8.container.joined import is_stored
     from ckpt8.inspecting.inspection import facts_of
 
-    report = None
+    path, against, report = as_path(path), against and as_path(against), None
     if html is not None:
         from ckpt8.cli.show.report import Report
 
@@ -128,7 +130,10 @@ def inspect(
 
 @finding_bases
 def restore(
-    src: Container,
+    src: Annotated[
+        Path,
+        typer.Argument(readable=False, metavar="SRC.ckpt8", help="A compressed checkpoint; or s3://BUCKET/KEY."),
+    ],
     output: Output = None,
     salvage: Annotated[
         bool, typer.Option("--salvage", help="SRC is damaged: write what is intact, list what is lost.")
@@ -148,6 +153,7 @@ def restore(
     from ckpt8.inspecting.container import names_in_container, warning
     from ckpt8.restoring import restore as api
 
+    src = as_path(src)
     if salvage:
         salvaged = api.restore(src, output, salvage=True, force=force, threads=threads)
         present(salvaged.to_json(), lambda console: print_lines(console, salvaged.lines()), as_json=as_json)
@@ -179,7 +185,10 @@ def restore(
 @finding_bases
 def verify(
     src: Annotated[
-        Path, typer.Argument(readable=False, metavar="SRC", help="A .ckpt8, or a plain checkpoint or directory.")
+        Path,
+        typer.Argument(
+            readable=False, metavar="SRC", help="A .ckpt8, or a plain checkpoint or directory; or s3://BUCKET/KEY."
+        ),
     ],
     against: Annotated[
         Path | None,
@@ -211,6 +220,7 @@ def verify(
     from ckpt8.inspecting.verify import verify as run
 
     settle()
+    src, against = as_path(src), against and as_path(against)
     # An original counts twice: verify decodes as many bytes, then compares them.
     sources = [src] if against is None else [against, against]
     with progress_bar(f"verify {src.name}", *sources, enabled=not as_json) as progress:
@@ -238,7 +248,12 @@ def verify(
 @finding_bases
 def diff(
     a: Annotated[
-        Path, typer.Argument(readable=False, metavar="A", help="A checkpoint file or directory, or a .ckpt8 of one.")
+        Path,
+        typer.Argument(
+            readable=False,
+            metavar="A",
+            help="A checkpoint file or directory, or a .ckpt8 of one; or s3://BUCKET/KEY.",
+        ),
     ],
     b: Annotated[Path, typer.Argument(readable=False, metavar="B", help="Another one, of any of these kinds.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor that both have.")] = False,
@@ -249,6 +264,7 @@ def diff(
     from ckpt8.cli.show.results import show_diff
     from ckpt8.inspecting.diff import diff as run
 
+    a, b = as_path(a), as_path(b)
     with progress_bar(f"diff {a.name} {b.name}", a, b, enabled=not as_json) as progress:
         difference = run(a, b, threads=threads, progress=progress)
     facts = difference.to_json()

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -21,6 +22,8 @@ import typer
 
 from ckpt8.cli.guard import console, is_quiet, note, present, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable, size
 
@@ -139,13 +142,19 @@ _UNSHARED = {"device": "auto", "max_update_error": None, "base": None, "frozen_f
 _NO_DELTA = dict.fromkeys(("base", "frozen_from"), ": a delta is made of whole tensors, and they keep slices")
 
 
+def _is_shared(source: Path) -> bool:
+    with suppress(OSError):
+        return source.is_dir() and (source / ".metadata").is_file()
+    return False
+
+
 def ranks(sources: list[Path]) -> tuple[int, int] | None:
     """The number of this process and of all where torchrun has started it to share the source; else None.
 
     Only a directory with a ``.metadata`` is shared. Raises UsageError where the environment contradicts itself.
     """
     given = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if None in given or len(sources) != 1 or not os.path.isfile(sources[0] / ".metadata"):  # noqa: PTH113 - never raises
+    if None in given or len(sources) != 1 or not _is_shared(sources[0]):
         return None
     try:
         rank, world = (int(text or "") for text in given)
@@ -206,7 +215,10 @@ def compress_share(
 @finding_bases
 def compress(
     src: Annotated[
-        list[Path], typer.Argument(readable=False, metavar="SRC...", help="Checkpoint files, or directories of them.")
+        list[Path],
+        typer.Argument(
+            readable=False, metavar="SRC...", help="Checkpoint files, or directories of them. Or one s3://BUCKET/KEY."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -248,6 +260,14 @@ def compress(
     Several SRC become a .ckpt8 each. If one fails, a message says why and the others go on; the exit code is the
     highest of all failures.
     """
+    src = list(map(as_path, src))
+    for source in src:
+        if isinstance(source, RemotePath):
+            require(
+                len(src) == 1 and not (remove or dry_run),
+                f"{source}: is in a store: compress it alone, without --remove and --dry-run",
+                UsageError,
+            )
     require(stats or not remove, "--remove verifies by the statistics of a container; leave out --no-stats", UsageError)
     if len(src) > 1 and output is None and is_new_container(src[-1]):
         raise UsageError(f"{src[-1]}: is not there; to write a container of that name: -o {src[-1]}")

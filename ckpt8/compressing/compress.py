@@ -50,7 +50,8 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, WrongTypeError, require
 from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
-from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import refuse_remote, refuse_url
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.log import log
@@ -144,7 +145,7 @@ def compress(
     >>> ckpt8.compress("run.pt", "small.ckpt8", preset="compact").preset
     'compact'
     """
-    source = Path(source)
+    source = as_path(source)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
@@ -169,6 +170,8 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
 
     Raises UsageError for a directory that needs a target.
     """
+    refuse_url(source)
+    refuse_remote(default_target(source) if target is None else target)
     refuse_source(default_target(source) if target is None else target, source)
     if target is None:
         target = default_path(default_target(source))

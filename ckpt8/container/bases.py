@@ -25,7 +25,7 @@ from ckpt8.container.manifest import BaseRecord, read_base
 from ckpt8.core.closing import setting
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import as_private_as, refuse_source
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, open_range
 from ckpt8.core.json_text import Fields
 
 _directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
@@ -77,7 +77,7 @@ def stated_base(container: Path, only: str | None = None) -> Stated:
 
     Raises InputError.
     """
-    with closing(SourceFile(ByteRange.of(container))) as file:
+    with closing(open_range(ByteRange.of(container))) as file:
         where, size = str(container), file.source.length
         text, seal = manifest_text(read_head(file, where).manifest, where), file.read(size - SEAL_BYTES, SEAL_BYTES)
         lacks_text = only is not None and only.encode() not in text
@@ -124,7 +124,7 @@ def find_base(
     for base in bases_of(container, record, base_dirs):
         return base
     places = _places(container, record, base_dirs)
-    there = [place for place in places if os.path.exists(place)]  # noqa: PTH110 - False for a name that is too long
+    there = [place for place in places if _exists(place)]
     damaged = [place for place in there if stated_seal(place) == record.seal]
     if damaged_too and damaged:
         return damaged[0]
@@ -172,6 +172,12 @@ def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> l
     names = (record.path, record.path.rpartition("/")[2], f"{KEPT}/{kept_name(record.seal)}")
     folders = _folders(container, base_dirs)
     return list(dict.fromkeys(folder / name for folder in folders for name in names))
+
+
+def _exists(place: Path) -> bool:
+    with suppress(OSError):  # a name that is too long
+        return place.exists()
+    return False
 
 
 def files_in(folder: Path) -> list[Path]:

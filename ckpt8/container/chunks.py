@@ -30,6 +30,8 @@ def check_frames(
             nbytes += out.nbytes
         return nbytes
 
+    if only is None:
+        reader.expect_all()
     storages = range(len(reader.manifest.storages)) if only is None else only
     for nbytes in workers.map(decode, all_chunks(reader, storages)):
         progress(nbytes)

@@ -22,7 +22,7 @@ import zstandard
 
 from ckpt8.codecs import Codec
 from ckpt8.core.errors import DamagedError, InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, SourceFile, open_range
 from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import PartSpec, TensorSpec
 
@@ -244,7 +244,7 @@ def holds_seal(path: Path, seal: str) -> bool:
     Most files are told by their last bytes, and no more of them is read.
     """
     if stated_seal(path) == seal:
-        with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as file:
+        with suppress(InputError), closing(open_range(ByteRange.of(path))) as file:
             read_head(file, str(path))
             return True
     return False

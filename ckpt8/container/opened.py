@@ -20,6 +20,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import GlobalTensor, Slice
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import UnknownNameError, UnsupportedError
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import Role, Strided, view_of_box
@@ -120,8 +121,9 @@ class CheckpointFile(Tensors[TensorRecord]):
     """
 
     def __init__(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-        self._reader = ContainerReader(Path(path))
-        super().__init__(Path(path), device, {tensor.name: tensor for tensor in self._reader.manifest.tensors})
+        path = as_path(path)
+        self._reader = ContainerReader(path)
+        super().__init__(path, device, {tensor.name: tensor for tensor in self._reader.manifest.tensors})
 
     def close(self) -> None:
         """Close the file."""

@@ -40,7 +40,7 @@ from ckpt8.container.manifest_json import read_manifest
 from ckpt8.core.backend import Backend, for_arrays
 from ckpt8.core.closing import Closing, without_collection
 from ckpt8.core.errors import InputError, RefusedError, require
-from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
+from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile, open_range
 from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ContainerReader(Closing):
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._base: ContainerReader | InputError | None = None
         self._lock, self._local = threading.Lock(), threading.local()
-        self._file = SourceFile(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
+        self._file = open_range(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
         self._codecs: dict[int | Pack, Codec] = {}
         try:
             with without_collection():
@@ -163,6 +163,10 @@ class ContainerReader(Closing):
         """The containers below a delta, open, its base first. Raises InputError where one is missing or damaged."""
         base = self.base()
         return [] if base is None else [base, *base.links()]
+
+    def expect_all(self) -> None:
+        """Say that all of the file will be read, about in its order."""
+        self._file.expect([(0, self.size)])
 
     def check_in_place(self) -> None:
         """Raise InputError where its path leads to another file than the open one, or that has changed."""

@@ -46,7 +46,7 @@ from ckpt8.container.checks import name_problem
 from ckpt8.container.manifest import SEAL, Manifest, TensorRecord
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.atomic import AtomicFile, sync_directory
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, open_range
 from ckpt8.core.json_text import (
     LARGEST,
     Fields,
@@ -399,10 +399,9 @@ _FREE_CELLS, _CELLS = 1 << 16, 64
 
 def is_sharded(directory: Path) -> bool:
     """Whether a directory is a checkpoint of containers of ranks, or a part of one; False where it cannot be read."""
-    if os.path.exists(directory / INDEX):  # noqa: PTH110 - False for a name that is too long
-        return True
     with suppress(OSError):
-        return any(is_part(entry.name) for entry in os.scandir(directory))
+        if directory.is_dir():
+            return (directory / INDEX).exists() or any(is_part(entry.name) for entry in os.scandir(directory))
     return False
 
 
@@ -445,7 +444,7 @@ def part_names(directory: Path) -> list[str]:
 
 def read_file(path: Path) -> ShardedIndex:
     """The index of one file, or a part of one. Raises InputError, UnsupportedError."""
-    with closing(SourceFile(ByteRange.of(path))) as file:
+    with closing(open_range(ByteRange.of(path))) as file:
         require(file.source.length <= _LONGEST, f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
         text = file.read(0, file.source.length)
     return parse_index(text, str(path))
@@ -453,8 +452,9 @@ def read_file(path: Path) -> ShardedIndex:
 
 def refuse_directory(path: Path) -> None:
     """Raise InputError, which says why, for a directory that is no checkpoint of ckpt8."""
-    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises OSError for a name that is too long
-        raise InputError(explain_missing(path))
+    with suppress(OSError):
+        if path.is_dir():
+            raise InputError(explain_missing(path))
 
 
 def explain_missing(directory: Path) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
 from numbers import Integral, Real
+from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
 from ckpt8.core.errors import WrongTypeError
@@ -68,7 +69,7 @@ def is_path(value: object) -> bool:
     """Whether a value can name a file."""
     if not isinstance(value, (str, os.PathLike)):
         return False
-    text = os.fspath(value)
+    text = str(value) if isinstance(value, PurePath) else os.fspath(value)
     try:
         return isinstance(text, str) and text != "" and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +22,7 @@ from ckpt8.container.frames import FRAME
 from ckpt8.core.arrays import Array
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.grouping import grouped
 from ckpt8.core.public import checked
@@ -405,10 +405,12 @@ def diff(
     """
     with (
         without_collection(),
-        open_source(Path(a), threads=threads) as first,
-        open_source(Path(b), threads=threads) as second,
+        open_source(as_path(a), threads=threads) as first,
+        open_source(as_path(b), threads=threads) as second,
         Workers(threads) as workers,
     ):
+        for source in (first, second):
+            source.keep_all()
         sides = make_sides(first, second)
         names = naming(sides[0]), naming(sides[1])
         difference = Difference(sides[0].facts(), sides[1].facts(), notes=align(*names))

@@ -409,6 +409,7 @@ def checkpoint_distributions(path: Path, *, full: bool = False) -> dict[str, Any
     ``full`` reads every element, else a sample of every tensor.
     """
     with open_source(path, containers=False) as source, Workers() as workers:
+        source.keep_all()
         plan = plan_bundle(source, Policy.of(PRESET))
         counted = {stream.index for stream in plan.streams if is_counted(stream.spec, stream.codec)}
         # Weights apart from the moments, as reports list them.

@@ -25,7 +25,7 @@ from ckpt8.codecs.error_stats import StepError, read_step_error
 from ckpt8.container.manifest import FILE, BaseRecord, original_name
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, UnsupportedError
-from ckpt8.core.files.source_file import ByteRange, SourceFile
+from ckpt8.core.files.source_file import ByteRange, open_range
 from ckpt8.core.json_text import parse_any_json
 from ckpt8.inspecting.container import origin_of, read_json
 from ckpt8.inspecting.facts import EPOCH_KEYS, GLOBAL_KEYS, LARGEST, STEP_KEYS, asked_words, first_number
@@ -261,7 +261,7 @@ _PICKLE = b"\x80"
 
 def read_file(path: Path) -> Facts | None:
     """The facts of a file; None if it is no checkpoint. Raises InputError for damage."""
-    with closing(SourceFile(ByteRange.of(path))) as file:
+    with closing(open_range(ByteRange.of(path))) as file:
         size = file.source.length
         reader = match_reader(file) if size else None
         if reader is None:

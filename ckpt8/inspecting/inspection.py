@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt8.container.joined import Stored, is_stored
 from ckpt8.container.steps import error_in_words
 from ckpt8.core.errors import UsageError
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed, size
@@ -65,9 +66,9 @@ def inspect(
     >>> ckpt8.inspect("run.pt")["tensor_count"]
     8
     """
-    original = None if against is None else Path(against)
+    original = None if against is None else as_path(against)
     return Inspection(
-        facts_of(Path(path), tensors=tensors, full=full, against=original, readiness=readiness, progress=progress)
+        facts_of(as_path(path), tensors=tensors, full=full, against=original, readiness=readiness, progress=progress)
     )
 
 

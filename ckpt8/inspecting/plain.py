@@ -121,13 +121,17 @@ class _Checks:
         for file in zips:
             place = where if len(zips) == 1 else f"{where}: {file.source.name}"
             inside = OpenCheckpoint("torch-zip", file)
-            for entry in read_directory(file):
+            entries = read_directory(file)
+            file.expect([(0, file.source.length)])
+            for entry in entries:
                 if entry.method == STORED and (entry.crc32 or not entry.size):
                     key = entry.name.rpartition("/data/")[2]
                     what = f"record {shown(entry.name)}" + (f", {shown(names[key])}," if key in names else "")
                     record = StorageInfo(key, DType.UINT8, entry.data_offset, entry.size)
                     self._compare(storage_crc(inside, record) == entry.crc32, f"{place}: {what}")
                     self._progress(entry.size)
+        if isinstance(checkpoint, OpenCheckpoint) and not zips:
+            checkpoint.file.expect([(0, checkpoint.size)])
         for storage in checkpoint.storages:
             if storage.crc32 is None or not zips:
                 crc = storage_crc(checkpoint, storage)

@@ -49,6 +49,7 @@ def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
     Raises InputError for damage, and for a directory that holds no tensors.
     """
     with open_source(path, containers=containers) as bundle:
+        bundle.keep_all()
         # A distributed checkpoint is one even where no tensor in it has elements.
         if bundle.directory is not None and not (bundle.holds_tensors or bundle.distributed):
             raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")

@@ -56,6 +56,7 @@ from ckpt8.converting.sources import assemble_distributed
 from ckpt8.core.arrays import Array, Arrays, same_bits
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import CheckFailedError, UsageError
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import ByteRange, combine
 from ckpt8.core.lazy import torch
 from ckpt8.core.public import checked
@@ -543,11 +544,12 @@ def verify(
         raise UsageError(f"a limit of the replay error is a number from 0 on, not {max_replay_error}")
     if max_replay_error is not None and not resume_steps:
         raise UsageError("a limit on the replay error needs steps to replay; give --resume-steps N")
-    if is_plain(Path(source)):
+    source, original = as_path(source), None if original is None else as_path(original)
+    if is_plain(source):
         with without_collection():
-            checks = check_plain(Path(source), None if original is None else Path(original), progress)
+            checks = check_plain(source, original, progress)
         return Verification(0, checks.nbytes, False, 0, 0, (), plain=checks)
-    with without_collection(), open_stored(Path(source)) as stored, Workers(threads) as workers:
+    with without_collection(), open_stored(source) as stored, Workers(threads) as workers:
         readers, tables = containers_of(stored), list[Manifest]()
         for reader in readers:
             check_frames(reader, workers, progress)
@@ -559,7 +561,7 @@ def verify(
         ]
         failures, unmeasured, figures = list[str](), 0, None
         if original is not None:
-            measured, values, figures = compare(stored, Path(original), workers, progress, resume_steps)
+            measured, values, figures = compare(stored, original, workers, progress, resume_steps)
             for reader, table, errors in zip(readers, tables, measured, strict=True):
                 unmeasured += sum(reader.manifest.storages[index].error is None for index in errors.storages)
                 prefix = "" if isinstance(stored, ContainerReader) else f"{reader.path.name}: "

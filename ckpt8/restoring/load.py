@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -21,6 +20,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded
 from ckpt8.core.errors import UsageError, WrongTypeError, require
 from ckpt8.core.files.file_objects import path_to_read
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.public import checked, described
 from ckpt8.core.workers import Workers
 from ckpt8.optim.packed_tensor import weight_check
@@ -63,7 +63,8 @@ def load(
         require(callable(getattr(path, "read", None)), f"load: {described(path)} cannot be read", WrongTypeError)
         with path_to_read(path) as copied:
             return load(copied, map_location, member=member, unpack=unpack, threads=threads)
-    if (directory := find_sharded(Path(path))) is not None:
+    path = as_path(path)
+    if (directory := find_sharded(path)) is not None:
         if member is not None or unpack:
             advice = "leave out member" if not unpack else "convert it to torch with dtype float32 to unpack it"
             raise UsageError(f"{path}: is a directory of containers of ranks, and loaded as a whole; {advice}")
@@ -71,13 +72,15 @@ def load(
         from ckpt8.restoring.sharded import load_directory
 
         return load_directory(directory, map_location, threads)
-    if not is_meant_as_container(Path(path)):
+    if not is_meant_as_container(path):
         if member is not None:
             raise UsageError(f"{path}: is one checkpoint and no .ckpt8; leave out member")
-        obj, tree = load_plain(Path(path), map_location)
+        obj, tree = load_plain(path, map_location)
         return unpack_tree(obj, tree, str(path)) if unpack else obj
-    with ContainerReader(Path(path)) as reader, Workers(threads) as workers:
+    with ContainerReader(path) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
+        if len(reader.manifest.members) == 1:
+            reader.expect_all()
         obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)
         if unpack:
             obj = unpack_tree(obj, tree, str(path))

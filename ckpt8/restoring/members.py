@@ -21,7 +21,7 @@ from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import AtomicDirectory, Check, Guard, default_path, write_at
-from ckpt8.core.files.source_file import combine, crc32
+from ckpt8.core.files.source_file import combine, crc32, refuse_remote
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import listed, size
 from ckpt8.core.workers import Buffers, Progress, Workers
@@ -127,6 +127,7 @@ class Restored(Summarised):
         """A new result at the path that was given, or the default for the first source. Raises OutputError for any."""
         path = restored_path(sources[0], reader.manifest) if given is None else Path(given)
         original = original_name(reader.manifest)
+        refuse_remote(path)
         refuse_any(path, sources)
         return cls(
             path=path, original=original, other_name=original if given is None and path.name != original else None

@@ -16,6 +16,7 @@ from ckpt8.container.header import is_meant_as_container
 from ckpt8.container.opened import CheckpointDirectory, CheckpointFile, Tensors
 from ckpt8.container.sharded import find_sharded
 from ckpt8.core.errors import UsageError
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.public import checked, described
 
 
@@ -60,7 +61,7 @@ def open(  # noqa: A001 - as torch has load and save
     ...     file["model.weight"].dtype
     torch.float32
     """
-    path = Path(path)
+    path = as_path(path)
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError) as exc:

@@ -17,6 +17,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded, refuse_directory
 from ckpt8.core.errors import require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.members import MemberWriter, Restored, file_check, new_directory, room_of
@@ -79,8 +80,9 @@ def restore(
     'back.pt'
     """
     if salvage:
-        with sources_of(Path(source), damaged_too=True) as sources:
-            if (directory := find_sharded(Path(source))) is not None:
+        source = as_path(source)
+        with sources_of(source, damaged_too=True) as sources:
+            if (directory := find_sharded(source)) is not None:
                 # Needs torch.distributed.checkpoint, which takes as long to import as torch.
                 from ckpt8.restoring.sharded_salvage import salvage_directory
 
@@ -106,7 +108,7 @@ def restore_original(
     progress: Progress,
 ) -> Restored:
     """Restore an undamaged source; also says which names the container states and what was replaced."""
-    source = Path(source)
+    source = as_path(source)
     refuse_plain(source)
     if (packed := find_sharded(source)) is not None:
         from ckpt8.restoring.sharded import restore_directory
@@ -119,6 +121,7 @@ def restore_original(
     refuse_directory(source)
     with sources_of(source) as sources, ContainerReader(source) as reader:
         result = Restored.at(sources, target, reader)
+        reader.expect_all()
         _ = reader.backend  # If that is torch, it is imported before the threads begin, which restrict it to one each.
         with Workers(threads) as workers:
             writer = MemberWriter(reader, workers, progress)

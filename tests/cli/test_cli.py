@@ -601,6 +601,7 @@ backend.LEAST_FOR_NUMBA = 0  # as where kernels are compiled already
 source, folder, target = sys.argv[1:]
 helps = ("compress", "convert", "chain", "rebase", "runs", "bench")
 heavy = {"torch", "numpy", "numba", "triton", "ckpt8.compressing.compressor", "concurrent.futures", "asyncio"}
+stores = {"ckpt8.core.files.stores", "boto3", "botocore"}
 
 def run(*arguments):
     sys.argv = ["ckpt8", *arguments]
@@ -631,6 +632,7 @@ between_files = (
 for arguments in between_files:
     # Without numba torch is the engine.
     assert "torch" not in run(*arguments) or importlib.util.find_spec("numba") is None, arguments
+assert not stores & set(sys.modules)
 # What is heavy would show.
 assert run("inspect", original) >= {"torch", "ckpt8.compressing.compressor"}
 """

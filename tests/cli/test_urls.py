@@ -11,11 +11,11 @@ from ckpt8.core.errors import UsageError
 
 URLS = (
     "https://host/run.pt",
-    "s3://bucket/run.ckpt8",
     "gs://bucket/run.pt",
     "hf://me/model/run.pt",
     "file:///a/run.pt",
 )
+S3 = "s3://bucket/run.ckpt8"
 ARGUMENTS = {
     "inspect": ("inspect", "URL"),
     "the original of inspect": ("inspect", "run.ckpt8", "--against", "URL"),
@@ -40,6 +40,20 @@ ARGUMENTS = {
 }
 
 
+READ_FROM_S3 = {
+    "inspect",
+    "the original of inspect",
+    "compress",
+    "restore",
+    "salvage",
+    "verify",
+    "the original of verify",
+    "diff",
+    "the other side of diff",
+}
+"""Where an object of S3 is read: tests/cli/test_s3_commands.py has them."""
+
+
 @pytest.fixture(scope="module")
 def folder(inputs, scratch):
     shutil.copyfile(inputs / "legacy.pt", scratch / "run.pt")
@@ -52,9 +66,10 @@ def folder(inputs, scratch):
 def test_a_url_is_a_usage_error_that_names_it(place, folder, run_command, monkeypatch):
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
-    for url in URLS:
+    for url in (S3, *URLS) if place not in READ_FROM_S3 else URLS:
         err = run_command.refused(2, *(url if word == "URL" else word for word in ARGUMENTS[place]))
-        assert err.startswith(f"ckpt8: {url}: is a URL, and ckpt8 reads and writes local files; ")
+        why = "which is not read or written here" if url == S3 else "and ckpt8 reads and writes local files"
+        assert err.startswith(f"ckpt8: {url}: is a URL, {why}; ")
         assert err.count("\n") == 1
     assert "give the path alone, /a/run.pt" in err
     assert sorted(folder.iterdir()) == before
@@ -63,8 +78,11 @@ def test_a_url_is_a_usage_error_that_names_it(place, folder, run_command, monkey
 def test_the_functions_say_so_too(folder, monkeypatch):
     monkeypatch.chdir(folder)
     for call in (ckpt8.load, ckpt8.compress, lambda url: ckpt8.convert("run.pt", url, to="torch"), ckpt8.open):
+        with pytest.raises(UsageError, match=r"gs://bucket/run\.ckpt8: is a URL.*gcloud storage cp"):
+            call("gs://bucket/run.ckpt8")
+    for call in (lambda url: ckpt8.convert("run.pt", url, to="torch"), lambda url: ckpt8.save({}, url)):
         with pytest.raises(UsageError, match=r"s3://bucket/run\.ckpt8: is a URL.*aws s3 cp"):
-            call("s3://bucket/run.ckpt8")
+            call(S3)
 
 
 def test_a_folder_may_have_such_a_name(folder, tmp_path, monkeypatch, run_command):

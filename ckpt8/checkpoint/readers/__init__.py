@@ -30,7 +30,7 @@ from ckpt8.container.header import CONTAINER, HEAD_BYTES, begins_container
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, SourceFile, reading, refuse_url
+from ckpt8.core.files.source_file import ByteRange, SourceFile, open_range, reading, refuse_url
 
 READERS: dict[str, str] = {
     "torch-zip": "ckpt8.checkpoint.readers.torch_zip",
@@ -63,7 +63,7 @@ def match_reader(file: SourceFile) -> Reader | None:
 @contextmanager
 def open_checkpoint(path: Path) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint file of any known format. Raises InputError for everything else, UsageError for a URL."""
-    with closing(SourceFile(_as_source(path))) as file:
+    with closing(open_range(_as_source(path))) as file:
         refuse_lone_shard(path.name, str(path))
         reader = match_reader(file)
         if reader is None:
@@ -83,7 +83,7 @@ def is_plain_file(path: Path) -> bool:
     with reading(path):
         if not path.is_file() or not path.stat().st_size:
             return False
-    with closing(SourceFile(ByteRange.of(path))) as file:
+    with closing(open_range(ByteRange.of(path))) as file:
         reader = match_reader(file)
     # A container with a damaged head can look like safetensors.
     return reader is not None and (path.suffix != CONTAINER or reader is not get_reader("safetensors"))

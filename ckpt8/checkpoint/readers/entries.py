@@ -105,9 +105,9 @@ def _entry(root: Path, path: str) -> Entry | None:
 def size_of(path: Path) -> int:
     """Bytes of a file, or of all files below a directory. Raises InputError, UsageError for a URL."""
     refuse_url(path)
-    entries = walk(path) if is_directory(path) else [Entry("", FILE)]
+    files = [path / entry.path for entry in walk(path) if entry.format == FILE] if is_directory(path) else [path]
     with reading(path):
-        return sum((path / entry.path).stat().st_size for entry in entries if entry.format == FILE)
+        return sum(file.stat().st_size for file in files)
 
 
 def kept(why: Exception | str, source: ByteRange) -> str:

@@ -178,6 +178,10 @@ class _Central:
     bare: bool  # the fields that no other place repeats are 0, as torch writes them
 
 
+_AROUND, _SMALL = 128, 1 << 16
+"""Bytes of headers around the content of a record: more than any has that torch wrote; and content to fetch with it."""
+
+
 def read_directory(file: SourceFile) -> list[ZipEntry]:
     """All records in the order of their offsets. Raises InputError for anything damaged or contradictory."""
     end = read_end_records(file)
@@ -186,6 +190,7 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
         len(central) == end.count,
         f"{file.source}: damaged zip file: {end.count} records announced, {len(central)} listed",
     )
+    file.expect(map(_first_needs, central))
     ahead = _ReadAhead(file)
     opened = [_open_record(ahead, record, end.offset) for record in central]
     # A record that someone added to torch's file with a zip tool may carry the tool's values.
@@ -197,6 +202,16 @@ def read_directory(file: SourceFile) -> list[ZipEntry]:
     entries = sorted((entry for entry, _ in opened), key=lambda entry: entry.header_offset)
     _check_layout(file, entries)
     return entries
+
+
+def _first_needs(record: _Central) -> tuple[int, int]:
+    """Offset and length of what opening the file reads of a record: headers, and the whole of a small one.
+
+    The descriptor of the record before lies in front of it.
+    """
+    start = max(0, record.header_offset - _AROUND)
+    content = record.compressed_size if record.compressed_size <= _SMALL else 0
+    return start, record.header_offset - start + _AROUND + len(record.name) + content
 
 
 class _ReadAhead:

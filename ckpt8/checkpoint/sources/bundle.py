@@ -18,7 +18,7 @@ from ckpt8.checkpoint.meaning.names import rank_file
 from ckpt8.checkpoint.readers import READERS
 from ckpt8.checkpoint.readers.dcp import DcpMember
 from ckpt8.checkpoint.readers.entries import DirectoryMember, refuse_share
-from ckpt8.checkpoint.tree import Checkpoint, StorageInfo, cut_by_runs, gaps
+from ckpt8.checkpoint.tree import Checkpoint, OpenCheckpoint, StorageInfo, cut_by_runs, gaps
 from ckpt8.container.manifest import SKELETON
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
@@ -104,6 +104,12 @@ class Bundle:
     def checkpoints(self) -> list[DirectoryMember]:
         """The members that a reader knows."""
         return [member for member in self.opened if member.checkpoint.format in READERS]
+
+    def keep_all(self) -> None:
+        """Have what was read of a file in a store kept on the disk: a report reads the same bytes several times."""
+        for member in self.opened:
+            if isinstance(member.checkpoint, OpenCheckpoint):
+                member.checkpoint.file.keep_all()
 
     @property
     def distributed(self) -> list[DcpMember]:

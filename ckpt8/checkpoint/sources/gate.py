@@ -25,7 +25,7 @@ from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.container.member_file import MemberFile
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, SourceFile, reading
+from ckpt8.core.files.source_file import ByteRange, SourceFile, open_range, reading
 from ckpt8.core.lazy import torch
 from ckpt8.core.text import listed
 
@@ -62,7 +62,7 @@ def load_member(file: MemberFile, source: SourceFile, kind: str, map_location: A
 
 def is_loadable(path: Path) -> bool:
     """Whether ``torch.load`` may open a file and can. It maps the tensors if the format permits that."""
-    with suppress(InputError), closing(SourceFile(ByteRange.of(path))) as source:
+    with suppress(InputError), closing(open_range(ByteRange.of(path))) as source:
         checkpoint, calls = _judge(source, _reader(source))
         if calls.arrays:
             return False

@@ -126,6 +126,7 @@ def load_source(reader: ContainerReader, index: int, file: MemberFile, map_locat
 def load_plain(path: Path, map_location: Any) -> tuple[Any, Any]:
     """``load_source`` of a checkpoint that is no container. Raises InputError."""
     with open_checkpoint(path) as checkpoint:
+        checkpoint.file.expect([(0, checkpoint.size)])
         if checkpoint.format not in TORCH_FORMATS:
             return _load_named(checkpoint, str(path), map_location), checkpoint.tree
         with path.open("rb") as file:

@@ -31,7 +31,7 @@ from typing import BinaryIO
 
 from ckpt8.core.closing import Closing, setting
 from ckpt8.core.errors import OutputError, require, system_errors
-from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.files.source_file import refuse_remote
 
 SUFFIX = ".ckpt8-partial"
 IDLE_SECONDS = 3600
@@ -259,7 +259,7 @@ class AtomicOutput(Closing):
         self.target = target
         self.replaced: str | None = None
         self._force, self._check, self._room = force, check, room
-        refuse_url(target)
+        refuse_remote(target)
         with self.guard():
             # Resolve symbolic links: the temporary must be on the file system of the final target.
             self._final = target.resolve()

@@ -1,7 +1,7 @@
 """Reads bytes of source files by position. A short read, or a file that changes meanwhile, raises InputError.
 
-A URL is refused where a path is expected. ``combine`` makes the CRC-32 of a whole from those of two pieces and the
-length of the second, so that different threads can check them.
+``open_range`` opens a file, or an object of a store. Other URLs are refused where a path is expected. ``combine`` makes
+the CRC-32 of a whole from those of two pieces and the length of the second, so that different threads can check them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 from isal.isal_zlib import crc32
 from isal.isal_zlib import crc32_combine as combine
@@ -31,8 +31,28 @@ _TOOLS = {
 }
 
 
+class RemotePath(PosixPath):
+    """A path to an object of a store. It answers as a file that can be read, see ``stores``."""
+
+    def open_range(self, source: ByteRange) -> SourceFile:
+        """An open range of the object."""
+        raise NotImplementedError
+
+
+def refuse_remote(target: Path) -> None:
+    """Raise UsageError for a target that is no local one."""
+    refuse_url(target)
+    require(
+        not isinstance(target, RemotePath),
+        f"{target}: is in a store, which ckpt8 reads and does not write; give a local file with -o",
+        UsageError,
+    )
+
+
 def refuse_url(path: Path) -> None:
-    """Raise UsageError for a URL, unless there is a folder of its first name."""
+    """Raise UsageError for a URL that is not read in place, unless there is a folder of its first name."""
+    if isinstance(path, RemotePath):
+        return
     # A path has lost one of the two slashes.
     match = re.fullmatch(r"([a-z][a-z0-9+.-]+):/+(.*)", os.fspath(path), re.IGNORECASE | re.DOTALL)
     if match is None or os.path.lexists(path.parts[0]):
@@ -44,7 +64,9 @@ def refuse_url(path: Path) -> None:
         what = f"give the path alone, {rest}"
     else:
         what = f"copy it to or from a local file{f' with {tool}' if tool else ''}"
-    raise UsageError(f"{scheme}://{rest}: is a URL, and ckpt8 reads and writes local files; {what}")
+    # Where an object of S3 is read, it is a RemotePath.
+    why = "which is not read or written here" if scheme.lower() == "s3" else "and ckpt8 reads and writes local files"
+    raise UsageError(f"{scheme}://{rest}: is a URL, {why}; {what}")
 
 
 def reading(name: object) -> AbstractContextManager[None]:
@@ -106,6 +128,12 @@ class SourceFile:
     def stored(self) -> int:
         """Bytes that the source takes on the disk: fewer than its length where it is compressed."""
         return self.source.length
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say which offsets and lengths will be read, in their order. A store then sends them ahead."""
+
+    def keep_all(self) -> None:
+        """Say that the same bytes will be read again, in any order. A store then sends them once."""
 
     def close(self) -> None:
         """Release the file descriptor."""
@@ -174,6 +202,11 @@ class SourceFile:
         )
 
 
+def open_range(source: ByteRange) -> SourceFile:
+    """Open a file, or an object of a store. Raises InputError."""
+    return source.path.open_range(source) if isinstance(source.path, RemotePath) else SourceFile(source)
+
+
 class Window(SourceFile):
     """``length`` bytes of ``base`` from ``offset`` on; messages call them ``name``. Closing it leaves ``base`` open."""
 
@@ -190,6 +223,10 @@ class Window(SourceFile):
         """Fill ``buffer`` with the bytes at ``offset`` of the stretch. Raises InputError."""
         self._check_extent(offset, len(buffer))
         self._base.read_into(self.source.offset + offset, buffer)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say which ranges of the stretch will be read."""
+        self._base.expect((self.source.offset + start, length) for start, length in ranges)
 
     def check_unchanged(self) -> None:
         """Raise InputError when the file changed since it was opened."""
