@@ -96,12 +96,14 @@ def floats(x: Array, dtype: DType) -> Array:
 
 def doubles(x: Array, dtype: DType) -> Array:
     """Elements of any type in float64, complex ones in complex128. torch converts types that are rare."""
-    if dtype in _EXACT or dtype is DType.FLOAT16:
-        return (x.view(np.float16) if dtype is DType.FLOAT16 else x).astype(np.float64)
-    if dtype is DType.BFLOAT16:
-        return widened(x).astype(np.float64)
-    if dtype in _COMPLEX:
-        return x.view(_COMPLEX[dtype]).astype(np.complex128)
+    # numpy warns of a NaN that signals.
+    with np.errstate(invalid="ignore"):
+        if dtype in _EXACT or dtype is DType.FLOAT16:
+            return (x.view(np.float16) if dtype is DType.FLOAT16 else x).astype(np.float64)
+        if dtype is DType.BFLOAT16:
+            return widened(x).astype(np.float64)
+        if dtype in _COMPLEX:
+            return x.view(_COMPLEX[dtype]).astype(np.complex128)
     tensor = as_tensor(x, dtype)
     wide = DType.COMPLEX128 if tensor.is_complex() else DType.FLOAT64
     return np.asarray(tensor.to(wide.torch).numpy())

@@ -11,9 +11,11 @@ import torch
 from archive_kit import each_backend, each_dtype, half_units, integers, there_and_back
 
 import ckpt8
+from ckpt8.codecs.base import Factors
 from ckpt8.codecs.lattice.reference import dither
 from ckpt8.codecs.rclog import OCTAVE, RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
+from ckpt8.codecs.vscaled.statistics import expand
 from ckpt8.core.errors import RefusedError
 
 N = 20_000
@@ -195,3 +197,8 @@ def test_second_moments_of_every_type_that_is_stored_exactly_give_the_first_ones
     assert {storage.codec["id"] for storage in manifest.storages} >= {"vscaled/1", "lossless/1"}
     back = ckpt8.load(tmp_path / "run.ckpt8")["optimizer"]["state"][0]["exp_avg"]
     assert (back - moments["exp_avg"]).norm() < 0.2 * moments["exp_avg"].norm()
+
+
+def test_statistics_that_signal_expand_without_a_warning():
+    rows, columns = (np.array(bits, np.uint32).view(np.float32) for bits in ([0x7F80A000, 0x3F800000], [0x40000000]))
+    assert np.isnan(expand(Factors(0, 1, 2, 1), rows, columns, 0, 2)).all()

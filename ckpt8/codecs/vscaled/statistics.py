@@ -19,8 +19,8 @@ def expand(factors: Factors, rows: Array, columns: Array, first: int, count: int
     height, width = factors.height, factors.width
     begin, end = first // width, -(-(first + count) // width)
     matrices = slice(begin // height, -(-end // height))
-    averages = rows.astype(np.float64).reshape(-1, height)[matrices]
     with np.errstate(all="ignore"):
+        averages = rows.astype(np.float64).reshape(-1, height)[matrices]
         relative = (averages / (_sums(averages) / height)[:, None]).astype(np.float32).reshape(-1)
         before, of_columns = matrices.start * height, columns.reshape(-1, width)[matrices]
         if len(averages) > 1:

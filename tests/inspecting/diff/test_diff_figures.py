@@ -69,6 +69,18 @@ def test_what_is_not_finite_is_counted_and_left_out(tmp_path):
     assert_figures(change, {**expected(x[kept], y[kept]), "elements": 1000, "differ": 998})
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("float32", "00a0807f"), ("bfloat16", "817f"), ("float16", "017c"), ("complex64", "00a0807f" * 2)],
+)
+def test_a_nan_that_signals_is_a_nan_without_a_warning(tmp_path, dtype, bits):
+    x = torch.frombuffer(bytearray.fromhex(bits) * 3, dtype=torch.uint8).view(getattr(torch, dtype))
+    y = x.clone()
+    y[0] = 1
+    facts = compared(tmp_path, {"x": x}, {"x": y})[1]
+    assert (facts["change"]["differ"], facts["change"]["nan"]) == (1, [3, 2])
+
+
 def test_bits_decide_what_is_identical(tmp_path):
     nan, other = torch.tensor([[0x7FC00000], [0x7FC00001]], dtype=torch.int32).view(torch.float32)
     assert compared(tmp_path, {"x": nan}, {"x": nan.clone()})[0].identical
