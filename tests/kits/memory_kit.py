@@ -19,7 +19,7 @@ if find_spec("numba") is not None:
     import numba
     from ckpt8.core.numba import start
     numba.njit(lambda: 0)()
-    start()
+    start(writes=True)
 
 def memory(field):
     with open("/proc/self/status") as file:
