@@ -140,11 +140,11 @@ def cast(data: Composite, name: str, ref: TensorRef, dtype: DType) -> TensorRef:
         if dtype is DType.BFLOAT16:
             # The formula for masters makes Inf of some NaN.
             return np.where(np.isnan(wide), np.uint16(_QUIET_NAN), converted)
-        magnitudes = np.abs(doubles(values, ref.dtype))
-        finite = np.isfinite(magnitudes)
-        if (np.isinf(converted.view(np.float16)) & finite).any():
-            largest = magnitudes[finite].max()
-            raise UsageError(f"{data.label}: {name}: {largest:.6g} is beyond the range of float16; use bfloat16")
+        too_large = np.abs(doubles(values[np.isinf(converted.view(np.float16))], ref.dtype))
+        if (too_large := too_large[np.isfinite(too_large)]).size:
+            raise UsageError(
+                f"{data.label}: {name}: {too_large.max():.6g} is beyond the range of float16; use bfloat16"
+            )
         return converted
 
     return computed(data, dtype, ref.shape, convert)
