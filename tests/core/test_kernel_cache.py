@@ -29,19 +29,19 @@ jit.compiled = lambda *given: made.append(given) or compiled(*given)
 """
 """Has ``made`` list the kernels that are compiled."""
 
-START = COUNTING + "print(jit._nothing(), len(made))"
+START = COUNTING + "print(jit._reads(), len(made))"
 MADE, KEPT, FORGED = "0 1", "0 0", "7 0"
 """What it prints where the kernel was compiled, where it was in the cache, and where another one was."""
 
 FORGE = """
 from ckpt8.core import numba as jit
 
-def _nothing():
+def _reads():
     return 7
 
-compiled, forged = jit.compiled, jit.Kernel(_nothing)
+compiled, forged = jit.compiled, jit.Kernel(_reads)
 jit.compiled = lambda _, args: compiled(forged, args)
-jit._nothing()
+jit._reads()
 """
 """Keeps another kernel in its place, with every checksum as it should be."""
 
@@ -337,7 +337,7 @@ def test_a_kept_file_without_its_function_is_not_called(run, tmp_path):
     """numba runs the kernel in its place; a call of address 0 would end the process."""
     renamed = "made = jit.compiled\njit.compiled = lambda *given: made(*given)._replace(symbol='absent')\n"
     for program in ("from ckpt8.core import numba as jit\n" + renamed, "from ckpt8.core import numba as jit\n"):
-        assert run(program + "print(jit._nothing())", HOME=tmp_path / "home") == ("0", "")
+        assert run(program + "print(jit._reads())", HOME=tmp_path / "home") == ("0", "")
 
 
 def test_a_kernel_is_made_anew_when_what_it_is_made_of_changes(run, tmp_path):
