@@ -156,7 +156,8 @@ class Sampler:
                 crc = crc32(content, crc)
                 x = floats(elements, stream.spec.dtype)
                 if sample.factors is not None:
-                    x = x * np.concatenate([as_array(sample.factors(window)) for window in windows])
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        x = x * np.concatenate([as_array(sample.factors(window)) for window in windows])
                 counts += np.bincount((x.view(np.int32) >> _SHIFT) & (_BINS - 1), minlength=_BINS)
         return Spread(sum(stream.spec.numel for stream in sample.streams), counts), crc
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from torch import nn
 import ckpt8
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS
-from ckpt8.compressing.spending import SAMPLE, Spread, _windows, row_length
+from ckpt8.compressing.spending import SAMPLE, Sample, Sampler, Spread, _windows, row_length
 from ckpt8.core import backend
-from ckpt8.core.tensors import DType, Role
+from ckpt8.core.tensors import DType, Role, TensorSpec
 from ckpt8.inspecting.container import inspect_container
 
 BUDGETED = {"lattice/1", "rclog/1", "vscaled/1"}
@@ -282,3 +283,14 @@ def test_sums_of_a_histogram_are_those_of_its_elements():
         assert spread.total(power) == pytest.approx(10 * float(sum_), rel=2e-3)
     counts[4090] += 1
     assert not Spread(SAMPLE, counts).is_finite
+
+
+def test_a_sample_that_its_factors_overflow_is_not_finite_and_gives_no_warning():
+    class Source:
+        def read_each(self, starts, length, buffer):
+            buffer[:] = torch.tensor([3e38, 0.0, 1.0]).numpy().view("u1").data
+
+    stream = SimpleNamespace(spec=TensorSpec("m", Role.MOMENT1, DType.FLOAT32, (3,)), storage=SimpleNamespace(offset=0))
+    for factors in ([10.0, 1.0, 1.0], [0.0, math.inf, 1.0]):
+        [spread] = Sampler(Source()).spreads([Sample([stream], lambda _, factors=factors: torch.tensor(factors))])
+        assert not spread.is_finite
