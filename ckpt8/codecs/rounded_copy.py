@@ -120,7 +120,10 @@ class Reference(Codec, Copied):
         out: Arrays = NO_COMPANIONS,  # noqa: ARG002
     ) -> dict[str, Array]:
         """As ``encode``, with the bits of the copy and of the companion."""
-        rounded = companions.get(ROUNDED)
+        return self._array_differences(x, spec, companions.get(ROUNDED))
+
+    def _array_differences(self, x: Array, spec: TensorSpec, rounded: Array | None) -> dict[str, Array]:
+        """As ``_differences``, of bits."""
         if rounded is not None and bool((x != rounded).any()):
             raise RefusedError(f"differs from its fp32 master rounded to {_SHORT[spec.dtype]}")
         return {}
@@ -184,24 +187,14 @@ class HalfReference(Reference):
             raise RefusedError("differs from its fp32 master rounded to fp16")
         return {DELTA: delta.to(DType.INT8.torch)}
 
-    def encode_arrays(
-        self,
-        x: Array,
-        spec: TensorSpec,
-        *,
-        backend: backends.Backend,  # noqa: ARG002
-        first: int = 0,  # noqa: ARG002
-        companions: Arrays = NO_COMPANIONS,
-        inherited: Arrays | None = None,  # noqa: ARG002
-        out: Arrays = NO_COMPANIONS,  # noqa: ARG002
-    ) -> dict[str, Array]:
-        """As ``encode``, with the bits of the copy and of the companion."""
+    def _array_differences(self, x: Array, spec: TensorSpec, rounded: Array | None) -> dict[str, Array]:
+        """As ``_differences``, of bits."""
         from ckpt8.core import arrays
 
-        rounded = companions.get(ROUNDED)
         if rounded is None:
             rounded = arrays.rounded(arrays.floats(x, spec.dtype), DType.BFLOAT16)
         base = arrays.rounded(arrays.widened(rounded), DType.FLOAT16)
+        # As int16: the sign of either is its top bit.
         delta = x.view("i2").astype("i4") - base.view("i2").astype("i4")
         if (abs(delta) > _MOST).any():
             raise RefusedError("differs from its fp32 master rounded to fp16")
