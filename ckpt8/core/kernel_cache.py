@@ -79,7 +79,7 @@ class KernelCache:
     def load(self) -> ObjectCode | None:
         """The kept kernel; None if it must be compiled."""
         with contextlib.suppress(Exception):
-            if (folder := _folder()) and (content := _read(folder / self._name, self._origin)):
+            if (folder := _folder(make=False)) and (content := _read(folder / self._name, self._origin)):
                 end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
                 symbol, arguments, results, is_tuple = json.loads(content[_LENGTH_BYTES:end])
                 return ObjectCode(symbol, arguments, results, is_tuple, content[end:])
@@ -88,7 +88,7 @@ class KernelCache:
     def save(self, kernel: ObjectCode) -> None:
         """Keep a kernel."""
         with contextlib.suppress(Exception):
-            if folder := _folder():
+            if folder := _folder(make=True):
                 head = json.dumps(kernel[:-1]).encode()
                 content = len(head).to_bytes(_LENGTH_BYTES, "little") + head + kernel.code
                 _write(folder / self._name, self._origin, content)
@@ -142,18 +142,19 @@ def _meaning(value: Any, names: set[str]) -> Any:
 
 
 @cache
-def _folder() -> Path | None:
-    """The folder of this user for kernels, made with those above it; None, with a warning, if it cannot be used.
+def _folder(*, make: bool) -> Path | None:
+    """The folder of this user for kernels; None if it is missing, or, with a warning, if it cannot be used.
 
-    It cannot where another user could put files into it or replace it.
+    It cannot where another user could put files into it or replace it. ``make`` makes it, with the folders above it.
     """
     try:
         folder = _chosen()
-        _check_way(folder.absolute(), 0)
+        _check_way(folder.absolute(), 0, make=make)
         final = folder.resolve()
         check_private(final, final.lstat())
     except (OSError, RuntimeError) as exc:
-        _warn(_NOT_KEPT, exc)
+        if make or not isinstance(exc, FileNotFoundError):
+            _warn(_NOT_KEPT, exc)
         return None
     return folder
 
@@ -209,10 +210,10 @@ def _warn(text: str, error: OSError | RuntimeError) -> None:
         warnings.warn(printable(text.format(why)), KernelCacheWarning, stacklevel=2)
 
 
-def _check_way(path: Path, links: int) -> None:
-    """Check every folder and link on the way to ``path``; make missing folders, for this user alone. Raises OSError."""
+def _check_way(path: Path, links: int, *, make: bool) -> None:
+    """Check folders and links on the way to ``path``; ``make`` missing ones, for this user alone. Raises OSError."""
     for folder in (*reversed(path.parents), path):
-        if not os.path.lexists(folder):
+        if make and not os.path.lexists(folder):
             # Another process may be making it at the same time.
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(0o700)
@@ -221,7 +222,7 @@ def _check_way(path: Path, links: int) -> None:
         if stat.S_ISLNK(status.st_mode):
             if links == 40:  # as many as Linux follows: more go in a circle
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
-            _check_way(folder.parent / folder.readlink(), links + 1)
+            _check_way(folder.parent / folder.readlink(), links + 1, make=make)
         elif not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 

@@ -120,6 +120,13 @@ def test_kernels_are_in_the_cache_of_the_user(run, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+def test_who_only_asks_leaves_nothing(run, tmp_path):
+    """A command that fails leaves no folders behind."""
+    ask = "from ckpt8.core import numba as jit; print(jit.is_kept(writes=False))"
+    assert run(ask, HOME=tmp_path) == ("False", "")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_kept_kernel_does_without_numba(run_program, good):
     """Its import takes half a second."""
     assert run_program(START + "\nimport sys; print('numba' in sys.modules)", HOME=good) == (f"{KEPT}\nFalse", "")
