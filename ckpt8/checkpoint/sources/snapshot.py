@@ -73,7 +73,8 @@ class _Memory:
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes, self.pinned, self.owner = nbytes, False, os.getpid()
-        self.pages = mmap.mmap(-1, nbytes)
+        # Shared pages, which are the default, would be small ones, and slow to get.
+        self.pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with suppress(AttributeError, OSError):
                 self.pages.madvise(getattr(mmap, advice))
@@ -268,7 +269,7 @@ class Walk:
             or tensor.is_nested
             or (dtype.is_complex and tensor.is_conj())
             or tensor.is_neg()
-            or tensor._backward_hooks is not None
+            or tensor._backward_hooks  # torch.load makes an empty one
             or tensor.__dict__
         ):
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import os
 import warnings
 from collections import Counter, OrderedDict, namedtuple
@@ -35,6 +36,13 @@ def with_attribute():
 def shared():
     inner = {"t": torch.ones(2), "n": [1, 2]}
     return {"a": inner, "b": inner, "c": (inner, [inner["t"]], (1, 2)), "d": (inner, 1)}
+
+
+def loaded():
+    file = io.BytesIO()
+    torch.save({"w": torch.randn(3), "p": torch.nn.Parameter(torch.ones(2))}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def layouts():
@@ -78,6 +86,7 @@ PLAIN = {
     "numpy": lambda: {"rng": ("MT19937", np.arange(6, dtype=np.uint32), 0.5), "w": torch.randn(4)},
     "numpy's layouts": layouts,
     "a scheduler's counts": lambda: {"milestones": Counter({30: 1, 80: 2}), "w": torch.ones(2)},
+    "what torch.load gave": loaded,
     "one tensor": lambda: torch.randn(9),
     "a number": lambda: 3,
 }
