@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from itertools import chain
 from reprlib import recursive_repr
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import SourceFile
 from ckpt8.core.tensors import DType, Role, Strided, contiguous_stride
 from ckpt8.core.text import box_text, shortened
+
+if TYPE_CHECKING:
+    from ckpt8.core.arrays import Array
 
 _LONGEST_REPR = 1000
 
@@ -168,7 +171,7 @@ class Checkpoint(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with source bytes at ``offset``. Thread-safe. Raises InputError."""
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with pieces of ``length`` bytes of one storage, which begin at ``starts``."""
 
     def check_unchanged(self) -> None:
@@ -184,9 +187,9 @@ class ReadsPieces:
         """As ``Checkpoint.read_into``."""
         raise NotImplementedError
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``."""
-        for at, start in enumerate(starts):
+        for at, start in enumerate(starts.tolist()):
             self.read_into(start, buffer[at * length : (at + 1) * length])
 
 
@@ -212,7 +215,7 @@ class OpenCheckpoint:
         """Fill ``buffer`` with the bytes at ``offset``. Thread-safe. Raises InputError."""
         self.file.read_into(offset, buffer)
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``."""
         self.file.read_each(starts, length, buffer)
 

@@ -58,6 +58,7 @@ from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
 from ckpt8.container.frames import FRAME
 from ckpt8.container.steps import CAPPED, NO_BUDGET, NO_PARAMETER, UNMOVED
 from ckpt8.core.arrays import Array, as_array, empty, floats
+from ckpt8.core.backend import for_arrays
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.lazy import torch
@@ -128,6 +129,8 @@ class Sampler:
     def __init__(self, source: Checkpoint) -> None:
         self._source = source
         self._crc = 0
+        # Starts the kernels that read it, if the compression will take them as well.
+        for_arrays(sum(storage.nbytes for storage in source.storages), writes=True)
 
     def spreads(self, samples: Sequence[Sample]) -> list[Spread]:
         """How the elements of every sample are spread. Raises InputError."""
@@ -146,30 +149,37 @@ class Sampler:
         """The spread of a sample, and the crc32 of what was read. Thread-safe."""
         counts, crc = np.zeros(_BINS, np.int64), 0
         for stream in sample.streams:
-            windows = _windows(stream.spec.numel)
+            starts, length = _places(stream.spec.numel)
             size = stream.spec.dtype.itemsize
-            elements = empty(sum(map(len, windows)), stream.spec.dtype)
+            elements = empty(len(starts) * length, stream.spec.dtype)
             content = elements.view(np.uint8).data
-            if windows:
-                starts = [stream.storage.offset + window.start * size for window in windows]
-                self._source.read_each(starts, len(windows[0]) * size, content)
+            if len(starts):
+                self._source.read_each(stream.storage.offset + starts * size, length * size, content)
                 crc = crc32(content, crc)
                 x = floats(elements, stream.spec.dtype)
                 if sample.factors is not None:
                     with np.errstate(over="ignore", invalid="ignore"):
+                        windows = _windows(stream.spec.numel)
                         x = x * np.concatenate([as_array(sample.factors(window)) for window in windows])
                 counts += np.bincount((x.view(np.int32) >> _SHIFT) & (_BINS - 1), minlength=_BINS)
         return Spread(sum(stream.spec.numel for stream in sample.streams), counts), crc
 
 
-def _windows(numel: int) -> list[range]:
-    """The elements of the sample: one window in each of equal parts, at another place in each."""
+def _places(numel: int) -> tuple[Array, int]:
+    """Where the windows of the sample begin, int64, and their length: one in each of equal parts, at other places."""
     if numel <= SAMPLE:
-        return [range(numel)] if numel else []
+        return np.arange(min(numel, 1)), numel
     count = min(max(1 << (numel // _PER_WINDOW).bit_length() - 1, _LEAST_WINDOWS), _MOST_WINDOWS)
     length, part = SAMPLE // count, numel // count
-    starts = (k * part + ((k * _GOLDEN >> 32 & 0xFFFFFFFF) * (part - length) >> 32) for k in range(count))
-    return [range(start, start + length) for start in starts]
+    k, half = np.arange(count, dtype=np.uint64), np.uint64(32)
+    places = k * np.uint64(part) + ((k * np.uint64(_GOLDEN) >> half) * np.uint64(part - length) >> half)
+    return places.astype(np.int64), length
+
+
+def _windows(numel: int) -> list[range]:
+    """The elements of the sample."""
+    starts, length = _places(numel)
+    return [range(start, start + length) for start in starts.tolist()]
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,21 @@
 They pack and unpack symbols in a pass over memory for every plane, and take differences and sums in one pass.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from ckpt8.codecs.lattice.numba import from_zigzag, zigzag
+from ckpt8.container.frames import SHORT_PLANE, SYMBOLS_WORTH_IT
 from ckpt8.container.manifest import DIGITS, LANES, Mode
+from ckpt8.container.modes import BLOCK, BLOCK_BYTES, EFFORT, EXCESS, FRAME_BYTES, LEAST_SHARE, SHARES, TABLE_BYTES
 from ckpt8.core.arrays import Array
-from ckpt8.core.numba import i4, kernel
+from ckpt8.core.numba import f8, i4, kernel
 
 u4, u8 = np.uint32, np.uint64
+
+_LOG_2 = math.log(2)
 
 _HISTOGRAMS, _SMALL = 4, 1 << 12
 _RUN = 30 << 7
@@ -41,29 +46,63 @@ def _count(symbols, first, second, third, fourth):
 
 
 @kernel
-def _tabulate(counts, modes, rows):
-    """Add the counts of what is above the bits of stored symbols to the rows of every mode (raw, base, over, ...)."""
-    for symbol in range(counts.size):
-        count = counts[symbol]
-        if count:
-            row = 0
-            for k in range(modes.shape[0]):
-                raw, over = modes[k, 0], modes[k, 2]
-                rest, escape = symbol >> 8 * raw, modes[k, 1] - 1
-                rows[row, min(rest, escape)] += count
-                above = max(rest - escape, 0)
-                for byte in range(over):
-                    rows[row + over - byte, (above >> 8 * byte) & 0xFF] += count
-                row += over
-                for byte in range(raw):
-                    rows[row + raw - byte, (symbol >> 8 * byte) & 0xFF] += count
-                row += raw + 1
-
-
-@kernel
 def _stored(symbol, top):
     """A symbol with the one that stands for -1 in place."""
     return i4(top if symbol < 0 else i4(symbol + i4(top == 0)))
+
+
+@kernel
+def _expected_share(most, shares, excess):
+    """A value between those at ``shares``, which rise."""
+    k = 1
+    while most > shares[k]:
+        k += 1
+    slope = (excess[k] - excess[k - 1]) / (shares[k] - shares[k - 1])
+    return slope * (most - shares[k - 1]) + excess[k - 1]
+
+
+@kernel
+def _expect_plane(row, total, length, per_byte, shares, excess):
+    """See ``modes._stored``; ``row`` has the counts of the values, of which there are ``total``."""
+    largest, values, entropy = 0, 1, 0.0
+    distinct = 0
+    for k in range(row.size):
+        if row[k]:
+            share = row[k] / total
+            entropy -= share * math.log(share)
+            largest, distinct = max(largest, row[k]), distinct + 1
+    most = 1.0
+    for _ in range(per_byte):
+        most *= largest / total
+        values = min(values * distinct, 256)
+    bits = per_byte * entropy / _LOG_2 + _expected_share(most, shares, excess) + EFFORT
+    blocks = (length + BLOCK - 1) // BLOCK
+    packed = bits * length / 8 + blocks * (BLOCK_BYTES + TABLE_BYTES * values) + FRAME_BYTES
+    worth = 1.0 if length < SHORT_PLANE else SYMBOLS_WORTH_IT
+    return packed if packed < worth * length and most > LEAST_SHARE else f8(length)
+
+
+@kernel
+def _expect(symbols, counts, modes, numel, shares, excess, row, out):
+    total = max(counts.sum(), 1)
+    for at in range(modes.shape[0]):
+        raw, base, over, top, bits, per_byte = modes[at]
+        lanes = (numel + LANES - 1) // LANES
+        out[at] = bits * lanes
+        for plane in range(1 + over + raw):
+            row[:] = 0
+            for k in range(symbols.size):
+                stored = top if symbols[k] < 0 else symbols[k] + (top == 0)
+                rest = stored >> bits + 8 * raw
+                if plane == 0:
+                    value = min(rest, base - 1)
+                elif plane <= over:
+                    value = max(rest - (base - 1), 0) >> 8 * (over - plane)
+                else:
+                    value = stored >> 8 * (over + raw - plane)
+                row[value & 0xFF] += counts[k]
+            length = numel if plane else (numel + per_byte - 1) // per_byte
+            out[at] += _expect_plane(row, total, length, per_byte if plane == 0 else 1, shares, excess)
 
 
 @kernel
@@ -224,11 +263,11 @@ def histogram(symbols: Array, largest: int) -> Array:
     return np.asarray(counts.sum(0, dtype=np.int64))
 
 
-def tabulate(counts: Array, modes: Sequence[Mode]) -> Array:
-    """How often every byte occurs in every plane of every mode. See ``symbols``."""
-    rows = np.zeros((sum(1 + mode.over + mode.raw for mode in modes), 256), np.int64)
-    _tabulate(counts, np.array(modes), rows)
-    return rows
+def expect(symbols: Array, counts: Array, modes: Array, numel: int) -> Array:
+    """The bytes that the planes of each mode are expected to take. See ``modes.Expect``."""
+    out = np.empty(len(modes))
+    _expect(symbols, counts, modes, numel, np.array(SHARES), np.array(EXCESS), np.empty(256, np.int64), out)
+    return out
 
 
 def fill(symbols: Array, mode: Mode, planes: Sequence[Array]) -> None:

@@ -33,7 +33,7 @@ def _pack(symbols: Array, backend: Backend, slot: str | None) -> tuple[Array, Pa
         from ckpt8.container import kernels
 
         counts = kernels.histogram(symbols, kernels.largest(symbols))
-        packing = Packing(choose(counts, symbols.size, kernels.tabulate), symbols.size)
+        packing = Packing(choose(counts, symbols.size, kernels.expect), symbols.size)
     else:
         packing = Packing(choose(np.bincount(symbols + 1, minlength=2), symbols.size), symbols.size)
     length = sum(packing.plane_lengths)

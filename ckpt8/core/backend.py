@@ -33,6 +33,9 @@ LEAST_FOR_NUMBA = 1 << 25
 """The fewest bytes of a checkpoint for which numba pays: kernels start in 0.1 s, on a new machine in five seconds."""
 
 
+_runs_numba = False
+
+
 @cache
 def _fault_of_numba(*, writes: bool = False) -> str | None:
     """Why numba cannot compile kernels, those that write containers among them or not; None if it can."""
@@ -40,10 +43,17 @@ def _fault_of_numba(*, writes: bool = False) -> str | None:
         from ckpt8.core.numba import start
 
         start(writes=writes)
+        global _runs_numba  # noqa: PLW0603 - of this process
+        _runs_numba = True
     except Exception as exc:
         log.info("numba cannot compile kernels, so that torch takes its place: %s", exc)
         return f"needs the package numba, which cannot compile kernels: {exc}"
     return None
+
+
+def runs_numba() -> bool:
+    """Whether kernels of numba run in this process: some work has asked for them, and numba can compile them."""
+    return _runs_numba
 
 
 @cache

@@ -54,7 +54,9 @@ _RESULTS: dict[str, Any] = {
 }
 """By the name of a type in numba."""
 
-_LIBRARY = frozenset({"memcpy", "memmove", "memset", "sqrtf", "sqrt", "fabsf", "floorf", "ceilf", "rintf"})
+_LIBRARY = frozenset(
+    {"memcpy", "memmove", "memset", "sqrtf", "sqrt", "fabsf", "floorf", "ceilf", "rintf", "log", "pread"}
+)
 """What a kept kernel may call that is not its own; of the C library."""
 
 
@@ -113,6 +115,26 @@ class Kernel:
 def kernel(function: Callable[..., Any]) -> Kernel:
     """Make a kernel of ``function``, which is compiled at its first call."""
     return Kernel(function)
+
+
+class Foreign:
+    """A function of the C library that kernels call, of a ``signature`` in numba's words."""
+
+    def __init__(self, name: str, signature: str) -> None:
+        self.__name__, self._signature = name, signature
+
+    def __call__(self, *args: Any) -> int:
+        """In a kernel alone."""
+        raise NotImplementedError
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What it is to a kernel that calls it."""
+        from numba import types
+        from numba.core.sigutils import normalize_signature
+
+        arguments, returned = normalize_signature(self._signature)
+        return types.ExternalFunction(self.__name__, returned(*arguments))
 
 
 _DATA = object.__basicsize__

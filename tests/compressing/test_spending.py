@@ -287,6 +287,8 @@ def test_sums_of_a_histogram_are_those_of_its_elements():
 
 def test_a_sample_that_its_factors_overflow_is_not_finite_and_gives_no_warning():
     class Source:
+        storages = ()
+
         def read_each(self, starts, length, buffer):
             buffer[:] = torch.tensor([3e38, 0.0, 1.0]).numpy().view("u1").data
 

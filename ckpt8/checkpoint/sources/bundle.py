@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt8.checkpoint.meaning.names import rank_file
 from ckpt8.checkpoint.readers import READERS
@@ -23,6 +23,9 @@ from ckpt8.container.manifest import SKELETON
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import listed
+
+if TYPE_CHECKING:
+    from ckpt8.core.arrays import Array
 
 
 class WithSkeleton:
@@ -53,7 +56,7 @@ class WithSkeleton:
         for (_, position), at, part in cut_by_runs(self._runs, offset - self.size, buffer):
             self._checkpoint.read_into(position + at, part)
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with pieces of a storage of the source."""
         self._checkpoint.read_each(starts, length, buffer)
 
@@ -192,10 +195,10 @@ class Bundle:
         member = self._member_at(offset)
         member.checkpoint.read_into(offset - member.base, buffer)
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with pieces of one storage, which is no skeleton. Thread-safe. Raises InputError."""
-        member = self._member_at(starts[0])
-        member.checkpoint.read_each([start - member.base for start in starts], length, buffer)
+        member = self._member_at(int(starts[0]))
+        member.checkpoint.read_each(starts - member.base, length, buffer)
 
     def _member_at(self, offset: int) -> Member:
         return self.members[bisect_right(self.members, offset, key=lambda member: member.base) - 1]

@@ -10,7 +10,7 @@ import errno
 import pickle
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, cast
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.readers.torch_zip import read_directory
 from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
+from ckpt8.core.arrays import Array
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import Partial, writing
 from ckpt8.core.lazy import torch
@@ -85,16 +86,16 @@ class LiveCheckpoint(OpenCheckpoint):
         else:
             self.file.read_into(offset, buffer)
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with pieces of one storage: gathered where it is, and copied from there at once."""
-        storage = self.storages[bisect_right(self.storages, starts[0], key=lambda storage: storage.offset) - 1]
+        storage = self.storages[bisect_right(self.storages, int(starts[0]), key=lambda storage: storage.offset) - 1]
         memory = self.memory[storage.key]
         if memory.data_ptr() in self.made:
-            for at, start in enumerate(starts):
+            for at, start in enumerate(starts.tolist()):
                 self.read_into(start, buffer[at * length : (at + 1) * length])
             return
         content = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
-        pieces = content.unfold(0, length, 1)[torch.tensor(starts, device=memory.device) - storage.offset]
+        pieces = content.unfold(0, length, 1)[torch.from_numpy(starts).to(memory.device) - storage.offset]
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(pieces.reshape(-1))
 
 

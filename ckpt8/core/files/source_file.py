@@ -10,15 +10,20 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 from isal.isal_zlib import crc32_combine as combine
 
+from ckpt8.core.backend import runs_numba
 from ckpt8.core.errors import InputError, MissingError, UsageError, require, system_errors
+
+if TYPE_CHECKING:
+    from ckpt8.core.arrays import Array
 
 __all__ = ["combine", "crc32"]
 
@@ -146,25 +151,17 @@ class SourceFile:
         self._check_extent(offset, len(buffer))
         self._read_at(self._fd, offset, buffer)
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``, in order. Raises InputError."""
-        if self._fd < 0:
-            for at, start in enumerate(starts):
-                self.read_into(start, buffer[at * length : (at + 1) * length])
-            return
-        self._check_extent(min(starts, default=0), length)
-        self._check_extent(max(starts, default=0), length)
-        # Some ten thousand pieces: what Python does for one counts.
-        read, descriptor, base, end = os.preadv, self._fd, self.source.offset, 0
-        for start in starts:
-            piece = buffer[end : end + length]
-            end += length
-            try:
-                got = read(descriptor, (piece,), base + start)
-            except OSError:
-                got = 0
-            if got != length:
-                self._read_at(descriptor, start, piece)
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``, int64. Raises InputError."""
+        done = 0
+        if self._fd >= 0 and len(starts) and runs_numba():
+            from ckpt8.core.files import pieces_numba
+
+            self._check_extent(int(starts.min()), length)
+            self._check_extent(int(starts.max()), length)
+            done = pieces_numba.read(self._fd, starts + self.source.offset, length, buffer)
+        for at, start in enumerate(starts[done:].tolist(), done):
+            self.read_into(start, buffer[at * length : (at + 1) * length])
 
     def _read_at(self, descriptor: int, offset: int, buffer: memoryview) -> None:
         done = 0

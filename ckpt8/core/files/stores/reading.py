@@ -17,15 +17,18 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import writing
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.files.stores.contract import Stat, Store
+
+if TYPE_CHECKING:
+    from ckpt8.core.arrays import Array
 
 HEAD, TAIL = 512 << 10, 64 << 10
 """Bytes at the beginning and at the end that come together: header, manifest and seal of most containers."""
@@ -366,9 +369,9 @@ class StoreFile(SourceFile):
         """Have these ranges fetched ahead."""
         self._shared.expect((self.source.offset + start, length) for start, length in ranges)
 
-    def read_each(self, starts: Sequence[int], length: int, buffer: memoryview) -> None:
+    def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """As that of a SourceFile, with all pieces on their way at once."""
-        self.expect((start, length) for start in starts)
+        self.expect((start, length) for start in starts.tolist())
         super().read_each(starts, length, buffer)
 
     def keep_all(self) -> None:
