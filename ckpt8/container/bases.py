@@ -72,16 +72,14 @@ class Stated(NamedTuple):
         return 0 if self.base is None else self.base.links
 
 
-def stated_base(container: Path, only: str | None = None) -> Stated:
-    """Seal and base of a container by its head; no base where its manifest does not hold the text ``only``.
-
-    Raises InputError.
-    """
+def stated_base(container: Path) -> Stated:
+    """Seal and base of a container by its head. Raises InputError."""
     with closing(open_range(ByteRange.of(container))) as file:
         where, size = str(container), file.source.length
         text, seal = manifest_text(read_head(file, where).manifest, where), file.read(size - SEAL_BYTES, SEAL_BYTES)
-        lacks_text = only is not None and only.encode() not in text
-        return Stated(seal.hex(), None if lacks_text else read_base(Fields(parse_manifest(text, size, where), where)))
+        # Most manifests are not parsed.
+        record = read_base(Fields(parse_manifest(text, size, where), where)) if b'"base"' in text else None
+        return Stated(seal.hex(), record)
 
 
 def files_of(source: Path, *, damaged_too: bool = False) -> list[Path]:
@@ -91,7 +89,7 @@ def files_of(source: Path, *, damaged_too: bool = False) -> list[Path]:
     """
     files = [source]
     with suppress(InputError) if damaged_too else nullcontext():
-        while is_container(files[-1]) and (record := stated_base(files[-1], only='"base"').base) is not None:
+        while is_container(files[-1]) and (record := stated_base(files[-1]).base) is not None:
             files.append(find_base(files[-1], record, directories()))
     return files
 

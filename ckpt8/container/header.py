@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import replace
-from operator import eq
+from operator import eq, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,13 +158,18 @@ def check_version(text: object, where: str) -> None:
     )
 
 
-def _entry(name: str, value: object, where: str) -> Entry:
-    match value:
-        case {"dtype": "U8", "shape": [int(length)], "data_offsets": [int(start), int(stop)], **rest} if (
-            not rest and 0 <= start <= stop and length == stop - start
-        ):
-            return Entry(name, start, stop)
-    raise InputError(f"{where}: header entry {name[:80]!r} is malformed")
+def _entries(header: Mapping[str, Any], where: str) -> Iterator[Entry]:
+    """The entries in the order of the header. Some thousands: a match of patterns takes five times as long."""
+    for name, value in header.items():
+        try:
+            start, stop = value["data_offsets"]
+            is_sound = type(start) is type(stop) is int and 0 <= start <= stop
+            is_sound = is_sound and value == tensor_entry("U8", [stop - start], start, stop)
+        except (TypeError, KeyError, ValueError):
+            is_sound = False
+        if not is_sound:
+            raise InputError(f"{where}: header entry {name[:80]!r} is malformed")
+        yield Entry(name, start, stop)
 
 
 def parse(text: bytes, data_bytes: int, where: str, unreadable: str) -> list[Entry]:
@@ -179,9 +184,7 @@ def parse(text: bytes, data_bytes: int, where: str, unreadable: str) -> list[Ent
     if not isinstance(metadata, Mapping) or FORMAT_KEY not in metadata:
         raise InputError(unreadable)
     check_version(metadata[FORMAT_KEY], where)
-    entries = sorted(
-        (_entry(name, value, where) for name, value in header.items()), key=lambda entry: (entry.start, entry.stop)
-    )
+    entries = sorted(_entries(header, where), key=itemgetter(1, 2))
     position = 0
     for entry in entries:
         if entry.start != position:
@@ -279,7 +282,7 @@ def chunk_count(numel: int) -> int:
 
 def chunk_spec(spec: TensorSpec, chunk: int) -> TensorSpec:
     """The specification of one chunk of a storage: FRAME elements, the last one fewer."""
-    return replace(spec, shape=(min(FRAME, spec.numel - chunk * FRAME),))
+    return TensorSpec(spec.name, spec.role, spec.dtype, (min(FRAME, spec.numel - chunk * FRAME),))
 
 
 def slab_chunks(numel: int, slab: int) -> list[range]:

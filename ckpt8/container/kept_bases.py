@@ -397,9 +397,8 @@ def _needs(container: Path, path: Path, seal: str, is_kept: Callable[[Path], boo
     if stated_seal(container) is None:
         return False
     try:
-        # Most files are not parsed.
-        record = stated_base(container, only=seal).base
-    except InputError:
+        record = _head(container).base
+    except (InputError, OSError):
         return False
     if record is None or record.seal != seal:
         return False
