@@ -47,6 +47,7 @@ from ckpt8.container.bases import looked_for_in
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
+from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, WrongTypeError, require
 from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
@@ -410,6 +411,7 @@ def _warn_of_refusal(target: Path, checkpoint: OpenCheckpoint) -> None:
     )
 
 
+@without_collection()
 def _compress(
     source: Bundle,
     target: Path,

@@ -116,7 +116,8 @@ def encode_part(name: str, part: Array, packing: Packing | None = None, *, copy:
         view = plane.data
         stored: bytes | memoryview = compressor.compress(view) if _is_compressible(view, compressor, worth) else view
         if len(stored) >= len(view):
-            stored = bytes(view) if copy else view
+            # bytes(view) would hold the lock.
+            stored = plane.copy().data if copy else view
         frames.append((stored, crc32(stored)))
     return frames
 

@@ -15,6 +15,7 @@ from ckpt8.container.bases import sources_of
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded, refuse_directory
+from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
 from ckpt8.core.files.paths import as_path
@@ -99,6 +100,7 @@ def refuse_plain(source: Path) -> None:
     require(not is_plain_file(source), f"{source}: is a plain checkpoint already, and needs no restoring")
 
 
+@without_collection()
 def restore_original(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | None,
