@@ -1,4 +1,4 @@
-"""A base for objects that are closed at the end of a ``with`` block, and work without garbage collection.
+"""Blocks: objects that are closed at their end, and code in which no garbage is collected or no signal strikes.
 
 Work that builds millions of records spends half of its time in Python's search for cycles.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -58,6 +60,34 @@ def without_collection() -> Iterator[None]:
         if was_enabled:
             del _held[:1]
             gc.enable()
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Deliver SIGINT and SIGTERM at the end of the block instead of inside it.
+
+    Protects code that creates a file and then records it: an exception between the two would leave the file.
+    Signals reach the main thread only; in another thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    # None: Python did not install the handler and could not restore it.
+    before = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if (handler := signal.getsignal(number)) is not None
+    }
+    try:
+        for number in before:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for struck in came:
+            signal.raise_signal(struck)
 
 
 @contextmanager

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from ckpt8.core.closing import deferred
 from ckpt8.core.errors import KernelCacheWarning
-from ckpt8.core.files.atomic import deferred
 from ckpt8.core.text import printable
 
 _DIGEST_BYTES, _LENGTH_BYTES = 32, 4

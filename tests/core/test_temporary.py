@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from ckpt8.cli.bench.probe import run_child
-from ckpt8.core.files.atomic import deferred, temporary_directory
+from ckpt8.core.closing import deferred
+from ckpt8.core.files.atomic import temporary_directory
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 

@@ -33,8 +33,8 @@ from typing import IO, Any
 
 import zstandard
 
+from ckpt8.core.closing import deferred
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
-from ckpt8.core.files.atomic import deferred
 
 _PROC = Path("/proc")
 

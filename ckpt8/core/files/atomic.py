@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import stat
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import BinaryIO
 
-from ckpt8.core.closing import Closing, setting
+from ckpt8.core.closing import Closing, deferred, setting
 from ckpt8.core.errors import OutputError, require, system_errors
 from ckpt8.core.files.source_file import refuse_remote
 
@@ -524,34 +523,6 @@ class AtomicDirectory(AtomicOutput):
             for directory in self._made:
                 sync_directory(self.path / directory)
             self._take_name(replace_directory)
-
-
-@contextmanager
-def deferred() -> Iterator[None]:
-    """Deliver SIGINT and SIGTERM at the end of the block instead of inside it.
-
-    Protects code that creates a file and then records it: an exception between the two would leave the file.
-    Signals reach the main thread only; in another thread this does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    # None: Python did not install the handler and could not restore it.
-    before = {
-        number: handler
-        for number in (signal.SIGINT, signal.SIGTERM)
-        if (handler := signal.getsignal(number)) is not None
-    }
-    try:
-        for number in before:
-            signal.signal(number, lambda number, _: came.append(number))
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for struck in came:
-            signal.raise_signal(struck)
 
 
 @contextmanager
