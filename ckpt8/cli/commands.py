@@ -23,7 +23,7 @@ import typer
 from ckpt8.cli.guard import console, is_quiet, note, present, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath
+from ckpt8.core.files.source_file import RemotePath, refuse_remote
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable, size
 
@@ -222,7 +222,11 @@ def compress(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Where to write; of several SRC, the folder. Default: next to each."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write, such as s3://BUCKET/KEY; of several SRC, the folder. Default: next to each.",
+        ),
     ] = None,
     preset: Preset = None,
     budget: Budget = None,
@@ -260,12 +264,12 @@ def compress(
     Several SRC become a .ckpt8 each. If one fails, a message says why and the others go on; the exit code is the
     highest of all failures.
     """
-    src = list(map(as_path, src))
-    for source in src:
-        if isinstance(source, RemotePath):
+    src, output = list(map(as_path, src)), output and as_path(output)
+    for path in (*src, output):
+        if isinstance(path, RemotePath):
             require(
                 len(src) == 1 and not (remove or dry_run),
-                f"{source}: is in a store: compress it alone, without --remove and --dry-run",
+                f"{path}: is in a store: compress one checkpoint, without --remove and --dry-run",
                 UsageError,
             )
     require(stats or not remove, "--remove verifies by the statistics of a container; leave out --no-stats", UsageError)
@@ -283,6 +287,8 @@ def compress(
         "frozen_from": frozen_from,
     }
     if (place := ranks(src)) is not None:
+        if output is not None:
+            refuse_remote(output)
         require(
             not (remove or dry_run),
             f"{'--remove' if remove else '--dry-run'} is not for ranks that share a source; leave it out",
@@ -293,7 +299,8 @@ def compress(
         from ckpt8.compressing.compress import default_target
 
         target = default_target(src[0])
-        if output is not None and os.path.isdir(output):  # noqa: PTH112 - False for a name that is too long
+        is_remote = isinstance(output, RemotePath)
+        if output is not None and not is_remote and os.path.isdir(output):  # noqa: PTH112 - no error for a long name
             output = output / target.name
         (_preview_one if dry_run else _compress_one)(
             src[0], output, output or target, options, remove=remove, force=force, as_json=as_json

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import UsageError
+from ckpt8.core.files.source_file import resolved
 from ckpt8.core.summary import Summarised
 
 _lock = threading.RLock()
@@ -220,4 +221,4 @@ def start_saving(target: Path, base: Path | None, take: Callable[[Job], Unsaved]
 
 def key_of(target: Path) -> str:
     """What identifies a target, by whatever path."""
-    return os.path.realpath(target)
+    return str(resolved(target))

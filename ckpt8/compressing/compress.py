@@ -52,7 +52,7 @@ from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, WrongTypeError
 from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import refuse_remote, refuse_url
+from ckpt8.core.files.source_file import RemotePath, refuse_url, resolved
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.log import log
@@ -120,6 +120,8 @@ def compress(
 ) -> Manifest:
     """Compress a checkpoint file or directory into a ``.ckpt8``, by default next to it; return its manifest.
 
+    Either may be ``s3://BUCKET/KEY``.
+
     ``preset`` is flash (the default), compact, archive or lossless. ``budget`` takes its place: a number of optimizer
     steps, from 0.01 to 10. Weights and moments then differ from the original as much as so many steps of training
     change them; archive is one step, compact 0.15. ``rules`` are ``GLOB=CODEC`` for tensors by name; the first match
@@ -150,7 +152,9 @@ def compress(
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
-    target = target_of(source, None if target is None else Path(target), force=force)
+    target = None if target is None else as_path(target)
+    _refuse_base_of_object(default_target(source) if target is None else target, base, frozen_from)
+    target = target_of(source, target, force=force)
     asked = wanted(base)
     frozen = checked_frozen(frozen_from, asked)
     with (
@@ -172,7 +176,7 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     Raises UsageError for a directory that needs a target.
     """
     refuse_url(source)
-    refuse_remote(default_target(source) if target is None else target)
+    refuse_url(default_target(source) if target is None else target)
     refuse_source(default_target(source) if target is None else target, source)
     if target is None:
         target = default_path(default_target(source))
@@ -183,6 +187,15 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     with writing(target):
         AtomicFile.examine(target, force=force, check=unneeded_file)
     return target
+
+
+def _refuse_base_of_object(target: Path, *bases: object) -> None:
+    """Raise UsageError for an object of a store that is to need a base."""
+    require(
+        not isinstance(target, RemotePath) or all(base is None for base in bases),
+        f"{target}: in a store ckpt8 writes no differences; leave out base and frozen_from (--base, --frozen-from)",
+        UsageError,
+    )
 
 
 def _refuse_place(source: Path, target: Path) -> None:
@@ -260,7 +273,8 @@ def save(
     Tensors are packed on the device that they are on, CPU or GPU. Arguments are those of ``compress``, except that an
     existing file is replaced unless ``force`` is False. A name such as ``b.pt`` gets a warning: torch.load cannot read
     a container. Raises OutputError, and UsageError for wrong arguments and for
-    an object that cannot be pickled. ``target`` may be a binary file such as ``io.BytesIO``, which gets the container.
+    an object that cannot be pickled. ``target`` may be ``s3://BUCKET/KEY``, or a binary file such as ``io.BytesIO``,
+    which gets the container.
 
     With ``background`` it returns a ``PendingSave`` once all tensors are copied to memory of the CPU. You may then
     change them; the file gets the old values. A thread packs and writes it, and the interpreter waits for that thread
@@ -282,7 +296,8 @@ def save(
                 obj, path, preset=preset, budget=budget, rules=rules, threads=threads, stats=stats,
                 max_update_error=max_update_error,
             )  # fmt: skip
-    target = Path(target)
+    target = as_path(target)
+    _refuse_base_of_object(target, base, frozen_from)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error)
     member = _member_of(target)
@@ -295,7 +310,7 @@ def save(
     if background:
         # The thread writes to where these paths lead now.
         refuse_url(target)
-        target = Path(os.path.realpath(target))
+        target = resolved(target)
         asked = asked.absolute() if isinstance(asked, Path) else asked
         frozen, named = frozen and frozen.absolute(), named and named.absolute()
         base_dirs = [Path(folder).absolute() for folder in base_dirs]
@@ -359,6 +374,8 @@ def _examine(target: Path, *, force: bool) -> None:
     """Raise OutputError for a target, without links in its path, that is known not to be writable; write nothing."""
     with writing(target):
         AtomicFile.examine(target, force=force, check=any_file)
+        if isinstance(target, RemotePath):
+            return
         folder = target.parent
         os.stat(os.path.join(folder, ""))  # noqa: PTH116, PTH118 - a directory, and no file
         if not os.access(folder, os.W_OK | os.X_OK):

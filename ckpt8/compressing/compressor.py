@@ -294,7 +294,7 @@ class Compressor:
         with Workers(self._options.threads) as workers:
             # Threads start on the chunks while the header is laid out, which takes as long as some of them.
             chunks = self._encoder.stored(_chunks_of(units), workers)
-            with ContainerWriter(target, self._names(), force=force, tidy=tidy, room=self._room) as writer:
+            with self._writer(target, force=force, tidy=tidy) as writer:
                 results = self.write_units(writer, workers, units, chunks)
                 self.write_groups(writer, workers.map(self._groups.stored, self._shared), results)
                 self._source.check_unchanged()
@@ -304,7 +304,7 @@ class Compressor:
     def pack(self, target: Path, policy: Policy, *, force: bool) -> Unwritten:
         """Open the temporary file of ``target`` and pack all units in memory. Raises as ``run``."""
         with ExitStack() as stack:
-            writer = stack.enter_context(ContainerWriter(target, self._names(), force=force, room=self._room))
+            writer = stack.enter_context(self._writer(target, force=force))
             workers = stack.enter_context(Workers(self._options.threads))
             units: list[Unit] = []
             chunks: deque[PackedChunk] = deque()
@@ -423,11 +423,21 @@ class Compressor:
                 return names
             self._slab *= 2
 
-    def _room(self) -> str:
-        """The most that a container of the source takes: lossless storages are stored as they are at worst."""
+    def _writer(self, target: Path, *, force: bool, tidy: bool = True) -> ContainerWriter:
+        return ContainerWriter(
+            target,
+            self._names(),
+            force=force,
+            tidy=tidy,
+            room=lambda: f"at most {size(self._bound())}",
+            bound=self._bound(),
+        )
+
+    def _bound(self) -> int:
+        """The most bytes of a container of the source: lossless storages are stored as they are at worst."""
         # Slices that a framework has compressed take more than their file once they are decoded.
         decoded = sum(stream.spec.numel * stream.spec.dtype.itemsize for stream in self._plan.streams)
-        return f"at most {size(max(self._source.size, decoded) * _LONGEST + _LONGEST_MORE)}"
+        return int(max(self._source.size, decoded) * _LONGEST) + _LONGEST_MORE
 
     def _no_errors(self, unit: Unit) -> UnitErrors:
         """Sums for what is measured of a unit, all zero."""

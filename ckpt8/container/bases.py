@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckpt8.container.header import (
+    CONTAINER,
     SEAL_BYTES,
     holds_seal,
     is_container,
@@ -25,7 +26,7 @@ from ckpt8.container.manifest import BaseRecord, read_base
 from ckpt8.core.closing import setting
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import as_private_as, refuse_source
-from ckpt8.core.files.source_file import ByteRange, open_range
+from ckpt8.core.files.source_file import ByteRange, RemotePath, open_range, resolved
 from ckpt8.core.json_text import Fields
 
 _directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
@@ -155,9 +156,9 @@ def folders_that_need(folder: Path) -> list[Path]:
     """
     folders = [folder, folder / KEPT, *([folder.parent] if folder.name == KEPT else [])]
     named = directories()
-    if {os.path.realpath(path) for path in named} & {os.path.realpath(path) for path in folders}:
+    if {*map(resolved, named)} & {*map(resolved, folders)}:
         folders += [*named, Path.cwd()]
-    return list({os.path.realpath(path): path for path in reversed(folders)}.values())[::-1]
+    return list({resolved(path): path for path in reversed(folders)}.values())[::-1]
 
 
 def _folders(container: Path, base_dirs: Sequence[Path]) -> list[Path]:
@@ -179,9 +180,13 @@ def _exists(place: Path) -> bool:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Everything in a folder; nothing of one that cannot be listed."""
+    """Everything in a folder; nothing of one that cannot be listed. In a store, what has the suffix of a container.
+
+    There each costs two requests.
+    """
     try:
-        return sorted(folder.iterdir())
+        files = sorted(folder.iterdir())
+        return [path for path in files if path.suffix == CONTAINER] if isinstance(folder, RemotePath) else files
     except OSError:
         return []
 

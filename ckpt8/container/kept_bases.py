@@ -35,6 +35,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import any_file, sync_directory
+from ckpt8.core.files.source_file import resolved
 from ckpt8.core.text import listed
 
 _LINKING = ".linking"
@@ -366,9 +367,10 @@ def dependents(path: Path) -> list[Path]:
     It looks at the heads of those in ``folders_that_need``. Another name of the same file keeps its bytes; of a copy
     all frames are read.
     """
-    seal, path = stated_seal(path), Path(os.path.realpath(path))
+    seal = stated_seal(path)
     if seal is None:
         return []
+    path = resolved(path)
     is_kept = cache(partial(_keeps_bytes, path))
     return [
         file
@@ -381,7 +383,7 @@ def dependents(path: Path) -> list[Path]:
 def refuse_needed(path: Path) -> None:
     """Raise OutputError where a container needs what is at ``path`` as its base, see ``dependents``."""
     if needing := dependents(path):
-        home = Path(os.path.realpath(path)).parent
+        home = resolved(path).parent
         names = listed([file.name if file.parent == home else str(file) for file in needing], 4)
         raise OutputError(f"{path}: is the base of {names}; rebase or remove what needs it first")
 
@@ -394,16 +396,16 @@ def unneeded_file(path: Path) -> str:
 
 def _needs(container: Path, path: Path, seal: str, is_kept: Callable[[Path], bool]) -> bool:
     """Whether a file is a container whose base has this seal, and is at ``path`` only."""
-    if stated_seal(container) is None:
-        return False
     try:
+        if stated_seal(container) is None:
+            return False
         record = _head(container).base
     except (InputError, OSError):
         return False
     if record is None or record.seal != seal:
         return False
     for other in bases_of(container, record):
-        if os.path.realpath(other) != str(path):
+        if resolved(other) != path:
             return not is_kept(other)  # what readers take without ``path``
     return True
 

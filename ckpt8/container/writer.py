@@ -27,6 +27,7 @@ from ckpt8.core.arrays import Arrays
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import PIECE, AtomicFile, Room, start_writeback, write_all_at
+from ckpt8.core.files.source_file import RemotePath
 from ckpt8.core.public import checked
 from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
@@ -35,106 +36,151 @@ _WRITEBACK = 1 << 23
 """Bytes after which to start the flush to the disk: to start it for every small entry takes longer than writing it."""
 
 
-class ContainerWriter(Closing):
-    """Appends entries after a reserved header, then fills the header in. A context manager.
+class _FileOutput(Closing):
+    """A file that is appended to behind ``reserved`` bytes for a head, which comes at the end. See ``AtomicFile``."""
 
-    The header has room for entries of these ``names``. Where it needs more in the end, the data is moved.
-
-    ``tidy`` is that of ``Partial``; ``room`` says how long the file becomes, for an error.
-    """
-
-    def __init__(
-        self, target: Path, names: Iterable[str], *, force: bool, tidy: bool = True, room: Room | None = None
-    ) -> None:
-        self._header_size = header.reserved_size(names)
-        self._data_start = header.LENGTH_BYTES + self._header_size
-        self._entries: list[Entry] = []
-        self._position = self._written = self._handed_over = 0
+    def __init__(self, target: Path, *, force: bool, reserved: int, tidy: bool, room: Room | None) -> None:
+        self._start = reserved
+        self._size = self._written = self._handed_over = 0
         self._waiting: list[bytes | memoryview] = []
         self._output = AtomicFile(target, force=force, check=unneeded_file, tidy=tidy, room=room)
         self._descriptor = self._output.file.fileno()
 
     def close(self) -> None:
-        """Remove the file, unless it is finished."""
+        """Remove the file, unless it is published."""
         self._output.close()
 
-    def append(self, name: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Write one entry, whole: small ones with those that follow."""
-        start = self._position
-        self._waiting += frames
-        self._position += sum(map(len, frames))
-        self._entries.append(Entry(name, start, self._position))
-        if self._position - self._written >= PIECE:
+    def append(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """Write small buffers with those that follow."""
+        self._waiting += buffers
+        self._size += sum(map(len, buffers))
+        if self._size - self._written >= PIECE:
             self._write()
 
     def _write(self) -> None:
-        """Write the waiting frames, and start the flush of what is written to the disk."""
+        """Write the waiting buffers, and start the flush of what is written to the disk."""
         with self._output.guard():
-            self._written += write_all_at(self._descriptor, self._waiting, self._data_start + self._written)
+            self._written += write_all_at(self._descriptor, self._waiting, self._start + self._written)
             self._waiting.clear()
             if self._written - self._handed_over >= _WRITEBACK:
-                start_writeback(
-                    self._descriptor, self._data_start + self._handed_over, self._written - self._handed_over
-                )
+                start_writeback(self._descriptor, self._start + self._handed_over, self._written - self._handed_over)
                 self._handed_over = self._written
+
+    def mark(self) -> None:
+        """A file needs no note of the place to which ``rollback`` returns."""
+
+    def rollback(self, size: int) -> None:
+        """Take back everything behind the first ``size`` bytes."""
+        self._write()
+        self._size = self._written = size
+        self._handed_over = min(self._handed_over, self._written)
+        with self._output.guard():
+            os.ftruncate(self._descriptor, self._start + size)
+
+    def end(self, head: bytes, tail: Sequence[bytes]) -> Path:
+        """Write the last bytes and the first ones; return where they can be read."""
+        self.append(tail)
+        self._write()
+        if len(head) > self._start:
+            self._move(len(head) - self._start)
+        with self._output.guard():
+            write_all_at(self._descriptor, [head], 0)
+            self._output.path.stat()  # somebody may have removed the folder
+        return self._output.path
+
+    def _move(self, by: int) -> None:
+        """Make room for a longer head: move all data, the last piece first."""
+        with self._output.guard():
+            for start in reversed(range(0, self._size, PIECE)):
+                place = self._start + start
+                piece = os.pread(self._descriptor, min(PIECE, self._size - start), place)
+                write_all_at(self._descriptor, [piece], place + by)
+
+    def publish(self, last_look: Callable[[Path], object]) -> None:
+        """Give the file its name, see ``AtomicFile.publish``."""
+        self._output.publish(last_look)
+
+
+class ContainerWriter(Closing):
+    """Appends entries after a reserved header, then fills the header in. A context manager.
+
+    The header has room for entries of these ``names``. It may need more in the end.
+
+    ``tidy`` is that of ``Partial``; ``room`` says how long the file becomes, for an error, and ``bound`` how many bytes
+    an object of a store takes at most.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        names: Iterable[str],
+        *,
+        force: bool,
+        tidy: bool = True,
+        room: Room | None = None,
+        bound: int = 0,
+    ) -> None:
+        self._target = target
+        self._header_size = header.reserved_size(names)
+        reserved = header.LENGTH_BYTES + self._header_size
+        self._entries: list[Entry] = []
+        self._position = 0
+        self._output = (
+            target.new_object(force=force, check=unneeded_file, reserved=reserved, bound=bound)
+            if isinstance(target, RemotePath)
+            else _FileOutput(target, force=force, reserved=reserved, tidy=tidy, room=room)
+        )
+
+    def close(self) -> None:
+        """Remove what was written, unless it is finished."""
+        self._output.close()
+
+    def append(self, name: str, frames: Sequence[bytes | memoryview]) -> None:
+        """Write one entry, whole."""
+        start = self._position
+        self._position += sum(map(len, frames))
+        self._entries.append(Entry(name, start, self._position))
+        self._output.append(frames)
 
     def mark(self) -> int:
         """The number of entries written so far."""
+        self._output.mark()
         return len(self._entries)
 
     def rollback(self, mark: int) -> None:
-        """Take back every entry written since ``mark``."""
-        if mark == len(self._entries):
-            return
-        self._write()
-        self._position = self._written = self._entries[mark].start
-        self._handed_over = min(self._handed_over, self._written)
-        del self._entries[mark:]
-        with self._output.guard():
-            os.ftruncate(self._descriptor, self._data_start + self._position)
+        """Take back every entry written since ``mark``, which is the last one."""
+        if mark < len(self._entries):
+            self._position = self._entries[mark].start
+            del self._entries[mark:]
+            self._output.rollback(self._position)
 
     def finish(self, manifest: Manifest, last_look: Callable[[Path], object] = lambda _: None) -> bytes:
-        """Write manifest, header and seal, and publish the file, see ``AtomicFile.publish``. Returns the seal.
+        """Write manifest, seal and header, and publish the file, see ``AtomicFile.publish``. Returns the seal.
 
         Raises OutputError where it cannot be written, or where the reader would refuse what it states.
         """
-        stored = pack_manifest(manifest_json(manifest), self._data_start + self._position + header.SEAL_BYTES)
-        self.append(header.MANIFEST, [stored])
-        self._write()
-        start = self._position
-        entries = [*self._entries, Entry(header.SEAL, start, start + header.SEAL_BYTES)]
+        reserved = header.LENGTH_BYTES + self._header_size
+        stored = pack_manifest(manifest_json(manifest), reserved + self._position + header.SEAL_BYTES)
+        after = self._position + len(stored)
+        end = after + header.SEAL_BYTES
+        ends = Entry(header.MANIFEST, self._position, after), Entry(header.SEAL, after, end)
         try:
-            head = header.render(entries, self._header_size, manifest.version)
+            head = header.render([*self._entries, *ends], self._header_size, manifest.version)
         except ValueError:
-            head = header.render(entries, None, manifest.version)
-            self._move(len(head) - self._data_start)
+            head = header.render([*self._entries, *ends], None, manifest.version)
         seal = hashlib.sha256(head + stored).digest()
-        with self._output.guard():
-            write_all_at(self._descriptor, [seal], self._data_start + start)
-            write_all_at(self._descriptor, [head], 0)
-        self._check_readable()
+        self._check_readable(self._output.end(head, [stored, seal]))
         self._output.publish(last_look)
-        manifest.stored_nbytes = self._data_start + start + header.SEAL_BYTES
+        manifest.stored_nbytes = len(head) + end
         return seal
 
-    def _check_readable(self) -> None:
+    def _check_readable(self, path: Path) -> None:
         """Read header and manifest, not the data, as any reader will. Raises OutputError where it refuses them."""
-        with self._output.guard():
-            self._output.path.stat()  # somebody may have removed the folder
         try:
-            ContainerReader(self._output.path).close()
+            ContainerReader(path).close()
         except Ckpt8Error as exc:
-            why = str(exc).removeprefix(f"{self._output.path}: ")
-            raise OutputError(f"{self._output.target}: would not be readable: {why}; nothing was written") from exc
-
-    def _move(self, by: int) -> None:
-        """Make the header longer: move all data, the last piece first."""
-        with self._output.guard():
-            for start in reversed(range(0, self._position, PIECE)):
-                place = self._data_start + start
-                piece = os.pread(self._descriptor, min(PIECE, self._position - start), place)
-                write_all_at(self._descriptor, [piece], place + by)
-        self._data_start += by
+            why = str(exc).removeprefix(f"{path}: ")
+            raise OutputError(f"{self._target}: would not be readable: {why}; nothing was written") from exc
 
 
 Tables = dict[str, FrameTable]

@@ -112,7 +112,7 @@ def test_a_skeleton_is_no_difference(tmp_path, monkeypatch):
     with ContainerReader(tmp_path / "next.ckpt8") as reader:
         skeleton = reader.manifest.members[0].skeleton
         assert reader.manifest.storages[skeleton].pack is None
-    monkeypatch.setattr(ContainerWriter, "_check_readable", lambda _: None)
+    monkeypatch.setattr(ContainerWriter, "_check_readable", lambda *_: None)
     path = delta(tmp_path / "next.ckpt8", tmp_path / "key.ckpt8", tmp_path / "x.ckpt8", only=[skeleton])
     with pytest.raises(InputError, match="skeleton: is a difference, but no tensor"):
         ContainerReader(path)

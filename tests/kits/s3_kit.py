@@ -47,8 +47,14 @@ class Bucket:
 
     def order(self, *faults):
         """Have these faults happen, and no others; the log since the last call."""
-        body = json.dumps({"faults": faults}).encode()
-        request = urllib.request.Request(f"{self.endpoint}/__control", data=body)
+        return self._control({"faults": faults})
+
+    def look(self):
+        """The log since the last call; faults stay as they are."""
+        return self._control({})
+
+    def _control(self, order):
+        request = urllib.request.Request(f"{self.endpoint}/__control", data=json.dumps(order).encode())
         with urllib.request.urlopen(request) as answer:
             return [entry for entry in json.load(answer) if entry["path"].startswith(f"/{BUCKET}")]
 

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from urllib.parse import parse_qsl
 
 FAULTS: list[dict] = []
 LOG: list[dict] = []
@@ -23,11 +24,36 @@ def _answer(start, status, body):
     return [body]
 
 
+def _refuse(environ, start, status, code):
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>ordered</Message></Error>".encode()
+    return _answer(start, f"{status} Fault", body)
+
+
+def _what(method, query):
+    """What a request of an upload does, empty for all others."""
+    if "uploads" in query:
+        return "begin" if method == "POST" else "uploads"
+    if "uploadId" in query:
+        return {"PUT": "part", "POST": "complete", "DELETE": "abort"}.get(method, "")
+    return "put" if method == "PUT" else ""
+
+
+def _is_that(environ):
+    """Whether the object is the one that If-Match names: moto does not look when an upload is completed."""
+    from moto.s3.models import s3_backends
+
+    wanted = environ.get("HTTP_IF_MATCH")
+    _, bucket, key = environ["PATH_INFO"].split("/", 2)
+    found = next(iter(s3_backends.values()))["aws"].get_object(bucket, key)
+    return wanted is None or (found is not None and found.etag == wanted)
+
+
 def _fault(request):
     """The fault that was ordered for a request, counted down."""
     with LOCK:
         for fault in FAULTS:
-            if fault["times"] and fault.get("method", request["method"]) == request["method"]:
+            if fault["times"] and all(request[key] == fault.get(key, request[key]) for key in ("method", "what")):
                 if fault.get("after", 0):
                     fault["after"] -= 1
                     continue
@@ -47,29 +73,35 @@ class Logged:
         with LOCK:
             body = json.dumps(LOG).encode()
             LOG.clear()
-            FAULTS[:] = order.get("faults", [])
+            FAULTS[:] = order.get("faults", FAULTS)
         return _answer(start, "200 OK", body)
 
     def __call__(self, environ, start):
         if environ["PATH_INFO"] == "/__control":
             return self.control(environ, start)
+        query = dict(parse_qsl(environ["QUERY_STRING"], keep_blank_values=True))
         request = {
             "method": environ["REQUEST_METHOD"],
             "path": environ["PATH_INFO"],
+            "what": _what(environ["REQUEST_METHOD"], query),
+            "part": query.get("partNumber"),
             "range": environ.get("HTTP_RANGE"),
             "if_match": environ.get("HTTP_IF_MATCH"),
+            "if_none_match": environ.get("HTTP_IF_NONE_MATCH"),
+            "sent": int(environ.get("HTTP_X_AMZ_DECODED_CONTENT_LENGTH") or environ.get("CONTENT_LENGTH") or 0),
             "bytes": 0,
         }
         with LOCK:
             LOG.append(request)
         fault = _fault(request) or {}
         if "status" in fault:
-            code = fault.get("code", "SlowDown")
-            body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>ordered</Message></Error>".encode()
-            return _answer(start, f"{fault['status']} Fault", body)
+            return _refuse(environ, start, fault["status"], fault.get("code", "SlowDown"))
         time.sleep(fault.get("sleep", 0))
-        if fault.get("ignore_if_match"):
+        if fault.get("ignore_conditions"):
             environ.pop("HTTP_IF_MATCH", None)
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        if request["what"] == "complete" and not _is_that(environ):
+            return _refuse(environ, start, 412, "PreconditionFailed")
 
         def begin(status, headers, *rest):
             request["status"] = int(status.split()[0])
@@ -78,6 +110,10 @@ class Logged:
             return start(status, headers, *rest)
 
         body = self.application(environ, begin)
+        if fault.get("lose_answer"):
+            environ["werkzeug.socket"].settimeout(0.05)  # the server waits for more of the request
+            b"".join(body)
+            raise ConnectionResetError
         if "cut" in fault:
             environ["werkzeug.socket"].settimeout(5)
             return _cut(body, fault["cut"])
@@ -92,6 +128,7 @@ def _cut(body, length):
 
 def main():
     os.environ.setdefault("MOTO_S3_DEFAULT_KEY_BUFFER_SIZE", str(1 << 30))  # in memory
+    os.environ.setdefault("S3_UPLOAD_PART_MIN_SIZE", "4096")
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 

@@ -213,6 +213,12 @@ def noting_replaced() -> Iterator[list[str]]:
         yield replaced
 
 
+def note_replaced(what: str) -> None:
+    """Describe what an output has replaced to ``noting_replaced``."""
+    if (noted := _noted.get()) is not None:
+        noted.append(what)
+
+
 def mode_of_output(*, directory: bool, group: int | None = None, replaced: os.stat_result | None = None) -> int:
     """The permissions of an output that belongs to ``group``, by default that of the process.
 
@@ -272,7 +278,7 @@ class AtomicOutput(Closing):
         """
         require(not target.exists() or cls.is_kind(target), f"{target}: exists and is not a {cls.what}", OutputError)
         if not force and (target.exists() or target.is_symlink()):
-            raise _exists(target)
+            raise exists_error(target)
         return check(target.resolve()) if target.exists() else None
 
     @property
@@ -304,13 +310,13 @@ class AtomicOutput(Closing):
         if self._force:
             self.replaced = self._check(self._final) if self._final.exists() else None
             replace(self.path, self._final)
-            if self.replaced is not None and (noted := _noted.get()) is not None:
-                noted.append(self.replaced)
+            if self.replaced is not None:
+                note_replaced(self.replaced)
         else:
             try:
                 rename_new(self.path, self._final)
             except FileExistsError as exc:
-                raise _exists(self.target) from exc
+                raise exists_error(self.target) from exc
         sync_directory(self._final.parent)
 
     def close(self) -> None:
@@ -318,7 +324,8 @@ class AtomicOutput(Closing):
         self._partial.close()
 
 
-def _exists(target: Path) -> OutputError:
+def exists_error(target: object) -> OutputError:
+    """That a target is there already."""
     return OutputError(f"{target}: exists; use force=True to replace it, or give another name")
 
 

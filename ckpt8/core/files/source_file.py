@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
@@ -24,6 +24,7 @@ from ckpt8.core.errors import InputError, MissingError, UsageError, require, sys
 
 if TYPE_CHECKING:
     from ckpt8.core.arrays import Array
+    from ckpt8.core.files.stores.writing import ObjectOutput
 
 __all__ = ["combine", "crc32"]
 
@@ -37,11 +38,22 @@ _TOOLS = {
 
 
 class RemotePath(PosixPath):
-    """A path to an object of a store. It answers as a file that can be read, see ``stores``."""
+    """A path to an object of a store, see ``stores.path.StorePath``."""
 
     def open_range(self, source: ByteRange) -> SourceFile:
         """An open range of the object."""
         raise NotImplementedError
+
+    def new_object(
+        self, *, force: bool, check: Callable[[Path], str], reserved: int = 0, bound: int = 0
+    ) -> ObjectOutput:
+        """What writes the object."""
+        raise NotImplementedError
+
+
+def resolved(path: Path) -> Path:
+    """The place to which a path leads, without links; that of an object as it is. Raises nothing."""
+    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
 
 
 def refuse_remote(target: Path) -> None:

@@ -115,7 +115,7 @@ def test_another_version_is_an_error_and_never_a_mixture(what, filling, bucket):
         bucket.client.delete_object(Bucket="bucket", Key="key")
     else:
         bucket.put("key", CONTENT[::-1])
-    bucket.order({"ignore_if_match": True, "times": 1} if "ignored" in what else {"times": 0})
+    bucket.order({"ignore_conditions": True, "times": 1} if "ignored" in what else {"times": 0})
     with pytest.raises(InputError, match="s3://bucket/key: changed while it was read; nothing was written"):
         filled(filling, 0, 100)
     assert len(bucket.order()) == 1
@@ -163,8 +163,16 @@ def test_a_path_of_a_store_answers_as_that_of_a_file(store, bucket, tmp_path):
     assert not none.exists()
     with pytest.raises(FileNotFoundError):
         none.open("rb")
-    with pytest.raises(NotADirectoryError):
-        next(path.iterdir())
+    assert list(path.iterdir()) == []
+    for name in ("folder/", "folder/one", "folder/two", "folder/in/three"):
+        bucket.put(name, b"")
+    assert [str(each) for each in as_path("s3://bucket/folder").iterdir()] == [
+        "s3://bucket/folder/one",
+        "s3://bucket/folder/two",
+    ]
+    bucket.order({"status": 403, "code": "AccessDenied", "times": 1})
+    with pytest.raises(PermissionError, match="access denied"):
+        next(as_path("s3://bucket").iterdir())
     for call in (lambda: os.stat(path), lambda: tmp_path.joinpath(path).read_bytes()):  # noqa: PTH116
         with pytest.raises((TypeError, FileNotFoundError)):
             call()

@@ -15,10 +15,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any
 
-from ckpt8.core.errors import UsageError
-from ckpt8.core.files.source_file import ByteRange, RemotePath, SourceFile
-from ckpt8.core.files.stores.contract import Store
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.files.atomic import AtomicFile, Check
+from ckpt8.core.files.source_file import ByteRange, RemotePath, SourceFile, crc32
+from ckpt8.core.files.stores.contract import Readable, Store, Write
 from ckpt8.core.files.stores.reading import Content, StoreFile
+from ckpt8.core.files.stores.writing import ObjectOutput
 
 
 @functools.cache
@@ -32,7 +34,7 @@ class StorePath(RemotePath):
     """``s3://bucket/key``. It sees one version of the object: that of its first question, and an error afterwards.
 
     A call or command makes one and hands it on, so all its readers share what was fetched. Paths that derive from it,
-    such as ``parent``, see for themselves. A store has no directories.
+    such as ``parent``, see for themselves, and so does it after it was written. A store has no directories.
     """
 
     _seen: tuple[Content | None] | None = None
@@ -47,9 +49,34 @@ class StorePath(RemotePath):
     def content(self) -> Content | None:
         """The version of the object that this path sees, None where there was none. Raises InputError, UsageError."""
         if self._seen is None:
-            _, bucket, *key = self.parts
-            self._seen = (Content.at(str(self), _store(bucket), "/".join(key)),)
+            self._seen = (Content.at(str(self), self.store, self.key),)
         return self._seen[0]
+
+    @property
+    def store(self) -> Store:
+        """The store that has the object."""
+        return _store(self.parts[1])
+
+    @property
+    def key(self) -> str:
+        """The name of the object there."""
+        return "/".join(self.parts[2:])
+
+    def new_object(self, *, force: bool, check: Check, reserved: int = 0, bound: int = 0) -> ObjectOutput:
+        """What writes the object, see ``ObjectOutput``. Raises OutputError as ``AtomicFile.examine`` does."""
+        replaced = AtomicFile.examine(self, force=force, check=check)
+        write = Write(self.key, None if self.content is None else self.content.version.tag)
+        return ObjectOutput(self, write, replaced, reserved=reserved, bound=bound)
+
+    def forget(self) -> None:
+        """See the object anew, which was written."""
+        self._seen = None
+
+    def that_reads(self, store: Readable) -> StorePath:
+        """The same path to an object of another store."""
+        path = StorePath(self)
+        path._seen = (Content.at(str(self), store, self.key),)
+        return path
 
     def open_range(self, source: ByteRange) -> SourceFile:
         """An open range of the object. Raises InputError."""
@@ -61,10 +88,13 @@ class StorePath(RemotePath):
         return self.content
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:  # noqa: ARG002
-        """Kind, size and time. The mode restricts no copy of the object: who may read it is not in it."""
+        """Kind, size and time, and an inode for each version.
+
+        The mode restricts no copy of the object: who may read it is not in it.
+        """
         version = self._existing().version
-        times = (version.changed, version.changed, version.changed)
-        return os.stat_result((stat.S_IFREG | 0o666, 0, 0, 1, os.getuid(), os.getgid(), version.size, *times))
+        inode, times = crc32(version.tag.encode()), (version.changed, version.changed, version.changed)
+        return os.stat_result((stat.S_IFREG | 0o666, inode, 0, 1, os.getuid(), os.getgid(), version.size, *times))
 
     def lstat(self) -> os.stat_result:
         """As ``stat``: a store has no links."""
@@ -103,8 +133,12 @@ class StorePath(RemotePath):
         return isinstance(other, StorePath) and other == self
 
     def iterdir(self) -> Generator[StorePath, None, None]:
-        """Raises NotADirectoryError."""
-        raise NotADirectoryError(errno.ENOTDIR, "a store has no directories", str(self))
+        """The objects whose names begin with this one and a slash, and have no other slash. Raises PermissionError."""
+        try:
+            names = [*self.store.names(f"{self.key}/" if self.key else "")]
+        except InputError as exc:
+            raise PermissionError(errno.EACCES, str(exc), str(self)) from exc
+        yield from (self / name for name in names)
 
     def open(self, *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
         """The object as a stream of bytes to read. Raises OSError, InputError."""

@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import writing
 from ckpt8.core.files.source_file import ByteRange, SourceFile
-from ckpt8.core.files.stores.contract import Stat, Store
+from ckpt8.core.files.stores.contract import Readable, Stat
 
 if TYPE_CHECKING:
     from ckpt8.core.arrays import Array
@@ -86,7 +86,7 @@ class Content:
 
     _spill: IO[bytes] | None = None
 
-    def __init__(self, name: str, store: Store, key: str, version: Stat, head: bytes) -> None:
+    def __init__(self, name: str, store: Readable, key: str, version: Stat, head: bytes) -> None:
         self.name, self.version = name, version
         self._store, self._key = store, key
         self._head = memoryview(head)
@@ -104,7 +104,7 @@ class Content:
         _contents.add(self)
 
     @classmethod
-    def at(cls, name: str, store: Store, key: str) -> Content | None:
+    def at(cls, name: str, store: Readable, key: str) -> Content | None:
         """The present version of an object, None where there is none. Raises InputError."""
         found = store.first(key, HEAD)
         return None if found is None else cls(name, store, key, *found)

@@ -7,15 +7,19 @@ are tried again here and not in botocore: a body that was cut goes on at the byt
 from __future__ import annotations
 
 import functools
+import io
 import os
 import random
 import re
 import time
-from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.files.stores.contract import Stat
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.files.atomic import exists_error
+from ckpt8.core.files.stores.contract import Part, Stat, Write
 from ckpt8.core.files.stores.reading import IN_FLIGHT
 
 _ATTEMPTS, _SECONDS = 5, 45
@@ -27,7 +31,30 @@ _CONNECT, _READ = 10, 60
 _PASSING = {"SlowDown", "Throttling", "ThrottlingException", "RequestTimeout", "RequestTimeTooSkewed", "InternalError"}
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
+_WRITE = "ckpt8-write"
+"""The metadata of an object that hold the id of its Write."""
+
+_LEFT_BEHIND = timedelta(days=1)
+"""The age of an upload that nobody goes on with."""
+
+_NEWER = {"NotImplemented", "InvalidArgument", "XAmzContentSHA256Mismatch", "InvalidRequest"}
+"""What stores answer that do not know the checksums of S3."""
+
 R = TypeVar("R")
+
+
+class _Purpose(NamedTuple):
+    """What a request is for, in its errors."""
+
+    error: type[Ckpt8Error]
+    act: str
+    needs: str
+
+
+_READING = _Purpose(
+    InputError, "read", "reading needs s3:GetObject, and s3:ListBucket to tell a missing object from a forbidden one"
+)
+_WRITING = _Purpose(OutputError, "written", "writing needs s3:PutObject, s3:GetObject and s3:AbortMultipartUpload")
 
 
 @functools.cache
@@ -59,12 +86,11 @@ class S3Store:
 
     def stat(self, key: str) -> Stat | None:
         """The present version of an object, None where there is none."""
+        return self._persist(key, lambda _: self._stat(key))
 
-        def ask(_: _Attempts) -> Stat | None:
-            answer = self._get("head_object", key)
-            return None if answer is None else _version(answer, answer["ContentLength"])
-
-        return self._persist(key, ask)
+    def _stat(self, key: str) -> Stat | None:
+        answer = self._get("head_object", key)
+        return None if answer is None else _version(answer, answer["ContentLength"])
 
     def first(self, key: str, length: int) -> tuple[Stat, bytes] | None:
         """The present version of an object and its first bytes, at most ``length``, None where there is no object."""
@@ -109,6 +135,115 @@ class S3Store:
 
         self._persist(key, ask)
 
+    def names(self, prefix: str) -> Sequence[str]:
+        """What follows the prefix in the names of objects, where no slash does."""
+
+        def ask(_: _Attempts) -> list[str]:
+            pages = (
+                _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix, Delimiter="/")
+            )
+            keys = [each["Key"] for page in pages for each in page.get("Contents", ())]
+            return [key[len(prefix) :] for key in keys if key != prefix]
+
+        return self._persist(prefix, ask)
+
+    def put(self, write: Write, content: bytes) -> None:
+        """Write an object. OutputError where another is there than the one that is to be replaced."""
+
+        def ask(_: _Attempts) -> None:
+            _client().put_object(
+                **self._at(write), **_condition(write), Body=io.BytesIO(content), Metadata={_WRITE: write.id}
+            )
+
+        self._make(write, ask)
+
+    def begin(self, write: Write) -> str:
+        """Begin an upload."""
+
+        def ask(_: _Attempts) -> str:
+            client = _client()
+            # botocore sends a checksum with each part, and S3 takes it where the upload has stated which.
+            checksum = {"ChecksumAlgorithm": _CHECKSUM} if _sends_checksums(client) else {}
+            answer = client.create_multipart_upload(**self._at(write), **checksum, Metadata={_WRITE: write.id})
+            upload: str = answer["UploadId"]
+            return upload
+
+        return self._persist(write.key, ask, _WRITING)
+
+    def send(self, write: Write, upload: str, number: int, content: bytes, is_given_up: Callable[[], bool]) -> Part:
+        """Send a part, whose number counts from 1. OutputError as soon as it ``is_given_up``."""
+        place = {**self._at(write), "UploadId": upload, "PartNumber": number}
+
+        def ask(_: _Attempts) -> Part:
+            if is_given_up():
+                raise OutputError(f"{self._url(write.key)}: was given up")
+            client = _client()
+            checksum = {"ChecksumAlgorithm": _CHECKSUM} if _sends_checksums(client) else {}
+            answer = client.upload_part(**place, **checksum, Body=_Body(content, is_given_up))
+            return {"PartNumber": number, **{name: answer[name] for name in ("ETag", _CHECKED) if name in answer}}
+
+        return self._persist(write.key, ask, _WRITING)
+
+    def complete(self, write: Write, upload: str, parts: Sequence[Part]) -> None:
+        """Make an object of the parts. OutputError where another is there than the one that is to be replaced."""
+
+        def ask(_: _Attempts) -> None:
+            _client().complete_multipart_upload(
+                **self._at(write), **_condition(write), UploadId=upload, MultipartUpload={"Parts": parts}
+            )
+
+        self._make(write, ask)
+        with suppress(Exception):  # many may not list uploads; the object is there
+            self._abort_old(write)
+
+    def abort(self, write: Write, upload: str) -> None:
+        """Remove what was sent of an upload."""
+        with suppress(Exception):  # a rule of the bucket removes what is left
+            _client().abort_multipart_upload(**self._at(write), UploadId=upload)
+
+    def check(self, write: Write, size: int) -> None:
+        """Raise OutputError unless the object is that of ``write``, with this size."""
+        found = self._persist(write.key, lambda _: self._stat(write.key), _WRITING)
+        if found is None or found.size != size or found.write != write.id:
+            raise OutputError(
+                f"{self._url(write.key)}: the store holds another object than the {size} bytes that were written"
+            )
+
+    def _at(self, write: Write) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": write.key}
+
+    def _make(self, write: Write, ask: Callable[[_Attempts], None]) -> None:
+        """Do what ends a write. The answer to a first attempt may be lost: then the object is there at the second."""
+        from botocore.exceptions import ClientError
+
+        def ask_once_more(attempts: _Attempts) -> None:
+            try:
+                ask(attempts)
+            except ClientError as exc:
+                status, code = _status(exc)
+                if code == "NoSuchBucket" or status not in (404, 409, 412):
+                    raise
+                found = self._stat(write.key)
+                if found is not None and found.write == write.id:
+                    return
+                url = self._url(write.key)
+                if status == 404 and found is None and write.replaces is None:
+                    raise OutputError(f"{url}: somebody removed the parts of it that were sent") from exc
+                if write.replaces is None:
+                    raise exists_error(url) from exc
+                raise OutputError(f"{url}: changed while its successor was written; it stays as it is") from exc
+
+        self._persist(write.key, ask_once_more, _WRITING)
+
+    def _abort_old(self, write: Write) -> None:
+        """Remove the parts that killed processes left of this very object."""
+        client = _client()
+        before = datetime.now(timezone.utc) - _LEFT_BEHIND
+        answer = client.list_multipart_uploads(Bucket=self._bucket, Prefix=write.key)
+        for each in answer.get("Uploads", ()):
+            if each["Key"] == write.key and each["Initiated"] < before:
+                client.abort_multipart_upload(**self._at(write), UploadId=each["UploadId"])
+
     def _url(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
 
@@ -122,8 +257,7 @@ class S3Store:
         try:
             answer: dict[str, Any] = getattr(_client(), operation)(Bucket=self._bucket, Key=key, **options)
         except ClientError as exc:
-            status = exc.response["ResponseMetadata"]["HTTPStatusCode"]
-            code = exc.response.get("Error", {}).get("Code")
+            status, code = _status(exc)
             if status == _NO_RANGE:
                 return dict(exc.response)
             if (status == 404 and code != "NoSuchBucket") or status == 412:
@@ -150,8 +284,8 @@ class S3Store:
             answer["Body"].close()
         return done
 
-    def _persist(self, key: str, ask: Callable[[_Attempts], R]) -> R:
-        """What ``ask`` returns, after as many attempts as it takes. Raises InputError, UsageError."""
+    def _persist(self, key: str, ask: Callable[[_Attempts], R], purpose: _Purpose = _READING) -> R:
+        """What ``ask`` returns, after as many attempts as it takes. Raises the error of the purpose, UsageError."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         attempts = _Attempts()
@@ -159,43 +293,77 @@ class S3Store:
             try:
                 return ask(attempts)
             except ClientError as exc:
-                status = exc.response["ResponseMetadata"]["HTTPStatusCode"]
-                code = exc.response.get("Error", {}).get("Code", "")
-                if not (status >= 500 or status == 429 or code in _PASSING) or attempts.are_over():
-                    self._refuse(key, status, code, exc)
+                status, code = _status(exc)
+                is_passing = (status >= 500 and code not in _NEWER) or status == 429 or code in _PASSING
+                if not is_passing or attempts.are_over():
+                    self._refuse(key, purpose, exc)
             except _faults() as exc:
                 if attempts.are_over():
                     why = "the connection was cut" if isinstance(exc, _CutError) else _one_line(exc)
-                    raise InputError(f"{self._url(key)}: cannot be read: {why}, in {attempts.count} attempts") from exc
+                    raise purpose.error(
+                        f"{self._url(key)}: cannot be {purpose.act}: {why}, in {attempts.count} attempts"
+                    ) from exc
             except BotoCoreError as exc:
-                self._refuse_setting(key, exc)
+                self._refuse_setting(key, purpose, exc)
             attempts.wait()
 
-    def _refuse(self, key: str, status: int, code: str, exc: Exception) -> NoReturn:
+    def _refuse(self, key: str, purpose: _Purpose, exc: Any) -> NoReturn:
+        status, code = _status(exc)
+        why = f"cannot be {purpose.act}: {_one_line(exc)}"
         if code == "NoSuchBucket":
-            raise InputError(f"{self._url(key)}: there is no bucket {self._bucket}") from exc
-        if status in (401, 403):
+            why = f"there is no bucket {self._bucket}"
+        elif status in (401, 403):
             said = "" if code in ("", str(status)) else f" ({code})"
-            raise InputError(
-                f"{self._url(key)}: access denied{said}; reading needs s3:GetObject, and s3:ListBucket to tell a "
-                "missing object from a forbidden one"
-            ) from exc
-        raise InputError(f"{self._url(key)}: cannot be read: {_one_line(exc)}") from exc
+            why = f"access denied{said}; {purpose.needs}"
+        elif purpose is _WRITING and code in _NEWER:
+            why += "; for a store without the checksums of S3 set AWS_REQUEST_CHECKSUM_CALCULATION=when_required"
+        raise purpose.error(f"{self._url(key)}: {why}") from exc
 
-    def _refuse_setting(self, key: str, exc: Exception) -> NoReturn:
+    def _refuse_setting(self, key: str, purpose: _Purpose, exc: Exception) -> NoReturn:
+        why = f"cannot be {purpose.act}: {_one_line(exc)}"
         if type(exc).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
-            raise InputError(
-                f"{self._url(key)}: no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-                "AWS_PROFILE, or run aws configure"
-            ) from exc
-        raise InputError(f"{self._url(key)}: cannot be read: {_one_line(exc)}") from exc
+            why = (
+                "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or run "
+                "aws configure"
+            )
+        raise purpose.error(f"{self._url(key)}: {why}") from exc
 
 
 _NO_RANGE = 416
 
+_CHECKSUM, _CHECKED = "CRC32", "ChecksumCRC32"
+
+
+def _sends_checksums(client: Any) -> bool:
+    """Whether boto3 is set to send checksums, as it is by default."""
+    return bool(client.meta.config.request_checksum_calculation == "when_supported")
+
+
+def _condition(write: Write) -> dict[str, str]:
+    """What must be at the place of an object when it is made."""
+    return {"IfNoneMatch": "*"} if write.replaces is None else {"IfMatch": write.replaces}
+
+
+def _status(exc: Any) -> tuple[int, str]:
+    """The status and the code of a ClientError."""
+    return exc.response["ResponseMetadata"]["HTTPStatusCode"], exc.response.get("Error", {}).get("Code", "")
+
 
 class _CutError(Exception):
-    """A body ended before its time."""
+    """A body ended before its time, or was given up."""
+
+
+class _Body(io.BytesIO):
+    """The bytes of a part, which end with an error once the upload is given up."""
+
+    def __init__(self, content: bytes, is_given_up: Callable[[], bool]) -> None:
+        super().__init__(content)
+        self._is_given_up = is_given_up
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self._is_given_up():
+            raise _CutError
+        return super().read(size)
 
 
 class _Attempts:
@@ -234,7 +402,7 @@ def _faults() -> tuple[type[Exception], ...]:
 
 
 def _version(answer: dict[str, Any], size: int) -> Stat:
-    return Stat(size, answer["ETag"], answer["LastModified"].timestamp())
+    return Stat(size, answer["ETag"], answer["LastModified"].timestamp(), answer.get("Metadata", {}).get(_WRITE, ""))
 
 
 def _one_line(exc: Exception) -> str:
