@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.source_file import SourceFile
+from ckpt8.core.files.source_file import SourceFile, read_pieces
 from ckpt8.core.tensors import DType, Role, Strided, contiguous_stride
 from ckpt8.core.text import box_text, shortened
 
@@ -189,8 +189,7 @@ class ReadsPieces:
 
     def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``."""
-        for at, start in enumerate(starts.tolist()):
-            self.read_into(start, buffer[at * length : (at + 1) * length])
+        read_pieces(self.read_into, starts, length, buffer)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
 from ckpt8.core.arrays import Array
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import Partial, writing
+from ckpt8.core.files.source_file import read_pieces
 from ckpt8.core.lazy import torch
 
 Read = Callable[[int, memoryview], None]
@@ -91,8 +92,7 @@ class LiveCheckpoint(OpenCheckpoint):
         storage = self.storages[bisect_right(self.storages, int(starts[0]), key=lambda storage: storage.offset) - 1]
         memory = self.memory[storage.key]
         if memory.data_ptr() in self.made:
-            for at, start in enumerate(starts.tolist()):
-                self.read_into(start, buffer[at * length : (at + 1) * length])
+            read_pieces(self.read_into, starts, length, buffer)
             return
         content = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
         pieces = content.unfold(0, length, 1)[torch.from_numpy(starts).to(memory.device) - storage.offset]

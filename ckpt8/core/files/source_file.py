@@ -120,6 +120,12 @@ class ByteRange:
         return f"{self.path}: {self.name}" if self.name else str(self.path)
 
 
+def read_pieces(read_into: Callable[[int, memoryview], None], starts: Array, length: int, buffer: memoryview) -> None:
+    """Fill ``buffer`` with pieces of ``length`` bytes, which begin at ``starts``, one by one."""
+    for at, start in enumerate(starts.tolist()):
+        read_into(start, buffer[at * length : (at + 1) * length])
+
+
 class SourceFile:
     """An open ByteRange, read by position. Safe to share between threads."""
 
@@ -172,8 +178,7 @@ class SourceFile:
             self._check_extent(int(starts.min()), length)
             self._check_extent(int(starts.max()), length)
             done = pieces_numba.read(self._fd, starts + self.source.offset, length, buffer)
-        for at, start in enumerate(starts[done:].tolist(), done):
-            self.read_into(start, buffer[at * length : (at + 1) * length])
+        read_pieces(self.read_into, starts[done:], length, buffer[done * length :])
 
     def _read_at(self, descriptor: int, offset: int, buffer: memoryview) -> None:
         done = 0
