@@ -415,8 +415,11 @@ def _end(tally: Tally, facts: dict[str, Any], *, as_json: bool) -> None:
 
 @finding_bases
 def convert(
-    src: Annotated[Path, typer.Argument(readable=False, help="A checkpoint file or directory, or a .ckpt8 of one.")],
-    dst: Annotated[str, typer.Argument(readable=False, help="The file or directory to write.")],
+    src: Annotated[
+        Path,
+        typer.Argument(readable=False, help="A checkpoint file or directory, a .ckpt8 of one; or s3://BUCKET/KEY."),
+    ],
+    dst: Annotated[str, typer.Argument(readable=False, help="The file or directory to write; or s3://BUCKET/KEY.")],
     to: Annotated[
         str | None,
         typer.Option(
@@ -476,7 +479,7 @@ def convert(
     from ckpt8.cli.show.results import show_converted
     from ckpt8.converting.convert import convert as run
 
-    elapsed = stopwatch()
+    src, elapsed = as_path(src), stopwatch()
     with progress_bar(f"convert {src.name}", src, enabled=not as_json) as progress:
         report = run(
             src,

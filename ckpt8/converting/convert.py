@@ -19,6 +19,7 @@ from ckpt8.converting import writers
 from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.request import Report, Request, parse_dtype
 from ckpt8.core.errors import UsageError, require
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress
 
@@ -68,8 +69,8 @@ def convert(
     Counter({'float32 -> bfloat16': 2})
     """
     request = Request(
-        Path(source),
-        Path(target),
+        as_path(source),
+        as_path(target),
         parse_dtype(dtype),
         key,
         member,
@@ -82,7 +83,7 @@ def convert(
         None if config is None else Path(config),
     )
     with sources_of(request.source, request.target):
-        in_directory = os.fspath(target).endswith((os.sep, "/")) or is_directory(request.target)
+        in_directory = str(target).endswith((os.sep, "/")) or is_directory(request.target)
         chosen = _choose_format(request, to, in_directory=in_directory)
         report = Report(str(request.target), chosen)
         module, function = writers.WRITERS[chosen]

@@ -21,6 +21,7 @@ from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import AtomicDirectory, Check, Guard, default_path, write_at
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import combine, crc32, refuse_remote
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import listed, size
@@ -125,9 +126,10 @@ class Restored(Summarised):
     @classmethod
     def at(cls: type[R], sources: Sequence[Path], given: str | os.PathLike[str] | None, reader: ContainerReader) -> R:
         """A new result at the path that was given, or the default for the first source. Raises OutputError for any."""
-        path = restored_path(sources[0], reader.manifest) if given is None else Path(given)
+        path = restored_path(sources[0], reader.manifest) if given is None else as_path(given)
         original = original_name(reader.manifest)
-        refuse_remote(path)
+        if reader.manifest.directory is not None:
+            refuse_remote(path)
         refuse_any(path, sources)
         return cls(
             path=path, original=original, other_name=original if given is None and path.name != original else None

@@ -44,6 +44,9 @@ def folder(scratch):
     ckpt8.compress(scratch / "run.pt")
     ckpt8.compress(scratch / "run.pt", scratch / "lossless.ckpt8", preset="lossless")
     ckpt8.convert(scratch / "run.pt", scratch / "run.safetensors")
+    (scratch / "directory").mkdir()
+    torch.save({"w": torch.ones(3)}, scratch / "directory" / "w.pt")
+    ckpt8.compress(scratch / "directory")
     return scratch
 
 
@@ -168,9 +171,8 @@ def test_a_delta_finds_its_base_beside_it(remote, bucket, folder, run_command):
         ("compress", "run.pt", "-o", "URL", "--frozen-from", "lossless.ckpt8"),
         ("compress", "URL", "--dry-run", "-o", "x.ckpt8"),
         ("compress", "URL", "run.pt"),
-        ("restore", "URL"),
-        ("restore", "URL", "--salvage"),
-        ("restore", "run.ckpt8", "-o", "URL"),
+        ("restore", "directory.ckpt8", "-o", "URL"),
+        ("convert", "run.pt", "URL", "--to", "dcp"),
     ],
     ids=" ".join,
 )

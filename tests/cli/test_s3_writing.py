@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import secrets
 import subprocess
 import sys
@@ -149,6 +151,42 @@ def test_the_command(place, bucket, folder, run_command, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
     run_command.refused(4, "compress", folder / "run.pt", "-o", source)
     assert stored(bucket, source) == (folder / "run.pt").read_bytes()
+
+
+def test_what_is_written_at_positions_goes_through_a_temporary_file(
+    place, bucket, folder, run_command, monkeypatch, tmp_path
+):
+    """The files are those of the same commands with local targets."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    key, container = place.rpartition("/")[2], tmp_path / "run.ckpt8"
+    ckpt8.compress(folder / "run.pt", container, preset="lossless")
+    far, before = bucket.put(f"{key}/run.ckpt8", container), set(tmp_path.iterdir())
+    assert run_command("restore", far)[0] == 0
+    assert stored(bucket, f"{place}/run.pt") == (folder / "run.pt").read_bytes()
+    assert "exists; use --force" in run_command.refused(4, "restore", far)
+    assert "replaced" in run_command.shown("restore", far, "--force")
+    for name, arguments in {
+        "saved.pt": ("restore", container, "--salvage", "-o"),
+        "new.pt": ("convert", container),
+    }.items():
+        with bucket.counted() as log:
+            assert run_command(*arguments, f"{place}/{name}")[0] == 0
+        assert run_command(*arguments, folder / name)[0] == 0
+        assert stored(bucket, f"{place}/{name}") == (folder / name).read_bytes()
+        assert parts_of(log)
+    assert run_command("convert", far, f"{place}/model.safetensors")[0] == 0
+    ckpt8.convert(container, folder / "model.safetensors")
+    assert stored(bucket, f"{place}/model.safetensors") == (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr(os, "pwritev", raise_full)
+    assert run_command.refused(4, "restore", far, "-o", f"{place}/b.pt").endswith(
+        f"No space left on device; it needs 896.06 kB, in {tmp_path} (TMPDIR) first\n"
+    )
+    assert set(tmp_path.iterdir()) == before
+
+
+def raise_full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_base_that_is_needed_is_not_replaced(place, bucket, tmp_path):

@@ -46,11 +46,16 @@ IN_S3 = {
     "compress",
     "the target of compress",
     "restore",
+    "the target of restore",
     "salvage",
+    "the target of salvage",
     "verify",
     "the original of verify",
     "diff",
     "the other side of diff",
+    "convert",
+    "the target of convert",
+    "the target directory of convert",
 }
 """Where an object of S3 is read or written: tests/cli/test_s3_commands.py and test_s3_writing.py have them."""
 
@@ -82,7 +87,7 @@ def test_the_functions_say_so_too(folder, monkeypatch):
         with pytest.raises(UsageError, match=r"gs://bucket/run\.ckpt8: is a URL.*gcloud storage cp"):
             call("gs://bucket/run.ckpt8")
     with pytest.raises(UsageError, match=r"s3://bucket/run\.ckpt8: is a URL.*aws s3 cp"):
-        ckpt8.convert("run.pt", S3, to="torch")
+        ckpt8.resume(S3, None)
 
 
 def test_a_folder_may_have_such_a_name(folder, tmp_path, monkeypatch, run_command):

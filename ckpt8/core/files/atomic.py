@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 from ckpt8.core.closing import Closing, deferred, setting
 from ckpt8.core.errors import OutputError, require, system_errors
-from ckpt8.core.files.source_file import refuse_remote
+from ckpt8.core.files.source_file import RemotePath, refuse_remote, refuse_url
 
 SUFFIX = ".ckpt8-partial"
 IDLE_SECONDS = 3600
@@ -264,7 +264,7 @@ class AtomicOutput(Closing):
         self.target = target
         self.replaced: str | None = None
         self._force, self._check, self._room = force, check, room
-        refuse_remote(target)
+        refuse_url(target)
         with self.guard():
             # Resolve symbolic links: the temporary must be on the file system of the final target.
             self._final = target.resolve()
@@ -424,7 +424,10 @@ def any_file(path: Path) -> str:
 
 
 class AtomicFile(AtomicOutput):
-    """A file, written next to ``target`` first. ``tidy`` is that of ``Partial``."""
+    """A file, written next to ``target`` first. ``tidy`` is that of ``Partial``.
+
+    What becomes an object of a store is written to the folder of temporary files first.
+    """
 
     what = "regular file"
     is_kind = staticmethod(Path.is_file)
@@ -433,22 +436,42 @@ class AtomicFile(AtomicOutput):
         self, target: Path, *, force: bool, check: Check = any_file, tidy: bool = True, room: Room | None = None
     ) -> None:
         super().__init__(target, force=force, check=check, room=room)
+        is_remote = isinstance(target, RemotePath)
         with self.guard():
-            self._partial = Partial(self._final, tidy=tidy)
+            self._partial = Partial(
+                Path(tempfile.gettempdir(), target.name) if is_remote else self._final, tidy=tidy or is_remote
+            )
             # The descriptor stays with the temporary: it holds the lock until the file has its name.
             self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
 
     def publish(self, last_look: Callable[[Path], object] = lambda _: None) -> None:
-        """Set the permissions, flush to the disk, rename to the target, flush the directory.
+        """Set the permissions, flush to the disk, rename to the target, flush the directory; or send the object.
 
         Before the rename ``last_look`` gets the path that the file is about to have; what it raises keeps the old file.
         """
         with self.guard():
             self.file.flush()
+            if isinstance(self.target, RemotePath):
+                self._send(self.target, last_look)
+                return
             self._open_up(self._partial.descriptor)
             os.fsync(self._partial.descriptor)
             last_look(self._final)
             self._take_name(Path.replace)
+
+    def _send(self, target: RemotePath, last_look: Callable[[Path], object]) -> None:
+        at, end = 0, os.fstat(self._partial.descriptor).st_size
+        with target.new_object(force=self._force, check=self._check, bound=end) as output:
+            while piece := os.pread(self._partial.descriptor, PIECE, at):
+                output.append([piece])
+                at += len(piece)
+            output.publish(last_look)
+            self.replaced = output.replaced
+
+    def _unwritten(self, exc: OSError) -> OutputError:
+        error = super()._unwritten(exc)
+        is_remote = isinstance(self.target, RemotePath)
+        return OutputError(f"{error}, in {tempfile.gettempdir()} (TMPDIR) first") if is_remote else error
 
     def close(self) -> None:
         """Close the file and remove the temporary; buffered data is dropped."""
@@ -473,6 +496,7 @@ class AtomicDirectory(AtomicOutput):
     is_kind = staticmethod(Path.is_dir)
 
     def __init__(self, target: Path, *, force: bool, keep: Path, check: Check, room: Room | None = None) -> None:
+        refuse_remote(target)
         super().__init__(target, force=force, check=lambda final: self._check_place(final, keep, check), room=room)
         self._made = {Path()}
         self._links: list[tuple[str, str]] = []

@@ -57,11 +57,11 @@ def resolved(path: Path) -> Path:
 
 
 def refuse_remote(target: Path) -> None:
-    """Raise UsageError for a target that is no local one."""
+    """Raise UsageError for a directory that is to be written elsewhere than here."""
     refuse_url(target)
     require(
         not isinstance(target, RemotePath),
-        f"{target}: is in a store, which ckpt8 reads and does not write; give a local file with -o",
+        f"{target}: is in a store, where ckpt8 writes single files; give a local path for a directory",
         UsageError,
     )
 

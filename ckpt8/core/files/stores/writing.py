@@ -52,7 +52,7 @@ class ObjectOutput(Closing):
     def __init__(
         self, path: StorePath, write: Write, replaced: str | None, *, reserved: int = 0, bound: int = 0
     ) -> None:
-        self._path, self._store, self._write, self._replaced = path, path.store, write, replaced
+        self._path, self._store, self._write, self.replaced = path, path.store, write, replaced
         self._part_size = max(PART, -(-bound // _MOST_PARTS), reserved)
         self._number, self._room = 1, self._part_size - reserved
         """Of the part that is being filled, and the bytes that it still takes."""
@@ -125,8 +125,8 @@ class ObjectOutput(Closing):
             self._upload = ""
         self._store.check(self._write, len(self._head) + self._size)
         self._path.forget()
-        if self._replaced is not None:
-            note_replaced(self._replaced)
+        if self.replaced is not None:
+            note_replaced(self.replaced)
 
     def _send(self, number: int, content: bytes) -> None:
         """Send a part in a thread of its own, once there are fewer than IN_FLIGHT. Raises OutputError."""
