@@ -138,12 +138,12 @@ def bucket(s3_server, monkeypatch):
     """The bucket, with the environment in which ckpt8 finds it. Nothing waits between attempts."""
     from s3_kit import ENVIRONMENT
 
-    from ckpt8.core.files.stores import s3
+    from ckpt8.core.files.stores import attempts, s3
 
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint)
-    monkeypatch.setattr(s3._Attempts, "wait", lambda _: None)
+    monkeypatch.setattr(attempts.Attempts, "wait", lambda *_: None)
     yield s3_server
     s3_server.order()
     if s3._client.cache_info().currsize:

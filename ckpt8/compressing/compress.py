@@ -52,7 +52,7 @@ from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, WrongTypeError
 from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, refuse_url, resolved
+from ckpt8.core.files.source_file import RemotePath, refuse_target, refuse_url, resolved
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.log import log
@@ -176,7 +176,7 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     Raises UsageError for a directory that needs a target.
     """
     refuse_url(source)
-    refuse_url(default_target(source) if target is None else target)
+    refuse_target(default_target(source) if target is None else target)
     refuse_source(default_target(source) if target is None else target, source)
     if target is None:
         target = default_path(default_target(source))
@@ -309,7 +309,7 @@ def save(
     name = target.stem
     if background:
         # The thread writes to where these paths lead now.
-        refuse_url(target)
+        refuse_target(target)
         target = resolved(target)
         asked = asked.absolute() if isinstance(asked, Path) else asked
         frozen, named = frozen and frozen.absolute(), named and named.absolute()

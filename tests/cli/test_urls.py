@@ -12,10 +12,9 @@ from ckpt8.core.errors import UsageError
 URLS = (
     "https://host/run.pt",
     "gs://bucket/run.pt",
-    "hf://me/model/run.pt",
     "file:///a/run.pt",
 )
-S3 = "s3://bucket/run.ckpt8"
+S3, HUB = "s3://bucket/run.ckpt8", "hf://me/model/run.ckpt8"
 ARGUMENTS = {
     "inspect": ("inspect", "URL"),
     "the original of inspect": ("inspect", "run.ckpt8", "--against", "URL"),
@@ -40,7 +39,7 @@ ARGUMENTS = {
 }
 
 
-IN_S3 = {
+IN_STORES = {
     "inspect",
     "the original of inspect",
     "compress",
@@ -57,7 +56,7 @@ IN_S3 = {
     "the target of convert",
     "the target directory of convert",
 }
-"""Where an object of S3 is read or written: tests/cli/test_s3_commands.py and test_s3_writing.py have them."""
+"""Where an object is read or written: tests/cli/test_s3_*.py and tests/core/stores have them."""
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +71,9 @@ def folder(inputs, scratch):
 def test_a_url_is_a_usage_error_that_names_it(place, folder, run_command, monkeypatch):
     monkeypatch.chdir(folder)
     before = sorted(folder.iterdir())
-    for url in (S3, *URLS) if place not in IN_S3 else URLS:
+    for url in (S3, HUB, *URLS) if place not in IN_STORES else URLS:
         err = run_command.refused(2, *(url if word == "URL" else word for word in ARGUMENTS[place]))
-        why = "which is not read or written here" if url == S3 else "and ckpt8 reads and writes local files"
+        why = "which is not read or written here" if url in (S3, HUB) else "and ckpt8 reads and writes local files"
         assert err.startswith(f"ckpt8: {url}: is a URL, {why}; ")
         assert err.count("\n") == 1
     assert "give the path alone, /a/run.pt" in err

@@ -30,7 +30,7 @@ from typing import BinaryIO
 
 from ckpt8.core.closing import Closing, deferred, setting
 from ckpt8.core.errors import OutputError, require, system_errors
-from ckpt8.core.files.source_file import RemotePath, refuse_remote, refuse_url
+from ckpt8.core.files.source_file import RemotePath, refuse_remote, refuse_target
 
 SUFFIX = ".ckpt8-partial"
 IDLE_SECONDS = 3600
@@ -264,7 +264,7 @@ class AtomicOutput(Closing):
         self.target = target
         self.replaced: str | None = None
         self._force, self._check, self._room = force, check, room
-        refuse_url(target)
+        refuse_target(target)
         with self.guard():
             # Resolve symbolic links: the temporary must be on the file system of the final target.
             self._final = target.resolve()

@@ -44,6 +44,10 @@ class RemotePath(PosixPath):
         """An open range of the object."""
         raise NotImplementedError
 
+    def check_target(self) -> None:
+        """Raise UsageError for a store that is only read."""
+        raise NotImplementedError
+
     def new_object(
         self, *, force: bool, check: Callable[[Path], str], reserved: int = 0, bound: int = 0
     ) -> ObjectOutput:
@@ -66,6 +70,13 @@ def refuse_remote(target: Path) -> None:
     )
 
 
+def refuse_target(target: Path) -> None:
+    """Raise UsageError for a URL to which nothing is written."""
+    refuse_url(target)
+    if isinstance(target, RemotePath):
+        target.check_target()
+
+
 def refuse_url(path: Path) -> None:
     """Raise UsageError for a URL that is not read in place, unless there is a folder of its first name."""
     if isinstance(path, RemotePath):
@@ -81,8 +92,9 @@ def refuse_url(path: Path) -> None:
         what = f"give the path alone, {rest}"
     else:
         what = f"copy it to or from a local file{f' with {tool}' if tool else ''}"
-    # Where an object of S3 is read, it is a RemotePath.
-    why = "which is not read or written here" if scheme.lower() == "s3" else "and ckpt8 reads and writes local files"
+    # Where an object is read, it is a RemotePath.
+    is_read = scheme.lower() in ("s3", "hf")
+    why = "which is not read or written here" if is_read else "and ckpt8 reads and writes local files"
     raise UsageError(f"{scheme}://{rest}: is a URL, {why}; {what}")
 
 

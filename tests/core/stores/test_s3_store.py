@@ -12,7 +12,7 @@ import pytest
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import ByteRange, open_range
-from ckpt8.core.files.stores import reading, s3
+from ckpt8.core.files.stores import attempts, reading, s3
 from ckpt8.core.files.stores.s3 import S3Store
 
 CONTENT = random.Random(0).randbytes(300_000)
@@ -85,8 +85,8 @@ def test_a_connection_that_brings_nothing_is_given_up(filling, bucket):
 
 
 def test_a_server_that_is_silent_is_given_up(filling, bucket, monkeypatch):
-    for name, value in {"_READ": 0.5, "_SECONDS": 0.8}.items():
-        monkeypatch.setattr(s3, name, value)
+    monkeypatch.setattr(s3, "_READ", 0.5)
+    monkeypatch.setattr(attempts, "_SECONDS", 0.8)
     s3._client().close()
     s3._client.cache_clear()
     bucket.order({"sleep": 2, "times": 2})
@@ -98,7 +98,7 @@ def test_a_server_that_is_silent_is_given_up(filling, bucket, monkeypatch):
 
 def test_no_request_outlasts_two_minutes():
     longest_wait = 5
-    assert s3._SECONDS + longest_wait + s3._CONNECT + s3._READ <= 120
+    assert attempts._SECONDS + longest_wait + s3._CONNECT + s3._READ <= 120
 
 
 def test_nobody_listens(bucket, monkeypatch):

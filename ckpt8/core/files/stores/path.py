@@ -30,6 +30,13 @@ def _store(bucket: str) -> Store:
     return S3Store(bucket)
 
 
+@functools.cache
+def _repository(name: str) -> Readable:
+    from ckpt8.core.files.stores.hf import HfStore
+
+    return HfStore(name)
+
+
 class StorePath(RemotePath):
     """``s3://bucket/key``. It sees one version of the object: that of its first question, and an error afterwards.
 
@@ -49,12 +56,13 @@ class StorePath(RemotePath):
     def content(self) -> Content | None:
         """The version of the object that this path sees, None where there was none. Raises InputError, UsageError."""
         if self._seen is None:
-            self._seen = (Content.at(str(self), self.store, self.key),)
+            self._seen = (Content.at(str(self), self._readable(), self.key),)
         return self._seen[0]
 
     @property
     def store(self) -> Store:
-        """The store that has the object."""
+        """The store that has the object. Raises UsageError for one that is only read."""
+        self.check_target()
         return _store(self.parts[1])
 
     @property
@@ -62,8 +70,15 @@ class StorePath(RemotePath):
         """The name of the object there."""
         return "/".join(self.parts[2:])
 
+    def check_target(self) -> None:
+        """Raise nothing: buckets are written."""
+
+    def _readable(self) -> Readable:
+        return self.store
+
     def new_object(self, *, force: bool, check: Check, reserved: int = 0, bound: int = 0) -> ObjectOutput:
         """What writes the object, see ``ObjectOutput``. Raises OutputError as ``AtomicFile.examine`` does."""
+        self.check_target()
         replaced = AtomicFile.examine(self, force=force, check=check)
         write = Write(self.key, None if self.content is None else self.content.version.tag)
         return ObjectOutput(self, write, replaced, reserved=reserved, bound=bound)
@@ -146,6 +161,35 @@ class StorePath(RemotePath):
         return io.BufferedReader(_Stream(self.open_range(ByteRange.of(self))))
 
 
+_KINDS = ("models", "datasets", "spaces")
+
+
+class HubPath(StorePath):
+    """``hf://[datasets/]owner/name[@revision]/file``: it is read, and not written."""
+
+    def _places(self) -> int:
+        """How many parts name the repository."""
+        count = 3 + (self.parts[1:2] != () and self.parts[1] in _KINDS)
+        # A revision such as refs/pr/1 has slashes.
+        return count + 2 * self.parts[count - 1 : count][0].endswith("@refs") if len(self.parts) >= count else count
+
+    @property
+    def key(self) -> str:
+        """The name of the file in the repository."""
+        return "/".join(self.parts[self._places() :])
+
+    def _readable(self) -> Readable:
+        return _repository("/".join(self.parts[1 : self._places()]))
+
+    def iterdir(self) -> Generator[HubPath, None, None]:
+        """Raises PermissionError: no base is looked for under another name."""
+        raise PermissionError(errno.EACCES, "the Hub is not listed", str(self))
+
+    def check_target(self) -> None:
+        """Raise UsageError."""
+        raise UsageError(f"{self}: is on the Hub, which is read here: write a local file, and push it with hf upload")
+
+
 class _Stream(io.RawIOBase):
     """A SourceFile as a stream; it closes the file."""
 
@@ -181,9 +225,10 @@ class _Stream(io.RawIOBase):
 
 def store_path(url: str) -> Path:
     """The path of an object. Raises UsageError for a URL that names none."""
-    path = StorePath(url)
-    if len(path.parts) < 3:
-        raise UsageError(f"{path}: names no object; give s3://BUCKET/KEY")
+    path = HubPath(url) if url.startswith("hf:") else StorePath(url)
+    if len(path.parts) < 3 or not path.key:
+        form = "hf://OWNER/NAME/FILE" if isinstance(path, HubPath) else "s3://BUCKET/KEY"
+        raise UsageError(f"{path}: names no object; give {form}")
     if ".." in path.parts:
         raise UsageError(f"{path}: has .. in its key; give the key itself")
     return path

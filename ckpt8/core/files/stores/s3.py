@@ -9,9 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import os
-import random
 import re
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
@@ -19,11 +17,9 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import exists_error
+from ckpt8.core.files.stores.attempts import Attempts, CutError, one_line
 from ckpt8.core.files.stores.contract import Part, Stat, Write
 from ckpt8.core.files.stores.reading import IN_FLIGHT
-
-_ATTEMPTS, _SECONDS = 5, 45
-"""Tries without a byte of progress, and seconds after which no other begins: the last one may take 70 more."""
 
 _CONNECT, _READ = 10, 60
 """Seconds that a connection may take, and the next bytes of an answer."""
@@ -95,7 +91,7 @@ class S3Store:
     def first(self, key: str, length: int) -> tuple[Stat, bytes] | None:
         """The present version of an object and its first bytes, at most ``length``, None where there is no object."""
 
-        def ask(_: _Attempts) -> tuple[Stat, bytes] | None:
+        def ask(_: Attempts) -> tuple[Stat, bytes] | None:
             answer = self._get("get_object", key, Range=f"bytes=0-{length - 1}")
             if answer is None:
                 return None
@@ -106,7 +102,7 @@ class S3Store:
             head = bytearray(min(length, version.size))
             done = self._receive(answer, memoryview(head))
             if head and not done:
-                raise _CutError
+                raise CutError
             if done < len(head):  # the rest of the same version
                 self.fill(key, version.tag, done, memoryview(head)[done:])
             return version, bytes(head)
@@ -117,7 +113,7 @@ class S3Store:
         """Fill ``buffer`` with bytes of the version ``tag`` from ``start``. InputError where it is no longer there."""
         done = 0
 
-        def ask(attempts: _Attempts) -> None:
+        def ask(attempts: Attempts) -> None:
             nonlocal done
             while done < len(buffer):
                 span = f"bytes={start + done}-{start + len(buffer) - 1}"
@@ -131,14 +127,14 @@ class S3Store:
                 if count:
                     attempts.progress()
                 if done < len(buffer):
-                    raise _CutError
+                    raise CutError
 
         self._persist(key, ask)
 
     def names(self, prefix: str) -> Sequence[str]:
         """What follows the prefix in the names of objects, where no slash does."""
 
-        def ask(_: _Attempts) -> list[str]:
+        def ask(_: Attempts) -> list[str]:
             pages = (
                 _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix, Delimiter="/")
             )
@@ -150,7 +146,7 @@ class S3Store:
     def put(self, write: Write, content: bytes) -> None:
         """Write an object. OutputError where another is there than the one that is to be replaced."""
 
-        def ask(_: _Attempts) -> None:
+        def ask(_: Attempts) -> None:
             _client().put_object(
                 **self._at(write), **_condition(write), Body=io.BytesIO(content), Metadata={_WRITE: write.id}
             )
@@ -160,7 +156,7 @@ class S3Store:
     def begin(self, write: Write) -> str:
         """Begin an upload."""
 
-        def ask(_: _Attempts) -> str:
+        def ask(_: Attempts) -> str:
             client = _client()
             # botocore sends a checksum with each part, and S3 takes it where the upload has stated which.
             checksum = {"ChecksumAlgorithm": _CHECKSUM} if _sends_checksums(client) else {}
@@ -174,7 +170,7 @@ class S3Store:
         """Send a part, whose number counts from 1. OutputError as soon as it ``is_given_up``."""
         place = {**self._at(write), "UploadId": upload, "PartNumber": number}
 
-        def ask(_: _Attempts) -> Part:
+        def ask(_: Attempts) -> Part:
             if is_given_up():
                 raise OutputError(f"{self._url(write.key)}: was given up")
             client = _client()
@@ -187,7 +183,7 @@ class S3Store:
     def complete(self, write: Write, upload: str, parts: Sequence[Part]) -> None:
         """Make an object of the parts. OutputError where another is there than the one that is to be replaced."""
 
-        def ask(_: _Attempts) -> None:
+        def ask(_: Attempts) -> None:
             _client().complete_multipart_upload(
                 **self._at(write), **_condition(write), UploadId=upload, MultipartUpload={"Parts": parts}
             )
@@ -212,11 +208,11 @@ class S3Store:
     def _at(self, write: Write) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": write.key}
 
-    def _make(self, write: Write, ask: Callable[[_Attempts], None]) -> None:
+    def _make(self, write: Write, ask: Callable[[Attempts], None]) -> None:
         """Do what ends a write. The answer to a first attempt may be lost: then the object is there at the second."""
         from botocore.exceptions import ClientError
 
-        def ask_once_more(attempts: _Attempts) -> None:
+        def ask_once_more(attempts: Attempts) -> None:
             try:
                 ask(attempts)
             except ClientError as exc:
@@ -284,11 +280,11 @@ class S3Store:
             answer["Body"].close()
         return done
 
-    def _persist(self, key: str, ask: Callable[[_Attempts], R], purpose: _Purpose = _READING) -> R:
+    def _persist(self, key: str, ask: Callable[[Attempts], R], purpose: _Purpose = _READING) -> R:
         """What ``ask`` returns, after as many attempts as it takes. Raises the error of the purpose, UsageError."""
         from botocore.exceptions import BotoCoreError, ClientError
 
-        attempts = _Attempts()
+        attempts = Attempts()
         while True:
             try:
                 return ask(attempts)
@@ -299,7 +295,7 @@ class S3Store:
                     self._refuse(key, purpose, exc)
             except _faults() as exc:
                 if attempts.are_over():
-                    why = "the connection was cut" if isinstance(exc, _CutError) else _one_line(exc)
+                    why = "the connection was cut" if isinstance(exc, CutError) else one_line(exc)
                     raise purpose.error(
                         f"{self._url(key)}: cannot be {purpose.act}: {why}, in {attempts.count} attempts"
                     ) from exc
@@ -309,7 +305,7 @@ class S3Store:
 
     def _refuse(self, key: str, purpose: _Purpose, exc: Any) -> NoReturn:
         status, code = _status(exc)
-        why = f"cannot be {purpose.act}: {_one_line(exc)}"
+        why = f"cannot be {purpose.act}: {one_line(exc)}"
         if code == "NoSuchBucket":
             why = f"there is no bucket {self._bucket}"
         elif status in (401, 403):
@@ -320,7 +316,7 @@ class S3Store:
         raise purpose.error(f"{self._url(key)}: {why}") from exc
 
     def _refuse_setting(self, key: str, purpose: _Purpose, exc: Exception) -> NoReturn:
-        why = f"cannot be {purpose.act}: {_one_line(exc)}"
+        why = f"cannot be {purpose.act}: {one_line(exc)}"
         if type(exc).__name__ in ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError"):
             why = (
                 "no credentials were found; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or run "
@@ -349,10 +345,6 @@ def _status(exc: Any) -> tuple[int, str]:
     return exc.response["ResponseMetadata"]["HTTPStatusCode"], exc.response.get("Error", {}).get("Code", "")
 
 
-class _CutError(Exception):
-    """A body ended before its time, or was given up."""
-
-
 class _Body(io.BytesIO):
     """The bytes of a part, which end with an error once the upload is given up."""
 
@@ -362,26 +354,8 @@ class _Body(io.BytesIO):
 
     def read(self, size: int | None = -1, /) -> bytes:
         if self._is_given_up():
-            raise _CutError
+            raise CutError
         return super().read(size)
-
-
-class _Attempts:
-    """Tries of one request. Progress begins them anew."""
-
-    def __init__(self) -> None:
-        self.progress()
-
-    def progress(self) -> None:
-        self.count, self._begun = 0, time.monotonic()
-
-    def are_over(self) -> bool:
-        """Count one that failed; whether it was the last."""
-        self.count += 1
-        return self.count >= _ATTEMPTS or time.monotonic() - self._begun > _SECONDS
-
-    def wait(self) -> None:
-        time.sleep(min(0.1 * 2**self.count, 5) * random.uniform(0.5, 1))  # noqa: S311 - spreads requests
 
 
 @functools.cache
@@ -391,7 +365,7 @@ def _faults() -> tuple[type[Exception], ...]:
     from urllib3.exceptions import HTTPError
 
     return (
-        _CutError,
+        CutError,
         ConnectionError,
         TimeoutError,
         HTTPError,
@@ -403,7 +377,3 @@ def _faults() -> tuple[type[Exception], ...]:
 
 def _version(answer: dict[str, Any], size: int) -> Stat:
     return Stat(size, answer["ETag"], answer["LastModified"].timestamp(), answer.get("Metadata", {}).get(_WRITE, ""))
-
-
-def _one_line(exc: Exception) -> str:
-    return " ".join(str(exc).split()) or type(exc).__name__

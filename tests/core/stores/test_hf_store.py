@@ -1,0 +1,182 @@
+"""Files of a Hub: read at one commit, in ranges, with a token that stays there; faults end in one line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from hub_kit import running
+
+import ckpt8
+from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.stores import attempts
+
+constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
+NAME, CONTENT = "owner/name", bytes(range(256)) * 40
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with running() as servers:
+        yield servers
+
+
+@pytest.fixture
+def hub(servers, monkeypatch):
+    hub, endpoint = servers
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr(attempts.Attempts, "wait", lambda self, asked=0.0: None)
+    hub.commits.clear()
+    hub.gated.clear()
+    hub.order()
+    hub.commit(NAME, model__pt=CONTENT, empty=b"")
+    hub.log.clear()
+    return hub
+
+
+def store(name=NAME):
+    from ckpt8.core.files.stores.hf import HfStore
+
+    return HfStore(name)
+
+
+def read(found, version, start, length, key="model.pt"):
+    buffer = bytearray(length)
+    found.fill(key, version.tag, start, memoryview(buffer))
+    return bytes(buffer)
+
+
+def test_first_bytes_and_a_range(hub):
+    found = store()
+    version, head = found.first("model.pt", 100)
+    assert (version.size, head) == (len(CONTENT), CONTENT[:100])
+    assert read(found, version, 5000, 300) == CONTENT[5000:5300]
+    assert [entry["method"] for entry in hub.log] == ["HEAD", "GET", "GET"]
+    assert found.first("empty", 10) == (found.stat("empty"), b"")
+    assert found.stat("nothing") is None
+
+
+def test_ranges_are_of_the_first_commit(hub):
+    found = store()
+    version, _ = found.first("model.pt", 10)
+    hub.commit(NAME, other=b"1")
+    assert found.stat("model.pt") == version
+    hub.commit(NAME, model__pt=CONTENT[::-1])
+    assert read(found, version, 100, 50) == CONTENT[100:150]
+    assert found.stat("model.pt") != version
+    hub.signature += 1  # what was signed is signed anew, for the same bytes
+    assert read(found, version, 100, 50) == CONTENT[100:150]
+
+
+def test_revisions_and_kinds(hub):
+    first = hub.commits[NAME][0][0]
+    hub.commit(NAME, model__pt=b"new")
+    assert store(f"{NAME}@{first}").first("model.pt", 3)[1] == CONTENT[:3]
+    assert store(f"datasets/{NAME}").first("model.pt", 3)[1] == b"new"
+    assert "/datasets/owner/name/resolve/main/model.pt" in [entry["path"] for entry in hub.log]
+
+
+def test_passing_faults_and_a_cut_body(hub):
+    found = store()
+    hub.order(503, 429, None, 503, -1000, None)
+    _, head = found.first("model.pt", 4000)
+    assert head == CONTENT[:4000]
+    starts = [int(entry["range"][6:].split("-")[0]) for entry in hub.log if entry["method"] == "GET"]
+    assert starts == sorted(starts)
+    assert 1000 in starts
+
+
+@pytest.mark.parametrize(
+    ("prepare", "name", "line"),
+    [
+        (lambda hub: hub.order(*[503] * 9), NAME, "hf://owner/name/model.pt: cannot be read: .*503"),
+        (lambda hub: hub.gated.add(NAME), NAME, "owner/name is gated; accept its terms"),
+        (lambda hub: hub.commits.clear(), NAME, "there is no model owner/name, or it is private: run hf auth login"),
+        (lambda hub: None, f"{NAME}@v2", "owner/name has no revision v2"),
+        (lambda hub: hub.order(None, *[403] * 9), NAME, "access|cannot be read|private"),
+    ],
+    ids=["lasting", "gated", "none", "revision", "forbidden"],
+)
+def test_what_cannot_be_read_ends_in_one_line(hub, prepare, name, line):
+    prepare(hub)
+    with pytest.raises(InputError, match=line) as caught:
+        store(name).first("model.pt", 10)
+    assert "\n" not in str(caught.value)
+    assert len(hub.log) <= 12
+
+
+def test_names_that_are_none():
+    for name in ("owner", "a/b/c", "owner/name@", "@main"):
+        with pytest.raises(UsageError, match="names no repository"):
+            store(name)
+
+
+@pytest.fixture
+def run(hub, tmp_path):
+    """A checkpoint and its container, here and on the Hub."""
+    torch.manual_seed(0)
+    torch.save({"model": {f"layers.{k}.weight": torch.randn(300, 300) for k in range(4)}}, tmp_path / "run.pt")
+    ckpt8.compress(tmp_path / "run.pt")
+    hub.commit(NAME, **{f"run__{suffix}": (tmp_path / f"run.{suffix}").read_bytes() for suffix in ("pt", "ckpt8")})
+    hub.log.clear()
+    return tmp_path
+
+
+URL = f"hf://{NAME}/run"
+
+
+def test_commands_give_what_they_give_for_a_file(run, hub, run_command):
+    assert run_command("inspect", f"{URL}.ckpt8")[0] == 0
+    assert [entry["method"] for entry in hub.log] == ["HEAD", "GET", "GET"]
+    assert run_command("restore", f"{URL}.ckpt8", "-o", run / "back.pt")[0] == 0
+    assert run_command("restore", run / "run.ckpt8", "-o", run / "local.pt")[0] == 0
+    assert (run / "back.pt").read_bytes() == (run / "local.pt").read_bytes()
+    assert run_command("verify", f"{URL}.ckpt8", "--against", f"{URL}.pt")[0] == 0
+    assert run_command("compress", f"{URL}.pt", "-o", run / "made.ckpt8")[0] == 0
+    assert (run / "made.ckpt8").read_bytes() == (run / "run.ckpt8").read_bytes()
+    with ckpt8.open(f"{URL}.pt") as there, ckpt8.open(run / "run.pt") as here:
+        assert torch.equal(there["model.layers.2.weight"], here["model.layers.2.weight"])
+
+
+def test_what_the_hub_is_not_for(run, hub, run_command):
+    code, _, err = run_command("compress", f"{URL}.pt")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "write a local file, and push it with hf upload" in err
+    with pytest.raises(UsageError, match="push it with hf upload"):
+        ckpt8.save({"x": torch.ones(3)}, f"{URL}2.ckpt8")
+    code, _, err = run_command("inspect", f"hf://{NAME}/nothing.pt")
+    assert (code, err.count("\n")) == (3, 1)
+    assert f"hf://{NAME}/nothing.pt: cannot be read" in err
+    assert run_command("inspect", "hf://owner/name")[0] == 2
+    code, _, err = run_command("restore", run / "run.ckpt8", "-o", f"{URL}2.pt")
+    assert (code, err.count("\n")) == (2, 1)
+    assert not [entry for entry in hub.log if entry["method"] not in ("HEAD", "GET")]
+
+
+@pytest.mark.parametrize(
+    ("url", "repository", "key"),
+    [
+        ("hf://a/b/c.pt", "a/b", "c.pt"),
+        ("hf://a/b@v1/d/c.pt", "a/b@v1", "d/c.pt"),
+        ("hf:/datasets/a/b/c.pt", "datasets/a/b", "c.pt"),
+        ("hf://a/b@refs/pr/1/c.pt", "a/b@refs/pr/1", "c.pt"),
+        ("hf://datasets/a/b@refs/convert/x/d/c.pt", "datasets/a/b@refs/convert/x", "d/c.pt"),
+    ],
+)
+def test_urls(url, repository, key, monkeypatch):
+    asked = []
+    monkeypatch.setattr("ckpt8.core.files.stores.path._repository", asked.append)
+    monkeypatch.setattr("ckpt8.core.files.stores.path.Content.at", lambda name, store, key: asked.append((name, key)))
+    path = as_path(url)
+    assert not path.exists()
+    assert asked == [repository, (f"hf://{repository}/{key}", key)]
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
+    with pytest.raises(UsageError, match=r"pip install 'ckpt8\[hf\]'"):
+        store().stat("model.pt")
