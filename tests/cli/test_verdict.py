@@ -99,8 +99,10 @@ def test_a_checkpoint_has_its_predictions_first_and_real_flags_alone(source, run
     assert "moments that FlashOptim's fp16 scales would lose" in ready
 
 
-def test_random_states_are_no_red_flag_and_other_classes_are(source, run_command):
-    tree = torch.load(source, weights_only=True)
+def test_random_states_are_no_red_flag_and_other_classes_are(tmp_path, monkeypatch, run_command):
+    monkeypatch.chdir(tmp_path)
+    source = pathlib.Path("run.pt")
+    tree = {"model": {"weight": torch.randn(64, 64)}}
     tree["rng"] = [torch.get_rng_state(), np.random.get_state(), random.getstate(), np.float64(3.0)]
     for value, flags in ((None, []), (pathlib.PurePosixPath("a"), ["pathlib.PurePosixPath"])):
         torch.save({**tree, "more": value}, source)
@@ -113,7 +115,8 @@ def test_random_states_are_no_red_flag_and_other_classes_are(source, run_command
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_lines_fit_and_no_number_is_parted_from_its_unit(width, source, run_command):
+def test_lines_fit_and_no_number_is_parted_from_its_unit(width, inputs, source, run_command):
+    source.write_bytes((inputs / "crc_off.pt").read_bytes())  # the smallest with moments
     run_command("compress", source, "--budget", 5, columns=width)
     outputs = [
         run_command.shown("inspect", *options, path)

@@ -1,7 +1,7 @@
 """Files for ``torch.load``, and every public way that leads there, tried in a process with little memory and time.
 
-``Gates`` starts one child that has torch loaded, and forks for each try. The fork has ``MEMORY`` more bytes of address
-space than it uses, and ``SECONDS`` of processor time: what takes more fails in it, whoever asked for it.
+``attempt`` forks for each try. The fork has ``MEMORY`` more bytes of address space than it uses, and ``SECONDS`` of
+processor time: what takes more fails in it, whoever asked for it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import os
 import pickle
 import resource
 import struct
-import sys
+import warnings
 import zipfile
 from pathlib import Path
 
 from hostile_kit import container_of
-from program_kit import Server
 
 MEMORY = 768 << 20
 SECONDS = 5
@@ -138,17 +137,6 @@ def written(content, folder, gate):
     return saved_object(content, folder / "dcp") if gate in OF_DIRECTORIES else member(content, folder, "a.ckpt8")
 
 
-class Gates(Server):
-    """Tries to load files in forks of one child."""
-
-    def __init__(self):
-        super().__init__("-W", "ignore", __file__, environment=None)
-
-    def attempt(self, gate, path, *, allow=()):
-        """What becomes of a path at a gate: ``loaded``, an error by its class and text, or ``killed``."""
-        return tuple(self.ask({"gate": gate, "path": str(path), "allow": list(allow)}))
-
-
 def loads():
     """By gate, what loads a path."""
     import torch.distributed.checkpoint as dcp
@@ -196,32 +184,24 @@ def _limit():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _forked(load, path, allow):
+def attempt(gate, path, *, allow=()):
+    """What becomes of a path at a gate: ``loaded``, an error by its class and text, or ``killed``."""
     import torch
 
+    load = loads()[gate]
     reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        torch.serialization.add_safe_globals([_named(name) for name in allow])
-        _limit()
-        os.write(writing, json.dumps(_outcome(load, path)).encode())
-        os._exit(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a fork beside threads, among others, and in the fork
+        child = os.fork()
+        if not child:
+            try:
+                torch.serialization.add_safe_globals([_named(name) for name in allow])
+                _limit()
+                os.write(writing, json.dumps(_outcome(load, path)).encode())
+            finally:
+                os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as said:
         answer = said.read()
     os.waitpid(child, 0)
-    return json.loads(answer) if answer else ("killed", "")
-
-
-def main():
-    import torch
-
-    torch.set_num_threads(1)
-    ways = loads()
-    for line in sys.stdin:
-        job = json.loads(line)
-        print(json.dumps(_forked(ways[job["gate"]], job["path"], job["allow"])), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    return tuple(json.loads(answer)) if answer else ("killed", "")

@@ -16,9 +16,9 @@ ORIGINAL, PACKED = "<b>\u202e.pt", "<b>\u202e.ckpt8"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint of 3,000 tensors, one with a hostile name, its container, and a copy that differs everywhere."""
+    """A checkpoint of 1,000 tensors, one with a hostile name, its container, and a copy that differs everywhere."""
     folder = tmp_path_factory.mktemp("results")
-    tensors = {HOSTILE: torch.randn(16)} | {f"layers.{k}.weight": torch.randn(16) for k in range(2999)}
+    tensors = {HOSTILE: torch.randn(16)} | {f"layers.{k}.weight": torch.randn(16) for k in range(999)}
     torch.save(tensors, folder / ORIGINAL)
     torch.save({name: tensor + len(name) for name, tensor in tensors.items()}, folder / "other.pt")
     ckpt8.compress(folder / ORIGINAL)
@@ -61,7 +61,7 @@ RESULTS = {
     "restored": lambda folder, new: restored(folder / PACKED, new.with_suffix(".pt")),
     "convert": lambda folder, new: ckpt8.convert(folder / ORIGINAL, new.with_suffix(".safetensors")),
     "inspect": lambda folder, new: ckpt8.inspect(folder / PACKED, tensors=True),
-    "inert": lambda folder, new: ckpt8.Inert("a.B", state=dict.fromkeys(range(3000), "<" * 9)),
+    "inert": lambda folder, new: ckpt8.Inert("a.B", state=dict.fromkeys(range(1000), "<" * 9)),
 }
 
 
@@ -83,7 +83,7 @@ def test_a_result_prints_as_a_few_lines(name, folder, tmp_path):
 
 def test_what_failed_and_what_differs_is_shown(folder, trained, tmp_path):
     difference = ckpt8.diff(folder / ORIGINAL, folder / "other.pt")
-    assert "3,000 of 3,000 differ" in repr(difference)
+    assert "1,000 of 1,000 differ" in repr(difference)
     assert "&lt;b&gt;" in difference._repr_html_()
     (tmp_path / "step-1.pt").write_bytes(trained.read_bytes())
     (tmp_path / "step-2.pt").write_bytes(trained.read_bytes()[:-40])

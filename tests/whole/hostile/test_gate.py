@@ -27,6 +27,7 @@ from gate_kit import (
     TUPLES,
     among,
     archive,
+    attempt,
     call,
     call_name,
     expanded,
@@ -212,7 +213,7 @@ def at_gates(names, slow=()):
 
 
 @at_gates(FILES, slow=["a version that inflates"])
-def test_what_torch_would_do_is_refused_in_front_of_it(name, gate, attempt, tmp_path):
+def test_what_torch_would_do_is_refused_in_front_of_it(name, gate, tmp_path):
     kind, message = attempt(gate, written(FILES[name](), tmp_path, gate))
     assert kind in ("InputError", "UnsupportedError"), (kind, message)
     assert message.isprintable()
@@ -242,7 +243,7 @@ ODD = {
 
 
 @at_gates(ODD)
-def test_whatever_else_is_wrong_is_one_line(name, gate, attempt, tmp_path):
+def test_whatever_else_is_wrong_is_one_line(name, gate, tmp_path):
     kind, message = attempt(gate, written(archive(ODD[name]), tmp_path, gate))
     assert kind in ("InputError", "UnsupportedError", "loaded"), message
     assert message.isprintable() or not message
@@ -257,7 +258,7 @@ ARRAYS = {
 
 
 @at_gates([*ARRAYS, *ARRAYS])
-def test_arrays_that_are_allowed_are_as_large_as_what_they_hold(name, gate, attempt, tmp_path):
+def test_arrays_that_are_allowed_are_as_large_as_what_they_hold(name, gate, tmp_path):
     kind, message = attempt(gate, written(archive(ARRAYS[name]), tmp_path, gate), allow=NUMPY)
     assert kind == "InputError", message
     assert "torch says" not in message
@@ -367,7 +368,7 @@ def test_what_torch_saves_is_loaded_as_torch_loads_it(gate, saved, tmp_path):
 
 
 @each_gate
-def test_a_name_that_nobody_allowed_is_told_before_anything_is_done(gate, attempt, tmp_path):
+def test_a_name_that_nobody_allowed_is_told_before_anything_is_done(gate, tmp_path):
     """All of them, be the rest hostile or not."""
     body = among(call("fractions.Fraction", number(1)), call("datetime.date", HUGE), BODIES["bytearray"])
     kind, message = attempt(gate, written(archive(body), tmp_path, gate))

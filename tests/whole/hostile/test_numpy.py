@@ -10,7 +10,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 import torch
-from gate_kit import among, archive, call, call_name, member, number, text, written
+from gate_kit import among, archive, attempt, call, call_name, member, number, text, written
 from resume_kit import same
 
 import ckpt8
@@ -217,7 +217,7 @@ def test_a_crafted_array_is_refused(name, tmp_path):
     assert str(refusal.value).isprintable()
 
 
-def test_the_same_bytes_in_a_great_many_arrays(attempt, tmp_path):
+def test_the_same_bytes_in_a_great_many_arrays(tmp_path):
     data = b"B" + (1 << 20).to_bytes(4, "little") + bytes(1 << 20) + b"q\x60"
     again = made(number(1 << 20) + b"\x85", b"h\x61", b"h\x60")
     # So many that copies of each, to see whether it can be made, would take many seconds.

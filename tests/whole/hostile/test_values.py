@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import zstandard
-from gate_kit import archive, call_name
+from gate_kit import archive, attempt, call_name
 from hostile_kit import container_of, outcome, sealed
 
 import ckpt8
@@ -130,7 +130,7 @@ LARGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
-def test_a_manifest_has_no_more_values_than_its_container_has_room_for(name, attempt, tmp_path):
+def test_a_manifest_has_no_more_values_than_its_container_has_room_for(name, tmp_path):
     """Each of a few MB that grew beyond a gigabyte."""
     path = tmp_path / "x.ckpt8"
     path.write_bytes(with_values(LARGE[name]()))
@@ -231,7 +231,7 @@ BODIES = {
 
 @pytest.mark.by_default("dictionaries")
 @pytest.mark.parametrize("name", BODIES)
-def test_a_pickle_has_no_more_objects_than_its_container_has_room_for(name, attempt, tmp_path):
+def test_a_pickle_has_no_more_objects_than_its_container_has_room_for(name, tmp_path):
     path = compressed_member(archive(BODIES[name]()), tmp_path / "x.ckpt8")
     assert path.stat().st_size < 1 << 20
     kind, message = attempt("load", path)
