@@ -31,6 +31,8 @@ from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath, resolved
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import described, is_path
 from ckpt8.core.tensors import Role
@@ -49,7 +51,7 @@ _MOST_READ = 64
 _CALLER = 9
 """Frames from a warning to the caller of ``save``."""
 
-_unlinked = set[str]()
+_unlinked = set[Path]()
 """Folders where files cannot be linked, of which somebody was warned."""
 
 
@@ -81,12 +83,13 @@ def wanted(base: str | os.PathLike[str] | Auto | None) -> Wanted:
         raise UsageError(f"base is {described(base)}; give a path, or {AUTO!r}")
     if base == AUTO:
         return Auto()
-    if find_sharded(Path(base)) is not None:
+    path = as_path(base)
+    if not isinstance(path, RemotePath) and find_sharded(path) is not None:
         raise UsageError(
             f"{base}: is a directory of containers of ranks, which is no base of a delta; give a .ckpt8 of an earlier "
             f"step, {AUTO!r}, or no base"
         )
-    return Path(base)
+    return path
 
 
 def only_auto(base: str | None) -> Auto | None:
@@ -113,12 +116,12 @@ def checked_frozen(path: str | os.PathLike[str] | None, asked: Wanted) -> Path |
 def bases_kept(asked: Wanted, target: Path, *, packs: bool) -> Iterator[KeptBases | None]:
     """The links beside ``target`` until it is written, where its base is to be chosen or, if it ``packs``, made there.
 
-    Then what none needs goes.
+    Then what none needs goes. A store has no links.
     """
-    if not (packs or isinstance(asked, Auto)):
+    if not (packs or isinstance(asked, Auto)) or isinstance(target, RemotePath):
         yield None
         return
-    folder = Path(os.path.realpath(target)).parent
+    folder = resolved(target).parent
     try:
         with KeptBases(folder) as kept:
             if target.exists():
@@ -131,10 +134,10 @@ def bases_kept(asked: Wanted, target: Path, *, packs: bool) -> Iterator[KeptBase
 @contextlib.contextmanager
 def candidates_kept(asked: Wanted, target: Path) -> Iterator[None]:
     """Every container that may become the base of ``target`` is linked, where it is to be chosen; it may be removed."""
-    if not isinstance(asked, Auto):
+    if not isinstance(asked, Auto) or isinstance(target, RemotePath):
         yield
         return
-    folder = Path(os.path.realpath(target)).parent
+    folder = resolved(target).parent
     try:
         with KeptBases(folder) as kept:
             kept.hold(_files_beside(target))
@@ -179,8 +182,8 @@ def _linkable(asked: Wanted, target: Path) -> Auto | None:
 
 
 def is_unlinked(target: Path) -> bool:
-    """Whether files could not be linked in the folder of ``target``."""
-    return os.path.realpath(target.parent) in _unlinked
+    """Whether files could not be linked in the folder of ``target``, as far as is known."""
+    return isinstance(target, RemotePath) or resolved(target.parent) in _unlinked
 
 
 def _links(kept: KeptBases, base: OpenBase, target: Path, *, is_needed: bool) -> bool:
@@ -193,7 +196,7 @@ def _links(kept: KeptBases, base: OpenBase, target: Path, *, is_needed: bool) ->
         if not base.path.exists():  # removed meanwhile; what is held as a candidate is a link
             return base.reader.stated.seal in kept
         if not is_unlinked(target):
-            _unlinked.add(os.path.realpath(target.parent))
+            _unlinked.add(resolved(target.parent))
             then = "checkpoints are saved whole" if is_needed else "removing a base makes its deltas unreadable"
             warnings.warn(
                 f"{target.parent}: files cannot be linked there ({exc.strerror}), which keeps the bases of deltas when "
@@ -214,8 +217,10 @@ def _files_beside(target: Path) -> list[Path]:
     return list(files.values())[1 : _MOST_READ + 1]
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
-    """What identifies a file; None where there is none."""
+def _inode(path: Path) -> object:
+    """What identifies a file, an object by its name; None where there is none."""
+    if isinstance(path, RemotePath):
+        return path
     try:
         status = path.stat()
     except OSError:
@@ -224,11 +229,12 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _newest(paths: Iterable[Path]) -> list[Path]:
-    """Files, the newest first."""
+    """Files, the newest first; objects of a store by their names: each time would be a request."""
     times = {}
     for path in paths:
         with contextlib.suppress(OSError):
-            times[path] = path.stat().st_mtime_ns, natural_order(path.name)
+            changed = 0 if isinstance(path, RemotePath) else path.stat().st_mtime_ns
+            times[path] = changed, natural_order(path.name)
     return sorted(times, key=times.__getitem__, reverse=True)
 
 

@@ -153,12 +153,12 @@ def compress(
     options = Options(threads, stats, max_update_error, progress)
     gpu = requested(device)
     target = None if target is None else as_path(target)
-    _refuse_base_of_object(default_target(source) if target is None else target, base, frozen_from)
+    _refuse_frozen(default_target(source) if target is None else target, frozen_from)
     target = target_of(source, target, force=force)
     asked = wanted(base)
     frozen = checked_frozen(frozen_from, asked)
     with (
-        looked_for_in(map(Path, base_dirs)),
+        looked_for_in(base_dirs),
         as_private_as(source),
         open_source(source, containers=False, decode=not policy.keeps_compressed) as bundle,
     ):
@@ -189,11 +189,11 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     return target
 
 
-def _refuse_base_of_object(target: Path, *bases: object) -> None:
-    """Raise UsageError for an object of a store that is to need a base."""
+def _refuse_frozen(target: Path, frozen_from: object) -> None:
+    """Raise UsageError for an object of a store that is to take frozen weights from a file."""
     require(
-        not isinstance(target, RemotePath) or all(base is None for base in bases),
-        f"{target}: in a store ckpt8 writes no differences; leave out base and frozen_from (--base, --frozen-from)",
+        not isinstance(target, RemotePath) or frozen_from is None,
+        f"{target}: in a store there are no links to a file of frozen weights; leave out frozen_from (--frozen-from)",
         UsageError,
     )
 
@@ -297,7 +297,7 @@ def save(
                 max_update_error=max_update_error,
             )  # fmt: skip
     target = as_path(target)
-    _refuse_base_of_object(target, base, frozen_from)
+    _refuse_frozen(target, frozen_from)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error)
     member = _member_of(target)
@@ -313,10 +313,10 @@ def save(
         target = resolved(target)
         asked = asked.absolute() if isinstance(asked, Path) else asked
         frozen, named = frozen and frozen.absolute(), named and named.absolute()
-        base_dirs = [Path(folder).absolute() for folder in base_dirs]
+        base_dirs = [as_path(folder).absolute() for folder in base_dirs]
 
     def compress_live(checkpoint: OpenCheckpoint, run_or_pack: Callable[..., R]) -> R:
-        with looked_for_in(map(Path, base_dirs)):
+        with looked_for_in(base_dirs):
             live = checkpoint.memory if isinstance(checkpoint, LiveCheckpoint) else {}
             write = partial(run_or_pack, target=target, policy=policy, force=force)
             return _compress(

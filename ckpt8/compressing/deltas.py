@@ -14,7 +14,7 @@ base have become too large for the steps of the optimizer, a new lattice is due.
 from __future__ import annotations
 
 import math
-import os
+import posixpath
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +38,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arrays import Arrays, floats
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, RefusedError, UsageError
+from ckpt8.core.files.source_file import RemotePath, resolved
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.workers import Workers
@@ -68,9 +69,9 @@ class OpenBase(Closing):
 
     def check_target(self, target: Path) -> None:
         """Raise UsageError where writing ``target`` would replace the base or a file below it, InputError for these."""
-        replaced = os.path.realpath(target)
+        replaced = resolved(target)
         for reader in (self.reader, *self.reader.links()):
-            if os.path.realpath(reader.path) == replaced:
+            if resolved(reader.path) == replaced:
                 raise UsageError(f"{target}: the base {self.path} needs this file; give another name")
 
     def parts(self, storage: int, chunk: int, codec: Codec) -> Arrays:
@@ -81,12 +82,16 @@ class OpenBase(Closing):
             raise BrokenBaseError(exc.problem) from exc
 
     def record(self, target: Path) -> BaseRecord:
-        """What the manifest of ``target`` says of this base. Raises UsageError for a path that is no Unicode.
+        """What the manifest of ``target`` says of this base.
 
-        The path is from the folder of ``target``, or of what that leads to, with slashes.
+        The path is from the folder of ``target``, or of what that leads to, with slashes. Raises UsageError for one
+        that is no Unicode, and for a base in another store.
         """
-        own, base = self._stated, Path(os.path.realpath(self.path.parent)) / self.path.name
-        path = Path(os.path.relpath(base, Path(os.path.realpath(target)).parent)).as_posix()
+        own, folder, base = self._stated, resolved(target).parent, resolved(self.path.parent) / self.path.name
+        are_remote = isinstance(folder, RemotePath) or isinstance(base, RemotePath)
+        if are_remote and base.parts[:2] != folder.parts[:2]:
+            raise UsageError(f"{self.path}: is the base of {target}, which is elsewhere; both must be in one bucket")
+        path = posixpath.relpath("/".join(base.parts), "/".join(folder.parts))
         if not is_unicode(path):
             raise UsageError(f"{self.path}: a file whose name is no Unicode cannot be a base; rename it")
         return BaseRecord(seal=own.seal, path=path, key=own.key, place=self._place, links=own.links + 1)

@@ -26,13 +26,16 @@ from ckpt8.container.manifest import BaseRecord, read_base
 from ckpt8.core.closing import setting
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.atomic import as_private_as, refuse_source
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import ByteRange, RemotePath, open_range, resolved
 from ckpt8.core.json_text import Fields
 
 _directories: ContextVar[tuple[Path, ...]] = ContextVar("_directories", default=())
 
 _VARIABLE = "CKPT8_BASE_DIR"
-"""Names folders for all containers, separated as in PATH."""
+"""Names folders for all containers, separated as in PATH; some may be in stores."""
+
+_FOLDER = re.compile(rf"(?:(?:s3|hf)://)?[^{os.pathsep}]+")
 
 KEPT = "bases"
 """The folder beside deltas that holds links to what they need."""
@@ -42,13 +45,13 @@ _NAME = re.compile(r"[0-9a-f]{16}\.ckpt8")
 
 def directories() -> tuple[Path, ...]:
     """Folders where readers look for a base, besides that of the delta."""
-    named = filter(None, os.environ.get(_VARIABLE, "").split(os.pathsep))
-    return tuple(dict.fromkeys((*_directories.get(), *map(Path, named))))
+    named = _FOLDER.findall(os.environ.get(_VARIABLE, ""))
+    return tuple(dict.fromkeys((*_directories.get(), *map(as_path, named))))
 
 
-def looked_for_in(folders: Iterable[Path]) -> AbstractContextManager[object]:
+def looked_for_in(folders: Iterable[str | os.PathLike[str]]) -> AbstractContextManager[object]:
     """Have all readers that are made in the block look for bases in ``folders``, too."""
-    return setting(_directories, (*folders, *_directories.get()))
+    return setting(_directories, (*map(as_path, folders), *_directories.get()))
 
 
 class Stated(NamedTuple):
@@ -170,7 +173,8 @@ def _places(container: Path, record: BaseRecord, base_dirs: Sequence[Path]) -> l
     """Where the base should be, in the order in which to look."""
     names = (record.path, record.path.rpartition("/")[2], f"{KEPT}/{kept_name(record.seal)}")
     folders = _folders(container, base_dirs)
-    return list(dict.fromkeys(folder / name for folder in folders for name in names))
+    places = (folder / name for folder in folders for name in names)
+    return list(dict.fromkeys(place.resolve() if isinstance(place, RemotePath) else place for place in places))
 
 
 def _exists(place: Path) -> bool:

@@ -35,7 +35,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import any_file, sync_directory
-from ckpt8.core.files.source_file import resolved
+from ckpt8.core.files.source_file import RemotePath, resolved
 from ckpt8.core.text import listed
 
 _LINKING = ".linking"
@@ -237,8 +237,10 @@ def _linked_again(path: Path, twin: Path) -> int:
 def containers_in(folder: Path, *, strict: bool = False) -> list[Path]:
     """The containers in a folder, and what may be one: by its suffix, or unreadable.
 
-    Empty where the folder cannot be listed; with ``strict`` that raises OSError.
+    Empty where the folder cannot be listed; with ``strict`` that raises OSError. In a store, those with the suffix.
     """
+    if isinstance(folder, RemotePath) and not strict:
+        return files_in(folder)
     with nullcontext() if strict else suppress(OSError):
         return [path for path in folder.iterdir() if _may_be_container(path)]
     return []

@@ -15,7 +15,7 @@ import torch
 from s3_kit import BUCKET
 
 import ckpt8
-from ckpt8.core.errors import OutputError, UsageError
+from ckpt8.core.errors import OutputError
 from ckpt8.core.files.stores import writing
 from ckpt8.core.files.stores.s3 import S3Store
 
@@ -201,8 +201,6 @@ def test_a_base_that_is_needed_is_not_replaced(place, bucket, tmp_path):
     assert stored(bucket, f"{place}/a.ckpt8") == (tmp_path / "a.ckpt8").read_bytes()
     ckpt8.save({"w": torch.ones(3)}, f"{place}/b.ckpt8")
     ckpt8.save({"w": torch.ones(3)}, f"{place}/a.ckpt8")
-    with pytest.raises(UsageError, match="in a store ckpt8 writes no differences"):
-        ckpt8.save({"w": torch.ones(3)}, f"{place}/c.ckpt8", base="auto")
 
 
 def test_a_container_that_the_reader_refuses_never_gets_its_name(place, bucket, monkeypatch):

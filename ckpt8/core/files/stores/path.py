@@ -10,6 +10,7 @@ import errno
 import functools
 import io
 import os
+import posixpath
 import stat
 from collections.abc import Generator
 from pathlib import Path
@@ -136,8 +137,11 @@ class StorePath(RemotePath):
         return False
 
     def resolve(self, strict: bool = False) -> StorePath:  # noqa: ARG002
-        """The path itself."""
-        return self
+        """The path without ``..``, which leads out of no bucket: a store has no links."""
+        if ".." not in self.parts:
+            return self
+        key = posixpath.normpath("/" + "/".join(self.parts[2:]))
+        return type(self)(*self.parts[:2], key.lstrip("/"))
 
     def absolute(self) -> StorePath:
         """The path itself."""
