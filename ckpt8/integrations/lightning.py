@@ -25,7 +25,7 @@ from ckpt8.checkpoint.replacing import problem_of
 from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.checkpoint.sources.stored_member import member_index
-from ckpt8.compressing.background import PendingSave, wait_for
+from ckpt8.compressing.background import PendingSave, key_of, wait_for
 from ckpt8.compressing.chosen_base import only_auto
 from ckpt8.compressing.compress import checked_options, save
 from ckpt8.container.header import is_container
@@ -71,6 +71,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
     ``preset``, ``budget``, ``rules``, ``frozen_from``, ``threads``, ``stats``, ``max_update_error`` and ``snapshot``
     are those of ``ckpt8.save``. With ``background`` a save returns once everything is copied in memory, which stays for
     the next one until the run ends. The next save waits for it, and raises its failure; so does the end of the run.
+    Until then an older file that Lightning removes stays, and for good where the save fails.
     With ``base="auto"`` a container is a delta to an earlier one of its folder, where that is smaller. ``bases/``
     beside them keeps what they need, as hard links, however they are removed: move that folder with them.
 
@@ -112,7 +113,8 @@ class Ckpt8CheckpointIO(CheckpointIO):
             snapshot=snapshot,
         )
         self._background = background
-        self._pending: PendingSave | None = None
+        self._pending: tuple[str, PendingSave] | None = None
+        self._outdated: list[Path] = []
 
     @checked
     def save_checkpoint(
@@ -125,7 +127,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
         if self._background:
-            self._pending = save(checkpoint, target, background=True, **self._options)
+            self._pending = key_of(target), save(checkpoint, target, background=True, **self._options)
         else:
             save(checkpoint, target, **self._options)
 
@@ -155,15 +157,13 @@ class Ckpt8CheckpointIO(CheckpointIO):
         A loaded checkpoint tells Lightning which older ones to remove, and its paths may lead anywhere.
         """
         target = local_path(path, _ADVICE)
-        wait_for(target)
         with removing(target):
-            is_link = target.is_symlink()
-            if target.exists() and not is_link and (problem := problem_of(target)):
-                raise OutputError(f"{target}: is not removed: {problem}")
-            if target.is_dir() and not is_link:
-                shutil.rmtree(target)
-            else:
-                remove_container(target)
+            _check_removable(target)
+        if self._pending is not None and self._pending[0] != key_of(target):
+            self._outdated.append(target)  # what takes its place may not be whole
+        else:
+            self._wait()
+            _remove(target)
 
     def teardown(self) -> None:
         """Wait for a save in the background, and free the memory for the next one. Raises the error of the save."""
@@ -173,9 +173,29 @@ class Ckpt8CheckpointIO(CheckpointIO):
             give_back()
 
     def _wait(self) -> None:
+        """Wait for the save that is under way, then remove what it makes superfluous."""
         pending, self._pending = self._pending, None
+        outdated, self._outdated = self._outdated, []
         if pending is not None:
-            pending.result()
+            pending[-1].result()
+        for path in outdated:
+            _remove(path)
+
+
+def _remove(target: Path) -> None:
+    """Remove a checkpoint, if it is there. Raises OutputError, also for anything but a checkpoint."""
+    wait_for(target)
+    with removing(target):
+        _check_removable(target)
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            remove_container(target)
+
+
+def _check_removable(target: Path) -> None:
+    if target.exists() and not target.is_symlink() and (problem := problem_of(target)):
+        raise OutputError(f"{target}: is not removed: {problem}")
 
 
 for _other in _FOUND[1:]:

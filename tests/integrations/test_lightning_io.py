@@ -377,6 +377,35 @@ def test_what_is_removed_breaks_no_chain(mode, background, tmp_path):
     assert list(moved.iterdir()) == []
 
 
+def test_an_older_file_goes_once_the_newer_one_is_in_place(go_on, tmp_path):
+    """Killed at any step, the run has a checkpoint; where a save fails, it has that of before."""
+    plugin, present = Ckpt8CheckpointIO(preset="lossless", background=True), []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, *_):
+            present.append(sorted(path.name for path in tmp_path.glob("*.ckpt")))
+            go_on.set()
+            wait_for(tmp_path / f"step={len(present) - 1}.ckpt")
+            go_on.clear()
+
+        def on_train_end(self, *_):
+            self.on_train_batch_start()
+            go_on.set()
+
+    trainer(tmp_path, 4, [plugin], [Look(), keep(tmp_path, every=1, save_top_k=1)]).fit(Net(), batches())
+    assert present == [[], [], ["step=1.ckpt"], ["step=2.ckpt"], ["step=3.ckpt"]]
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
+    go_on.clear()
+    plugin.save_checkpoint({"w": torch.ones(3)}, tmp_path / "bad.ckpt")
+    plugin.remove_checkpoint(tmp_path / "step=4.ckpt")
+    (tmp_path / "bad.ckpt").mkdir()
+    go_on.set()
+    with pytest.raises(OutputError):
+        plugin.teardown()
+    plugin.teardown()
+    assert ckpt8.load(tmp_path / "step=4.ckpt")["global_step"] == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("save_last", [True, "link"])
