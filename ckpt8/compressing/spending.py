@@ -311,8 +311,8 @@ class _Optimizer:
     large: list[tuple[_Stepped, Spread, Spread, Spread]] = field(default_factory=list)
 
     def add(self, one: _Stepped, first: Spread, second: Spread) -> None:
-        """Add a parameter, or several of one rate and bias."""
-        self.energy += one.energy(first)
+        """Add a parameter, or several of one rate and bias. Where a second moment is NaN or Inf none of them moves."""
+        self.energy += one.energy(first) if second.is_finite else 0.0
         self.numel += first.numel
         self.roots += one.roots(second)
 

@@ -131,10 +131,13 @@ def test_a_weight_that_cannot_be_told_apart_says_so(tmp_path):
         assert "no budget: the state of its shape: cannot be told apart" in storages[f"model.{name}"].reason
 
 
-def test_an_exact_tensor_with_nan_does_not_spoil_the_sums_of_the_others(tmp_path):
+@pytest.mark.parametrize("spoilt", [{"exp_avg": math.nan}, {"exp_avg": 1e4, "exp_avg_sq": math.nan}])
+def test_an_exact_tensor_with_nan_does_not_spoil_the_sums_of_the_others(spoilt, tmp_path):
+    """Nor does it move by a step that has no second moment."""
     tree = trained()
     k = compressed(tree, tmp_path)[0]["model.0.weight"].codec["k"]
-    tree["optimizer"]["state"][1]["exp_avg"][5] = math.nan
+    for name, value in spoilt.items():
+        tree["optimizer"]["state"][1][name][5] = value
     storages, _ = compressed(tree, tmp_path)
     assert abs(storages["model.0.weight"].codec["k"] - k) <= 1
 
