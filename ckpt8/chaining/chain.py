@@ -28,7 +28,8 @@ from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.container.manifest import FILE
 from ckpt8.container.sharded import is_sharded
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
-from ckpt8.core.files.source_file import refuse_url
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath, refuse_url
 from ckpt8.core.log import log
 from ckpt8.core.public import checked
 from ckpt8.core.text import listed
@@ -45,7 +46,7 @@ def placed(source: Path, settings: Settings, *, force: bool, taken: set[Path]) -
     places = _places(source)
     free = [path for path in places if path not in taken]
     own = [path for path in free if source_name(path) == source.name]
-    targets = own or [path for path in free if not os.path.lexists(path)] or (free if force else [])
+    targets = own or [path for path in free if not (path.exists() or path.is_symlink())] or (free if force else [])
     if not targets:
         error = OutputError(f"{places[0]}: is in the way of {source}: it was not made from it; move it away")
         return Job(source, places[0], settings, problem=error)
@@ -149,6 +150,11 @@ def _read(path: Path) -> Facts | None:
         return Facts("damaged", 0, trains=True)
 
 
+def is_there(folder: Path) -> bool:
+    """Whether a folder is there, or a link; a bucket has any."""
+    return isinstance(folder, RemotePath) or os.path.lexists(folder)
+
+
 REST = 10.0
 """Seconds that a checkpoint must not change before it is compressed."""
 
@@ -173,6 +179,11 @@ class ChainRun:
         rest: float,
         tell: Callable[[str], object] = log.info,
     ) -> None:
+        require(
+            not (settings.remove and isinstance(folder, RemotePath)),
+            f"{folder}: is in a store, where nothing is removed; leave out remove (--remove)",
+            UsageError,
+        )
         require(rest >= 0, f"a checkpoint is at rest after 0 seconds or more, not {rest}", UsageError)
         require(
             keep_raw >= 0, f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}", UsageError
@@ -188,7 +199,7 @@ class ChainRun:
 
     def skipped(self) -> dict[Path, str]:
         """What looks like a checkpoint and is left alone, and why. Raises InputError."""
-        skipped = self._listing().skipped if os.path.lexists(self._folder) else {}
+        skipped = self._listing().skipped if is_there(self._folder) else {}
         newest = "its step is the newest" if self._keep_raw == 1 else f"of the newest {self._keep_raw} steps"
         return {**skipped, **dict.fromkeys(sorted(self._raw), f"{newest} (--keep-raw)")}
 
@@ -199,8 +210,11 @@ class ChainRun:
     def keep_bases(self) -> None:
         """Link the bases of all deltas there that have no link, and remove the links that no container needs.
 
-        That of ``frozen_from`` is made again where it is gone or damaged. Raises OutputError where it cannot be.
+        That of ``frozen_from`` is made again where it is gone or damaged. Raises OutputError where it cannot be. A
+        bucket has no links.
         """
+        if isinstance(self._folder, RemotePath):
+            return
         named = self._settings.options.get("frozen_from")
         with KeptBases(self._folder) as kept:
             if named is not None:
@@ -212,7 +226,7 @@ class ChainRun:
     def jobs(self) -> Iterator[list[Job]]:
         """Lists of jobs, to run in their order before the next list. Raises InputError for a folder without a run."""
         folder = self._folder
-        while self._watch and not os.path.lexists(self._folder):
+        while self._watch and not is_there(self._folder):
             time.sleep(_LONGEST_NAP)
         require(
             not is_sharded(folder),
@@ -276,7 +290,7 @@ class ChainRun:
 
     def _sorted_out(self) -> tuple[list[Job], list[Path]]:
         """Jobs for what is at rest or, unless that is watched, will not be; and what else is waited for."""
-        if self._watch and not os.path.lexists(self._folder):
+        if self._watch and not is_there(self._folder):
             return [], []
         listing = self._listing()
         problems = {path: self._rest.problem(path) for path in listing.progress}
@@ -337,7 +351,7 @@ def chain(
     ['run.ckpt8']
     """
     run = ChainRun(
-        Path(directory),
+        as_path(directory),
         Settings(chain_options(preset, budget, rules, device, threads, frozen_from, delta=delta), remove),
         force=force,
         keep_raw=keep_raw,

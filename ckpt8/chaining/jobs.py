@@ -470,8 +470,8 @@ class Job:
         outcome.present = outcome.removed = True
 
     def _read(self, outcome: Outcome) -> None:
-        """Add what the target says of itself."""
-        with ContainerReader(self.target) as reader:
+        """Add what the target says of itself, which is there now."""
+        with ContainerReader(self.target.with_name(self.target.name)) as reader:
             manifest = reader.manifest
             outcome.base = manifest.base.path if manifest.base else None
             outcome.steps = step_facts(manifest, count_whole)

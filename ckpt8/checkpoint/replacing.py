@@ -363,13 +363,12 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
         f"{folder}: is no folder; give the folder of a run, or use ckpt8 compress for one checkpoint",
     )
     with reading(folder):
-        with os.scandir(folder) as entries:
-            by_name = sorted(entries, key=lambda entry: entry.name)
-        names = [entry.name for entry in by_name if entry.is_file()]
+        paths = sorted(folder.iterdir())
+        names = [path.name for path in paths if path.is_file()]
         if is_one_checkpoint(names):
             return []
         parts = set(parts_in(folder, filter(_is_visible, names)))
-        return [run_entry for entry in by_name if (run_entry := _run_entry(entry, parts)) is not None]
+        return [run_entry for path in paths if (run_entry := _run_entry(path, parts)) is not None]
 
 
 def run_in(folder: Path) -> list[str]:
@@ -387,7 +386,9 @@ def run_in(folder: Path) -> list[str]:
 def packed_in(folder: Path) -> list[str]:
     """The names of the directories in a folder that ranks have packed, as a whole or with other files around that."""
     try:
-        return sorted(path.name for path in folder.iterdir() if _is_visible(path.name) and _is_packed(path))
+        return sorted(
+            path.name for path in folder.iterdir() if _is_visible(path.name) and path.is_dir() and _is_packed(path)
+        )
     except OSError:
         return []
 
@@ -400,22 +401,22 @@ def _is_packed(path: Path) -> bool:
     return any(name == sharded.INDEX or sharded.is_part(name) for _, name in _files(path))
 
 
-def _run_entry(entry: os.DirEntry[str], parts: Collection[str]) -> RunEntry | None:
-    path = Path(entry.path)
-    if not _is_visible(entry.name) or entry.name.endswith(CONTAINER):
+def _run_entry(path: Path, parts: Collection[str]) -> RunEntry | None:
+    if not _is_visible(path.name) or path.name.endswith(CONTAINER):
         return None
-    if entry.is_dir():
+    is_directory = path.is_dir()
+    if is_directory:
         is_one = _is_checkpoint_directory(path) and not _is_packed(path)
     else:
-        is_one = entry.is_file() and (is_named_shard(entry.name) or _is_file_of_one(path))
+        is_one = path.is_file() and (is_named_shard(path.name) or _is_file_of_one(path))
     if not is_one:
         return None
-    if entry.is_symlink():
+    if path.is_symlink():
         return RunEntry(path, skipped="it is a link")
-    if entry.name in parts or is_named_shard(entry.name):
+    if path.name in parts or is_named_shard(path.name):
         return RunEntry(path, skipped="it is a part of a checkpoint of several files")
     has_part_name = is_part(path.name) and _NUMBERED_PART.fullmatch(path.name) is None
-    return RunEntry(path, not entry.is_dir() and (has_part_name or not (is_numbered(path.name) or _has_word(path))))
+    return RunEntry(path, not is_directory and (has_part_name or not (is_numbered(path.name) or _has_word(path))))
 
 
 def _is_file_of_one(path: Path) -> bool:

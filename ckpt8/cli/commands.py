@@ -550,14 +550,15 @@ def chain(
         "--json prints one object at the end, and --watch has none; leave out one of them",
         UsageError,
     )
-    from ckpt8.chaining.chain import ChainRun, chain_options
+    from ckpt8.chaining.chain import ChainRun, chain_options, is_there
     from ckpt8.chaining.jobs import Settings
     from ckpt8.cli.jobs import run_jobs
 
+    directory = as_path(directory)
     settings = Settings(chain_options(preset, budget, rule or (), device, threads, frozen_from, delta=delta), remove)
     run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest, tell=note)
     if watch:
-        absent = [] if os.path.lexists(directory) else [f"{directory}: is not there yet; waiting for it"]
+        absent = [] if is_there(directory) else [f"{directory}: is not there yet; waiting for it"]
         print_lines(console(), [*_left_alone(run.skipped(), run.packed()), *absent])
     elapsed = stopwatch()
     if not dry_run:

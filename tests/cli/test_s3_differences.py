@@ -62,6 +62,31 @@ def test_a_chain_is_that_of_a_folder(place, bucket, tmp_path, background):
     assert len(bucket.client.list_objects_v2(Bucket=BUCKET, Prefix=place.rpartition("/")[2])["Contents"]) == 4
 
 
+def test_chain(place, bucket, tmp_path, run_command):
+    """Every checkpoint of a folder of the bucket becomes what it becomes on a disk; a second run has nothing to do."""
+    (tmp_path / "run").mkdir()
+    key = place.rpartition("/")[2]
+    for number, tree in enumerate(trees(3)):
+        torch.save(tree, tmp_path / "run" / f"step-{number}.pt")
+        bucket.put(f"{key}/step-{number}.pt", tmp_path / "run" / f"step-{number}.pt")
+    bucket.put(f"{key}/notes.txt", b"nothing")
+    bucket.put(f"{key}/below/step-9.pt", tmp_path / "run" / "step-0.pt")
+    options = ("--budget", "5", "--rest", "0")
+    assert run_command("chain", tmp_path / "run", *options)[0] == 0
+    assert run_command("chain", place, *options)[0] == 0
+    for number in range(3):
+        name = f"step-{number}.ckpt8"
+        assert stored(bucket, f"{place}/{name}") == (tmp_path / "run" / name).read_bytes()
+    with bucket.counted() as log:
+        outcomes = ckpt8.chain(place, budget=5, rest=0)
+    assert [outcome.present for outcome in outcomes] == [True] * 3
+    assert {entry["method"] for entry in log} <= {"GET", "HEAD"}
+    assert len(log) < 30  # lists, heads of what is no checkpoint, and five for each checkpoint
+    assert run_command("chain", place, *options, "--remove")[0] == 2
+    listed = bucket.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{key}/")["Contents"]
+    assert len(listed) == 8
+
+
 def test_a_base_in_another_folder_of_the_bucket(place, bucket, tmp_path, run_command):
     for name, tree in zip(("a", "b"), trees(2), strict=True):
         torch.save(tree, tmp_path / f"{name}.pt")

@@ -61,8 +61,11 @@ class Store(Readable, Protocol):
     there before ``complete``.
     """
 
-    def names(self, prefix: str) -> Sequence[str]:
-        """What follows the prefix in the names of objects, where no slash does. Raises InputError."""
+    def objects(self, prefix: str) -> Mapping[str, Stat]:
+        """What follows the prefix in the names of objects, where no slash does, and their present versions.
+
+        Raises InputError.
+        """
 
     def put(self, write: Write, content: bytes) -> None:
         """Write an object. OutputError where another is there than the one that is to be replaced."""

@@ -12,6 +12,7 @@ import io
 import os
 import posixpath
 import stat
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 from typing import IO, Any
@@ -19,7 +20,7 @@ from typing import IO, Any
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, Check
 from ckpt8.core.files.source_file import ByteRange, RemotePath, SourceFile, crc32
-from ckpt8.core.files.stores.contract import Readable, Store, Write
+from ckpt8.core.files.stores.contract import Readable, Stat, Store, Write
 from ckpt8.core.files.stores.reading import Content, StoreFile
 from ckpt8.core.files.stores.writing import ObjectOutput
 
@@ -38,6 +39,10 @@ def _repository(name: str) -> Readable:
     return HfStore(name)
 
 
+_known: weakref.WeakValueDictionary[tuple[str, str], Content] = weakref.WeakValueDictionary()
+"""Versions that a path sees, by URL and tag: of another path to one that a list shows nothing is fetched again."""
+
+
 class StorePath(RemotePath):
     """``s3://bucket/key``. It sees one version of the object: that of its first question, and an error afterwards.
 
@@ -46,6 +51,8 @@ class StorePath(RemotePath):
     """
 
     _seen: tuple[Content | None] | None = None
+    _listed: Stat | None = None
+    """The version that a list of the folder has shown, until the object itself is asked for."""
 
     def __str__(self) -> str:
         return "://".join(super().__str__().split(":/", 1))
@@ -57,8 +64,19 @@ class StorePath(RemotePath):
     def content(self) -> Content | None:
         """The version of the object that this path sees, None where there was none. Raises InputError, UsageError."""
         if self._seen is None:
-            self._seen = (Content.at(str(self), self._readable(), self.key),)
+            known = None if self._listed is None else _known.get((str(self), self._listed.tag))
+            content = known or Content.at(str(self), self._readable(), self.key)
+            if content is not None:
+                _known[str(self), content.version.tag] = content
+            self._seen = (content,)
         return self._seen[0]
+
+    @property
+    def version(self) -> Stat | None:
+        """The version of the object that this path sees, None where there was none. Raises InputError, UsageError."""
+        if self._seen is None and self._listed is not None:
+            return self._listed
+        return None if self.content is None else self.content.version
 
     @property
     def store(self) -> Store:
@@ -86,7 +104,7 @@ class StorePath(RemotePath):
 
     def forget(self) -> None:
         """See the object anew, which was written."""
-        self._seen = None
+        self._seen = self._listed = None
 
     def that_reads(self, store: Readable) -> StorePath:
         """The same path to an object of another store."""
@@ -108,9 +126,12 @@ class StorePath(RemotePath):
 
         The mode restricts no copy of the object: who may read it is not in it.
         """
-        version = self._existing().version
-        inode, times = crc32(version.tag.encode()), (version.changed, version.changed, version.changed)
-        return os.stat_result((stat.S_IFREG | 0o666, inode, 0, 1, os.getuid(), os.getgid(), version.size, *times))
+        version = self.version
+        if version is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        inode, seconds, ns = crc32(version.tag.encode()), [version.changed] * 3, int(version.changed * 1e9)
+        first = stat.S_IFREG | 0o666, inode, 0, 1, os.getuid(), os.getgid(), version.size, *seconds
+        return os.stat_result(first, {"st_atime_ns": ns, "st_mtime_ns": ns, "st_ctime_ns": ns})
 
     def lstat(self) -> os.stat_result:
         """As ``stat``: a store has no links."""
@@ -118,7 +139,7 @@ class StorePath(RemotePath):
 
     def is_file(self, **_: Any) -> bool:
         """Whether there is an object."""
-        return self.content is not None
+        return self.version is not None
 
     def exists(self, **_: Any) -> bool:
         """Whether there is an object."""
@@ -154,10 +175,13 @@ class StorePath(RemotePath):
     def iterdir(self) -> Generator[StorePath, None, None]:
         """The objects whose names begin with this one and a slash, and have no other slash. Raises PermissionError."""
         try:
-            names = [*self.store.names(f"{self.key}/" if self.key else "")]
+            objects = self.store.objects(f"{self.key}/" if self.key else "")
         except InputError as exc:
             raise PermissionError(errno.EACCES, str(exc), str(self)) from exc
-        yield from (self / name for name in names)
+        for name, version in objects.items():
+            path = self / name
+            path._listed = version
+            yield path
 
     def open(self, *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
         """The object as a stream of bytes to read. Raises OSError, InputError."""

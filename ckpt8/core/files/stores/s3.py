@@ -10,7 +10,7 @@ import functools
 import io
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -131,15 +131,15 @@ class S3Store:
 
         self._persist(key, ask)
 
-    def names(self, prefix: str) -> Sequence[str]:
-        """What follows the prefix in the names of objects, where no slash does."""
+    def objects(self, prefix: str) -> Mapping[str, Stat]:
+        """What follows the prefix in the names of objects, where no slash does, and their present versions."""
 
-        def ask(_: Attempts) -> list[str]:
+        def ask(_: Attempts) -> dict[str, Stat]:
             pages = (
                 _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix, Delimiter="/")
             )
-            keys = [each["Key"] for page in pages for each in page.get("Contents", ())]
-            return [key[len(prefix) :] for key in keys if key != prefix]
+            listed = [each for page in pages for each in page.get("Contents", ()) if each["Key"] != prefix]
+            return {each["Key"][len(prefix) :]: _version(each, each["Size"]) for each in listed}
 
         return self._persist(prefix, ask)
 
