@@ -179,11 +179,6 @@ class ChainRun:
         rest: float,
         tell: Callable[[str], object] = log.info,
     ) -> None:
-        require(
-            not (settings.remove and isinstance(folder, RemotePath)),
-            f"{folder}: is in a store, where nothing is removed; leave out remove (--remove)",
-            UsageError,
-        )
         require(rest >= 0, f"a checkpoint is at rest after 0 seconds or more, not {rest}", UsageError)
         require(
             keep_raw >= 0, f"keep_raw is the number of checkpoints to leave as they are, not {keep_raw}", UsageError

@@ -34,7 +34,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.steps import step_facts
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import any_file, noting_replaced, remove, rename_new, sync_directory
-from ckpt8.core.files.source_file import reading
+from ckpt8.core.files.source_file import RemotePath, reading
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
@@ -81,6 +81,9 @@ _ASIDE = re.compile(rf"\.(.+)\.([0-9a-f]{{{_SEAL_KEPT}}})\.ckpt8-(?:removed|remo
 
 def refuse_removal(source: Path) -> None:
     """Raise UsageError for a source that must not be removed, and OutputError for one that cannot be."""
+    if isinstance(source, RemotePath):
+        source.check_target()
+        return
     require(
         not source.is_symlink(),
         f"{source}: is a link; to have --remove remove its target, give the target",
@@ -121,6 +124,11 @@ def remove_verified(
     """
     refuse_removal(source)
     looks = _verified(source, source, container, threads, progress)
+    if isinstance(source, RemotePath):
+        # One object goes in one step, and only the version that was verified.
+        _check(source, container, looks, source)
+        source.unlink()
+        return
     aside = source.with_name(f".{_shortened(source.name)}.{(stated_seal(container) or '')[:_SEAL_KEPT]}{_WHOLE}")
     try:
         _check(source, container, looks, source)
@@ -178,10 +186,15 @@ def _look(path: Path) -> Look:
         return look_at(path)
 
 
+def anew(path: Path) -> Path:
+    """The same path, which asks a store again."""
+    return path.with_name(path.name)
+
+
 def _check(source: Path, container: Path, looks: Mapping[Path, Look], place: Path) -> None:
     """Raise InputError unless ``source``, which is at ``place`` now, and all other paths still have these looks."""
     for path, known in looks.items():
-        if _look(place if path == source else path) != known:
+        if _look(anew(place if path == source else path)) != known:
             name = "it" if path == source else str(path)
             raise InputError(f"{source}: is kept: {name} changed after {container} was verified against it")
 
@@ -382,7 +395,9 @@ class Job:
             compress(self.source, self._named_target, **self.settings.options, force=self.force, progress=progress)
         self._read(outcome)
         if self.settings.removes(self.source):
-            remove_verified(self.source, self.target, threads=self.settings.options.get("threads"), progress=progress)
+            remove_verified(
+                self.source, anew(self.target), threads=self.settings.options.get("threads"), progress=progress
+            )
             outcome.removed = True
 
     def _preview(self, outcome: Outcome) -> None:
@@ -471,7 +486,7 @@ class Job:
 
     def _read(self, outcome: Outcome) -> None:
         """Add what the target says of itself, which is there now."""
-        with ContainerReader(self.target.with_name(self.target.name)) as reader:
+        with ContainerReader(anew(self.target)) as reader:
             manifest = reader.manifest
             outcome.base = manifest.base.path if manifest.base else None
             outcome.steps = step_facts(manifest, count_whole)

@@ -268,8 +268,8 @@ def compress(
     for path in (*src, output):
         if isinstance(path, RemotePath):
             require(
-                len(src) == 1 and not (remove or dry_run),
-                f"{path}: is in a store: compress one checkpoint, without --remove and --dry-run",
+                len(src) == 1 and not dry_run,
+                f"{path}: is in a store: compress one checkpoint, without --dry-run",
                 UsageError,
             )
     require(stats or not remove, "--remove verifies by the statistics of a container; leave out --no-stats", UsageError)
@@ -383,11 +383,12 @@ def _compress_now(
     is_there = False
     if remove:
         from ckpt8.chaining.chain import job_for
-        from ckpt8.chaining.jobs import Settings, refuse_removal, remove_verified
+        from ckpt8.chaining.jobs import Settings, anew, refuse_removal, remove_verified
         from ckpt8.compressing.compressor import no_progress
 
         refuse_removal(src)
         is_there = job_for(src, target, Settings(options, remove), force=options["force"]).is_done(no_progress)
+        target = anew(target)
     elapsed = stopwatch()
     if not is_there:
         with progress_bar(f"compress {src.name}", src, enabled=not as_json) as progress:

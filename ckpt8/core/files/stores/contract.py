@@ -85,5 +85,8 @@ class Store(Readable, Protocol):
     def abort(self, write: Write, upload: str) -> None:
         """Remove what was sent of an upload, as far as possible. Raises nothing."""
 
+    def delete(self, key: str, tag: str) -> None:
+        """Remove the version ``tag`` of an object. OutputError where another is there; none at all is fine."""
+
     def check(self, write: Write, size: int) -> None:
         """Raise OutputError unless the object is that of ``write``, with this size."""

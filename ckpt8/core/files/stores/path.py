@@ -112,6 +112,15 @@ class StorePath(RemotePath):
         path._seen = (Content.at(str(self), store, self.key),)
         return path
 
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove the version of the object that this path sees. Raises OutputError where another is there."""
+        version = self.version
+        if version is not None:
+            self.store.delete(self.key, version.tag)
+        elif not missing_ok:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        self.forget()
+
     def open_range(self, source: ByteRange) -> SourceFile:
         """An open range of the object. Raises InputError."""
         return StoreFile(source, self._existing())

@@ -51,6 +51,7 @@ _READING = _Purpose(
     InputError, "read", "reading needs s3:GetObject, and s3:ListBucket to tell a missing object from a forbidden one"
 )
 _WRITING = _Purpose(OutputError, "written", "writing needs s3:PutObject, s3:GetObject and s3:AbortMultipartUpload")
+_REMOVING = _Purpose(OutputError, "removed", "removing needs s3:DeleteObject and s3:GetObject")
 
 
 @functools.cache
@@ -196,6 +197,27 @@ class S3Store:
         """Remove what was sent of an upload."""
         with suppress(Exception):  # a rule of the bucket removes what is left
             _client().abort_multipart_upload(**self._at(write), UploadId=upload)
+
+    def delete(self, key: str, tag: str) -> None:
+        """Remove the version ``tag`` of an object. OutputError where another is there; none at all is fine."""
+        from botocore.exceptions import ClientError
+
+        changed = OutputError(f"{self._url(key)}: changed meanwhile; it stays as it is")
+
+        def ask(_: Attempts) -> None:
+            # Some stores ignore If-Match. A first attempt may have removed it, and its answer been lost.
+            found = self._stat(key)
+            if found is not None and found.tag != tag:
+                raise changed
+            if found is not None:
+                try:
+                    _client().delete_object(Bucket=self._bucket, Key=key, IfMatch=tag)
+                except ClientError as exc:
+                    if _status(exc)[0] in (409, 412):
+                        raise changed from exc
+                    raise
+
+        self._persist(key, ask, _REMOVING)
 
     def check(self, write: Write, size: int) -> None:
         """Raise OutputError unless the object is that of ``write``, with this size."""
@@ -376,4 +398,6 @@ def _faults() -> tuple[type[Exception], ...]:
 
 
 def _version(answer: dict[str, Any], size: int) -> Stat:
-    return Stat(size, answer["ETag"], answer["LastModified"].timestamp(), answer.get("Metadata", {}).get(_WRITE, ""))
+    # A list has parts of a second, an answer has none.
+    changed = float(int(answer["LastModified"].timestamp()))
+    return Stat(size, answer["ETag"], changed, answer.get("Metadata", {}).get(_WRITE, ""))
