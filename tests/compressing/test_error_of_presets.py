@@ -25,7 +25,7 @@ def trained(small=0):
     return model, optimizer
 
 
-@pytest.mark.parametrize("small", [0, 150], ids=["own entries", "packs"])
+@pytest.mark.parametrize("small", [0, 40], ids=["own entries", "packs"])
 @pytest.mark.parametrize("preset", ["flash", "archive"])
 def test_it_is_what_the_decoded_tensors_say(preset, small, tmp_path):
     model, optimizer = trained(small=small)

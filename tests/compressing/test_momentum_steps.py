@@ -135,7 +135,7 @@ DTYPES = {
 
 
 @pytest.mark.by_default(most=6)
-@pytest.mark.parametrize("small", [0, 150], ids=["own entries", "packs"])
+@pytest.mark.parametrize("small", [0, 40], ids=["own entries", "packs"])
 @pytest.mark.parametrize(
     ("name", "dtype", "option"),
     [

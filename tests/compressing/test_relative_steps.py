@@ -68,7 +68,7 @@ OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15
 
 
 @pytest.mark.by_default(most=5)
-@pytest.mark.parametrize("small", [0, 150], ids=["own entries", "packs"])
+@pytest.mark.parametrize("small", [0, 40], ids=["own entries", "packs"])
 @pytest.mark.parametrize(
     ("settings", "dtype", "option"),
     [

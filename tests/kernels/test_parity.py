@@ -1,4 +1,4 @@
-"""The kernels give the bits of the reference: numba's; Triton's in its interpreter, and on a device if there is one."""
+"""Triton's kernels give the bits of the reference: in its interpreter, and on a device if there is one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ pytest.importorskip("triton", minversion="3.6")
 pytest.importorskip("numpy")
 
 
-CODECS = ["parity.py", "archive_parity.py"]
+CODECS = ["test_codec_parity.py", "test_archive_parity.py"]
 FILES = pytest.mark.parametrize("file", [*CODECS, "fused.py", "switchback.py"])
 SLOW = [pytest.param(file, marks=pytest.mark.slow) for file in (*CODECS[1:], "fused.py", "switchback.py")]
 """Their kernels are compiled by default, and run on a device."""
 
 
-def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: str = "slow or not slow") -> None:
-    """Run the ``cases`` of files of tests in a process of its own, ``under`` another program if need be.
+def run(file: str, interpret: str, *under: str, cases: str = "slow or not slow") -> None:
+    """Run the ``cases`` of a file of tests in a process of its own, ``under`` another program if need be.
 
     That one sees the borders of tensors only where torch does not keep memory for later.
     """
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases]
-    tests = [Path(__file__).with_name(name) for name in file.split()]
     result = subprocess.run(
-        [*under, sys.executable, "-m", "pytest", *options, *map(str, tests)],
-        env={**os.environ, "TRITON_INTERPRET": interpret, "PARITY_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+        [*under, sys.executable, "-m", "pytest", *options, str(Path(__file__).with_name(file))],
+        env={**os.environ, "TRITON_INTERPRET": interpret, "PARITY_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
         | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if under else {}),
         capture_output=True,
         text=True,
@@ -42,16 +41,10 @@ def run(file: str, interpret: str, *under: str, backend: str = "triton", cases: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["parity.py", *SLOW])
+@pytest.mark.parametrize("file", [CODECS[0], *SLOW])
 def test_the_interpreter_agrees_with_the_reference(file):
     """Slow cases vary constants of the kernels: numba's kernels run them, and a device."""
     run(file, "1", cases="not slow")
-
-
-@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_numba_agrees_with_the_reference(cases):
-    pytest.importorskip("numba", reason="numba is not installed")
-    run(" ".join(CODECS), "0", backend="numba", cases=cases)
 
 
 @pytest.mark.gpu

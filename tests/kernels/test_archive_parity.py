@@ -1,4 +1,4 @@
-"""Kernels of the archive codecs against the references, bit for bit: run by ``test_parity.py``, as ``parity.py``.
+"""Kernels of the archive codecs against the references, bit for bit, as in ``test_codec_parity.py``.
 
 At the end values at the ends of fp32 in every combination: what the reference refuses alone every backend refuses
 alone; the rest comes back alike from one tensor.
@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 import torch
-from parity import (
+from test_codec_parity import (
     BACKEND,
     DEVICE,
     assert_alike,

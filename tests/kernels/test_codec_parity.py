@@ -1,7 +1,7 @@
-"""Kernels against the reference, bit for bit: run by ``test_parity.py`` in a process of its own.
+"""Kernels against the reference, bit for bit: numba's here, Triton's in a process that ``test_parity.py`` starts.
 
 ``PARITY_BACKEND`` is whose kernels. ``TRITON_INTERPRET`` decides what ``triton.jit`` gives, and is read when a kernel
-is defined. Where it is set these tests run on the CPU, else on a CUDA device.
+is defined. Where it is set Triton's run on the CPU, else on a CUDA device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ckpt8.compressing.policy import PRESETS
 from ckpt8.core.errors import RefusedError
 from ckpt8.core.tensors import DType, Role, TensorSpec
 
-BACKEND = os.environ.get("PARITY_BACKEND", "triton")
+BACKEND = os.environ.get("PARITY_BACKEND", "numba")
+pytest.importorskip(BACKEND, reason=f"{BACKEND} is not installed")
 DEVICE = "cpu" if BACKEND == "numba" or os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 SIZES = (0, 1, 31, 32, 33, 1000, 4096, 4096 + 5, 2 * 4096 + 33)
 SPLIT = [Split24(R=levels) for levels in (127, 63, 7, 1)]
