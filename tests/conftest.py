@@ -1,4 +1,4 @@
-"""Shared fixtures: the committed checkpoints, and torch imported once with its numpy warning out of the way.
+"""Shared fixtures: the committed checkpoints, and torch imported once without its numpy warning.
 
 Where CKPT8_REQUIRE_PACKAGES is 1, a test that is skipped because a package is missing fails instead, unless the package
 is one of those that CKPT8_ABSENT_PACKAGES names and the test bears its name as a mark.
@@ -21,15 +21,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-with warnings.catch_warnings():
-    # torch warns once when numpy is missing, which it may be.
-    warnings.simplefilter("ignore")
-    import torch
-
-    torch.zeros(1).sum().item()
-
-torch.set_num_threads(1)
-
 MISSING = "is not installed", "could not import"
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -49,6 +40,18 @@ def pytest_configure(config):
         suppress_health_check=health,
     )
     hypothesis.settings.load_profile("ckpt8")
+
+
+def pytest_collectstart(collector):
+    """Import torch where tests are collected, which is not where they are handed out to workers."""
+    if not isinstance(collector, pytest.Session):
+        return
+    with warnings.catch_warnings():
+        # torch warns once when numpy is missing, which it may be.
+        warnings.simplefilter("ignore")
+        import torch
+
+        torch.zeros(1).sum().item()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -96,6 +99,8 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Whatever a framework has set: more threads add up in another order, and wait for each other on small tensors."""
+    import torch
+
     torch.set_num_threads(1)
 
 

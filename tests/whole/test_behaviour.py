@@ -299,7 +299,7 @@ CASES = {
 }
 SLOW = {
     *("gpt_adamw.pt", "gpt_bf16.pt", "gpt_came.pt", "gpt_stable_adamw.pt", "trainer-stable-adamw", "directory.flash"),
-    *("low_bit/torchao_4.pt", "low_bit/torchao_fp8.pt"),
+    *("low_bit/torchao_4.pt", "low_bit/torchao_fp8.pt", "crc_off.pt", "trainer-adamw"),
 }
 """Cases that cost half of the time and have smaller ones of their kind."""
 
