@@ -29,7 +29,7 @@ from ckpt8.container.manifest import FILE
 from ckpt8.container.sharded import is_sharded
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, refuse_url
+from ckpt8.core.files.source_file import RemotePath, refuse_target, resolved
 from ckpt8.core.log import log
 from ckpt8.core.public import checked
 from ckpt8.core.text import listed
@@ -425,9 +425,9 @@ def _refuse_twice(sources: Sequence[Path], targets: dict[Path, Path]) -> None:
     if len(targets) < len(sources):
         twice = next(source for at, source in enumerate(sources) if source in sources[:at])
         raise UsageError(f"{twice}: is given twice")
-    owners: dict[str, Path] = {}
+    owners: dict[Path, Path] = {}
     for source, target in targets.items():
-        other = owners.setdefault(os.path.realpath(target), source)
+        other = owners.setdefault(resolved(target), source)
         require(
             other is source,
             f"{other} and {source}: would both become {target}; compress one of them with -o NAME",
@@ -437,7 +437,9 @@ def _refuse_twice(sources: Sequence[Path], targets: dict[Path, Path]) -> None:
 
 def _make(folder: Path, *, dry: bool) -> bool:
     """Make a folder; False if it is there. Raises OutputError. If ``dry`` say only whether it could be made."""
-    refuse_url(folder)
+    refuse_target(folder)
+    if isinstance(folder, RemotePath):
+        return False
     try:
         if folder.is_dir() or (dry and not folder.exists()):
             folder.parent.stat()

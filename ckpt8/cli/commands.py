@@ -265,13 +265,6 @@ def compress(
     highest of all failures.
     """
     src, output = list(map(as_path, src)), output and as_path(output)
-    for path in (*src, output):
-        if isinstance(path, RemotePath):
-            require(
-                len(src) == 1 and not dry_run,
-                f"{path}: is in a store: compress one checkpoint, without --dry-run",
-                UsageError,
-            )
     require(stats or not remove, "--remove verifies by the statistics of a container; leave out --no-stats", UsageError)
     if len(src) > 1 and output is None and is_new_container(src[-1]):
         raise UsageError(f"{src[-1]}: is not there; to write a container of that name: -o {src[-1]}")
@@ -320,7 +313,7 @@ def is_new_container(path: Path) -> bool:
     """Whether ``path`` has the name of a container, and nothing has that name."""
     from ckpt8.container.header import CONTAINER
 
-    return path.suffix == CONTAINER and not os.path.lexists(path)
+    return path.suffix == CONTAINER and not (path.exists() or path.is_symlink())
 
 
 def _compress_one(
@@ -360,7 +353,8 @@ def _preview_one(
     from ckpt8.chaining.jobs import Job, Settings, finishing
     from ckpt8.cli.jobs import run_jobs
 
-    require(target.parent.is_dir(), f"{target}: cannot be written: {target.parent} is no folder", OutputError)
+    is_folder = isinstance(target, RemotePath) or target.parent.is_dir()
+    require(is_folder, f"{target}: cannot be written: {target.parent} is no folder", OutputError)
     settings = Settings(options, remove)
     jobs = finishing(src.parent, [target.parent], settings) if remove else []
     if not any(job.source == src for job in jobs):

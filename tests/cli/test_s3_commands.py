@@ -164,10 +164,7 @@ def test_a_delta_finds_its_base_beside_it(remote, bucket, folder, run_command):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("compress", "run.pt", "run.safetensors", "-o", "URL"),
         ("compress", "run.pt", "-o", "URL", "--frozen-from", "lossless.ckpt8"),
-        ("compress", "URL", "--dry-run", "-o", "x.ckpt8"),
-        ("compress", "URL", "run.pt"),
         ("restore", "directory.ckpt8", "-o", "URL"),
         ("convert", "run.pt", "URL", "--to", "dcp"),
     ],

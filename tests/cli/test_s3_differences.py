@@ -86,6 +86,24 @@ def test_chain(place, bucket, tmp_path, run_command):
     assert len(listed) == 8
 
 
+def test_several_and_a_dry_run(place, bucket, tmp_path, run_command):
+    key = place.rpartition("/")[2]
+    for number, tree in enumerate(trees(2)):
+        torch.save(tree, tmp_path / f"{number}.pt")
+        bucket.put(f"{key}/{number}.pt", tmp_path / f"{number}.pt")
+    several = f"{place}/0.pt", f"{place}/1.pt"
+    for options in ((f"{place}/0.pt", "--remove"), several, (tmp_path / "0.pt", "-o", place)):
+        with bucket.counted() as log:
+            assert run_command("compress", *options, "--dry-run")[0] == 0
+        assert {entry["method"] for entry in log} <= {"GET", "HEAD"}
+    code, _, err = run_command("compress", tmp_path / "0.pt", f"{place}/0.ckpt8")
+    assert (code, "is not there; to write a container of that name: -o s3://" in err) == (2, True)
+    assert run_command("compress", *several)[0] == 0
+    assert run_command("compress", tmp_path / "0.pt", tmp_path / "1.pt", "-o", f"{place}/all")[0] == 0
+    for name in ("0.ckpt8", "1.ckpt8"):
+        assert stored(bucket, f"{place}/{name}") == stored(bucket, f"{place}/all/{name}")
+
+
 def test_a_base_in_another_folder_of_the_bucket(place, bucket, tmp_path, run_command):
     for name, tree in zip(("a", "b"), trees(2), strict=True):
         torch.save(tree, tmp_path / f"{name}.pt")
