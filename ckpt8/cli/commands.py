@@ -597,6 +597,7 @@ def rebase(
     from ckpt8.container.joined import open_stored
     from ckpt8.container.writer import rebase as run
 
+    src, output = as_path(src), output and as_path(output)
     elapsed = stopwatch()
     with open_stored(src) as stored:
         before, base = stored.size, stored.manifest.base

@@ -27,7 +27,8 @@ from ckpt8.core.arrays import Arrays
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import PIECE, AtomicFile, Room, start_writeback, write_all_at
-from ckpt8.core.files.source_file import RemotePath
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath, refuse_target, resolved
 from ckpt8.core.public import checked
 from ckpt8.core.text import size
 from ckpt8.core.workers import Progress, Workers
@@ -220,12 +221,13 @@ def rebase(
     >>> ckpt8.rebase("run.ckpt8", "whole.ckpt8").name
     'whole.ckpt8'
     """
-    source = Path(source)
-    if find_sharded(source) is not None:
+    source, target = as_path(source), None if target is None else as_path(target)
+    refuse_target(source if target is None else target)
+    if not isinstance(source, RemotePath) and find_sharded(source) is not None:
         if target is None:
             return source
         raise UsageError(f"{source}: is a directory of containers of ranks, which need no base; copy it as it is")
-    final = source if target is None else Path(target)
+    final = source if target is None else target
     with sources_of(source, None if target is None else final), ContainerReader(source) as reader:
         if target is None:
             if reader.manifest.base is None:
@@ -236,7 +238,8 @@ def rebase(
         manifest = replace(reader.manifest, base=None, storages=[replace(record, base=None) for record in storages])
         with Workers(threads) as workers:
             write_again(reader, final, workers, manifest, whole, force=force or target is None, progress=progress)
-    drop_unneeded(Path(os.path.realpath(final)).parent)
+    if not isinstance(final, RemotePath):
+        drop_unneeded(resolved(final).parent)
     return final
 
 
@@ -259,10 +262,11 @@ def write_again(
     tables: dict[int, Tables] = {index: {} for index in changed}
 
     def check_replaced(final: Path) -> None:
-        if str(final) == os.path.realpath(reader.path):
+        if final == resolved(reader.path):
             reader.check_in_place()
 
-    with ContainerWriter(target, names, force=force, room=partial(_room, reader, changed)) as writer:
+    bound = reader.size + _more(reader, changed)
+    with ContainerWriter(target, names, force=force, room=partial(_room, reader, changed), bound=bound) as writer:
         for slab in slabs:
             if isinstance(slab.owner, int) and slab.owner in changed:
                 encoded = workers.map(partial(_encode, reader, changed[slab.owner]), slab.chunks)
@@ -278,8 +282,12 @@ def write_again(
 
 def _room(reader: ContainerReader, changed: Iterable[int]) -> str:
     """What the container takes with the storages in ``changed`` as long as they are where they are no differences."""
-    more = sum(reader.whole_bytes(index) - reader.manifest.storages[index].stored_bytes for index in changed)
-    return f"about {size(reader.size + more)}"
+    return f"about {size(reader.size + _more(reader, changed))}"
+
+
+def _more(reader: ContainerReader, changed: Iterable[int]) -> int:
+    """The bytes by which whole storages are longer than the differences in ``changed``."""
+    return sum(reader.whole_bytes(index) - reader.manifest.storages[index].stored_bytes for index in changed)
 
 
 def _slabs(reader: ContainerReader) -> Iterator[_Slab]:

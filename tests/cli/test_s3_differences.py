@@ -121,6 +121,20 @@ def test_a_base_in_another_folder_of_the_bucket(place, bucket, tmp_path, run_com
     assert run_command("verify", tmp_path / "copy" / "b.ckpt8", "--base-dir", f"{place}/x")[0] == 0
 
 
+def test_rebase(place, bucket, tmp_path, run_command):
+    for name, tree in zip(("a", "b"), trees(2), strict=True):
+        ckpt8.save(tree, tmp_path / f"{name}.ckpt8", budget=5, base="auto")
+        ckpt8.save(tree, f"{place}/{name}.ckpt8", budget=5, base="auto")
+    ckpt8.rebase(tmp_path / "b.ckpt8", tmp_path / "whole.ckpt8")
+    whole = (tmp_path / "whole.ckpt8").read_bytes()
+    assert run_command("rebase", f"{place}/b.ckpt8", "-o", f"{place}/whole.ckpt8")[0] == 0
+    assert stored(bucket, f"{place}/whole.ckpt8") == whole
+    assert run_command("rebase", f"{place}/a.ckpt8")[0] == 0
+    assert run_command("rebase", f"{place}/b.ckpt8")[0] == 0
+    assert stored(bucket, f"{place}/b.ckpt8") == whole
+    assert stored(bucket, f"{place}/a.ckpt8") == (tmp_path / "a.ckpt8").read_bytes()
+
+
 def test_a_base_elsewhere_is_refused(place, bucket, tmp_path):
     (first, second) = trees(2)
     ckpt8.save(first, tmp_path / "a.ckpt8", budget=5)
