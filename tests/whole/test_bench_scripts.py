@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -184,3 +185,20 @@ def test_waits_are_measured_in_copies_of_what_is_saved(scripts, tmp_path):
         assert kept[way] == 8 << 20  # whole huge pages
     assert kept["torch.save"] == kept["dcp.async_save"] == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the place of the lock's holder is that of 3.10 and 3.11")
+def test_a_simulation_makes_few_calls_itself(tmp_path):
+    """A simulated command sleeps in place of what it recorded, and ends as the real one does."""
+    sizes = ["--size", "6e7", "--simulated", "1.2e8", "--threads", "1,8", "--repeat", "1"]
+    names = "flash,restore flash"
+    command = [sys.executable, SCRIPTS / "cores.py", *sizes, "--commands", names, "--scratch", tmp_path]
+    subprocess.run([*command, "--json", tmp_path / "cores.json"], check=True, capture_output=True, timeout=600)
+    found = json.loads((tmp_path / "cores.json").read_text())["commands"]
+    assert list(found) == names.split(",")
+    for figures in found.values():
+        assert 0 < figures["held_s_per_gb"] < figures["two_threads"]["wall_s"] / 0.06
+        assert figures["simulated_gb_per_s"].keys() == {"1", "8"}
+        assert figures["calls_per_gb"] > 500
+        assert sum(figures["made"].values()) < 10
