@@ -33,8 +33,8 @@ def embedded(page):
 
 @pytest.fixture(scope="session")
 def made(inputs, tmp_path_factory):
-    """The GPT with AdamW, compressed, and what ``verify --json`` prints of three replayed steps."""
-    original, container = inputs / "gpt_adamw.pt", tmp_path_factory.mktemp("made") / "gpt.ckpt8"
+    """The smallest checkpoint with moments, compressed, and what ``verify --json`` prints of three replayed steps."""
+    original, container = inputs / "crc_off.pt", tmp_path_factory.mktemp("made") / "run.ckpt8"
     ckpt8.compress(original, container)
     shown = CliRunner().invoke(
         app, ["verify", str(container), "--against", str(original), "--resume-steps", "3", "--json"]
@@ -46,4 +46,4 @@ def made(inputs, tmp_path_factory):
 @pytest.fixture
 def packed(inputs, made, tmp_path):
     """(Original, container): a copy, which a test may change."""
-    return inputs / "gpt_adamw.pt", Path(shutil.copy(made[0], tmp_path / "gpt.ckpt8"))
+    return inputs / "crc_off.pt", Path(shutil.copy(made[0], tmp_path / "run.ckpt8"))

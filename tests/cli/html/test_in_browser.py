@@ -172,7 +172,7 @@ def test_a_container_on_a_phone_and_in_the_dark(packed, inspect, run_command, tm
     assert seen["dark"]
     assert brightness(seen["paper"]) < 60 < 180 < brightness(seen["ink"])
     assert all(chart["size"][2] <= PHONE and chart["letters"] >= 9 for chart in seen["charts"])
-    assert seen["title"] == "gpt.ckpt8 · ckpt8"
+    assert seen["title"] == "run.ckpt8 · ckpt8"
     assert_codes(seen, tree["distributions"]["codes"])
     assert_histograms(seen, tree["distributions"])
 

@@ -252,18 +252,18 @@ def test_every_checkpoint_of_a_mixed_directory_is_listed(look, run_command, inpu
     mixed = tmp_path / "mixed"
     shutil.copytree(inputs / "trainer-adamw", mixed / "hf")
     shutil.copytree(inputs / "accelerate", mixed / "acc")
-    for name in ("lightning.ckpt", "gpt_adamw.pt", "views.pt"):
+    for name in ("lightning.ckpt", "gpt_bf16.pt", "views.pt"):
         shutil.copyfile(inputs / name, mixed / name)
     framework, origins, facts = look(mixed)
     folders = {"acc": "accelerate", "hf": "Hugging Face Trainer"}
-    files = {"gpt_adamw.pt": "nanoGPT", "lightning.ckpt": "Lightning", "views.pt": None}
+    files = {"gpt_bf16.pt": "nanoGPT", "lightning.ckpt": "Lightning", "views.pt": None}
     assert (framework, origins) == (None, folders | files)
     assert (facts["step"], facts["epoch"], facts["version"]) == (None, None, None)
     steps = {row["path"]: row["step"] for row in facts["origins"]}
-    alone = {"gpt_adamw.pt": inputs / "gpt_adamw.pt", "hf": inputs / "trainer-adamw"}
+    alone = {"gpt_bf16.pt": inputs / "gpt_bf16.pt", "hf": inputs / "trainer-adamw"}
     assert {path: steps[path] for path in alone} == {path: look(each)[2]["step"] for path, each in alone.items()}
     out = run_command("inspect", mixed)[1]
-    assert f"  gpt_adamw.pt: nanoGPT, step {steps['gpt_adamw.pt']}\n" in out
+    assert f"  gpt_bf16.pt: nanoGPT, step {steps['gpt_bf16.pt']}\n" in out
     assert "  views.pt: of unknown origin\n" in out
     # A container says what the names of the files tell.
     ckpt8.compress(mixed, tmp_path / "mixed.ckpt8")

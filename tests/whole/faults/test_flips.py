@@ -27,7 +27,7 @@ from ckpt8.integrations.dcp.sharing import compress_share
 def test_flips_all_over_the_file_are_noticed_and_named(kind, tmp_path):
     path, rng = make_sample(tmp_path, kind), random.Random(1)
     size = path.stat().st_size
-    wanted = [(place, rng.randrange(8)) for place in range(rng.randrange(5), size, max(5, size // 400))]
+    wanted = [(place, rng.randrange(8)) for place in range(rng.randrange(5), size, max(5, size // 200))]
     found = flip(path, wanted)
     assert found.faults == []
     assert {"in ckpt8.manifest", "in ckpt8.seal", "in header", "in padding", "in planes"} <= found.counts.keys()
@@ -43,7 +43,7 @@ def test_flips_in_the_base_of_a_delta_are_noticed_where_it_needs_them(tmp_path):
         if "exp_avg/" not in name and not name.startswith("ckpt8.skeleton")
     ]
     bytes_ = [place for start, stop in needed for place in range(start, stop)]
-    found = flip(base, [(place, rng.randrange(8)) for place in bytes_[:: len(bytes_) // 300]], path)
+    found = flip(base, [(place, rng.randrange(8)) for place in bytes_[:: len(bytes_) // 200]], path)
     assert found.faults == []
     assert {"in ckpt8.manifest", "in ckpt8.seal", "in header", "in padding", "in planes"} <= found.counts.keys()
 

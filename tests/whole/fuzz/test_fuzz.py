@@ -24,8 +24,8 @@ from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.errors import Ckpt8Error, InputError
 
 INPUTS = {
-    "zip": 250, "legacy": 250, "safetensors": 300, "container": 40, "directory": 40, "resume": 100, "metadata": 100,
-    "manifest": 30, "values": 40, "environment": 2,
+    "zip": 250, "legacy": 250, "safetensors": 300, "container": 25, "directory": 40, "resume": 100, "metadata": 100,
+    "manifest": 30, "values": 20, "environment": 2,
 }  # fmt: skip
 
 
