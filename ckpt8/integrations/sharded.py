@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from pathlib import Path
@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
+from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.container.header import is_container
 from ckpt8.container.joined import read_index
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.sharded import FOLDER, is_sharded
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, require
-from ckpt8.core.files.atomic import AtomicFile, remove
+from ckpt8.core.files.atomic import AtomicFile, remove, replace_directory
 from ckpt8.core.public import checked
 from ckpt8.integrations import removing
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
@@ -41,7 +42,7 @@ from ckpt8.restoring.restore import restore
 
 
 class PacksSlices:
-    """Takes the options of Ckpt8StorageWriter and gives the class behind it the other arguments."""
+    """Takes the options of Ckpt8StorageWriter and ``background``, and gives the class behind it the other arguments."""
 
     @checked
     def __init__(
@@ -51,10 +52,12 @@ class PacksSlices:
         budget: float | None = None,
         rules: Sequence[str] = (),
         threads: int | None = None,
+        background: bool = False,
         **kwargs: Any,
     ) -> None:
         self._packing: dict[str, Any] = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
         Ckpt8StorageWriter(".", **self._packing)  # raises UsageError now, not at the first save
+        self._later = LaterSave() if background else None
         super().__init__(*args, **kwargs)
 
 
@@ -72,31 +75,50 @@ class LaterSave:
     """Packs as ``save_packed``, in a thread: ``begin`` returns once the state is copied. One save at a time."""
 
     def __init__(self) -> None:
-        self._saved: Future[Any] | None = None
+        self._saved: Future[None] | None = None
 
-    def begin(self, folder: Path, state: dict[str, Any], options: Mapping[str, Any]) -> None:
-        """Wait for the last save, and begin another. Raises what the last one raises, which also is a warning."""
+    @property
+    def is_under_way(self) -> bool:
+        """Whether nobody has waited for the last save yet."""
+        return self._saved is not None
+
+    def begin(
+        self,
+        folder: Path,
+        state: dict[str, Any],
+        options: Mapping[str, Any],
+        end: Callable[[Future[Any]], object] = Future.result,
+    ) -> None:
+        """Wait for the last save, and begin another. Raises what the last one raises, which also is a warning.
+
+        ``end`` gets the finished save, in the thread; what it raises is the failure of the whole.
+        """
         self.wait()
         writer = Ckpt8StorageWriter(folder, **options)
         group = _group_of_threads(dist.group.WORLD) if dist.is_initialized() else None
         if group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the thread says so, at any time
-        saved: Any = state_dict_saver.async_save(
+        packed: Any = state_dict_saver.async_save(
             state, storage_writer=writer, planner=Ckpt8SavePlanner(), no_dist=group is None, process_group=group
         )
-        saved.add_done_callback(lambda done: _warn_of_failure(folder, done))
-        self._saved = saved
+        saved = self._saved = Future()
+
+        def finish(packed: Future[Any]) -> None:
+            try:
+                end(packed)
+            except BaseException as exc:
+                saved.set_exception(exc)
+                warnings.warn(f"{folder}: was not saved: {exc}", RuntimeWarning, stacklevel=2)
+            else:
+                saved.set_result(None)
+
+        packed.add_done_callback(finish)
 
     def wait(self) -> None:
         """Wait for the save, if any. Raises what it raises."""
         saved, self._saved = self._saved, None
         if saved is not None:
             saved.result()
-
-
-def _warn_of_failure(folder: Path, saved: Future[Any]) -> None:
-    if (error := saved.exception()) is not None:
-        warnings.warn(f"{folder}: was not saved: {error}", RuntimeWarning, stacklevel=2)
 
 
 @lru_cache(1)
@@ -188,8 +210,11 @@ def _is_of_peft(model: Any) -> bool:
     return bool(is_peft_model(model))
 
 
-_SCHEDULER = "scheduler.pt"
-"""The file of Trainer for it."""
+_SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+"""Files of Trainer."""
+
+_UNFINISHED = ".ckpt8-unfinished"
+"""The folder, in that of a run, with the checkpoint that is being packed. Trainer neither finds nor counts it there."""
 
 
 class Ckpt8TrainerMixin(PacksSlices):
@@ -201,18 +226,91 @@ class Ckpt8TrainerMixin(PacksSlices):
     Of a model of peft it packs the adapters, not the base, as Trainer does.
     Without FSDP it changes nothing. It takes the place of ``Ckpt8Callback``.
 
+    With ``background`` training goes on once model and optimizer are copied, to memory that is kept for the next save,
+    but not with ``push_to_hub``. ``checkpoint-N`` appears when it is whole; the next save and the end of training wait
+    for it, raise its failure, and then remove what ``save_total_limit`` says.
+
     >>> from transformers import Trainer
     >>> from ckpt8.integrations.transformers import Ckpt8TrainerMixin
     >>> class ShardedTrainer(Ckpt8TrainerMixin, Trainer): ...
     >>> trainer = ShardedTrainer(model, args, preset="archive")  # doctest: +SKIP
     """
 
+    _unpacked: dict[str, Any] | None = None
+    """What ``_save_checkpoint`` has to pack; None where it does not ask for it."""
+
+    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+        later, args = self._later, self.args
+        if later is None or not self.is_fsdp_enabled or args.save_only_model or args.push_to_hub:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        self._finish()
+        run = Path(self._get_output_dir(trial))
+        if args.should_save:
+            remove(run / _UNFINISHED)
+        dist.barrier()
+        self._unpacked = {}
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            state = self._unpacked
+        finally:
+            self._unpacked = None
+        place, target = (folder / f"checkpoint-{self.state.global_step}" for folder in (run / _UNFINISHED, run))
+        if self.state.best_model_checkpoint == str(place):
+            self.state.best_model_checkpoint = str(target)
+            if args.should_save:
+                self.state.save_to_json(str(place / _STATE))
+
+        def end(packed: Future[Any]) -> None:
+            packed.result()
+            if args.should_save:
+                replace_directory(place, target)
+                remove(place.parent)
+
+        # Every rank has written all other files of its own before any save can end.
+        later.begin(place / FOLDER, state, self._packing, end)
+        self._written = run
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        run: str = super()._get_output_dir(trial)  # type: ignore[misc]
+        return run if self._unpacked is None else str(Path(run) / _UNFINISHED)
+
+    def _finish(self: Any) -> None:
+        """Wait for the save that is under way, and remove what is then too many."""
+        if self._later is not None and self._later.is_under_way:
+            self._later.wait()
+            if self.args.should_save:
+                from transformers.trainer_utils import rotate_checkpoints
+
+                best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+                rotate_checkpoints(str(self._written), limit, best, use_mtime=True)
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer does. At the end, and at an error, it waits for the save that is under way."""
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            try:
+                self._finish()
+            finally:
+                if self._later is not None:
+                    give_back()
+
+    def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._finish()  # Trainer loads the best checkpoint now, and removes others
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
         weights, moments = state_to_pack(self.model, self.optimizer, adapter_only=_is_of_peft(self.model))
-        save_packed(Path(output_dir) / FOLDER, {"model": weights, "optimizer": moments}, self._packing)
+        state = {"model": weights, "optimizer": moments}
+        if self._unpacked is None:
+            save_packed(Path(output_dir) / FOLDER, state, self._packing)
+        else:
+            self._unpacked |= state
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 
@@ -255,6 +353,10 @@ class Ckpt8StrategyMixin(PacksSlices):
     ``fit(ckpt_path=...)`` goes on from such a directory at any world size. Plain checkpoints load too, and so do files
     of ``Ckpt8CheckpointIO``, which still writes those that are no slices (``state_dict_type="full"``).
 
+    With ``background`` training goes on once weights and optimizers are copied, to memory that is kept for the next
+    save. ``meta.pt``, without which a directory is no checkpoint, comes last. The next save and the end of the run wait
+    for it, raise its failure, and then remove the older ones that Lightning has removed meanwhile.
+
     >>> from lightning.pytorch.strategies import FSDPStrategy
     >>> from ckpt8.integrations.lightning import Ckpt8StrategyMixin
     >>> class PackedFSDP(Ckpt8StrategyMixin, FSDPStrategy): ...
@@ -263,6 +365,7 @@ class Ckpt8StrategyMixin(PacksSlices):
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Pack a sharded checkpoint; the strategy saves one that is whole. Raises OutputError."""
+        self._finish()
         if getattr(self, "_state_dict_type", None) != "sharded" and not getattr(
             self, "_save_distributed_checkpoint", False
         ):
@@ -282,12 +385,52 @@ class Ckpt8StrategyMixin(PacksSlices):
                 rest = stack.enter_context(AtomicFile(path / _REST, force=True))
                 with rest.guard():
                     torch.save(checkpoint, rest.file)
-            save_packed(path, states, self._packing)
-            if rest is not None:
-                rest.publish()
+            if self._later is None:
+                save_packed(path, states, self._packing)
+                if rest is not None:
+                    rest.publish()
+                return
+            opened = stack.pop_all()
+            stack.push(opened)
+
+            def end(packed: Future[Any]) -> None:
+                with opened:
+                    packed.result()
+                    if rest is not None:
+                        rest.publish()
+
+            self._later.begin(path, states, self._packing, end)
+            stack.pop_all()  # the thread closes what is open
+
+    def remove_checkpoint(self: Any, filepath: Any) -> None:
+        """Remove a checkpoint; while another one is packed in the background, once that is whole."""
+        if self._later is not None and self._later.is_under_way:
+            self._outdated = [*self._outdated, filepath]
+        else:
+            super().remove_checkpoint(filepath)  # type: ignore[misc]
+
+    _outdated: Sequence[Any] = ()
+
+    def _finish(self: Any) -> None:
+        """Wait for the save that is under way, then remove what it makes superfluous."""
+        outdated, self._outdated = self._outdated, ()
+        if self._later is not None:
+            self._later.wait()
+        for path in outdated:
+            super().remove_checkpoint(path)  # type: ignore[misc]
+
+    def teardown(self: Any) -> None:
+        """As the strategy does, after a save in the background. Raises the error of that save."""
+        try:
+            self._finish()
+        finally:
+            if self._later is not None:
+                give_back()
+            super().teardown()  # type: ignore[misc]
 
     def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and, to fit, optimizers; the rest is returned. Raises InputError."""
+        self._finish()
         path = Path(self.broadcast(checkpoint_path))
         if is_container(path):
             with self._restored(path) as plain:

@@ -8,14 +8,24 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor, ShardedTensorBase
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from ckpt8.checkpoint.sources.snapshot import Copies, Taken, Walk
 
 
+def _with_shard(whole: ShardedTensor, metadata: ShardMetadata, shard: torch.Tensor) -> ShardedTensorBase:
+    """``whole`` with another tensor for its one local shard."""
+    return ShardedTensorBase._init_from_local_shards_and_global_metadata(
+        [Shard(shard, metadata)], whole.metadata(), whole.sharding_spec()
+    )
+
+
 class _Staging(Walk):
-    """Takes slices of DTensors too. torch copies objects of other classes, until ``stager`` is closed."""
+    """Takes slices of DTensors and shards of FSDP1. torch copies objects of other classes, until ``stager`` closes."""
 
     def __init__(self, copies: list[torch.UntypedStorage], stager: DefaultStager) -> None:
         super().__init__(copies)
@@ -26,6 +36,13 @@ class _Staging(Walk):
             taken = self.taken(node._local_tensor)
             if taken is not None:
                 taken.wrap = partial(DTensor, spec=node._spec, requires_grad=False)
+                return taken
+        if type(node) is ShardedTensor and len(shards := node.local_shards()) <= 1:
+            if not shards:
+                return node
+            taken = self.taken(shards[0].tensor.detach())
+            if taken is not None:
+                taken.wrap = partial(_with_shard, node, shards[0].metadata)
                 return taken
         if type(node) is torch.Tensor and not node.is_meta:
             # torch's stager would lose that it is a conjugate, and fails for a sparse one.

@@ -24,6 +24,8 @@ CASES = {
     **{f"{kind}-{preset}": (kind, preset, True) for kind in ("fsdp", "parallel") for preset in PRESETS},
     **{f"parallel-{preset}-whole": ("parallel", preset, False) for preset in PRESETS},
 }
+BEHIND = "lossless"
+"""Saved in the background."""
 MOVED = ["fsdp-lossless", "fsdp-archive", "parallel-lossless", "parallel-archive", "parallel-archive-whole"]
 
 
@@ -65,7 +67,7 @@ class Net(lightning.LightningModule):
 
 
 def strategy_of(kind, preset, by_slices, plain=False):
-    options = {} if plain else {"preset": preset}
+    options = {} if plain else {"preset": preset, "background": preset == BEHIND}
     if kind == "fsdp":
         return (FSDPStrategy if plain else PackedFSDP)(**options, state_dict_type="sharded" if by_slices else "full")
     options |= {"data_parallel_size": dist.get_world_size(), "tensor_parallel_size": 1}

@@ -34,6 +34,9 @@ CASES = {
         (2, FULL, "callback", "archive"),
     ]
 }
+BEHIND = "lossless"
+"""Saved in the background."""
+
 MOVED = ["1-SHAR-mixin-archive", "2-SHAR-mixin-lossless", "2-SHAR-callback-archive"]
 
 
@@ -54,7 +57,8 @@ def trainer(folder, version, kind, way, preset, **arguments):
     settings = {"max_steps": LAST, "save_steps": SAVED, "fsdp": True, "fsdp_config": config, **arguments}
     settings["per_device_train_batch_size"] = 8 // dist.get_world_size()
     callbacks = [Ckpt8Callback(preset=preset, keep_original=False, strict=True)] if way == "callback" else []
-    trainer_class = partial(ShardedTrainer, preset=preset) if way == "mixin" else transformers.Trainer
+    options = {"preset": preset, "background": preset == BEHIND}
+    trainer_class = partial(ShardedTrainer, **options) if way == "mixin" else transformers.Trainer
     made = trainer_kit.trainer(folder, callbacks, kind=trainer_class, **settings)
     assert made.accelerator.distributed_type == "FSDP"
     return made
