@@ -246,8 +246,10 @@ class Ckpt8TrainerMixin(PacksSlices):
             return
         self._finish()
         run = Path(self._get_output_dir(trial))
+        place, target = (folder / f"checkpoint-{self.state.global_step}" for folder in (run / _UNFINISHED, run))
         if args.should_save:
-            remove(run / _UNFINISHED)
+            remove(place.parent)
+            place.mkdir(parents=True)  # Trainer knows the best checkpoint by its folder
         dist.barrier()
         self._unpacked = {}
         try:
@@ -255,7 +257,6 @@ class Ckpt8TrainerMixin(PacksSlices):
             state = self._unpacked
         finally:
             self._unpacked = None
-        place, target = (folder / f"checkpoint-{self.state.global_step}" for folder in (run / _UNFINISHED, run))
         if self.state.best_model_checkpoint == str(place):
             self.state.best_model_checkpoint = str(target)
             if args.should_save:
@@ -310,7 +311,6 @@ class Ckpt8TrainerMixin(PacksSlices):
             save_packed(Path(output_dir) / FOLDER, state, self._packing)
         else:
             self._unpacked |= state
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
 

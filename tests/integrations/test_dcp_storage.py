@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from packed_kit import load, names_in, raw, save, save_plain
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensorBase
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -498,7 +502,10 @@ def test_a_staged_state_is_a_copy_whatever_it_holds():
         }
         state |= {"conj": torch.randn(3, dtype=torch.complex64).conj(), "s": torch.eye(4).to_sparse()}
         state |= {"bits": weight.view(torch.int32), "args": argparse.Namespace(seeds=[1, 2]), "again": [weight]}
-        before, copied = copy.deepcopy(state), staged(state)
+        places = [ShardMetadata([at, 0], [40, 100], f"rank:{rank}/cpu") for rank, at in enumerate((0, 40))]
+        whole = ShardedTensorMetadata(places, torch.Size([80, 100]), TensorProperties(dtype=own.dtype))
+        held = ShardedTensorBase._init_from_local_shards_and_global_metadata([LocalShard(own, places[0])], whole)
+        before, copied = copy.deepcopy(state), staged({**state, "fsdp1": held})
         for tensor in (own, weight, state["conj"], state["s"]._values()):
             tensor.zero_()
         state["args"].seeds.clear()
@@ -508,6 +515,9 @@ def test_a_staged_state_is_a_copy_whatever_it_holds():
             assert type(copied[key]) is DTensor
             assert (copied[key].placements, copied[key].shape) == (before["shard"].placements, (80, 100))
             assert torch.equal(copied[key].to_local(), before["shard"].to_local())
+        (held,) = copied["fsdp1"].local_shards()
+        assert copied["fsdp1"].metadata() == whole
+        assert (held.metadata, held.tensor.data_ptr()) == (places[0], copied["own"].data_ptr())
         assert_same(
             [copied[key] for key in ("w", "views", "conj", "bits", "own")],
             [before[key] for key in ("w", "views", "conj", "bits", "own")],

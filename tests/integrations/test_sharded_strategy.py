@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+
 import pytest
 import torch
 from packed_kit import names_in
+from torch.distributed.checkpoint.api import CheckpointException
 
+import ckpt8
+from ckpt8.checkpoint.sources import snapshot
 from ckpt8.integrations import sharded
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 from ckpt8.integrations.sharded import Ckpt8StrategyMixin
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -23,6 +30,12 @@ class OneRank:
 
     def barrier(self):
         """Nobody to wait for."""
+
+    def remove_checkpoint(self, path):
+        shutil.rmtree(path)
+
+    def teardown(self):
+        """Nothing to end."""
 
 
 class Packed(Ckpt8StrategyMixin, OneRank):
@@ -84,3 +97,59 @@ def test_the_rest_is_written_before_the_weights_are_replaced(tmp_path, monkeypat
     with pytest.raises(Exception, match="No space left"):
         Packed().save_checkpoint(checkpoint(2), path)
     assert (path / "ckpt8-dcp.json").read_bytes() == index
+
+
+@pytest.fixture
+def go_on(monkeypatch):
+    """What every save waits for before its index is written."""
+    event, finish = threading.Event(), Ckpt8StorageWriter.finish
+
+    def slow(self, **arguments):
+        event.wait()
+        finish(self, **arguments)
+
+    monkeypatch.setattr(Ckpt8StorageWriter, "finish", slow)
+    return event
+
+
+def test_what_is_removed_stays_until_a_save_in_the_background_is_whole(go_on, tmp_path):
+    strategy, first, second = Packed(background=True), tmp_path / "1.ckpt", tmp_path / "2.ckpt"
+    go_on.set()
+    strategy.save_checkpoint(checkpoint(1), first)
+    strategy.teardown()
+    before = names_in(first)
+    go_on.clear()
+    saved = checkpoint(2)
+    weight = saved["state_dict"]["w"]
+    strategy.save_checkpoint(saved, second)
+    weight.zero_()
+    strategy.remove_checkpoint(first)
+    assert not (second / "meta.pt").exists()
+    assert names_in(first) == before
+    go_on.set()
+    strategy.save_checkpoint(checkpoint(3), second)
+    assert names_in(tmp_path) == ["2.ckpt"]
+    assert torch.load(second / "meta.pt")["epoch"] in (2, 3)
+    strategy.teardown()
+    assert torch.load(second / "meta.pt")["epoch"] == 3
+    assert torch.equal(ckpt8.load(second)["state_dict"]["w"], torch.full((3,), 3.0))
+    assert snapshot._kept == []
+
+
+def test_a_save_in_the_background_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    """Also under its own name, if that was a checkpoint of another kind."""
+    strategy = Packed(background=True)
+    for name in ("1.ckpt", "2.ckpt"):
+        torch.save(checkpoint(1), tmp_path / name)
+
+    def fails(*_, **arguments):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Ckpt8StorageWriter, "finish", fails)
+    strategy.save_checkpoint(checkpoint(2), tmp_path / "2.ckpt")
+    strategy.remove_checkpoint(tmp_path / "1.ckpt")
+    with pytest.warns(RuntimeWarning, match="was not saved"), pytest.raises(CheckpointException, match="is gone"):
+        strategy.teardown()
+    strategy.teardown()
+    assert names_in(tmp_path) == ["1.ckpt", "2.ckpt"]
+    assert torch.load(tmp_path / "2.ckpt")["epoch"] == 1

@@ -73,6 +73,7 @@ class _Memory:
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes, self.pinned, self.owner = nbytes, False, os.getpid()
+        self.round: object = None
         # Shared pages, which are the default, would be small ones, and slow to get.
         self.pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
@@ -92,9 +93,13 @@ class _Memory:
 _kept: list[_Memory] = []
 """What the last snapshot has given back, one at most. Operations on a list are atomic: tensors end in any thread."""
 
+_round = [object()]
+"""Another one after each ``give_back``; memory that was borrowed in an earlier one is not kept."""
+
 
 def give_back() -> None:
-    """Free the memory that is kept for the next snapshot."""
+    """Free the memory that is kept for the next snapshot; what is borrowed now will not be kept."""
+    _round[0] = object()
     _kept.clear()
 
 
@@ -113,13 +118,14 @@ def borrow(nbytes: int, *, pinned: bool) -> torch.Tensor:
             memory = _Memory(size, pinned=pinned)
         except (OSError, RuntimeError) as exc:
             raise MemoryError(f"no memory for a copy of {nbytes:,} bytes; snapshot='packed' takes less") from exc
+    memory.round = _round[0]
     view = memoryview(memory.pages)
     weakref.finalize(view, _keep, memory).atexit = False
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 def _keep(memory: _Memory) -> None:
-    if memory.owner == os.getpid():
+    if memory.owner == os.getpid() and memory.round is _round[0]:
         _kept[:] = [memory]
 
 

@@ -190,6 +190,9 @@ def test_memory_is_kept_for_the_next_snapshot_and_never_shared():
     del tensors
     gc.collect()
     assert [memory.nbytes for memory in snapshot._kept] == [3 << 21]
+    with Snapshot(tree, "a"):
+        snapshot.give_back()
+    assert snapshot._kept == []
 
 
 @pytest.mark.usefixtures("nothing_kept")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import trainer_kit  # noqa: E402
 from sharded_kit import LAST, SAVED, check_resumed, keep, kept, ranks_of, shard_on_cpu  # noqa: E402
 
 import ckpt8  # noqa: E402
+from ckpt8.core.errors import OutputError  # noqa: E402
+from ckpt8.core.files.atomic import replace_directory  # noqa: E402
+from ckpt8.integrations import sharded  # noqa: E402
 from ckpt8.integrations.transformers import Ckpt8Callback, Ckpt8TrainerMixin, restored_checkpoint  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -111,7 +115,8 @@ def test_the_run_goes_on(name, ranks, runs):
 
 def test_what_lies_in_the_folders(runs):
     place = runs / "2-SHAR-mixin-archive"
-    assert trainer_kit.names_in(place) == [f"checkpoint-{SAVED}"]
+    for name in ("2-SHAR-mixin-archive", "1-SHAR-mixin-lossless"):
+        assert trainer_kit.names_in(runs / name) == [f"checkpoint-{SAVED}"]
     packed = place / f"checkpoint-{SAVED}" / "ckpt8"
     assert trainer_kit.names_in(packed) == ["__0_0.ckpt8", "__1_0.ckpt8", "ckpt8-dcp.json"]
     assert not {"optimizer_0", "pytorch_model_fsdp_0"} & set(trainer_kit.names_in(packed.parent))
@@ -133,6 +138,62 @@ def test_a_packed_checkpoint_becomes_one_of_a_trainer_without_fsdp(runs, tmp_pat
     shutil.copy(runs / "2-SHAR-mixin-lossless-expected.json", tmp_path / "expected.json")
     shutil.copy(runs / "other.json", tmp_path)
     check_resumed("lossless", tmp_path, "plain", expected="expected", other="other", moved=True)
+
+
+class Look(transformers.TrainerCallback):
+    """Notes what lies in a folder before each save, and only then lets the save before it end."""
+
+    def __init__(self, folder):
+        self.folder, self.present, self.gate = folder, {}, threading.Semaphore(0)
+
+    def on_step_end(self, args, state, control, **_):
+        if control.should_save:
+            self.present[state.global_step] = sorted(path.name for path in self.folder.glob("checkpoint-*"))
+            self.gate.release()
+
+    def replace(self, new, final):
+        self.gate.acquire()
+        replace_directory(new, final)
+
+
+def save_behind(folder):
+    """Runs that save in the background, keep one checkpoint, and see each become whole when the next one begins."""
+    shard_on_cpu()
+    for name in ("last", "best", "fails"):
+        place = Path(folder) / name
+        (place / ".ckpt8-unfinished" / "checkpoint-2").mkdir(parents=True)  # of a run that was killed
+        look = Look(place)
+        options = {"max_steps": 8, "save_steps": 2, "save_total_limit": 1}
+        if name == "best":
+            options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        made = trainer(place, 2, SHARDED, "mixin", BEHIND, **options)
+        made.add_callback(look)
+        look.gate.release()
+
+        def replace(new, final, name=name, look=look):
+            if name == "fails" and final.name == "checkpoint-4":
+                raise OutputError("the disk is gone")
+            look.replace(new, final)
+
+        sharded.replace_directory = replace
+        try:
+            made.train()
+        except OutputError:
+            assert name == "fails"
+        present = look.present | {"end": trainer_kit.names_in(place), "best": made.state.best_model_checkpoint}
+        (Path(folder) / f"{name}.json").write_text(json.dumps(present))
+
+
+def test_an_older_checkpoint_goes_once_a_newer_one_is_whole(tmp_path):
+    ranks_of(save_behind)(1, str(tmp_path))
+    last, best, fails = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("last", "best", "fails"))
+    expected = {"2": [], "4": [], "6": ["checkpoint-2"], "8": ["checkpoint-4"]}
+    assert last == expected | {"end": ["checkpoint-8"], "best": None}
+    place = Path(best["best"])
+    assert place.parent == tmp_path / "best"
+    assert best["end"] == [place.name]
+    assert json.loads((place / "trainer_state.json").read_text())["best_model_checkpoint"] == str(place)
+    assert fails["end"] == [".ckpt8-unfinished", "checkpoint-2"]
 
 
 LORA = {"1-LoRA": (1, SHARDED, "mixin", "lossless"), "2-LoRA": (2, SHARDED, "mixin", "lossless")}
