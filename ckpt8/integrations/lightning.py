@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
@@ -36,7 +38,7 @@ from ckpt8.core.errors import OutputError, UsageError, require
 from ckpt8.core.files.atomic import writing
 from ckpt8.core.files.source_file import reading
 from ckpt8.core.public import checked, lazy_names
-from ckpt8.core.workers import Workers
+from ckpt8.core.workers import Workers, run_task
 from ckpt8.integrations import local_path, missing, removing
 
 if TYPE_CHECKING:
@@ -70,8 +72,8 @@ class Ckpt8CheckpointIO(CheckpointIO):
 
     ``preset``, ``budget``, ``rules``, ``frozen_from``, ``threads``, ``stats``, ``max_update_error`` and ``snapshot``
     are those of ``ckpt8.save``. With ``background`` a save returns once everything is copied in memory, which stays for
-    the next one until the run ends. The next save waits for it, and raises its failure; so does the end of the run.
-    Until then an older file that Lightning removes stays, and for good where the save fails.
+    the next one until the run ends. The next save waits for it, and raises its failure; so does the end of the run. An
+    older file that Lightning removes goes once the newer one is whole, and stays where the save fails.
     With ``base="auto"`` a container is a delta to an earlier one of its folder, where that is smaller. ``bases/``
     beside them keeps what they need, as hard links, however they are removed: move that folder with them.
 
@@ -114,7 +116,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         )
         self._background = background
         self._pending: tuple[str, PendingSave] | None = None
-        self._outdated: list[Path] = []
+        self._removals: list[Future[None]] = []
 
     @checked
     def save_checkpoint(
@@ -160,7 +162,9 @@ class Ckpt8CheckpointIO(CheckpointIO):
         with removing(target):
             _check_removable(target)
         if self._pending is not None and self._pending[0] != key_of(target):
-            self._outdated.append(target)  # what takes its place may not be whole
+            self._removals.append(Future())
+            work = self._removals[-1], _remove_after, (self._pending[1], target)
+            threading.Thread(target=run_task, args=work, name="ckpt8-remove").start()
         else:
             self._wait()
             _remove(target)
@@ -173,13 +177,22 @@ class Ckpt8CheckpointIO(CheckpointIO):
             give_back()
 
     def _wait(self) -> None:
-        """Wait for the save that is under way, then remove what it makes superfluous."""
+        """Wait for the save that is under way, and the removal of what it makes superfluous. Raises their errors."""
         pending, self._pending = self._pending, None
-        outdated, self._outdated = self._outdated, []
+        removals, self._removals = self._removals, []
         if pending is not None:
-            pending[-1].result()
-        for path in outdated:
-            _remove(path)
+            pending[1].result()
+        for removal in removals:
+            removal.result()
+
+
+def _remove_after(pending: PendingSave, target: Path) -> None:
+    """Remove a checkpoint once the newer one is whole, which until then may not be what is left."""
+    try:
+        pending.result()
+    except BaseException:
+        return  # whoever waits for the save gets it
+    _remove(target)
 
 
 def _remove(target: Path) -> None:
