@@ -166,6 +166,8 @@ def compress(
             raise InputError(f"{source}: its name is not valid UTF-8, and a container states it; rename it")
         if not bundle.holds_tensors:
             raise InputError(f"{source}: holds no tensors; there is nothing to compress")
+        if policy.budget is not None:
+            bundle.keep_all(needs_room=True)  # it measures before it packs
         write = partial(Compressor.run, target=target, policy=policy, force=force)
         return _compress(bundle, target, policy, options, asked, write, device=gpu, frozen_from=frozen)
 

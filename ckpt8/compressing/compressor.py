@@ -291,6 +291,7 @@ class Compressor:
     def run(self, target: Path, policy: Policy, *, force: bool, tidy: bool = True) -> Manifest:
         """Write ``target``; ``tidy`` as in ``Partial``. Raises InputError for damage in the source, OutputError."""
         units = self._own
+        self._expect()
         with Workers(self._options.threads) as workers:
             # Threads start on the chunks while the header is laid out, which takes as long as some of them.
             chunks = self._encoder.stored(_chunks_of(units), workers)
@@ -303,6 +304,7 @@ class Compressor:
 
     def pack(self, target: Path, policy: Policy, *, force: bool) -> Unwritten:
         """Open the temporary file of ``target`` and pack all units in memory. Raises as ``run``."""
+        self._expect()
         with ExitStack() as stack:
             writer = stack.enter_context(self._writer(target, force=force))
             workers = stack.enter_context(Workers(self._options.threads))
@@ -369,6 +371,18 @@ class Compressor:
                 manifest.slices.append(SliceRecord(key[0], index, list(key[1])))
         self.seal = writer.finish(manifest, partial(check_base, manifest.base))
         return manifest
+
+    def _expect(self) -> None:
+        """Tell the source in which order its chunks will be read."""
+        units = [*self._own, *(unit for group in self._shared for unit in group.units)]
+        chunks = ((stream, chunk) for unit, chunk in _chunks_of(units) for stream in unit.streams)
+        self._source.expect(
+            (
+                stream.storage.offset + chunk * frames.FRAME * stream.spec.dtype.itemsize,
+                stream.chunk_spec(chunk).numel * stream.spec.dtype.itemsize,
+            )
+            for stream, chunk in chunks
+        )
 
     def _check_budget(self, policy: Policy, errors: Sequence[tuple[Unit, StepError | None]]) -> None:
         """Raise OverBudgetError where the error exceeds the budget, unless the plan knows what was measured."""

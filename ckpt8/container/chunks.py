@@ -33,7 +33,10 @@ def check_frames(
     if only is None:
         reader.expect_all()
     storages = range(len(reader.manifest.storages)) if only is None else only
-    for nbytes in workers.map(decode, all_chunks(reader, storages)):
+    batches = all_chunks(reader, storages)
+    if reader.in_order:
+        batches = iter(sorted(batches, key=lambda batch: reader.start_of(*batch[0])))
+    for nbytes in workers.map(decode, batches):
         progress(nbytes)
 
 

@@ -115,8 +115,20 @@ class MemberFile(io.RawIOBase):
         """All pieces of the member, in batches of runs for one thread. A run is pieces that follow each other.
 
         A batch is a run of small pieces, or a chunk and before it those that it is decoded with, each a run of its own.
-        The pieces of each storage come in order.
+        The pieces of each storage come in order. They come in that of the container where it is best read so.
         """
+        if not self._reader.in_order:
+            return self._batches()
+        start_of = self._reader.start_of
+        # The skeleton, of which there is a little in most runs, is the last of the container.
+        return iter(
+            sorted(
+                self._batches(),
+                key=lambda batch: min(start_of(piece.storage, piece.chunk) for run in batch for piece in run),
+            )
+        )
+
+    def _batches(self) -> Iterator[list[list[Piece]]]:
         run: list[Piece] = []
         for batch in self._chunks():
             if run and (len(batch) > 1 or batch[0].start != run[-1].stop or batch[0].stop - run[0].start > _RUN_BYTES):
@@ -144,6 +156,10 @@ class MemberFile(io.RawIOBase):
                     if owners.get(other) == piece.storage
                 ]
                 yield [*before, piece]
+
+    def expect(self) -> None:
+        """Say that the member will be read from its beginning to its end."""
+        self._reader.expect_each(run.storage for run in self._runs)
 
     def fill(self, piece: Piece, view: memoryview, *, keep: bool = False) -> None:
         """Decode one piece into the start of ``view``. Thread-safe. With ``keep`` the next read may use its chunk."""

@@ -62,6 +62,10 @@ class _Open:
     elements: Array | None = None
 
 
+_SCALARS = 16
+"""The most elements of a storage that holds numbers such as the step of an optimizer."""
+
+
 def _check_base(delta: ContainerReader, base: ContainerReader) -> None:
     """Raise InputError unless the chain of ``delta`` is that of ``base``, and each difference has its partner there."""
     record, below = delta.manifest.base, base.stated
@@ -164,9 +168,34 @@ class ContainerReader(Closing):
         base = self.base()
         return [] if base is None else [base, *base.links()]
 
+    @property
+    def in_order(self) -> bool:
+        """Whether all of the file is best read in the order of ``start_of``."""
+        return self._file.in_order
+
+    def start_of(self, storage: int, chunk: int = 0) -> int:
+        """Where a chunk of a storage begins in the file; 0 where it has no bytes there."""
+        record = self.manifest.storages[storage]
+        chunks = header.chunk_count(record.numel) if record.pack is None else 1
+        places = self.places[record.pack or storage].values()
+        firsts = (place.offsets[len(place.offsets) // chunks * chunk] for place in places if place.offsets)
+        return min(firsts, default=0)
+
     def expect_all(self) -> None:
-        """Say that all of the file will be read, about in its order."""
+        """Say that all of the file will be read, about in its order, and scalars perhaps again."""
         self._file.expect([(0, self.size)])
+        records = enumerate(self.manifest.storages)
+        self.expect_each(index for index, record in records if record.numel <= _SCALARS and record.pack is None)
+
+    def expect_each(self, storages: Iterable[int]) -> None:
+        """Say that these storages will be read, one after the other."""
+        if self.in_order:
+            self._file.expect(span for storage in storages for span in self._spans(storage))
+
+    def _spans(self, storage: int) -> list[tuple[int, int]]:
+        """Offsets and lengths of the frames of a storage, in the order of the file."""
+        places = self.places[self.manifest.storages[storage].pack or storage].values()
+        return sorted(span for place in places for span in zip(place.offsets, place.table.lengths, strict=True))
 
     def check_in_place(self) -> None:
         """Raise InputError where its path leads to another file than the open one, or that has changed."""

@@ -79,9 +79,9 @@ def load(
         return unpack_tree(obj, tree, str(path)) if unpack else obj
     with ContainerReader(path) as reader, Workers(threads) as workers:
         index = member_index(reader, member)
-        if len(reader.manifest.members) == 1:
-            reader.expect_all()
-        obj, tree = load_source(reader, index, MemberFile(reader, index, workers), map_location)
+        file = MemberFile(reader, index, workers)
+        file.expect()
+        obj, tree = load_source(reader, index, file, map_location)
         if unpack:
             obj = unpack_tree(obj, tree, str(path))
         return obj

@@ -61,6 +61,22 @@ def sums(log):
     return len(log), sum(entry["bytes"] for entry in log)
 
 
+@pytest.mark.parametrize("what", ["restore", "verify", "compress"])
+def test_a_window_that_is_much_smaller_than_the_object_is_enough(
+    what, remote, bucket, folder, run_command, monkeypatch
+):
+    """Restored and verified is in the order of the container, whatever that of the original; compressed as planned."""
+    for name, value in {"HEAD": 64 << 10, "PIECE": 64 << 10, "_WINDOW": 2 * MB, "GAP": 4 << 10}.items():
+        monkeypatch.setattr(reading, name, value)
+    name = "run.pt" if what == "compress" else "lossless.ckpt8"
+    url, size = remote(name), (folder / name).stat().st_size
+    with bucket.counted() as log:
+        assert run_command(what, url, *(["-o", "out"] if what != "verify" else []))[0] == 0
+    assert sums(log)[1] <= 1.05 * size
+    if what == "restore":
+        assert Path("out").read_bytes() == (folder / "run.pt").read_bytes()
+
+
 def test_inspect_of_a_container_takes_its_head_and_its_end(remote, bucket, folder, run_command):
     url = remote("run.ckpt8")
     with bucket.counted() as log:

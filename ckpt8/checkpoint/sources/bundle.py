@@ -8,7 +8,7 @@ bytes outside its storages, as one more storage behind the end of the file.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -108,11 +108,17 @@ class Bundle:
         """The members that a reader knows."""
         return [member for member in self.opened if member.checkpoint.format in READERS]
 
-    def keep_all(self) -> None:
-        """Have what was read of a file in a store kept on the disk: a report reads the same bytes several times."""
+    def keep_all(self, *, needs_room: bool = False) -> None:
+        """Have what was read of a file in a store kept on the disk: see ``SourceFile.keep_all``."""
         for member in self.opened:
             if isinstance(member.checkpoint, OpenCheckpoint):
-                member.checkpoint.file.keep_all()
+                member.checkpoint.file.keep_all(needs_room=needs_room)
+
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say which addresses of one file and lengths will be read, in their order. Its skeleton is there."""
+        checkpoint = self.opened[0].checkpoint
+        if self.directory is None and isinstance(checkpoint, OpenCheckpoint):
+            checkpoint.file.expect((start, length) for start, length in ranges if start < checkpoint.size)
 
     @property
     def distributed(self) -> list[DcpMember]:

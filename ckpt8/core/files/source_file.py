@@ -144,6 +144,9 @@ class SourceFile:
     ahead = 1 << 12
     """Bytes that a reader of small records may read at once: more costs as much."""
 
+    in_order = False
+    """Whether all of it is best read from its beginning to its end."""
+
     _fd = -1
     """Subclasses that read from elsewhere open nothing, and close nothing."""
 
@@ -167,8 +170,11 @@ class SourceFile:
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Say which offsets and lengths will be read, in their order. A store then sends them ahead."""
 
-    def keep_all(self) -> None:
-        """Say that the same bytes will be read again, in any order. A store then sends them once."""
+    def keep_all(self, *, needs_room: bool = False) -> None:
+        """Say that the same bytes will be read again, in any order. A store then sends them once.
+
+        It takes as much room for temporary files. Where there is none and it ``needs_room`` they are sent again.
+        """
 
     def close(self) -> None:
         """Release the file descriptor."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import tempfile
 import threading
 import warnings
 
@@ -210,3 +212,42 @@ def test_a_forked_process_reads_on():
         os._exit(file.read(0, 100_000) != store.content)
     assert os.waitpid(child, 0)[1] == 0
     assert file.read(0, 100_000) == store.content
+
+
+def test_small_ranges_that_were_expected_stay_however_much_is_read_after_them():
+    """The headers of a zip are read when it is opened, and again at the end."""
+    store, file = opened(100_000)
+    headers = [(at, 40) for at in range(10_000, 90_000, 5000)]
+    file.expect(headers)
+    for start, length in headers:
+        assert file.read(start, length) == store.content[start : start + length]
+    for _ in range(2):
+        for at in range(0, 100_000, 5000):
+            file.read(at, 5000)
+    asked = len(store.asked)
+    for start, length in headers:
+        assert file.read(start, length) == store.content[start : start + length]
+    assert len(store.asked) == asked
+
+
+@pytest.mark.parametrize("size", [60_000, 200_000])
+def test_what_is_read_back_and_forth_is_fetched_once(size):
+    """Two passes, as of a file with weights, then moments. A small object is fetched in its order, and kept."""
+    store, file = opened(size)
+    passes = [(at, 1500) for first in (512, 2012) for at in range(first, size - 5000, 3000)]
+    file.expect(passes)
+    for start, length in passes:
+        assert file.read(start, length) == store.content[start : start + length]
+    if size <= 2 * reading._WINDOW:
+        assert len(store.asked) <= 1 + -(-size // reading.PIECE)
+    assert store.bytes_asked <= size + reading.HEAD
+
+
+def test_what_may_be_read_again_is_fetched_again_where_there_is_no_room_to_keep_it(monkeypatch):
+    usage = shutil.disk_usage(tempfile.gettempdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    _, file = opened(100_000)
+    file.keep_all(needs_room=True)
+    assert file._shared._spill is None
+    file.keep_all()
+    assert file._shared._spill is not None

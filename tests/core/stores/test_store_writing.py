@@ -125,7 +125,7 @@ def test_few_parts_are_on_their_way_and_an_old_one_never_comes_late():
     with output_to(store, reserved=10) as output:
         output.append([b"a" * PART])
         output.mark()
-        filling = threading.Thread(target=output.append, args=([b"b" * (7 * PART)],))
+        filling = threading.Thread(target=output.append, args=([b"b" * (2 * writing.IN_FLIGHT * PART)],))
         filling.start()
         time.sleep(0.05)
         assert store.most == len(store.sent) == writing.IN_FLIGHT

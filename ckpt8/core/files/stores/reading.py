@@ -11,7 +11,9 @@ headers of 64 bytes.
 
 from __future__ import annotations
 
+import mmap
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -42,11 +44,18 @@ GAP = 1 << 20
 _WINDOW = 64 << 20
 """Bytes in memory: no piece that nobody waits for is fetched beyond it."""
 
+_CRUMB, _CRUMBS = 66 << 10, 16 << 20
+"""The longest expected range that is kept for good, and the bytes of all of these: the headers of a zip are read when
+it is opened, and again as what lies around its tensors."""
+
+_OWN_PAGES = 1 << 20
+"""Bytes from which a piece has pages of its own."""
+
 _STREAMS = 6
 """Readers that go forwards, at most: a checkpoint has weights, two moments and their headers."""
 
 _LEAST, _MOST_AHEAD = 256 << 10, 64 << 20
-"""Bytes to read ahead of such a reader, more each time that it catches up, and the most ahead of all of them."""
+"""Bytes to read ahead of such a reader, four times as many when it catches up, and the most ahead of all of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,10 +104,12 @@ class Content:
         self._waiting: deque[_Piece] = deque()
         self._held: dict[_Piece, None] = {}
         """Pieces in memory or on their way, the least recently read first."""
-        self._held_bytes = 0
+        self._held_bytes, self._window = 0, _WINDOW
         self._streams: list[_Stream] = []
         self._given_up: list[tuple[int, int]] = []
         """Stretches of pieces that were read and given up, in order: no reader goes ahead into them."""
+        self._crumbs: list[tuple[int, int]] = []
+        self._crumb_bytes = 0
         self._readers = 0
         self._pool: ThreadPoolExecutor | None = None
         _contents.add(self)
@@ -141,11 +152,16 @@ class Content:
             self._waiting.clear()
             self._streams.clear()
 
-    def keep_all(self) -> None:
-        """From now on keep what was fetched, in a temporary file. Raises OutputError."""
+    def keep_all(self, *, needs_room: bool) -> None:
+        """From now on keep what was fetched, in a temporary file. Raises OutputError.
+
+        Where there is no room for it and it ``needs_room``, it is fetched again instead.
+        """
         with self._lock:
             if self._spill is None:
                 with writing(tempfile.gettempdir()):
+                    if needs_room and shutil.disk_usage(tempfile.gettempdir()).free < 2 * self.version.size:
+                        return
                     self._spill = tempfile.TemporaryFile(prefix="ckpt8-")  # noqa: SIM115
 
     def check(self) -> None:
@@ -157,11 +173,19 @@ class Content:
         """Ask ahead for offsets and lengths, in the order in which they will be read."""
         spans: list[list[int]] = []
         for start, length in ranges:
+            if length <= _CRUMB and self._crumb_bytes < _CRUMBS:
+                self._crumbs.append((start, start + length))
+                self._crumb_bytes += length
             if spans and spans[-1][0] <= start <= spans[-1][1] + GAP:
                 spans[-1][1] = max(spans[-1][1], start + length)
             elif length:
                 spans.append([start, start + length])
+        if spans != sorted(spans) and self.version.size <= 2 * _WINDOW:
+            # What is read back and forth is fetched in its order, and all of it stays until it was read.
+            self._window = 2 * _WINDOW
+            spans = [[min(start for start, _ in spans), max(stop for _, stop in spans)]]
         with self._lock:
+            self._crumbs.sort()
             for start, stop in spans:
                 self._ask(start, stop, expected=True)
 
@@ -187,7 +211,8 @@ class Content:
             if piece.is_spilled and self._spill is not None:
                 return os.preadv(self._spill.fileno(), [out[: piece.stop - at]], at)
             fetched = self._start(piece)
-            self._held[piece] = self._held.pop(piece)
+            if piece in self._held:
+                self._held[piece] = self._held.pop(piece)
         count = _copy(fetched.result(), at - piece.start, out)
         with self._lock:
             piece.used += count
@@ -213,7 +238,7 @@ class Content:
             self._streams.remove(stream)
             self._streams.insert(0, stream)
             if is_missing or stream.at + stream.ahead // 2 > stream.asked:
-                stream.ahead = min(2 * stream.ahead, _MOST_AHEAD // len(self._streams))
+                stream.ahead = min(4 * stream.ahead, _MOST_AHEAD // len(self._streams))
                 ahead = min(at + length + stream.ahead, self._unread_until(at + length))
                 stream.asked = max(stream.asked, at + length, ahead)
                 self._ask(at, stream.asked)
@@ -223,10 +248,11 @@ class Content:
         index = bisect_right(self._given_up, (at, 0))
         return self._given_up[index][0] if index < len(self._given_up) else self.version.size
 
-    def _give_up(self, piece: _Piece) -> None:
+    def _give_up(self, piece: _Piece, content: memoryview) -> None:
         self._drop(piece)
         self._pieces.remove(piece)
         start, stop = piece.start, piece.stop
+        self._keep_crumbs(start, content)
         first, last = (
             bisect_right(self._given_up, (start, start)),
             bisect_right(self._given_up, (stop, self.version.size)),
@@ -235,6 +261,20 @@ class Content:
             first -= 1
         touched = self._given_up[first:last]
         self._given_up[first:last] = [(min([start, *(x for x, _ in touched)]), max([stop, *(y for _, y in touched)]))]
+
+    def _keep_crumbs(self, start: int, content: memoryview) -> None:
+        """Keep the small ranges in the ``content`` of a piece from ``start`` on."""
+        at, stop = start, start + len(content)
+        for begin, end in self._crumbs[max(0, bisect_right(self._crumbs, (start, 0)) - 1) :]:
+            if begin >= stop:
+                break
+            first, last = max(begin, at), min(end, stop)
+            if first < last:
+                fetched: Future[memoryview] = Future()
+                fetched.set_result(memoryview(bytes(content[first - start : last - start])))
+                crumb = _Piece(first, last, expected=True, is_waiting=False, fetched=fetched)
+                self._pieces.insert(bisect_right(self._pieces, first, key=_start_of), crumb)
+                at = last
 
     def _piece_at(self, at: int) -> _Piece | None:
         index = bisect_right(self._pieces, at, key=_start_of) - 1
@@ -271,7 +311,7 @@ class Content:
         """Fetch what waits, as far as the window has room."""
         while self._waiting:
             if self._waiting[0].is_waiting:
-                while self._held_bytes >= _WINDOW:
+                while self._held_bytes >= self._window:
                     if not self._evict():
                         return
                 self._start(self._waiting[0])
@@ -290,7 +330,8 @@ class Content:
         return piece.fetched
 
     def _fetch(self, start: int, size: int) -> memoryview:
-        buffer = memoryview(bytearray(size))
+        # Pages of their own go back to the system at once: a heap of each thread would keep many.
+        buffer = memoryview(mmap.mmap(-1, size) if size >= _OWN_PAGES else bytearray(size))
         self._store.fill(self._key, self.version.tag, start, buffer)
         return buffer
 
@@ -303,7 +344,7 @@ class Content:
         for partly in needed:
             for piece in self._held:
                 if piece.fetched is not None and piece.fetched.done() and (piece.used if partly else piece.is_done):
-                    self._give_up(piece)
+                    self._give_up(piece, piece.fetched.result())
                     return True
         return False
 
@@ -346,7 +387,7 @@ def _copy(content: memoryview, at: int, out: memoryview) -> int:
 class StoreFile(SourceFile):
     """An open range of an object in a store."""
 
-    ahead = 0
+    ahead, in_order = 0, True
 
     def __init__(self, source: ByteRange, content: Content) -> None:
         self.source = source
@@ -374,9 +415,9 @@ class StoreFile(SourceFile):
         self.expect((start, length) for start in starts.tolist())
         super().read_each(starts, length, buffer)
 
-    def keep_all(self) -> None:
+    def keep_all(self, *, needs_room: bool = False) -> None:
         """Fetch no byte twice."""
-        self._shared.keep_all()
+        self._shared.keep_all(needs_room=needs_room)
 
     def check_unchanged(self) -> None:
         """Raise InputError when the object was replaced or deleted."""

@@ -21,8 +21,9 @@ from ckpt8.core.files.stores.contract import Part, Stat, Write
 if TYPE_CHECKING:
     from ckpt8.core.files.stores.path import StorePath
 
-PART, IN_FLIGHT = 16 << 20, 4
-"""Bytes of a part, and parts on their way. As many again are in memory: that to come, those that may be sent again."""
+PART, IN_FLIGHT = 8 << 20, 8
+"""Bytes of a part, and parts on their way. Four more may be in memory: the first one, that to come, and those to which
+a writer may go back."""
 
 _MOST_PARTS = 9000
 """Of an object. S3 takes 10,000."""
