@@ -198,7 +198,7 @@ def tree(gadget, place):
 PLACES = ["value", "argument", "hooks", "state", "key of a dict", "persistent id", "dropped"]
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.by_default("value")
 @pytest.mark.parametrize("place", PLACES)
 def test_in_a_zip_file_and_in_a_container(place, marker):
     """Every gadget, in every place of the pickle; all of them as a file, and as a member of a container."""
