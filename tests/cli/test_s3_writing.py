@@ -124,6 +124,7 @@ def test_save(background, place, bucket, tmp_path):
         save_again()
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_ends_before_the_interpreter_does(place, bucket):
     program = (
         "import torch, ckpt8\n"
