@@ -181,6 +181,10 @@ class ContainerReader(Closing):
         firsts = (place.offsets[len(place.offsets) // chunks * chunk] for place in places if place.offsets)
         return min(firsts, default=0)
 
+    def keep_all(self) -> None:
+        """Say that all of the file will be read twice."""
+        self._file.keep_all(needs_room=True)
+
     def expect_all(self) -> None:
         """Say that all of the file will be read, about in its order, and scalars perhaps again."""
         self._file.expect([(0, self.size)])

@@ -265,3 +265,27 @@ def test_without_credentials(remote, bucket, tmp_path):
     assert result.stderr.startswith(f"ckpt8: {url}: no credentials were found; set AWS_ACCESS_KEY_ID")
     assert result.stderr.count("\n") == 1
     assert bucket.order() == []
+
+
+@pytest.mark.parametrize("name", ["run.pt", "run.ckpt8"])
+def test_resume_reads_each_byte_once(name, remote, bucket, folder):
+    """It checks every byte before it changes anything, and reads the tensors then."""
+    saved = ckpt8.load(folder / "run.pt")["model"]
+
+    def resumed(path):
+        model = torch.nn.Module()
+        model.layers = torch.nn.ModuleList(torch.nn.Module() for _ in saved)
+        for layer, weight in zip(model.layers, saved.values(), strict=True):
+            layer.weight = torch.nn.Parameter(torch.zeros_like(weight))
+        optimizer = torch.optim.AdamW(model.parameters())
+        ckpt8.resume(path, model=model, optimizer=optimizer)
+        return [*model.parameters()], optimizer.state_dict()["state"]
+
+    url, size = remote(name), (folder / name).stat().st_size
+    with bucket.counted() as log:
+        far = resumed(url)
+    assert sums(log)[1] <= size
+    near = resumed(folder / name)
+    assert all(weight.any() for weight in near[0])
+    assert all(torch.equal(a, b) for a, b in zip(far[0], near[0], strict=True))
+    assert all(torch.equal(value, far[1][k][key]) for k, state in near[1].items() for key, value in state.items())

@@ -85,8 +85,6 @@ def test_the_functions_say_so_too(folder, monkeypatch):
     for call in (ckpt8.load, ckpt8.compress, lambda url: ckpt8.convert("run.pt", url, to="torch"), ckpt8.open):
         with pytest.raises(UsageError, match=r"gs://bucket/run\.ckpt8: is a URL.*gcloud storage cp"):
             call("gs://bucket/run.ckpt8")
-    with pytest.raises(UsageError, match=r"s3://bucket/run\.ckpt8: is a URL.*aws s3 cp"):
-        ckpt8.resume(S3, None)
 
 
 def test_a_folder_may_have_such_a_name(folder, tmp_path, monkeypatch, run_command):

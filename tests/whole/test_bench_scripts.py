@@ -16,9 +16,13 @@ import torch.distributed.checkpoint as dcp
 from gpt_kit import SIZES, Run, RunConfig
 
 from ckpt8.container.joined import read_index
+from ckpt8.core.errors import OutputError
+from ckpt8.core.files.atomic import any_file
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.stores import s3, writing
 
 SCRIPTS = Path(__file__).parents[2] / "fixtures" / "bench"
-NAMES = ("trained_gpt", "scaling", "sharded_saves", "ranks_simulation", "compare", "waiting")
+NAMES = ("trained_gpt", "scaling", "sharded_saves", "ranks_simulation", "compare", "waiting", "stores")
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +206,24 @@ def test_a_simulation_makes_few_calls_itself(tmp_path):
         assert figures["simulated_gb_per_s"].keys() == {"1", "8"}
         assert figures["calls_per_gb"] > 500
         assert sum(figures["made"].values()) < 10
+
+
+def test_the_server_of_stores_keeps_what_is_written_and_counts(scripts, monkeypatch):
+    stores, content = scripts["stores"], bytes(range(256)) * 1000
+    monkeypatch.setattr(writing, "PART", 100_000)
+    with stores.serving("--latency", "0.001", "--rate", "1e9") as endpoint:
+        for name, value in (stores.ENVIRONMENT | {"AWS_ENDPOINT_URL": endpoint}).items():
+            monkeypatch.setenv(name, value)
+        s3._client.cache_clear()
+        path = as_path("s3://bucket/a")
+        with path.new_object(force=False, check=any_file) as output:
+            output.append([content])
+            output.publish()
+        # A look, the beginning, three parts, the end, a list of those left behind, and a last look.
+        assert stores.counts(endpoint)["requests"] == 8
+        with path.open("rb") as file:
+            assert file.read() == content
+        assert stores.counts(endpoint) == {"requests": 1, "bytes": len(content)}
+        with pytest.raises(OutputError, match="exists"):
+            path.new_object(force=False, check=any_file)
+    s3._client.cache_clear()

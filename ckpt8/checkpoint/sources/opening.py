@@ -128,6 +128,8 @@ class OpenMember:
 def open_member(path: Path, *, member: str | None = None, threads: int | None = None) -> Iterator[OpenMember]:
     """Open one checkpoint: a file, or the ``member`` of a directory or container, without reading the others.
 
+    A file in a store is kept as it is read: the checks are not the last to read it.
+
     A directory of torch.distributed.checkpoint is one checkpoint with whole tensors: as it is, in a container, or as
     containers of ranks. Raises InputError for damage, UsageError where ``member`` must be given.
     """
@@ -152,12 +154,14 @@ def open_member(path: Path, *, member: str | None = None, threads: int | None = 
         elif member not in (None, path.name):
             raise UsageError(f"{path}: is one file, and has no member {member!r}")
         with open_checkpoint(path) as checkpoint:
+            checkpoint.file.keep_all(needs_room=True)
             yield OpenMember(path, checkpoint, [partial(check_storages, checkpoint, str(path))])
         return
     with ContainerReader(path) as reader, Workers(threads) as workers:
         if member is None and any(record.path == METADATA for record in reader.manifest.members):
             yield _whole(path, stored_bundle(reader, workers), [partial(check_frames, reader, workers)])
             return
+        reader.keep_all()
         index = member_index(reader, member)
         record = reader.manifest.members[index]
         if record.format == DCP:

@@ -32,6 +32,7 @@ from ckpt8.checkpoint.sources.opening import OpenMember, open_member
 from ckpt8.checkpoint.tree import TensorRef
 from ckpt8.checkpoint.vocabulary import is_average
 from ckpt8.core.errors import InputError, ResumeError, ResumeWarning, UsageError, require
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.public import checked, described
 from ckpt8.core.text import counted, listed
 from ckpt8.restoring.resume import optimizer as optimizers
@@ -305,7 +306,7 @@ def resume(
     >>> ckpt8.resume("run.ckpt8", model=model, optimizer=optimizer)
     {'step': 1}
     """
-    path = Path(path)
+    path = as_path(path)
     models_here = _given("model", model, model_at, _check_model)
     optimizers_here = _given("optimizer", optimizer, optimizer_at, _check_optimizer)
     given = [
