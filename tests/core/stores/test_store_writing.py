@@ -121,13 +121,16 @@ def test_the_object_is_what_a_file_would_be(reserved, bound, steps, tail):
 def test_few_parts_are_on_their_way_and_an_old_one_never_comes_late():
     store = MemoryStore()
     going = threading.Event()
-    store.before_part = lambda number: going.wait(10)
+    store.before_part = lambda number: going.wait(20)
     with output_to(store, reserved=10) as output:
         output.append([b"a" * PART])
         output.mark()
         filling = threading.Thread(target=output.append, args=([b"b" * (2 * writing.IN_FLIGHT * PART)],))
         filling.start()
-        time.sleep(0.05)
+        until = time.monotonic() + 10
+        while len(store.sent) < writing.IN_FLIGHT and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)  # one more would come
         assert store.most == len(store.sent) == writing.IN_FLIGHT
         assert filling.is_alive()
         going.set()
