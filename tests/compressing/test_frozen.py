@@ -129,6 +129,9 @@ def test_a_chain_stores_them_exactly_and_once(tmp_path, monkeypatch, preset, pla
     first, *others = manifests
     assert [manifest.base.place for manifest in others] == places
     assert {other.base.path for other, place in zip(others, places, strict=True) if place % 4 == 0} == {"step-0.ckpt8"}
+    for other, place in zip(others, places, strict=True):
+        differences = {record.name for record in other.storages if record.base is not None}
+        assert any("lora" in name for name in differences) == bool(place % 4)  # a key has what is trained as it is
     trained = first.stored_nbytes - sum(
         record.stored_bytes for record in first.storages if record.numel in (WIDTH * WIDTH, embedding.numel())
     )
