@@ -20,6 +20,7 @@ from ckpt8.core.workers import Workers
 def decode_storage(reader: ContainerReader, storage: int) -> torch.Tensor:
     """One storage as a flat CPU tensor. Raises InputError that names the tensor where it is damaged."""
     record = reader.manifest.storages[storage]
+    reader.need(storage)
     out = torch.empty(record.numel, dtype=record.dtype.torch, device="cpu")
     for chunk, start in enumerate(range(0, record.numel, FRAME)):
         reader.fill_chunk(storage, chunk, as_array(out[start : start + FRAME]))

@@ -196,6 +196,11 @@ class ContainerReader(Closing):
         if self.in_order:
             self._file.expect(span for storage in storages for span in self._spans(storage))
 
+    def need(self, storage: int) -> None:
+        """Say that a storage is decoded now, chunk by chunk."""
+        if self.in_order and (spans := self._spans(storage)):
+            self._file.need(spans[0][0], sum(length for _, length in spans))
+
     def _spans(self, storage: int) -> list[tuple[int, int]]:
         """Offsets and lengths of the frames of a storage, in the order of the file."""
         places = self.places[self.manifest.storages[storage].pack or storage].values()

@@ -219,7 +219,7 @@ def test_the_server_of_stores_keeps_what_is_written_and_counts(scripts, monkeypa
         with path.new_object(force=False, check=any_file) as output:
             output.append([content])
             output.publish()
-        # A look, the beginning, three parts, the end, a list of those left behind, and a last look.
+        # A look, a list of those left behind, the beginning, three parts, the end, and a last look.
         assert stores.counts(endpoint)["requests"] == 8
         with path.open("rb") as file:
             assert file.read() == content

@@ -170,6 +170,9 @@ class SourceFile:
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Say which offsets and lengths will be read, in their order. A store then sends them ahead."""
 
+    def need(self, start: int, length: int) -> None:
+        """Say that these bytes are read now, piece by piece. A store then sends them at once."""
+
     def keep_all(self, *, needs_room: bool = False) -> None:
         """Say that the same bytes will be read again, in any order. A store then sends them once.
 

@@ -251,3 +251,16 @@ def test_what_may_be_read_again_is_fetched_again_where_there_is_no_room_to_keep_
     assert file._shared._spill is None
     file.keep_all()
     assert file._shared._spill is not None
+
+
+def test_bytes_that_are_needed_now_take_one_request_however_they_are_read():
+    store, file = opened(100_000)
+    store.asked.clear()
+    file.need(10_000, 1500)
+    for at in (10_000, 10_100, 11_000):
+        file.read(at, 500)
+    assert store.asked == [(10_000, 1500)]
+    for start in range(11_500, 80_000, 1500):  # and who goes on has the rest sent ahead
+        file.need(start, 1500)
+        assert file.read(start, 1500) == store.content[start : start + 1500]
+    assert len(store.asked) < 70_000 // 1500

@@ -259,13 +259,13 @@ def test_another_writer_is_not_overwritten(force, size, place, bucket):
 
 
 def test_an_object_that_a_store_without_conditions_replaced_at_once_is_noticed(place, bucket, monkeypatch):
-    abort_old = s3.S3Store._abort_old
+    complete = s3.S3Store.complete
 
     def replace(*arguments):
-        abort_old(*arguments)
+        complete(*arguments)
         bucket.client.put_object(Bucket=BUCKET, Key=place.key, Body=b"rival")
 
-    monkeypatch.setattr(s3.S3Store, "_abort_old", replace)
+    monkeypatch.setattr(s3.S3Store, "complete", replace)
     with pytest.raises(OutputError, match="the store holds another object than the 41060 bytes that were written"):
         write(place)
 

@@ -71,16 +71,13 @@ class Store(Readable, Protocol):
         """Write an object. OutputError where another is there than the one that is to be replaced."""
 
     def begin(self, write: Write) -> str:
-        """Begin an upload."""
+        """Begin an upload, and remove those to the same key that were left behind long ago."""
 
     def send(self, write: Write, upload: str, number: int, content: bytes, is_given_up: Callable[[], bool]) -> Part:
         """Send a part, whose number counts from 1. OutputError as soon as it ``is_given_up``."""
 
     def complete(self, write: Write, upload: str, parts: Sequence[Part]) -> None:
-        """Make an object of the parts. OutputError where another is there than the one that is to be replaced.
-
-        Uploads to the same key that were given up long ago go.
-        """
+        """Make an object of the parts. OutputError where another is there than the one that is to be replaced."""
 
     def abort(self, write: Write, upload: str) -> None:
         """Remove what was sent of an upload, as far as possible. Raises nothing."""

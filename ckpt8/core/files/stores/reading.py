@@ -189,6 +189,13 @@ class Content:
             for start, stop in spans:
                 self._ask(start, stop, expected=True)
 
+    def need(self, start: int, length: int) -> None:
+        """Fetch bytes that are about to be read, as one read of them would."""
+        start, stop = max(start, len(self._head)), start + min(length, _WINDOW // 2)
+        with self._lock:
+            if start < stop and self._piece_at(start) is None:
+                self._follow(start, stop - start)
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset``. Raises InputError."""
         done = 0
@@ -409,6 +416,10 @@ class StoreFile(SourceFile):
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Have these ranges fetched ahead."""
         self._shared.expect((self.source.offset + start, length) for start, length in ranges)
+
+    def need(self, start: int, length: int) -> None:
+        """Have these bytes fetched at once."""
+        self._shared.need(self.source.offset + start, length)
 
     def read_each(self, starts: Array, length: int, buffer: memoryview) -> None:
         """As that of a SourceFile, with all pieces on their way at once."""

@@ -155,7 +155,9 @@ class S3Store:
         self._make(write, ask)
 
     def begin(self, write: Write) -> str:
-        """Begin an upload."""
+        """Begin an upload, and remove those to the same key that were left behind long ago."""
+        with suppress(Exception):  # many may not list uploads
+            self._abort_old(write)
 
         def ask(_: Attempts) -> str:
             client = _client()
@@ -190,8 +192,6 @@ class S3Store:
             )
 
         self._make(write, ask)
-        with suppress(Exception):  # many may not list uploads; the object is there
-            self._abort_old(write)
 
     def abort(self, write: Write, upload: str) -> None:
         """Remove what was sent of an upload."""
