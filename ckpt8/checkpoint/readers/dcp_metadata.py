@@ -31,8 +31,9 @@ from math import prod
 from typing import Any
 
 from ckpt8.checkpoint.readers.entries import DTYPE_NAMES
-from ckpt8.checkpoint.readers.inert_pickle import load_pickle
+from ckpt8.checkpoint.readers.inert_pickle import Machine, load_pickle
 from ckpt8.checkpoint.readers.rebuild import MAX_DIMS, is_count
+from ckpt8.checkpoint.readers.torch_rules import TorchCalls
 from ckpt8.checkpoint.tree import Components, Global, Inert, Size, check_depth
 from ckpt8.checkpoint.vocabulary import MODEL_KEYS
 from ckpt8.container.checks import path_problem
@@ -53,6 +54,10 @@ ZSTD = "stream.zstd/1"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+_MEMORY_FORMAT = f"{_MODULE}._MEM_FORMAT_ENCODING"
+_GETATTR = "builtins.getattr"
+"""Python 3.11.0 to 3.11.3, such as that of Debian 12, looks up the members of an enumeration by their names."""
+
 ALLOWED = DTYPE_NAMES | frozenset(
     {
         *(
@@ -71,6 +76,7 @@ ALLOWED = DTYPE_NAMES | frozenset(
         _INFO,
         "torch.Size",
         "torch.serialization._get_layout",
+        _GETATTR,
         *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
     }
 )
@@ -133,6 +139,31 @@ class Metadata:
         return piece.place is not None and piece.place[1] == self.tensors[piece.name].shape
 
 
+class _Lookups(TorchCalls):
+    """Refuses to look up anything but the members of that enumeration."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (), ())
+
+    def call(self, function: Any, args: tuple[Any, ...], made: Any, budget: Machine) -> Any:  # noqa: ARG002
+        """Raise ValueError for any other lookup; ``made`` as it is."""
+        if type(function) is Global and function.name == _GETATTR:
+            owner, name = args if len(args) == 2 else (None, None)
+            is_format = type(owner) is Global and owner.name == _MEMORY_FORMAT
+            if not (is_format and type(name) is str and re.fullmatch("TORCH_[A-Z_]+", name)):
+                raise ValueError("it looks up an attribute, which no distributed checkpoint needs; do not load it")
+        return made
+
+    def name(self, name: str) -> None:
+        """Names are judged when all are known."""
+
+    def build(self, target: Any, state: Any, budget: Machine) -> None:
+        """Any state will do."""
+
+    def fill(self, target: Inert) -> None:
+        """Any items will do."""
+
+
 def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadata:
     """The content of a ``.metadata``. ``stored`` are its bytes on the disk, if they are fewer.
 
@@ -140,7 +171,7 @@ def read_metadata(data: bytes, where: str, stored: int | None = None) -> Metadat
     which hide where a parameter begins.
     """
     names: set[str] = set()
-    tree = load_pickle(io.BytesIO(data), len(data), where, names=names, stored=stored)
+    tree = load_pickle(io.BytesIO(data), len(data), where, names=names, stored=stored, calls=_Lookups())
     if foreign := names - ALLOWED:
         raise InputError(
             f"{where}: refers to {shown(min(foreign))}, which no distributed checkpoint needs; do not load it"

@@ -126,7 +126,10 @@ def test_objects_become_inert_nodes_that_keep_their_parts(protocol):
     made = load(pickle.dumps(Plain(), protocol))
     assert (type(made), made.name, made.args, made.state) == (Inert, f"{HERE}.Plain", (), {"a": [1], "b": "x"})
     made = load(pickle.dumps(Colour.RED, protocol))
-    assert (made.name, made.args) == (f"{HERE}.Colour", (3,))
+    if (3, 11, 0) <= sys.version_info < (3, 11, 4):  # Python looks members up by their names
+        assert (made.name, made.args[1]) == ("builtins.getattr", "RED")
+    else:
+        assert (made.name, made.args) == (f"{HERE}.Colour", (3,))
     if protocol >= 2:
         slotted = Slotted()
         slotted.s = 5

@@ -10,11 +10,12 @@ import zipfile
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import zstandard
 from dcp_kit import adam_state, change_metadata, read_metadata, save_small
 from hostile_kit import Pickled, one_line
 from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, MetadataIndex
 
 import ckpt8
 from ckpt8.container.manifest import FILE
@@ -48,6 +49,26 @@ def refused(root, match, error=InputError):
     assert caught.value.exit_code == 3
     assert len(one_line(caught.value)) < 500
     assert sorted(path.name for path in root.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("looked_up", [None, "__class__", "from_bytes"])
+def test_members_of_an_enumeration_by_their_names(looked_up, tmp_path, monkeypatch):
+    """As Python 3.11.2 of Debian 12 pickles them; it looks up nothing else."""
+    monkeypatch.setattr(
+        _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), looked_up or self.name))
+    )
+    tree = trained()
+    root = save_small(tree, tmp_path / "run")
+    monkeypatch.undo()
+    assert b"getattr" in (root / ".metadata").read_bytes()
+    if looked_up is not None:
+        refused(root, "looks up an attribute, which no distributed checkpoint needs; do not load it")
+        return
+    ckpt8.compress(root, tmp_path / "run.ckpt8", preset="lossless")
+    back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
+    loaded = {"model": {name: torch.zeros_like(x) for name, x in tree["model"].items()}}
+    dcp.load(loaded, checkpoint_id=back)
+    assert all(torch.equal(loaded["model"][name], x) for name, x in tree["model"].items())
 
 
 @pytest.mark.slow
