@@ -271,7 +271,7 @@ def is_kept(*, writes: bool) -> bool:
     """Whether ``start`` has been called on this machine for so much: then most kernels need not be compiled."""
     try:
         return KernelCache((_writes if writes else _reads).function, ()).load() is not None
-    except ImportError:
+    except (ImportError, OSError):  # LLVM may find no memory
         return False
 
 
