@@ -35,8 +35,15 @@ def test_kill_9_at_random_moments(operation, server):
     assert outcome.faults == []
     if not many:
         return
-    # Moments before, within and after the writing were all met.
-    assert min(outcome.counts[f"target {state}"] for state in ("absent", "old", "complete")) > 0
+    # Moments before, within and after the writing were all met. A busy machine takes longer than it did alone.
+    states = [f"target {state}" for state in ("absent", "old", "complete")]
+    for seed in range(4, 8):
+        if min(outcome.counts[state] for state in states) == 0:
+            operation.seconds *= 1.5
+            more = kill_rounds(server, operation, 24, seed)
+            assert more.faults == []
+            outcome.counts += more.counts
+    assert min(outcome.counts[state] for state in states) > 0
     assert outcome.counts["with leftovers"] > 0
 
 
