@@ -132,8 +132,10 @@ def remove_container(path: Path) -> None:
 def drop_unneeded(folder: Path) -> None:
     """Remove the links that no container needs, as far as possible.
 
-    Leaves all while a save is under way there, and where a container cannot be read: it may need any.
+    Leaves all while a save is under way there, and where a container cannot be read: it may need any. A store has none.
     """
+    if isinstance(folder, RemotePath):
+        return
     with suppress(OSError, InputError), _alone(folder):
         _drop(folder)
 

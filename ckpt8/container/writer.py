@@ -238,8 +238,7 @@ def rebase(
         manifest = replace(reader.manifest, base=None, storages=[replace(record, base=None) for record in storages])
         with Workers(threads) as workers:
             write_again(reader, final, workers, manifest, whole, force=force or target is None, progress=progress)
-    if not isinstance(final, RemotePath):
-        drop_unneeded(resolved(final).parent)
+    drop_unneeded(resolved(final).parent)
     return final
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.files.stores.attempts import Attempts, CutError, one_line
+from ckpt8.core.files.stores.attempts import Attempts, CutError, filling, one_line
 from ckpt8.core.files.stores.contract import Stat
 
 _SECONDS = 60
@@ -64,19 +64,7 @@ class HfStore:
 
     def fill(self, key: str, tag: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of the version ``tag`` from ``start``. InputError where it is no longer there."""
-        done = 0
-
-        def ask(attempts: Attempts) -> None:
-            nonlocal done
-            while done < len(buffer):
-                count = self._receive(key, tag, start + done, buffer[done:])
-                done += count
-                if count:
-                    attempts.progress()
-                if done < len(buffer):
-                    raise CutError
-
-        self._persist(key, ask)
+        self._persist(key, filling(buffer, lambda done, rest: self._receive(key, tag, start + done, rest)))
 
     def _url(self, key: str) -> str:
         return f"{self._root}/{key}"

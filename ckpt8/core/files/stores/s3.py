@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
 from ckpt8.core.files.atomic import exists_error
-from ckpt8.core.files.stores.attempts import Attempts, CutError, one_line
+from ckpt8.core.files.stores.attempts import Attempts, CutError, filling, one_line
 from ckpt8.core.files.stores.contract import Part, Stat, Write
 from ckpt8.core.files.stores.reading import IN_FLIGHT
 
@@ -112,25 +112,17 @@ class S3Store:
 
     def fill(self, key: str, tag: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of the version ``tag`` from ``start``. InputError where it is no longer there."""
-        done = 0
 
-        def ask(attempts: Attempts) -> None:
-            nonlocal done
-            while done < len(buffer):
-                span = f"bytes={start + done}-{start + len(buffer) - 1}"
-                answer = self._get("get_object", key, Range=span, IfMatch=tag)
-                # Some stores ignore If-Match.
-                if answer is None or answer.get("ETag") != tag:
-                    raise InputError(f"{self._url(key)}: changed while it was read; nothing was written")
-                self._extent(key, answer, start + done)
-                count = self._receive(answer, buffer[done:])
-                done += count
-                if count:
-                    attempts.progress()
-                if done < len(buffer):
-                    raise CutError
+        def receive(done: int, rest: memoryview) -> int:
+            span = f"bytes={start + done}-{start + len(buffer) - 1}"
+            answer = self._get("get_object", key, Range=span, IfMatch=tag)
+            # Some stores ignore If-Match.
+            if answer is None or answer.get("ETag") != tag:
+                raise InputError(f"{self._url(key)}: changed while it was read; nothing was written")
+            self._extent(key, answer, start + done)
+            return self._receive(answer, rest)
 
-        self._persist(key, ask)
+        self._persist(key, filling(buffer, receive))
 
     def objects(self, prefix: str) -> Mapping[str, Stat]:
         """What follows the prefix in the names of objects, where no slash does, and their present versions."""
