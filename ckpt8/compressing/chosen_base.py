@@ -84,7 +84,7 @@ def wanted(base: str | os.PathLike[str] | Auto | None) -> Wanted:
     if base == AUTO:
         return Auto()
     path = as_path(base)
-    if not isinstance(path, RemotePath) and find_sharded(path) is not None:
+    if find_sharded(path) is not None:
         raise UsageError(
             f"{base}: is a directory of containers of ranks, which is no base of a delta; give a .ckpt8 of an earlier "
             f"step, {AUTO!r}, or no base"

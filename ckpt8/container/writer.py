@@ -223,7 +223,7 @@ def rebase(
     """
     source, target = as_path(source), None if target is None else as_path(target)
     refuse_target(source if target is None else target)
-    if not isinstance(source, RemotePath) and find_sharded(source) is not None:
+    if find_sharded(source) is not None:
         if target is None:
             return source
         raise UsageError(f"{source}: is a directory of containers of ranks, which need no base; copy it as it is")
