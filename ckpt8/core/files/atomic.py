@@ -309,7 +309,12 @@ class AtomicOutput(Closing):
         """Rename to the target, with ``force`` by ``replace``, and flush the name to the disk."""
         if self._force:
             self.replaced = self._check(self._final) if self._final.exists() else None
-            replace(self.path, self._final)
+            try:
+                replace(self.path, self._final)
+            except FileExistsError:
+                # Another run has just made the directory: check that one, too.
+                self._take_name(replace)
+                return
             if self.replaced is not None:
                 note_replaced(self.replaced)
         else:

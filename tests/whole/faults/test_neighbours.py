@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,23 @@ def test_a_directory_is_replaced_at_once(tmp_path, monkeypatch):
     assert names(tmp_path) == ["out"]
 
 
+@pytest.mark.parametrize("theirs", ["model.pt", "notes"])
+def test_with_force_a_directory_that_came_in_between_is_checked_as_well(theirs, tmp_path, monkeypatch):
+    target, rename = tmp_path / "out", atomic.rename_new
+
+    def late(old, new):
+        target.mkdir()
+        shutil.copy(INPUTS / "views.pt", target / theirs)
+        rename(old, new)
+
+    monkeypatch.setattr(atomic, "rename_new", late)
+    with AtomicDirectory(target, force=True, keep=tmp_path / "x", check=checkpoint_directory()) as output:
+        output.make_directory("mine")
+        with nullcontext() if theirs == "model.pt" else pytest.raises(OutputError, match="no part of a checkpoint"):
+            output.publish()
+    assert (names(tmp_path), names(target)) == (["out"], ["mine" if theirs == "model.pt" else "notes"])
+
+
 def _can_exchange(folder):
     for name in "ab":
         (folder / name).mkdir()
@@ -282,7 +300,7 @@ def test_two_runs_write_one_directory(force, tmp_path):
     before = names(tmp_path)
     code = f"ckpt8.restore({str(tmp_path)!r} + '/%s.ckpt8', {str(tmp_path / 'out')!r}, force={force})"
     said = race(code % "a", code % "b", 3 if force else 1)
-    assert said == "" if force else said.count("exists; use force=True") == 1
+    assert (said == "") if force else said.count("exists; use force=True") == 1, said
     assert digest(tmp_path / "out") in whole
     assert names(tmp_path) == sorted([*before, "out"])
 
