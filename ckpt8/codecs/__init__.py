@@ -27,8 +27,9 @@ To add a codec, say ``half/1``, which would store fp32 as fp16:
 4. Describe it in ``container/FORMAT.md``: title and versions on top, the table under Codecs, and a section that says
    how to decode. Add the version to ``guide/changelog.md`` and the name to Rules in ``guide/formats.md``. Search the
    tests for the last version, as some list all.
-5. Add it to ``tests/kits/plain_codecs.py`` (its decoding) and ``plain_reader.py`` (its layout, and
-   ``lowest_version``): they read a container with numpy, from ``FORMAT.md`` alone.
+5. Add it to ``container/plain_reader.py``, which reads a container with numpy alone: a decoder, its line in ``CODECS``
+   there, and in ``layout_of`` what that line cannot say. Until then ``tests/container/test_plain_reader.py`` fails. Add
+   its fields and its version to ``tests/kits/strict_reader.py``.
 6. Add a source of a few KB and its presets to ``sources`` of ``fixtures/golden/make_golden.py``, and its rules to
    ``RULES`` there. It writes the file. ``tests/whole/test_golden.py`` lists the codecs and versions, and
    limits all files to 1.85 MB; ``tests/container/test_format.py`` reads each with the plain reader. The case ``runs``

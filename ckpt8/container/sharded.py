@@ -3,24 +3,8 @@
 No torch.distributed is needed. ``collecting`` makes the index of what all ranks have written, ``joined`` opens the
 containers as one.
 
-The index says what the slices make together, and which file holds which. Reading it checks all of it: nobody has to be
-trusted who could write it. It is JSON. A file is given by its number in ``files``; "place" is [file, start, length]:
-bytes of the tensor ``objects`` there, as torch.save writes a value.
-
-    format      "ckpt8-dcp";  version: "2.0"
-    dcp         version of torch's planner data, or null;  save_id: text or null
-    files       [[name, seal], ...]: the files of this checkpoint, and the SHA-256 that each ends with
-    tensors     {name: {"dtype", "shape", and one of two layouts}}
-                    "cuts", "owners"    a grid: for every dimension [[size, count], ...], runs of equal parts, and the
-                                        files of the cells in row-major order: a number, or [first, count, step]
-                    "boxes"             [[file, offsets, sizes], ...]; with "pickled": a list with [start, length] for
-                                        a box that is kept as an object is, null for any other
-    objects     {name: place}: values that are no tensors
-    paths       {name: [key, ...]}: the keys that lead to a value in the state dict that was saved; null if unknown
-    part        {"rank", "world", "save"} in a part of an index, which only tells of the file of one rank; absent else
-
-Boxes are not empty, and have none where the tensor is. The tensor of a box has its name and its offsets in the table
-``slices`` of its container.
+The index says what the slices make together, and which file holds which: see FORMAT.md. Reading it checks all of it:
+nobody has to be trusted who could write it.
 
 Most tensors are cut into grids, which take a few numbers however large they are.
 """

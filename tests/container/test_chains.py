@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from chain_kit import chain, delta, elements, key_of, moved
-from plain_reader import Plain
+from strict_reader import Strict
 
 import ckpt8
 from ckpt8.container import bases
@@ -61,9 +61,9 @@ def test_rebase_replaces_no_newer_container(files, tmp_path, monkeypatch):
 
 def test_a_delta_read_from_the_specification_alone(files, bf16, tmp_path):
     for path in (*files[0][1:], *bf16[0][1:]):
-        plain = Plain(path.read_bytes(), path.parent)
-        assert len(plain.partners) >= 4
-        assert plain.member() == ckpt8.restore(path, tmp_path / "back.pt", force=True).read_bytes()
+        plain = Strict(path)
+        assert len(plain.differences) >= 4
+        assert plain.original() == ckpt8.restore(path, tmp_path / "back.pt", force=True).read_bytes()
 
 
 def test_a_delta_opens_without_its_base(files, tmp_path):

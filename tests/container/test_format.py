@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from budget_kit import run_of
-from plain_reader import CHUNK, Plain
 from reference_kit import LAYOUTS, masters
 from safetensors import safe_open
 from safetensors.torch import save_file
 from small_kit import ALL_LOSSY, adamw_state, mixed
+from strict_reader import CHUNK, Strict, same
 from test_decoded_copies import tree_of
 
 import ckpt8
@@ -75,9 +75,9 @@ def test_the_example_of_the_specification_is_what_is_written(tmp_path):
     assert len(source) == 20
     _compress_example(source, tmp_path / "x.ckpt8")
     data = (tmp_path / "x.ckpt8").read_bytes()
-    plain = Plain(data)
-    assert {name: plain.entries[name] for name in lines} == lines
-    m = len(plain.entries["ckpt8.manifest"])
+    plain = Strict(tmp_path / "x.ckpt8")
+    assert {name: plain.contents[name] for name in lines} == lines
+    m = len(plain.contents["ckpt8.manifest"])
     (length,) = struct.unpack_from("<Q", data)
     header = json.loads(data[8 : 8 + length])
     # The offsets are numbers and sums with m, as in "52+m".
@@ -85,12 +85,12 @@ def test_the_example_of_the_specification_is_what_is_written(tmp_path):
         [sum(m if term == "m" else int(term) for term in offset.split("+")) for offset in pair] for _, *pair in entries
     ]
     assert [header[name]["data_offsets"] for name, *_ in entries] == offsets
-    assert set(header) == {"__metadata__", *plain.entries}
+    assert set(header) == {"__metadata__", *plain.contents}
     segments = json.loads(re.search(r"`segments` (\[\[.*?\]\])", text)[1])
     skeleton = int(re.search(r"`skeleton` (\d+)", text)[1])
     (member,) = plain.manifest["members"]
     assert (member["segments"], member["skeleton"], member["size"]) == (segments, skeleton, 20)
-    assert plain.member() == source
+    assert plain.original() == source
     assert ckpt8.restore(tmp_path / "x.ckpt8", tmp_path / "y").read_bytes() == source
 
 
@@ -106,7 +106,7 @@ def test_the_rotation_of_the_example():
 
 def test_the_specification_names_every_field_that_is_written(tmp_path):
     _compress_example(_example()[0]["source"], tmp_path / "x.ckpt8")
-    manifest = Plain((tmp_path / "x.ckpt8").read_bytes()).manifest
+    manifest = Strict(tmp_path / "x.ckpt8").stated
     section = FORMAT.partition("## Manifest")[2].partition("## Storages")[0]
     records = [manifest, manifest["storages"][0], manifest["members"][0], manifest["tensors"][0]]
     for field in {key for record in records for key in record}:
@@ -121,26 +121,25 @@ def _raw(tensor):
 
 
 def agrees(path):
-    plain = Plain(path.read_bytes(), path.parent)
+    plain = Strict(path)
     with ckpt8.open(path) as file:
-        names = [record["name"] for record in plain.manifest["tensors"]]
-        assert file.keys() == names
-        for record in plain.manifest["tensors"]:
-            ours, theirs = file.get_tensor(record["name"]), plain.tensor(record)
+        assert file.keys() == list(plain)
+        for name, record in plain.records.items():
+            ours, theirs = file.get_tensor(name), plain.tensor(record)
             assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
-            assert _raw(ours) == _raw(theirs), record["name"]
-    target = path.with_suffix(".restored")
-    assert ckpt8.restore(path, target).read_bytes() == plain.member()
-    assert plain.read == set(plain.entries) - {"ckpt8.manifest", "ckpt8.seal"}
+            assert _raw(ours) == _raw(theirs), name
+            assert same(plain[name], ours), name
+    if "directory" not in plain.stated:
+        assert ckpt8.restore(path, path.with_suffix(".restored")).read_bytes() == plain.original()
     _agrees_with_safetensors(path, plain)
     return plain
 
 
 def _agrees_with_safetensors(path, plain):
     with safe_open(path, framework="pt") as file:
-        assert set(file.keys()) == set(plain.entries)
-        assert file.metadata()["ckpt8"] == plain.manifest["version"]
-        for name, content in plain.entries.items():
+        assert set(file.keys()) == set(plain.contents)
+        assert file.metadata()["ckpt8"] == plain.stated["version"]
+        for name, content in plain.contents.items():
             assert file.get_slice(name).get_dtype() == "U8"
             assert file.get_slice(name).get_shape() == [len(content)]
             if content:
@@ -152,15 +151,12 @@ def test_golden_files_read_from_the_specification_alone(path, tmp_path):
     copy = tmp_path / path.name
     for each in GOLDEN if path.name.startswith(("chain_", "momentum_")) else [path]:
         (tmp_path / each.name).write_bytes(each.read_bytes())
-    plain = Plain(copy.read_bytes(), tmp_path)
-    if "directory" not in plain.manifest:
-        agrees(copy)
-        return
-    back = ckpt8.restore(copy, tmp_path / "back")
-    for name, (kind, content) in plain.directory().items():
-        member = back / name
-        expected = {"symlink": lambda path: str(path.readlink()).encode(), "directory": lambda path: b""}
-        assert expected.get(kind, Path.read_bytes)(member) == content
+    found = agrees(copy).original()
+    if isinstance(found, dict):
+        back = ckpt8.restore(copy, tmp_path / "back")
+        for name, (kind, content) in found.items():
+            expected = {"symlink": lambda path: str(path.readlink()).encode(), "directory": lambda path: b""}
+            assert expected.get(kind, Path.read_bytes)(back / name) == content
 
 
 @pytest.mark.parametrize("preset", ["flash", "lossless"])
@@ -174,9 +170,9 @@ def test_a_directory_read_from_the_specification_alone(preset, inputs, tmp_path)
     (root / "nothing").touch()
     (root / "a" / "link").symlink_to("../notes")
     ckpt8.compress(root, preset=preset)
-    plain = Plain((tmp_path / "run.ckpt8").read_bytes())
-    assert plain.manifest["directory"] == "run"
-    found = plain.directory()
+    plain = Strict(tmp_path / "run.ckpt8")
+    assert plain.stated["directory"] == "run"
+    found = plain.original()
     assert found.pop("a/hollow") == ("directory", b"")
     assert found.pop("a/link") == ("symlink", b"../notes")
     assert {path: kind for path, (kind, _) in found.items()} == {
@@ -189,7 +185,6 @@ def test_a_directory_read_from_the_specification_alone(preset, inputs, tmp_path)
     }
     back = ckpt8.restore(tmp_path / "run.ckpt8", tmp_path / "back")
     assert all((back / path).read_bytes() == content for path, (_, content) in found.items())
-    assert plain.read == set(plain.entries) - {"ckpt8.manifest", "ckpt8.seal"}
     _agrees_with_safetensors(tmp_path / "run.ckpt8", plain)
 
 
@@ -209,8 +204,8 @@ def test_real_runs_under_a_budget_read_from_the_specification_alone(name, option
     codecs = {storage["codec"]["id"] for storage in plain.storages}
     assert codecs - {"rclog/1"} == {"lossless/1", "lattice/1", "vscaled/1"}
     assert "rclog/1" in codecs or name == "gpt_came.pt"
-    assert plain.manifest["version"] == "1.6"
-    tables = [part for storage in plain.manifest["storages"] for part in storage["parts"].values()]
+    assert plain.stated["version"] == "1.6"
+    tables = [part for storage in plain.stated["storages"] for part in storage["parts"].values()]
     assert len({(*mode[:3], *mode[4:]) for table in tables for mode in table.get("modes", [])}) > 3
 
 
@@ -250,7 +245,7 @@ def test_packs_read_from_the_specification_alone(tree, options, expected, tmp_pa
     codecs = {storage.codec["id"] for storage in manifest.storages if storage.pack and storage.role.value == "moment1"}
     assert codecs == expected
     plain = agrees(tmp_path / "a.ckpt8")
-    fields = {*plain.manifest["tensors"][0], *plain.manifest["members"][0], "member_table", "tensor_table", "shared"}
+    fields = {*next(iter(plain.records.values())), *plain.members()[0], "member_table", "tensor_table", "shared"}
     section = FORMAT.partition("## Packs")[2].partition("## Codecs")[0]
     assert all(re.search(rf"\b{field}\b", section) for field in fields)
 
@@ -270,10 +265,9 @@ def test_every_element_type_and_empty_storages(tmp_path):
     torch.save(tree, tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
     plain = agrees(tmp_path / "a.ckpt8")
-    assert plain.member() == (tmp_path / "a.pt").read_bytes()
-    records = {record["name"]: record for record in plain.manifest["tensors"]}
-    assert set(records) == set(tree)
-    for name, record in records.items():
+    assert plain.original() == (tmp_path / "a.pt").read_bytes()
+    assert set(plain) == set(tree)
+    for name, record in plain.records.items():
         assert record["dtype"] == str(tree[name].dtype).removeprefix("torch.")
         assert _raw(plain.tensor(record)) == _raw(tree[name])
 
@@ -296,12 +290,12 @@ def test_several_slabs(tmp_path, monkeypatch):
     ckpt8.compress(tmp_path / "a.pt", tmp_path / "whole.ckpt8")
     monkeypatch.setattr(layout, "SLAB", CHUNK)
     ckpt8.compress(tmp_path / "a.pt", tmp_path / "cut.ckpt8")
-    plain, whole = agrees(tmp_path / "cut.ckpt8"), Plain((tmp_path / "whole.ckpt8").read_bytes())
-    assert (plain.manifest["slab"], whole.manifest["slab"]) == (CHUNK, 1 << 24)
+    plain, whole = agrees(tmp_path / "cut.ckpt8"), Strict(tmp_path / "whole.ckpt8")
+    assert (plain.stated["slab"], whole.stated["slab"]) == (CHUNK, 1 << 24)
     for name in ("model.w/rho", "model.flags/bytes", "optimizer.state.0.exp_avg/codes"):
-        assert [f"{name}@{k}" in plain.entries for k in range(4)] == [True, True, True, False]
-        assert b"".join(plain.entries[f"{name}@{k}"] for k in range(3)) == whole.entries[name]
-    assert [f"ckpt8.skeleton/bytes@{k}" in plain.entries for k in range(3)] == [True, True, False]
+        assert [f"{name}@{k}" in plain.contents for k in range(4)] == [True, True, True, False]
+        assert b"".join(plain.contents[f"{name}@{k}"] for k in range(3)) == whole.contents[name]
+    assert [f"ckpt8.skeleton/bytes@{k}" in plain.contents for k in range(3)] == [True, True, False]
     # Slabs show in the entries and nowhere else.
     assert plain.storages == whole.storages
     assert not ckpt8.verify(tmp_path / "cut.ckpt8", tmp_path / "a.pt").failures
@@ -313,8 +307,8 @@ def test_a_slab_of_two_chunks(tmp_path, monkeypatch):
     torch.save({"w": w}, tmp_path / "a.pt")
     ckpt8.compress(tmp_path / "a.pt")
     plain = agrees(tmp_path / "a.ckpt8")
-    assert plain.member() == (tmp_path / "a.pt").read_bytes()
-    assert [name for name in plain.entries if name.startswith("w/")] in (
+    assert plain.original() == (tmp_path / "a.pt").read_bytes()
+    assert [name for name in plain.contents if name.startswith("w/")] in (
         ["w/bytes@0", "w/bytes@1"],
         ["w/bytes@0", "w/bytes@1", "w/bytes@2"],
     )
@@ -330,12 +324,12 @@ def test_several_chunks_and_slabs_under_a_budget(dtype, tmp_path, monkeypatch):
     plain = agrees(tmp_path / "a.ckpt8")
     assert {storage["codec"]["id"] for storage in plain.storages} >= {"lattice/1", "rclog/1", "vscaled/1"}
     section = FORMAT.partition("## Manifest")[2].partition("## Storages")[0]
-    fields = {*plain.manifest["budget"], *plain.manifest["parameters"][0]["steps"], "modes", "budget", "steps"}
+    fields = {*plain.stated["budget"], *plain.stated["parameters"][0]["steps"], "modes", "budget", "steps"}
     assert all(field in section for field in fields)
     assert {
         (each.codec["C"], each.codec["columns"]) for each in manifest.storages if each.codec["id"] == "rclog/1"
     } == {(1000, True), (64, False)}
-    assert "model.layers.0.weight/codes@1" in plain.entries
+    assert "model.layers.0.weight/codes@1" in plain.contents
 
 
 @pytest.mark.slow
@@ -352,14 +346,14 @@ def test_packs_of_symbols(tmp_path):
 @pytest.mark.parametrize("preset", ["flash", "lossless"])
 def test_files_without_a_budget_state_nothing_of_it(preset, inputs, tmp_path):
     ckpt8.compress(inputs / "gpt_adamw.pt", tmp_path / "x.ckpt8", preset=preset)
-    manifest = Plain((tmp_path / "x.ckpt8").read_bytes()).manifest
+    manifest = Strict(tmp_path / "x.ckpt8").stated
     assert manifest["version"] == "1.3"
     assert "budget" not in manifest
     assert {"steps" in parameter for parameter in manifest["parameters"]} == {preset == "flash"}
     assert not any("modes" in part for storage in manifest["storages"] for part in storage["parts"].values())
 
 
-# The arithmetic of the codecs in exact fractions: what the second reader leaves to torch
+# The arithmetic of the codecs in exact fractions
 
 
 def _fp32(value):
@@ -394,40 +388,38 @@ def _exact_moment(code, scale_bits, codec):
 )
 def test_moments_are_decoded_as_exact_fractions_say(rules, inputs, tmp_path):
     ckpt8.compress(inputs / "gpt_adamw.pt", tmp_path / "x.ckpt8", rules=rules)
-    plain = Plain((tmp_path / "x.ckpt8").read_bytes())
+    plain = Strict(tmp_path / "x.ckpt8")
     kinds = set()
     with ckpt8.open(tmp_path / "x.ckpt8") as file:
-        for record in plain.manifest["tensors"]:
+        for record in plain.records.values():
             storage = plain.storages[record["storage"]]
             codec = storage["codec"]
             if codec["id"] != "companded8/1":
                 continue
             kinds.add(codec["signed"])
-            frames, _ = plain.frames(storage)
-            codes, (high, low) = frames["codes"][0][0], frames["scales"][0]
+            parts = plain.parts(record["storage"], 0)
+            codes, scales = parts["codes"].tolist(), parts["scales"].tolist()
             values = file.get_tensor(record["name"]).flatten()
             for k in range(0, len(codes), len(codes) // 60):
-                code = codes[k] - 256 if codec["signed"] and codes[k] > 127 else codes[k]
-                exact = _exact_moment(code, high[k // 32] << 8 | low[k // 32], codec)
+                exact = _exact_moment(codes[k], scales[k // 32], codec)
                 assert Fraction(values[k].item()) == exact
     assert kinds == {True, False}
 
 
 def test_weights_are_decoded_as_integers_say(inputs, tmp_path):
     ckpt8.compress(inputs / "gpt_adamw.pt", tmp_path / "x.ckpt8", rules=["*=split24(R=7)"])
-    plain = Plain((tmp_path / "x.ckpt8").read_bytes())
+    plain = Strict(tmp_path / "x.ckpt8")
     seen = 0
     with ckpt8.open(tmp_path / "x.ckpt8") as file:
-        for record in plain.manifest["tensors"]:
+        for record in plain.records.values():
             storage = plain.storages[record["storage"]]
             if storage["codec"]["id"] != "split24/1":
                 continue
-            frames, _ = plain.frames(storage)
-            exponent, mantissa, rho = (frames[part][0][0] for part in ("exponent", "mantissa", "rho"))
+            parts = plain.parts(record["storage"], 0)
+            exponent, mantissa, rho = (parts[part].tolist() for part in ("exponent", "mantissa", "rho"))
             bits = file.get_tensor(record["name"]).flatten().view(torch.int32)
             for k in range(0, len(rho), 97):
-                r = rho[k] - 256 if rho[k] > 127 else rho[k]
-                d = min((32768 * abs(r) + 7 // 2) // 7, 32767) * ((r > 0) - (r < 0))
+                d = min((32768 * abs(rho[k]) + 7 // 2) // 7, 32767) * ((rho[k] > 0) - (rho[k] < 0))
                 word = (mantissa[k] >> 7) << 31 | ((exponent[k] << 7 | mantissa[k] & 0x7F) << 16) + d
                 assert bits[k].item() & 0xFFFFFFFF == word
                 seen += 1

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from hostile_kit import bounded, edited, fields, put, unpack
-from plain_reader import Plain
+from strict_reader import Strict
 from test_damage import exercise
 
 import ckpt8
@@ -45,12 +45,12 @@ def saved(tree, path, *, k=-50, salt=7, **options):
 
 def agrees(path, tree):
     """The container, read from the specification alone, after a check that moments are at most half a step away."""
-    plain = Plain(path.read_bytes(), path.parent)
-    assert ckpt8.restore(path, path.with_suffix(".back"), force=True).read_bytes() == plain.member()
+    plain = Strict(path)
+    assert ckpt8.restore(path, path.with_suffix(".back"), force=True).read_bytes() == plain.original()
     assert plain.manifest["version"] == "1.7"
     assert not ckpt8.verify(path).failures
     found = 0
-    for record in plain.manifest["tensors"]:
+    for record in plain.records.values():
         storage = plain.storages[record["storage"]]
         if storage["codec"]["id"] != "lattice/2":
             assert storage["role"] != "moment1"
@@ -115,7 +115,7 @@ def test_differences_are_smaller_and_decode_to_what_the_whole_file_does(name, ch
                 assert own.codec == other.codec
                 assert own.base is not None
                 assert own.stored_bytes < 0.9 * other.stored_bytes
-    assert plain.member() == ckpt8.restore(folder / f"whole-{name}.ckpt8", folder / "back", force=True).read_bytes()
+    assert plain.original() == ckpt8.restore(folder / f"whole-{name}.ckpt8", folder / "back", force=True).read_bytes()
     ckpt8.rebase(folder / f"{name}.ckpt8", folder / "rebased.ckpt8", force=True)
     restored = [ckpt8.restore(folder / f"{each}.ckpt8", folder / "back", force=True) for each in ("rebased", name)]
     assert restored[0].read_bytes() == restored[1].read_bytes()

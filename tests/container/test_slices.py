@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hostile_kit import drop, edited, put, unpack
-from plain_reader import Plain
+from strict_reader import Strict
 
 import ckpt8
 from ckpt8.container.sharded import slices_of
@@ -34,9 +34,9 @@ def saved(tmp_path_factory):
 
 def test_a_reader_of_the_format_alone_finds_the_slices(saved):
     path, expected = saved
-    plain = Plain(path.read_bytes())
+    plain = Strict(path)
     assert plain.manifest["version"] == "1.6"
-    found = plain.slices()
+    found = plain.parts_of_tensors()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
@@ -52,7 +52,7 @@ def test_slices_name_tensors_of_the_container(saved):
 
 def test_other_containers_state_none(tmp_path):
     ckpt8.save({"w": torch.ones(4)}, tmp_path / "x.ckpt8")
-    assert Plain((tmp_path / "x.ckpt8").read_bytes()).manifest["version"] != "1.6"
+    assert Strict(tmp_path / "x.ckpt8").manifest["version"] != "1.6"
     with ckpt8.open(tmp_path / "x.ckpt8") as file:
         assert slices_of(file.manifest) == {}
 

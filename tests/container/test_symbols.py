@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_codecs import plane_lengths, unpacked
 
 from ckpt8.container import frames, kernels, packing, symbols, unpacking
 from ckpt8.container.manifest import DIGITS, MOST_BITS, NO_TOP, SYMBOL_LIMIT, Mode, Packing
+from ckpt8.container.plain_reader import plane_lengths, unpacked
 from ckpt8.core.arrays import as_array, as_arrays, as_tensors
 from ckpt8.core.errors import InputError, RefusedError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from plain_codecs import offset
 
 import ckpt8
+from ckpt8.container.plain_reader import offset
 
 _MANTISSAS = (0x800000, 0x9837F0, 0xB504F3, 0xD744FD)
 

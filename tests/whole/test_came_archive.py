@@ -10,7 +10,7 @@ import pytest
 import torch
 from flips_kit import places
 from hostile_kit import pack, unpack
-from plain_reader import Plain
+from strict_reader import Strict
 from torch import nn
 
 import ckpt8
@@ -126,12 +126,12 @@ def test_it_is_verified_and_another_state_is_not_taken_for_it(run, tmp_path):
 
 
 def test_a_reader_written_from_the_format_reads_the_same(run):
-    plain, back = Plain((run / "run.ckpt8").read_bytes()), torch.load(run / "back.pt")
-    for record in plain.manifest["tensors"]:
+    plain, back = Strict(run / "run.ckpt8"), torch.load(run / "back.pt")
+    for record in plain.records.values():
         if record["name"].endswith("exp_avg"):
             place = int(record["name"].split(".")[-2])
             expected = back["optimizer"]["state"][place]["exp_avg"]
-            assert plain.storage(record["storage"]) == expected.numpy().tobytes()
+            assert plain.content(record["storage"]) == expected.numpy().tobytes()
 
 
 @pytest.mark.slow
