@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt8.chaining import reader_copy
 from ckpt8.chaining.jobs import Job, Look, Outcomes, Settings, finishing, last_change, look_at, source_name
 from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
@@ -165,7 +166,7 @@ class ChainRun:
     """The checkpoints of a run in a folder, as jobs. The ``keep_raw`` newest stay as they are.
 
     A checkpoint gets a job once it is at rest. With ``watch`` the jobs never end. ``tell`` gets a line
-    about checkpoints that are waited for, once for each.
+    about checkpoints that are waited for, once for each. With ``leave_reader`` the folder gets ``read_ckpt8.py``.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class ChainRun:
         keep_raw: int,
         watch: bool,
         rest: float,
+        leave_reader: bool = False,
         tell: Callable[[str], object] = log.info,
     ) -> None:
         require(rest >= 0, f"a checkpoint is at rest after 0 seconds or more, not {rest}", UsageError)
@@ -190,6 +192,7 @@ class ChainRun:
         self._rest = Rest(rest, watched=watch)
         self._done: dict[Path, Look | None] = {}
         self._raw: set[Path] = set()
+        self._leave_reader = leave_reader
         self._tell, self._told = tell, set[Path]()
 
     def skipped(self) -> dict[Path, str]:
@@ -235,6 +238,8 @@ class ChainRun:
             raise InputError(
                 f"{folder}: holds no checkpoints of a run{skipped and ': '}{skipped}; ckpt8 compress takes a single one"
             )
+        if self._leave_reader and reader_copy.leave_reader(folder):
+            self._tell(f"{folder / reader_copy.NAME}: reads these containers without ckpt8")
         while True:
             started = time.monotonic()
             ready, waiting = self._sorted_out()
@@ -321,6 +326,7 @@ def chain(
     remove: bool = False,
     keep_raw: int = 0,
     rest: float | None = None,
+    leave_reader: bool = False,
     device: str = "auto",
     threads: int | None = None,
     force: bool = False,
@@ -335,7 +341,8 @@ def chain(
 
     ``remove`` removes a checkpoint once its container was verified against it, also one whose removal was interrupted.
     Those of the ``keep_raw`` newest steps stay as they are. A checkpoint is left alone while it is being written: until
-    it has not changed for ``rest`` seconds, 10 by default, and has the file that its framework writes last. The other
+    it has not changed for ``rest`` seconds, 10 by default, and has the file that its framework writes last.
+    ``leave_reader`` puts ``read_ckpt8.py`` there, one file that reads the containers without ckpt8. The other
     arguments are those of ``compress``; ``force`` replaces containers that were made from something else or with other
     settings.
 
@@ -352,6 +359,7 @@ def chain(
         keep_raw=keep_raw,
         watch=False,
         rest=REST if rest is None else rest,
+        leave_reader=leave_reader,
     )
     run.keep_bases()
     return Outcomes(job.run(progress) for jobs in run.jobs() for job in jobs)

@@ -524,6 +524,10 @@ def chain(
         float,
         typer.Option(min=0, metavar="SECONDS", help="Leave a checkpoint alone until it has not changed for so long."),
     ] = 10.0,
+    leave_reader: Annotated[
+        bool,
+        typer.Option("--leave-reader", help="Put read_ckpt8.py into DIR, which reads every .ckpt8 without ckpt8."),
+    ] = False,
     device: Device = "auto",
     threads: Threads = None,
     dry_run: DryRun = False,
@@ -551,7 +555,16 @@ def chain(
 
     directory = as_path(directory)
     settings = Settings(chain_options(preset, budget, rule or (), device, threads, frozen_from, delta=delta), remove)
-    run = ChainRun(directory, settings, force=force, keep_raw=keep_raw, watch=watch, rest=rest, tell=note)
+    run = ChainRun(
+        directory,
+        settings,
+        force=force,
+        keep_raw=keep_raw,
+        watch=watch,
+        rest=rest,
+        leave_reader=leave_reader and not dry_run,
+        tell=note,
+    )
     if watch:
         absent = [] if is_there(directory) else [f"{directory}: is not there yet; waiting for it"]
         print_lines(console(), [*_left_alone(run.skipped(), run.packed()), *absent])
