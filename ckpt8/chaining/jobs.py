@@ -413,7 +413,9 @@ class Job:
             target_of(self.source, self._named_target, force=self.force)
             outcome.replaced = any_file(self.target) if self.target.exists() else None
             require(
-                not self.target.parent.is_dir() or os.access(self.target.parent, os.W_OK | os.X_OK),
+                isinstance(self.target, RemotePath)
+                or not self.target.parent.is_dir()
+                or os.access(self.target.parent, os.W_OK | os.X_OK),
                 f"{self.target}: cannot be written: {os.strerror(errno.EACCES)}",
                 OutputError,
             )

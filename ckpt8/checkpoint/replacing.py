@@ -32,7 +32,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, open_range, reading
+from ckpt8.core.files.source_file import ByteRange, open_range, reading, scan
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -359,7 +359,7 @@ def checkpoints_in(folder: Path) -> list[RunEntry]:
     A hidden entry, a container and what ranks have packed are neither. A folder that is one checkpoint has none.
     """
     require(
-        folder.is_dir() or not folder.exists(),
+        not folder.exists() or folder.is_dir(),
         f"{folder}: is no folder; give the folder of a run, or use ckpt8 compress for one checkpoint",
     )
     with reading(folder):
@@ -444,10 +444,17 @@ def _is_checkpoint_directory(path: Path) -> bool:
 
 def _files(root: Path) -> Iterator[tuple[str, str]]:
     """Folder and name of the files in a directory and a few levels below."""
-    for folder, folders, names in os.walk(root):
-        inside = os.path.relpath(folder, root)
-        folders[:] = sorted(folders) if len(Path(inside).parts) < _DEEPEST else []
-        yield from ((inside, name) for name in sorted(names))
+    waiting = ["."]
+    for inside in waiting:
+        try:
+            entries = sorted(scan(root / inside), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        for entry in entries:
+            if not entry.is_dir():
+                yield inside, entry.name
+            elif not entry.is_symlink() and len(Path(inside).parts) < _DEEPEST:
+                waiting.append(str(Path(inside, entry.name)))
 
 
 def incomplete(path: Path) -> str | None:

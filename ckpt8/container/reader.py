@@ -40,7 +40,7 @@ from ckpt8.container.manifest_json import read_manifest
 from ckpt8.core.backend import Backend, for_arrays
 from ckpt8.core.closing import Closing, without_collection
 from ckpt8.core.errors import InputError, RefusedError, require
-from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile, open_range
+from ckpt8.core.files.source_file import ByteRange, FilePool, SourceFile, open_range
 from ckpt8.core.tensors import DType, PartSpec, TensorSpec
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class ContainerReader(Closing):
         self.base_dirs = bases.directories() if base_dirs is None else tuple(base_dirs)
         self._base: ContainerReader | InputError | None = None
         self._lock, self._local = threading.Lock(), threading.local()
-        self._file = open_range(ByteRange.of(path)) if pool is None else PooledFile(ByteRange.of(path), pool)
+        self._file = open_range(ByteRange.of(path), pool)
         self._codecs: dict[int | Pack, Codec] = {}
         try:
             with without_collection():

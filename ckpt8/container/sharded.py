@@ -12,13 +12,13 @@ Most tensors are cut into grids, which take a few numbers however large they are
 from __future__ import annotations
 
 import json
-import os
 import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from functools import cached_property
 from itertools import accumulate, chain, product
 from math import prod
@@ -30,7 +30,7 @@ from ckpt8.container.checks import name_problem
 from ckpt8.container.manifest import SEAL, Manifest, TensorRecord
 from ckpt8.core.errors import InputError, UnsupportedError, require
 from ckpt8.core.files.atomic import AtomicFile, sync_directory
-from ckpt8.core.files.source_file import ByteRange, open_range
+from ckpt8.core.files.source_file import ByteRange, open_range, scan
 from ckpt8.core.json_text import (
     LARGEST,
     Fields,
@@ -385,7 +385,7 @@ def is_sharded(directory: Path) -> bool:
     """Whether a directory is a checkpoint of containers of ranks, or a part of one; False where it cannot be read."""
     with suppress(OSError):
         if directory.is_dir():
-            return (directory / INDEX).exists() or any(is_part(entry.name) for entry in os.scandir(directory))
+            return (directory / INDEX).exists() or any(is_part(entry.name) for entry in scan(directory))
     return False
 
 
@@ -394,7 +394,10 @@ def find_sharded(path: Path) -> Path | None:
 
     None where there is neither.
     """
-    return next((folder for folder in (path, path / FOLDER) if is_sharded(folder)), None)
+    if is_sharded(path):
+        return path
+    folder = path / FOLDER
+    return folder if is_sharded(folder) else None
 
 
 def has_other_parts(directory: Path, part: Part) -> bool:
@@ -418,7 +421,7 @@ def has_other_parts(directory: Path, part: Part) -> bool:
 def part_names(directory: Path) -> list[str]:
     """The names of the parts of an index, by rank."""
     try:
-        names = [entry.name for entry in os.scandir(directory) if is_part(entry.name)]
+        names = [entry.name for entry in scan(directory) if is_part(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as exc:
@@ -445,7 +448,7 @@ def explain_missing(directory: Path) -> str:
     """Says why a directory is no checkpoint of ckpt8, in one line."""
     if (directory / ".metadata").exists():
         return f"{directory}: was written by torch's own FileSystemWriter; read it with FileSystemReader"
-    if directory.is_dir() and any(directory.glob("__*.ckpt8")):
+    if directory.is_dir() and any(fnmatch(entry.name, "__*.ckpt8") for entry in scan(directory)):
         return f"{directory}: has no {INDEX}; the save was interrupted before it was complete"
     return f"{directory}: holds no checkpoint of Ckpt8StorageWriter (no {INDEX}); give a .ckpt8, or such a directory"
 

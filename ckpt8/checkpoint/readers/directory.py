@@ -21,7 +21,7 @@ from ckpt8.checkpoint.tree import Held, OpenCheckpoint
 from ckpt8.container.manifest import FILE, SYMLINK
 from ckpt8.container.sharded import INDEX, RANK_FILE, explain_missing, is_part
 from ckpt8.core.errors import InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, FilePool, PooledFile, SourceFile
+from ckpt8.core.files.source_file import ByteRange, FilePool, SourceFile, open_range
 from ckpt8.core.text import shown
 
 _INTERRUPTED = re.compile(rf"{RANK_FILE}|\..*\.ckpt8-partial")
@@ -49,7 +49,7 @@ def open_directory(
         raise InputError(explain_missing(root))
     with closing(FilePool()) as pool:
         known = open_distributed(
-            entries, lambda path: PooledFile(ByteRange.of(root / path), pool), decode=decode, choice=choice
+            entries, lambda path: open_range(ByteRange.of(root / path), pool), decode=decode, choice=choice
         )
         yield [known.get(entry.path) or _open(root, entry, pool) for entry in entries]
 
@@ -57,7 +57,7 @@ def open_directory(
 def _open(root: Path, entry: Entry, pool: FilePool) -> DirectoryMember:
     if entry.format != FILE:
         return DirectoryMember(entry.path, Held(entry.target.encode(), entry.format))
-    file = PooledFile(ByteRange.of(root / entry.path), pool)
+    file = open_range(ByteRange.of(root / entry.path), pool)
     try:
         refuse_lone_shard(entry.path, str(file.source))
         reader = match_reader(file) if file.source.length else None

@@ -17,7 +17,7 @@ from ckpt8.checkpoint.tree import Checkpoint, Global, Inert, TensorRef, format_p
 from ckpt8.container.checks import MAX_COMPONENTS, link_stays_inside, path_problem
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK
 from ckpt8.core.errors import InputError, UnsupportedError, require
-from ckpt8.core.files.source_file import ByteRange, reading, refuse_url
+from ckpt8.core.files.source_file import ByteRange, reading, refuse_url, scan
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import shown
@@ -66,8 +66,8 @@ def walk(root: Path, *, nested: bool = True) -> list[Entry]:
     below: list[Entry] = []
     waiting = [""]
     for above in waiting:
-        with reading(root / above), os.scandir(root / above) as entries:
-            names = sorted(entry.name for entry in entries)
+        with reading(root / above):
+            names = sorted(entry.name for entry in scan(root / above))
         require(
             above.count("/") < MAX_COMPONENTS - 1, f"{root}: its directories are nested deeper than {MAX_COMPONENTS}"
         )

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
@@ -48,6 +48,10 @@ class RemotePath(PosixPath):
         """Raise UsageError for a store that is only read."""
         raise NotImplementedError
 
+    def iterdir(self) -> Generator[RemotePath, None, None]:
+        """What is right below."""
+        raise NotImplementedError
+
     def new_object(
         self, *, force: bool, check: Callable[[Path], str], reserved: int = 0, bound: int = 0
     ) -> ObjectOutput:
@@ -58,6 +62,14 @@ class RemotePath(PosixPath):
 def resolved(path: Path) -> Path:
     """The place to which a path leads, without links; that of an object as it is. Raises nothing."""
     return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
+
+
+def scan(folder: Path) -> Sequence[os.DirEntry[str] | RemotePath]:
+    """What is right in a folder: its name, its kind, and links. Raises OSError."""
+    if isinstance(folder, RemotePath):
+        return list(folder.iterdir())
+    with os.scandir(folder) as entries:
+        return list(entries)
 
 
 def refuse_remote(target: Path) -> None:
@@ -237,11 +249,6 @@ class SourceFile:
         )
 
 
-def open_range(source: ByteRange) -> SourceFile:
-    """Open a file, or an object of a store. Raises InputError."""
-    return source.path.open_range(source) if isinstance(source.path, RemotePath) else SourceFile(source)
-
-
 class Window(SourceFile):
     """``length`` bytes of ``base`` from ``offset`` on; messages call them ``name``. Closing it leaves ``base`` open."""
 
@@ -322,3 +329,11 @@ class PooledFile(SourceFile):
         if opened:
             self._check_same(handle.descriptor)
         self._read_at(handle.descriptor, offset, buffer)
+
+
+def open_range(source: ByteRange, pool: FilePool | None = None) -> SourceFile:
+    """Open a file, or an object of a store. Raises InputError. A ``pool`` bounds how many files are open at a time."""
+    if isinstance(source.path, RemotePath):
+        with reading(source):
+            return source.path.open_range(source)
+    return SourceFile(source) if pool is None else PooledFile(source, pool)

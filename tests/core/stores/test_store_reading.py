@@ -144,7 +144,7 @@ def test_memory_is_bounded_by_what_was_read_and_nothing_expected_is_lost():
     assert store.bytes_asked <= 512 + (32 << 10) + (2 << 10)
     for at in range(0, 100_000, 1000):
         file.read(at, 1000)
-        assert file._shared._held_bytes <= (32 << 10) + (2 << 10)
+        assert file._shared._memory.size <= (32 << 10) + (2 << 10)
     assert store.bytes_asked == 100_000
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+MOST_LISTED = 100_000
+"""Objects that a folder may hold: each thousand is a request, and a thousand ranks write a few thousand."""
+
 
 class Stat(NamedTuple):
     """One version of an object: its bytes, the ``tag`` that identifies them, and when it was written (a Unix time).
@@ -61,8 +64,8 @@ class Store(Readable, Protocol):
     there before ``complete``.
     """
 
-    def objects(self, prefix: str) -> Mapping[str, Stat]:
-        """What follows the prefix in the names of objects, where no slash does, and their present versions.
+    def objects(self, prefix: str, *, deep: bool = False) -> Mapping[str, Stat]:
+        """What follows the prefix in the names of objects, and their present versions; without slashes unless ``deep``.
 
         Raises InputError.
         """

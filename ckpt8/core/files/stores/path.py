@@ -21,6 +21,7 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, Check
 from ckpt8.core.files.source_file import ByteRange, RemotePath, SourceFile, crc32
 from ckpt8.core.files.stores.contract import Readable, Stat, Store, Write
+from ckpt8.core.files.stores.listing import Listing
 from ckpt8.core.files.stores.reading import Content, StoreFile
 from ckpt8.core.files.stores.writing import ObjectOutput
 
@@ -47,10 +48,15 @@ class StorePath(RemotePath):
     """``s3://bucket/key``. It sees one version of the object: that of its first question, and an error afterwards.
 
     A call or command makes one and hands it on, so all its readers share what was fetched. Paths that derive from it,
-    such as ``parent``, see for themselves, and so does it after it was written. A store has no directories.
+    such as ``parent``, see for themselves, and so does it after it was written.
+
+    Where no object has its name it may be a directory: ``is_dir`` lists what lies below, all of it at once, and then
+    the path and all below it see what the list has shown.
     """
 
     _seen: tuple[Content | None] | None = None
+    _within: tuple[Listing, str] | None = None
+    """The directory that was listed, and the path in it."""
     _listed: Stat | None = None
     """The version that a list of the folder has shown, until the object itself is asked for."""
 
@@ -63,6 +69,9 @@ class StorePath(RemotePath):
     @property
     def content(self) -> Content | None:
         """The version of the object that this path sees, None where there was none. Raises InputError, UsageError."""
+        if self._within is not None:
+            listing, path = self._within
+            return listing.content(path)
         if self._seen is None:
             known = None if self._listed is None else _known.get((str(self), self._listed.tag))
             content = known or Content.at(str(self), self._readable(), self.key)
@@ -74,6 +83,9 @@ class StorePath(RemotePath):
     @property
     def version(self) -> Stat | None:
         """The version of the object that this path sees, None where there was none. Raises InputError, UsageError."""
+        if self._within is not None:
+            listing, path = self._within
+            return listing.objects.get(path)
         if self._seen is None and self._listed is not None:
             return self._listed
         return None if self.content is None else self.content.version
@@ -104,7 +116,19 @@ class StorePath(RemotePath):
 
     def forget(self) -> None:
         """See the object anew, which was written."""
-        self._seen = self._listed = None
+        self._seen = self._listed = self._within = None
+
+    def __truediv__(self, key: str | os.PathLike[str]) -> StorePath:
+        """A path below: of a directory that was listed, what the list has shown; of an object nothing."""
+        path = super().__truediv__(key)
+        below = path.parts[len(self.parts) :]
+        if path.parts[: len(self.parts)] == self.parts and ".." not in below:
+            if self._within is not None:
+                listing, own = self._within
+                path._within = listing, "/".join([*([own] if own else []), *below])
+            elif self._listed is not None or self._seen not in (None, (None,)):
+                path._within = Listing(str(self), self._readable(), self.key, {}), "/".join(below)
+        return path
 
     def that_reads(self, store: Readable) -> StorePath:
         """The same path to an object of another store."""
@@ -135,11 +159,13 @@ class StorePath(RemotePath):
 
         The mode restricts no copy of the object: who may read it is not in it.
         """
-        version = self.version
+        version, kind = self.version, stat.S_IFREG | 0o666
+        if version is None and self._is_listed_folder():
+            version, kind = Stat(0, str(self), 0), stat.S_IFDIR | 0o777
         if version is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
         inode, seconds, ns = crc32(version.tag.encode()), [version.changed] * 3, int(version.changed * 1e9)
-        first = stat.S_IFREG | 0o666, inode, 0, 1, os.getuid(), os.getgid(), version.size, *seconds
+        first = kind, inode, 0, 1, os.getuid(), os.getgid(), version.size, *seconds
         return os.stat_result(first, {"st_atime_ns": ns, "st_mtime_ns": ns, "st_ctime_ns": ns})
 
     def lstat(self) -> os.stat_result:
@@ -151,12 +177,21 @@ class StorePath(RemotePath):
         return self.version is not None
 
     def exists(self, **_: Any) -> bool:
-        """Whether there is an object."""
-        return self.is_file()
+        """Whether there is an object, or a directory that was listed."""
+        return self._is_listed_folder() or self.is_file()
 
     def is_dir(self, **_: Any) -> bool:
-        """False."""
-        return False
+        """Whether objects lie below, and none is here. Raises InputError."""
+        if self._within is None and self.version is None:
+            self._within = self._list(), ""
+        return self._is_listed_folder()
+
+    def _is_listed_folder(self) -> bool:
+        return self._within is not None and self._within[0].is_folder(self._within[1])
+
+    def _list(self) -> Listing:
+        prefix = f"{self.key}/" if self.key else ""
+        return Listing(str(self), self.store, prefix, self.store.objects(prefix, deep=True))
 
     def is_symlink(self) -> bool:
         """False."""
@@ -182,15 +217,19 @@ class StorePath(RemotePath):
         return isinstance(other, StorePath) and other == self
 
     def iterdir(self) -> Generator[StorePath, None, None]:
-        """The objects whose names begin with this one and a slash, and have no other slash. Raises PermissionError."""
+        """What is right in a directory that was listed, else the objects right below. Raises PermissionError."""
+        if self._within is not None:
+            listing, path = self._within
+            yield from (self / name for name in listing.children(path))
+            return
         try:
             objects = self.store.objects(f"{self.key}/" if self.key else "")
         except InputError as exc:
             raise PermissionError(errno.EACCES, str(exc), str(self)) from exc
         for name, version in objects.items():
-            path = self / name
-            path._listed = version
-            yield path
+            child = self / name
+            child._listed = version
+            yield child
 
     def open(self, *_: Any, **__: Any) -> IO[Any]:  # type: ignore[override]
         """The object as a stream of bytes to read. Raises OSError, InputError."""
@@ -217,6 +256,10 @@ class HubPath(StorePath):
 
     def _readable(self) -> Readable:
         return _repository("/".join(self.parts[1 : self._places()]))
+
+    def is_dir(self, **_: Any) -> bool:
+        """False."""
+        return False
 
     def iterdir(self) -> Generator[HubPath, None, None]:
         """Raises PermissionError: no base is looked for under another name."""

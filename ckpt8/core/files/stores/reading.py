@@ -19,9 +19,10 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING
 
 from ckpt8.core.errors import InputError
@@ -90,28 +91,77 @@ class _Stream:
     ahead: int = _LEAST
 
 
+class Memory:
+    """The window of one object, or of all objects of a directory, and the threads that fetch their pieces."""
+
+    def __init__(self) -> None:
+        self.held: dict[_Piece, Content] = {}
+        """Pieces in memory or on their way, the least recently read first."""
+        self.size, self.window = 0, _WINDOW
+        self.begin()
+
+    def begin(self) -> None:
+        """Have a lock and threads of this process."""
+        self.lock = threading.RLock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def hold(self, piece: _Piece, content: Content, fetch: Callable[[], memoryview]) -> Future[memoryview]:
+        """Have a piece fetched."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="ckpt8-store")
+        self.held[piece] = content
+        self.size += piece.size
+        return self._pool.submit(fetch)
+
+    def drop(self, piece: _Piece) -> None:
+        """Let go of a piece."""
+        del self.held[piece]
+        self.size -= piece.size
+
+    def of(self, content: Content) -> list[_Piece]:
+        """The pieces of one object."""
+        return [piece for piece, owner in self.held.items() if owner is content]
+
+    def evict(self) -> bool:
+        """Give up a piece that was read, in all its bytes or, beyond twice the window, in some; whether there is one.
+
+        A piece that was fetched and not read yet stays, as fetching it again would cost most: beyond twice the window
+        it goes where it only lay ahead of a reader.
+        """
+        degrees: list[Callable[[_Piece], object]] = [lambda piece: piece.is_done]
+        if self.size >= 2 * _WINDOW:
+            degrees += [lambda piece: piece.used, lambda piece: not piece.expected]
+        for may_go in degrees:
+            for piece, owner in self.held.items():
+                if piece.fetched is not None and piece.fetched.done() and may_go(piece):
+                    owner.give_up(piece, piece.fetched.result())
+                    return True
+        return False
+
+
 class Content:
-    """One version of one object, shared by all that read it. Thread-safe."""
+    """One version of one object, shared by all that read it. Thread-safe.
+
+    ``memory`` is that of its directory. Such a version was listed, and every read names it, so that no more is checked.
+    """
 
     _spill: IO[bytes] | None = None
 
-    def __init__(self, name: str, store: Readable, key: str, version: Stat, head: bytes) -> None:
+    def __init__(
+        self, name: str, store: Readable, key: str, version: Stat, head: bytes, memory: Memory | None = None
+    ) -> None:
         self.name, self.version = name, version
         self._store, self._key = store, key
         self._head = memoryview(head)
-        self._lock = threading.RLock()
+        self._is_listed, self._memory = memory is not None, memory or Memory()
         self._pieces: list[_Piece] = []
         self._waiting: deque[_Piece] = deque()
-        self._held: dict[_Piece, None] = {}
-        """Pieces in memory or on their way, the least recently read first."""
-        self._held_bytes, self._window = 0, _WINDOW
         self._streams: list[_Stream] = []
         self._given_up: list[tuple[int, int]] = []
         """Stretches of pieces that were read and given up, in order: no reader goes ahead into them."""
         self._crumbs: list[tuple[int, int]] = []
         self._crumb_bytes = 0
         self._readers = 0
-        self._pool: ThreadPoolExecutor | None = None
         _contents.add(self)
 
     @classmethod
@@ -120,31 +170,40 @@ class Content:
         found = store.first(key, HEAD)
         return None if found is None else cls(name, store, key, *found)
 
+    @classmethod
+    def listed(cls, name: str, store: Readable, key: str, version: Stat, memory: Memory, most: int) -> Content:
+        """The version of an object that a list has shown, of which ``most`` bytes come at once. Raises InputError."""
+        head = bytearray(min(most, version.size))
+        if head:
+            store.fill(key, version.tag, 0, memoryview(head))
+        return cls(name, store, key, version, bytes(head), memory)
+
     def __del__(self) -> None:
         if self._spill is not None:
             self._spill.close()
 
     def leave_parent(self) -> None:
         """In a forked process: the threads are those of the parent, so what was on its way is asked for again."""
-        self._lock, self._pool = threading.RLock(), None
-        for piece in [piece for piece in self._held if piece.fetched is None or not piece.fetched.done()]:
-            self._drop(piece)
-            self._pieces.remove(piece)
+        self._memory.begin()
+        for piece in self._memory.of(self):
+            if piece.fetched is None or not piece.fetched.done():
+                self._drop(piece)
+                self._pieces.remove(piece)
         self._pieces = [piece for piece in self._pieces if not piece.is_waiting]
         self._waiting.clear()
 
     def retain(self) -> None:
         """Count one more reader."""
-        with self._lock:
+        with self._memory.lock:
             self._readers += 1
 
     def release(self) -> None:
         """Count one reader less. After the last nothing more is fetched; what is here stays for those that come."""
-        with self._lock:
+        with self._memory.lock:
             self._readers -= 1
             if self._readers:
                 return
-            for piece in [*self._held]:
+            for piece in self._memory.of(self):
                 if piece.fetched is not None and piece.fetched.cancel():
                     self._drop(piece)
                     self._pieces.remove(piece)
@@ -157,7 +216,7 @@ class Content:
 
         Where there is no room for it and it ``needs_room``, it is fetched again instead.
         """
-        with self._lock:
+        with self._memory.lock:
             if self._spill is None:
                 with writing(tempfile.gettempdir()):
                     if needs_room and shutil.disk_usage(tempfile.gettempdir()).free < 2 * self.version.size:
@@ -166,7 +225,7 @@ class Content:
 
     def check(self) -> None:
         """Raise InputError where the object is no longer this version."""
-        if self._store.stat(self._key) != self.version:
+        if not self._is_listed and self._store.stat(self._key) != self.version:
             raise InputError(f"{self.name}: changed while it was read; nothing was written")
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
@@ -182,9 +241,9 @@ class Content:
                 spans.append([start, start + length])
         if spans != sorted(spans) and self.version.size <= 2 * _WINDOW:
             # What is read back and forth is fetched in its order, and all of it stays until it was read.
-            self._window = 2 * _WINDOW
+            self._memory.window = 2 * _WINDOW
             spans = [[min(start for start, _ in spans), max(stop for _, stop in spans)]]
-        with self._lock:
+        with self._memory.lock:
             self._crumbs.sort()
             for start, stop in spans:
                 self._ask(start, stop, expected=True)
@@ -192,7 +251,7 @@ class Content:
     def need(self, start: int, length: int) -> None:
         """Fetch bytes that are about to be read, as one read of them would."""
         start, stop = max(start, len(self._head)), start + min(length, _WINDOW // 2)
-        with self._lock:
+        with self._memory.lock:
             if start < stop and self._piece_at(start) is None:
                 self._follow(start, stop - start)
 
@@ -205,7 +264,7 @@ class Content:
     def _read_some(self, at: int, out: memoryview) -> int:
         if at < len(self._head):
             return _copy(self._head, at, out)
-        with self._lock:
+        with self._memory.lock:
             piece = self._piece_at(at)
             if piece is None or not piece.expected:
                 self._follow(at, len(out))
@@ -218,13 +277,13 @@ class Content:
             if piece.is_spilled and self._spill is not None:
                 return os.preadv(self._spill.fileno(), [out[: piece.stop - at]], at)
             fetched = self._start(piece)
-            if piece in self._held:
-                self._held[piece] = self._held.pop(piece)
+            if piece in self._memory.held:
+                self._memory.held[piece] = self._memory.held.pop(piece)
         count = _copy(fetched.result(), at - piece.start, out)
-        with self._lock:
+        with self._memory.lock:
             piece.used += count
             piece.is_read_to_end |= at + count == piece.stop
-            if self._spill is not None and piece in self._held:
+            if self._spill is not None and piece in self._memory.held:
                 self._move_to_disk(piece, fetched.result())
             self._advance()
         return count
@@ -255,7 +314,8 @@ class Content:
         index = bisect_right(self._given_up, (at, 0))
         return self._given_up[index][0] if index < len(self._given_up) else self.version.size
 
-    def _give_up(self, piece: _Piece, content: memoryview) -> None:
+    def give_up(self, piece: _Piece, content: memoryview) -> None:
+        """Forget a piece of this content, but for what is small and expected."""
         self._drop(piece)
         self._pieces.remove(piece)
         start, stop = piece.start, piece.stop
@@ -318,22 +378,18 @@ class Content:
         """Fetch what waits, as far as the window has room."""
         while self._waiting:
             if self._waiting[0].is_waiting:
-                while self._held_bytes >= self._window:
-                    if not self._evict():
+                while self._memory.size >= self._memory.window:
+                    if not self._memory.evict():
                         return
                 self._start(self._waiting[0])
             self._waiting.popleft()
-        while self._held_bytes >= 2 * _WINDOW and self._evict():
+        while self._memory.size >= 2 * _WINDOW and self._memory.evict():
             pass
 
     def _start(self, piece: _Piece) -> Future[memoryview]:
         if piece.fetched is None:
             piece.is_waiting = False
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="ckpt8-store")
-            self._held[piece] = None
-            self._held_bytes += piece.size
-            piece.fetched = self._pool.submit(self._fetch, piece.start, piece.size)
+            piece.fetched = self._memory.hold(piece, self, partial(self._fetch, piece.start, piece.size))
         return piece.fetched
 
     def _fetch(self, start: int, size: int) -> memoryview:
@@ -341,19 +397,6 @@ class Content:
         buffer = memoryview(mmap.mmap(-1, size) if size >= _OWN_PAGES else bytearray(size))
         self._store.fill(self._key, self.version.tag, start, buffer)
         return buffer
-
-    def _evict(self) -> bool:
-        """Give up a piece that was read, in all its bytes or, beyond twice the window, in some; whether there is one.
-
-        A piece that was fetched and not read yet stays: fetching it again would cost most.
-        """
-        needed = [False] if self._held_bytes < 2 * _WINDOW else [False, True]
-        for partly in needed:
-            for piece in self._held:
-                if piece.fetched is not None and piece.fetched.done() and (piece.used if partly else piece.is_done):
-                    self._give_up(piece, piece.fetched.result())
-                    return True
-        return False
 
     def _move_to_disk(self, piece: _Piece, fetched: memoryview) -> None:
         if self._spill is not None:
@@ -365,8 +408,7 @@ class Content:
             piece.is_spilled = True
 
     def _drop(self, piece: _Piece) -> None:
-        del self._held[piece]
-        self._held_bytes -= piece.size
+        self._memory.drop(piece)
         piece.fetched = None
 
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import exists_error
 from ckpt8.core.files.stores.attempts import Attempts, CutError, filling, one_line
-from ckpt8.core.files.stores.contract import Part, Stat, Write
+from ckpt8.core.files.stores.contract import MOST_LISTED, Part, Stat, Write
 from ckpt8.core.files.stores.reading import IN_FLIGHT
 
 _CONNECT, _READ = 10, 60
@@ -50,6 +50,7 @@ class _Purpose(NamedTuple):
 _READING = _Purpose(
     InputError, "read", "reading needs s3:GetObject, and s3:ListBucket to tell a missing object from a forbidden one"
 )
+_LISTING = _Purpose(InputError, "listed", "a folder needs s3:ListBucket")
 _WRITING = _Purpose(OutputError, "written", "writing needs s3:PutObject, s3:GetObject and s3:AbortMultipartUpload")
 _REMOVING = _Purpose(OutputError, "removed", "removing needs s3:DeleteObject and s3:GetObject")
 
@@ -124,17 +125,23 @@ class S3Store:
 
         self._persist(key, filling(buffer, receive))
 
-    def objects(self, prefix: str) -> Mapping[str, Stat]:
-        """What follows the prefix in the names of objects, where no slash does, and their present versions."""
+    def objects(self, prefix: str, *, deep: bool = False) -> Mapping[str, Stat]:
+        """What follows the prefix in the names of objects, without slashes unless ``deep``, and their versions."""
 
         def ask(_: Attempts) -> dict[str, Stat]:
-            pages = (
-                _client().get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix, Delimiter="/")
-            )
-            listed = [each for page in pages for each in page.get("Contents", ()) if each["Key"] != prefix]
-            return {each["Key"][len(prefix) :]: _version(each, each["Size"]) for each in listed}
+            listed = dict[str, Stat]()
+            depth = {} if deep else {"Delimiter": "/"}
+            pages = _client().get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=prefix, **depth):
+                found = (each for each in page.get("Contents", ()) if each["Key"] != prefix)
+                listed |= {each["Key"][len(prefix) :]: _version(each, each["Size"]) for each in found}
+                require(
+                    len(listed) <= MOST_LISTED,
+                    f"{self._url(prefix)}: holds more than {MOST_LISTED:,} objects; give the folder of one checkpoint",
+                )
+            return listed
 
-        return self._persist(prefix, ask)
+        return self._persist(prefix, ask, _LISTING)
 
     def put(self, write: Write, content: bytes) -> None:
         """Write an object. OutputError where another is there than the one that is to be replaced."""
