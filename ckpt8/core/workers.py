@@ -142,13 +142,18 @@ class Workers(Closing):
         except BaseException:
             _cancel(waiting)
             raise
-        return self._results(function, source, waiting)
+        return self._results(function, source, waiting, max(self.threads * ahead // 2, 1))
 
-    def _results(self, function: Callable[[T], R], items: Iterator[T], waiting: deque[Future[R]]) -> Iterator[R]:
+    def _results(
+        self, function: Callable[[T], R], items: Iterator[T], waiting: deque[Future[R]], at_once: int
+    ) -> Iterator[R]:
         try:
             while waiting:
-                yield waiting.popleft().result()
-                waiting.extend(self._submit(function, item) for item in islice(items, 1))
+                # Who waits is woken in the middle of the threads' work: once for several results, not for each.
+                waiting[min(at_once, len(waiting)) - 1].exception()
+                for _ in range(min(at_once, len(waiting))):
+                    yield waiting.popleft().result()
+                    waiting.extend(self._submit(function, item) for item in islice(items, 1))
         finally:
             _cancel(waiting)
 
