@@ -165,7 +165,10 @@ def decode_part(row: Array, spec: PartSpec) -> Array:
         return row
     size = spec.dtype.itemsize
     if size > 1:
-        row = np.ascontiguousarray(row.reshape(size, -1)[::-1].T).reshape(-1)
+        planes, row = row.reshape(size, -1), np.empty_like(row)
+        # Column by column: as one transposed copy it would take several times as long.
+        for k, plane in enumerate(reversed(planes)):
+            row[k::size] = plane
     return row.view(numpy_type(spec.dtype))
 
 
