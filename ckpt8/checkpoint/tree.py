@@ -58,8 +58,9 @@ class StorageInfo:
 
     ``key`` is the reader's name for it, unique in the checkpoint. ``offset`` and ``nbytes`` place its bytes in the
     source. ``crc32`` is the checksum the source states for exactly these bytes, or None. ``crc_fields`` are offsets
-    in the source of 4-byte little-endian fields that repeat ``crc32`` and must follow when the bytes change.
-    ``dtype`` is the type it was saved with; UINT8 for untyped storages.
+    in the source of 4-byte little-endian fields that repeat ``crc32`` and must follow when the bytes change;
+    ``zero_fields`` those of fields for a checksum that the source leaves at zero. ``dtype`` is the type it was saved
+    with; UINT8 for untyped storages.
     """
 
     key: str
@@ -68,6 +69,7 @@ class StorageInfo:
     nbytes: int
     crc32: int | None = None
     crc_fields: tuple[int, ...] = ()
+    zero_fields: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -375,10 +375,8 @@ class Locator:
         table = record.parts[part]
         nbytes = self._plane_bytes(record, part, spec)
         # Bound the memory that a declared size can cause by the bytes that are really there.
-        require(
-            sum(table.lengths) * _FRAME_RATIO >= nbytes,
-            f"{self.where}: {record.name}: {part!r} cannot hold the {nbytes} bytes it must hold",
-        )
+        if sum(table.lengths) * _FRAME_RATIO < nbytes:
+            raise InputError(f"{self.where}: {record.name}: {part!r} cannot hold the {nbytes} bytes it must hold")
         offsets: list[int] = []
         position = 0
         for name, count in names.items():
@@ -388,7 +386,8 @@ class Locator:
                 raise InputError(f"{self.where}: {record.name}: frames of {part!r} do not fill their entry")
             offsets += accumulate(lengths[:-1], initial=self.start + entry.start)
             position += len(lengths)
-        require(position == len(table.lengths), f"{self.where}: {record.name}: {part!r} has more frames than elements")
+        if position < len(table.lengths):
+            raise InputError(f"{self.where}: {record.name}: {part!r} has more frames than elements")
         return PartPlace(offsets, table)
 
     def _plane_bytes(self, record: StorageRecord | Pack, part: str, spec: PartSpec) -> int:
@@ -409,7 +408,8 @@ class Locator:
 
 def check_frame(stored: bytes | memoryview, expected: int, where: str) -> None:
     """Raise DamagedError when stored bytes do not have the ``expected`` crc32."""
-    require(crc32(stored) == expected, f"{where}: checksum does not match; the file is damaged", DamagedError)
+    if crc32(stored) != expected:
+        raise DamagedError(f"{where}: checksum does not match; the file is damaged")
 
 
 def check_frame_count(record: StorageRecord | Pack, where: str) -> None:

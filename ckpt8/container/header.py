@@ -9,6 +9,8 @@ A storage lies in chunks of 2^20 elements, slabs of whole chunks, and one entry 
 JSON in one frame of zstd, and the seal a SHA-256 of header and manifest. All of it is read without torch.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +18,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from operator import eq, itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zstandard
 
@@ -25,6 +27,9 @@ from ckpt8.core.errors import DamagedError, InputError, UnsupportedError, requir
 from ckpt8.core.files.source_file import ByteRange, SourceFile, open_range
 from ckpt8.core.json_text import FREE, MANIFEST_COST, cost, parse_json
 from ckpt8.core.tensors import PartSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from ckpt8.container.manifest import StorageRecord
 
 MAX_HEADER = 100_000_000
 """safetensors' own limit in bytes."""
@@ -280,7 +285,7 @@ def chunk_count(numel: int) -> int:
     return -(-numel // FRAME)
 
 
-def chunk_spec(spec: TensorSpec, chunk: int) -> TensorSpec:
+def chunk_spec(spec: TensorSpec | StorageRecord, chunk: int) -> TensorSpec:
     """The specification of one chunk of a storage: FRAME elements, the last one fewer."""
     return TensorSpec(spec.name, spec.role, spec.dtype, (min(FRAME, spec.numel - chunk * FRAME),))
 

@@ -401,8 +401,8 @@ def unneeded_file(path: Path) -> str:
 def _needs(container: Path, path: Path, seal: str, is_kept: Callable[[Path], bool]) -> bool:
     """Whether a file is a container whose base has this seal, and is at ``path`` only."""
     try:
-        if stated_seal(container) is None:
-            return False
+        if stated_seal(container) in (None, seal):
+            return False  # none is its own base
         record = _head(container).base
     except (InputError, OSError):
         return False

@@ -250,7 +250,7 @@ class ContainerReader(Closing):
 
     def chunk_spec(self, storage: int, chunk: int) -> TensorSpec:
         """The specification of one chunk of a storage."""
-        return header.chunk_spec(self.manifest.storages[storage].spec, chunk)
+        return header.chunk_spec(self.manifest.storages[storage], chunk)
 
     def owners(self) -> Iterator[tuple[int | Pack, StorageRecord | Pack]]:
         """What has entries of its own, and its record: storages in no pack, by their index, and packs."""

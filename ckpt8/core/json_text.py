@@ -145,7 +145,7 @@ as_count = below(LARGEST)
 
 def as_counts(value: Any, limit: int = LARGEST) -> list[int]:
     """Reads a list of integers from 0 to below ``limit``."""
-    if not all(type(count) is int and 0 <= count < limit for count in as_list(value)):
+    if as_list(value) and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= limit):
         raise ValueError
     return value  # type: ignore[no-any-return]
 

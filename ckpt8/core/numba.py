@@ -137,13 +137,19 @@ class Foreign:
         return types.ExternalFunction(self.__name__, returned(*arguments))
 
 
+_exception = ctypes.c_void_p()
+"""Where kernels that fail write the address of their exception, which nobody reads."""
+
 _DATA = object.__basicsize__
 """Where an array object has the address of its elements: numpy's ``PyArrayObject_fields`` begins so, for all to use."""
 
 
+_pointer_at = ctypes.c_void_p.from_address
+
+
 def _address(array: np.ndarray[Any, Any]) -> int | None:
     """The address of the elements: ``array.ctypes.data``, which makes several objects on the way to it."""
-    return ctypes.c_void_p.from_address(id(array) + _DATA).value
+    return _pointer_at(id(array) + _DATA).value
 
 
 def _flatten(args: tuple[Any, ...], types: list[Any], flat: list[Any]) -> None:
@@ -239,10 +245,11 @@ def _linked(code: ObjectCode) -> Callable[..., Any]:
     fields = [(name, _RESULTS[result]) for name, result in zip(names, code.results, strict=True)]
     # A kernel that returns nothing writes a null pointer.
     results = type("Results", (ctypes.Structure,), {"_fields_": fields or [("nothing", ctypes.c_void_p)]})
+    problem = ctypes.addressof(_exception)
 
     def call(_: tuple[Any, ...], flat: list[Any]) -> Any:
-        room, problem = results(), ctypes.c_void_p()
-        if function(ctypes.addressof(room), ctypes.addressof(problem), *flat):
+        room = results()
+        if function(ctypes.addressof(room), problem, *flat):
             raise RuntimeError(f"kernel {code.symbol} failed")
         if code.is_tuple:
             return tuple(getattr(room, name) for name in names)

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.sources.live_object import with_crc_fields
 from ckpt8.checkpoint.sources.opening import stored_bundle
-from ckpt8.checkpoint.tree import NamedTensor, OpenCheckpoint
+from ckpt8.checkpoint.tree import NamedTensor
 from ckpt8.codecs import codec_from_config
 from ckpt8.compressing.plan import views_of
 from ckpt8.compressing.planning import plan_members
@@ -257,8 +256,8 @@ def _checksum_problems(stated: Manifest, bundle: Bundle) -> Iterator[str]:
             # While it is decoded, a member has zeros in every field that the manifest lists.
             if lossy and place is not None and place.nbytes and place.crc32:
                 yield f"{storage.name}: the manifest does not list the field of its checksum"
-        if checkpoint.format == "torch-zip" and isinstance(checkpoint, OpenCheckpoint) and record.crc_fields:
-            places = {place.offset: place.crc_fields for place in with_crc_fields(checkpoint)}
+        if checkpoint.format == "torch-zip" and record.crc_fields:
+            places = {place.offset: place.crc_fields or place.zero_fields for place in checkpoint.storages}
             offsets = {index: offset for offset, index in record.segments}
             for field, index in record.crc_fields:
                 if field not in places.get(offsets.get(index, -1), ()):

@@ -285,6 +285,7 @@ class DcpCheckpoint:
                     key=_key(number, storage.key),
                     offset=offset + storage.offset,
                     crc_fields=tuple(offset + place for place in storage.crc_fields),
+                    zero_fields=tuple(offset + place for place in storage.zero_fields),
                 )
                 for storage in opened.storages
             ]

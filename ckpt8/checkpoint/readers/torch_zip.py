@@ -469,8 +469,9 @@ def _storages(file: SourceFile, table: StorageTable, records: Mapping[str, ZipEn
         if entry is None:
             raise InputError(f"{file.source}: storage {shown(key)} is named in data.pkl but missing from the file")
         _require_stored(file, entry)
-        stated = (entry.crc32, entry.crc_fields) if entry.crc32 or not entry.size else ()
-        storages.append(StorageInfo(key, table.dtype_for(key, entry.size), entry.data_offset, entry.size, *stated))
+        is_stated = entry.crc32 or not entry.size
+        fields = (entry.crc32, entry.crc_fields) if is_stated else (None, (), entry.crc_fields)
+        storages.append(StorageInfo(key, table.dtype_for(key, entry.size), entry.data_offset, entry.size, *fields))
     return sorted(storages, key=lambda storage: (storage.offset, storage.key))
 
 

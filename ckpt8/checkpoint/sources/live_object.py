@@ -18,8 +18,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from ckpt8.checkpoint.readers import open_checkpoint
-from ckpt8.checkpoint.readers.torch_zip import read_directory
-from ckpt8.checkpoint.tree import OpenCheckpoint, StorageInfo
+from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.core.arrays import Array
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
 from ckpt8.core.files.atomic import Partial, writing
@@ -129,7 +128,8 @@ def live_checkpoint(
                 # Other threads read the storages, each on a stream of its own: wait for what the caller has queued.
                 for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
                     torch.cuda.current_stream(device).synchronize()
-                places = with_crc_fields(skeleton)
+                # torch has left the checksums at zero.
+                places = [replace(s, crc_fields=s.crc_fields or s.zero_fields) for s in skeleton.storages]
                 yield LiveCheckpoint(
                     skeleton.format, skeleton.file, places, skeleton.tree, memory=storages, made=made or {}
                 )
@@ -178,9 +178,3 @@ def torch_writes() -> Iterator[None]:
         if not any(words in str(exc) for words in _WRITER_SAYS):
             raise
         raise OSError(errno.EIO, "torch cannot write the file; is the disk full?") from exc
-
-
-def with_crc_fields(skeleton: OpenCheckpoint) -> list[StorageInfo]:
-    """The storages with the places of their checksums, which torch has left at zero."""
-    fields = {entry.data_offset: entry.crc_fields for entry in read_directory(skeleton.file)}
-    return [replace(storage, crc_fields=fields[storage.offset]) for storage in skeleton.storages]
