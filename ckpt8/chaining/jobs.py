@@ -38,8 +38,8 @@ from ckpt8.core.files.source_file import RemotePath, reading
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
-from ckpt8.inspecting.checkpoint import predicted_bytes
 from ckpt8.inspecting.facts import asked_words
+from ckpt8.inspecting.prediction import predicted_bytes
 from ckpt8.inspecting.verify import verify
 
 Look = tuple[tuple[str, int, int, int, int], ...]

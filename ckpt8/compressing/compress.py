@@ -47,6 +47,7 @@ from ckpt8.container.bases import looked_for_in
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, WrongTypeError, require
 from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
@@ -151,16 +152,57 @@ def compress(
     source = as_path(source)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error, progress)
+    return _compress_path(
+        source, target, policy, options, base, base_dirs, frozen_from, device=device, force=force, containers=False
+    )
+
+
+def coarsen(
+    container: Path,
+    target: Path,
+    *,
+    preset: str | None,
+    budget: float | None,
+    base: Path | None,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress = no_progress,
+) -> Manifest:
+    """Compress what a container holds again, which states the error of both together. Raises as ``compress``.
+
+    ``target`` may be the container itself.
+    """
+    with ContainerReader(container) as reader:
+        options = Options(threads, progress=progress, earlier=reader.manifest.stated_as_earlier)
+    policy = Policy.of(preset, (), budget)
+    return _compress_path(container, target, policy, options, base, force=force, containers=True)
+
+
+def _compress_path(
+    source: Path,
+    target: str | os.PathLike[str] | None,
+    policy: Policy,
+    options: Options,
+    base: str | os.PathLike[str] | Auto | None,
+    base_dirs: Sequence[str | os.PathLike[str]] = (),
+    frozen_from: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    force: bool,
+    containers: bool,
+) -> Manifest:
+    """``compress`` of a source that may be a container, if ``containers``."""
     gpu = requested(device)
     target = None if target is None else as_path(target)
     _refuse_frozen(default_target(source) if target is None else target, frozen_from)
-    target = target_of(source, target, force=force)
+    if target is None or not (containers and resolved(target) == resolved(source)):
+        target = target_of(source, target, force=force)
     asked = wanted(base)
     frozen = checked_frozen(frozen_from, asked)
     with (
         looked_for_in(base_dirs),
         as_private_as(source),
-        open_source(source, containers=False, decode=not policy.keeps_compressed) as bundle,
+        open_source(source, containers=containers, decode=not policy.keeps_compressed) as bundle,
     ):
         if not is_unicode(bundle.directory or source.name):
             raise InputError(f"{source}: its name is not valid UTF-8, and a container states it; rename it")

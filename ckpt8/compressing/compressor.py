@@ -198,6 +198,8 @@ def no_progress(_: int) -> None:
 class Options:
     """``max_update_error`` bounds max |Δu| of every parameter; without ``stats`` nothing is measured.
 
+    ``earlier`` is what the new manifest states of earlier compressions of the source.
+
     Raises UsageError for a bound that is negative or NaN, and for one without statistics.
     """
 
@@ -205,6 +207,7 @@ class Options:
     stats: bool = True
     max_update_error: float | None = None
     progress: Progress = no_progress
+    earlier: dict[str, float | None] | None = None
 
     def __post_init__(self) -> None:
         if self.max_update_error is not None and not self.max_update_error >= 0:
@@ -362,6 +365,7 @@ class Compressor:
         rules = [rule.text for rule in policy.rules]
         manifest = Manifest(f"ckpt8 {__version__}", policy.preset, rules, self._slab, frames.FRAME)
         manifest.budget = asdict(policy.budget) if policy.budget else None
+        manifest.earlier = self._options.earlier
         fill_manifest(manifest, self._source, self._plan, results)
         if self.base is not None and any(record.base is not None for record in manifest.storages):
             manifest.base = self.base

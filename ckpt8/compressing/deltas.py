@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from ckpt8.container.bases import find_base
 from ckpt8.container.manifest import MOST_LINKS, BaseRecord, Manifest
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.arrays import Arrays, floats
+from ckpt8.core.backend import Backend
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, RefusedError, UsageError
 from ckpt8.core.files.source_file import RemotePath, resolved
@@ -46,6 +47,27 @@ from ckpt8.core.workers import Workers
 
 class BrokenBaseError(InputError):
     """A part of a base cannot be read."""
+
+
+class Base(Protocol):
+    """What a plan is continued from: an open container, or one that is only planned."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its storages and tensors."""
+
+    @property
+    def backend(self) -> Backend:
+        """What encodes its parts."""
+
+    def codec(self, storage: int) -> Codec:
+        """The codec of a storage."""
+
+    def whole_bytes(self, storage: int) -> float:
+        """What a storage takes where it is no difference."""
+
+    def parts(self, storage: int, chunk: int, codec: Codec) -> Arrays:
+        """What the parts of a chunk under ``codec`` count from, or those of its first SAMPLE elements."""
 
 
 class OpenBase(Closing):
@@ -66,6 +88,24 @@ class OpenBase(Closing):
     def close(self) -> None:
         """Close the base and the files below it."""
         self.reader.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its own, without those of the files below it."""
+        return self.reader.manifest
+
+    @property
+    def backend(self) -> Backend:
+        """What its reader decodes with."""
+        return self.reader.backend
+
+    def codec(self, storage: int) -> Codec:
+        """The codec of a storage."""
+        return self.reader.codec(storage)
+
+    def whole_bytes(self, storage: int) -> float:
+        """What a storage takes where it is no difference: here or in a file below. Raises InputError."""
+        return self.reader.whole_bytes(storage)
 
     def check_target(self, target: Path) -> None:
         """Raise UsageError where writing ``target`` would replace the base or a file below it, InputError for these."""
@@ -184,7 +224,7 @@ _WORTH_IT = 0.95
 """A chain goes on where a difference takes less than this part of the whole."""
 
 
-def continue_base(plan: Plan, source: Bundle, base: OpenBase, threads: int | None = None) -> tuple[Plan, str | None]:
+def continue_base(plan: Plan, source: Bundle, base: Base, threads: int | None = None) -> tuple[Plan, str | None]:
     """The plan with differences to ``base`` where they pay, and why a new chain had better begin, or None.
 
     Raises InputError.
@@ -193,7 +233,7 @@ def continue_base(plan: Plan, source: Bundle, base: OpenBase, threads: int | Non
     streams = continued.by_index
     frozen = still_frozen(plan, source, base, threads)
     streams.update(frozen)
-    partners = find_partners(plan, base.reader.manifest)
+    partners = find_partners(plan, base.manifest)
     with Workers(threads) as workers:
 
         def tried(candidates: Sequence[_Candidate]) -> list[_Trial]:
@@ -223,7 +263,7 @@ def continue_base(plan: Plan, source: Bundle, base: OpenBase, threads: int | Non
     return continued, "the run was resumed from a lossy container on the same lattice" if resumed else why_new
 
 
-def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -> list[_Candidate]:
+def _candidates(streams: Iterable[Stream], partners: Partners, base: Base) -> list[_Candidate]:
     """The streams that may be differences."""
     candidates = []
     for stream in streams:
@@ -232,14 +272,14 @@ def _candidates(streams: Iterable[Stream], partners: Partners, base: OpenBase) -
             continue
         if stream.spec.role is Role.MOMENT1 and not isinstance(stream.codec, MomentLattice):
             continue
-        below = base.reader.codec(partner)
+        below = base.codec(partner)
         codec = stream.codec.continued(below) or stream.codec
-        if base.reader.manifest.storages[partner].pack is None and codec.counts_from(below):
+        if base.manifest.storages[partner].pack is None and codec.counts_from(below):
             candidates.append(_Candidate(stream, partner, codec))
     return candidates
 
 
-def _try(candidate: _Candidate, source: Bundle, base: OpenBase) -> _Trial | None:
+def _try(candidate: _Candidate, source: Bundle, base: Base) -> _Trial | None:
     """Encode a sample as a difference; None where that is refused. Thread-safe. Raises InputError."""
     stream, codec = candidate.stream, candidate.codec
     chunk = (header.chunk_count(stream.spec.numel) - 1) // 2
@@ -248,7 +288,7 @@ def _try(candidate: _Candidate, source: Bundle, base: OpenBase) -> _Trial | None
     spec = replace(stream.spec, shape=(count,))
     expected = codec.layout(spec)
     below = {name: part[: expected[name].numel] for name, part in base.parts(candidate.partner, chunk, codec).items()}
-    backend = base.reader.backend
+    backend = base.backend
     try:
         own = codec.encode_arrays(x, spec, backend=backend, first=first, inherited=below)
         parts = packing.difference(own, below, backend)
@@ -279,12 +319,12 @@ def _outgrown(plan: Plan, candidates: Iterable[_Candidate]) -> bool:
     return any(left < -_MOST_TAKEN * moments for left, moments in left_over(plan, codecs).values())
 
 
-def _whole(stream: Stream, partners: Partners, base: OpenBase) -> float:
+def _whole(stream: Stream, partners: Partners, base: Base) -> float:
     """The bytes that a storage is expected to take whole: what its partner takes."""
     partner = partners.get(stream.index)
     if partner is None:
         return stream.storage.nbytes
-    codec, size = base.reader.codec(partner), base.reader.whole_bytes(partner)
+    codec, size = base.codec(partner), base.whole_bytes(partner)
     if isinstance(codec, DitheredLattice) and isinstance(stream.codec, DitheredLattice):
         # A code takes a quarter of a bit less for each quarter octave of a larger step.
         return max(size + (codec.k - stream.codec.k) / 32 * stream.spec.numel, 0.0)

@@ -28,7 +28,7 @@ from ckpt8.core.tensors import Role
 from ckpt8.core.workers import Workers
 
 if TYPE_CHECKING:
-    from ckpt8.compressing.deltas import OpenBase
+    from ckpt8.compressing.deltas import Base
 
 FROZEN = "frozen: equal to that in the base"
 """The reason of a storage that is lossless since its base holds it bit for bit."""
@@ -57,17 +57,17 @@ def kept_frozen(plan: Plan, source: Bundle, policy: Policy) -> dict[int, Stream]
     }
 
 
-def frozen_in(plan: Plan, source: Bundle, base: OpenBase, threads: int | None) -> dict[int, Stream]:
+def frozen_in(plan: Plan, source: Bundle, base: Base, threads: int | None) -> dict[int, Stream]:
     """The streams of ``plan`` that ``base`` holds bit for bit, by index, as differences to it.
 
     Raises InputError, and BrokenBaseError for what cannot be read of the base.
     """
-    return _equal(plan, source, base, range(len(base.reader.manifest.storages)), threads)
+    return _equal(plan, source, base, range(len(base.manifest.storages)), threads)
 
 
-def still_frozen(plan: Plan, source: Bundle, base: OpenBase, threads: int | None) -> dict[int, Stream]:
+def still_frozen(plan: Plan, source: Bundle, base: Base, threads: int | None) -> dict[int, Stream]:
     """As ``frozen_in``, of the storages that are frozen in ``base`` itself."""
-    storages = base.reader.manifest.storages
+    storages = base.manifest.storages
     among = [index for index, record in enumerate(storages) if record.reason in (FROZEN, KEPT)]
     return _equal(plan, source, base, among, threads)
 
@@ -80,13 +80,13 @@ def _large_weights(plan: Plan) -> list[Stream]:
     return [stream for stream in weights if stream.spec.numel > _LEAST and stream.codec.copied is None]
 
 
-def _equal(plan: Plan, source: Bundle, base: OpenBase, among: Iterable[int], threads: int | None) -> dict[int, Stream]:
+def _equal(plan: Plan, source: Bundle, base: Base, among: Iterable[int], threads: int | None) -> dict[int, Stream]:
     streams = _large_weights(plan)
     wanted = {(stream.spec.dtype, stream.spec.numel) for stream in streams}
     found: dict[Hashable, list[int]] = defaultdict(list)
     for index in among:
-        record = base.reader.manifest.storages[index]
-        is_partner = record.pack is None and base.reader.codec(index) == LOSSLESS
+        record = base.manifest.storages[index]
+        is_partner = record.pack is None and base.codec(index) == LOSSLESS
         if is_partner and (record.dtype, record.numel) in wanted:
             found[record.dtype, record.numel, _digest(_stored(base, index, 0)[:_HEAD])].append(index)
 
@@ -103,7 +103,7 @@ def _equal(plan: Plan, source: Bundle, base: OpenBase, among: Iterable[int], thr
         return {stream.index: stream for stream in workers.map(frozen, streams) if stream is not None}
 
 
-def _is_equal(stream: Stream, source: Bundle, base: OpenBase, index: int) -> Iterator[bool]:
+def _is_equal(stream: Stream, source: Bundle, base: Base, index: int) -> Iterator[bool]:
     """Chunk by chunk, whether a storage of the base has the same bits."""
     for chunk in range(header.chunk_count(stream.spec.numel)):
         count = stream.chunk_spec(chunk).numel
@@ -111,11 +111,11 @@ def _is_equal(stream: Stream, source: Bundle, base: OpenBase, index: int) -> Ite
         yield same_bits(own, _stored(base, index, chunk))
 
 
-def _stored(base: OpenBase, index: int, chunk: int) -> Array:
+def _stored(base: Base, index: int, chunk: int) -> Array:
     """The decoded elements of a chunk."""
-    spec = base.reader.chunk_spec(index, chunk)
+    spec = header.chunk_spec(base.manifest.storages[index].spec, chunk)
     elements = empty(spec.numel, spec.dtype)
-    LOSSLESS.decode_arrays(base.parts(index, chunk, LOSSLESS), spec, elements, backend=base.reader.backend)
+    LOSSLESS.decode_arrays(base.parts(index, chunk, LOSSLESS), spec, elements, backend=base.backend)
     return elements
 
 

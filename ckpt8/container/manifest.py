@@ -37,7 +37,7 @@ from ckpt8.container.header import (
     REFERENCE_VERSION,
     SHARED_VERSION,
 )
-from ckpt8.container.steps import error_in_words, step_facts
+from ckpt8.container.steps import added, error_in_words, step_facts
 from ckpt8.core.json_text import Fields, as_count, as_object, as_text, below, or_null
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.tensors import DType, PartSpec, Role, Strided, TensorSpec
@@ -385,6 +385,8 @@ class Manifest(Summarised):
     """The records of a container. ``slab`` and ``frame`` count elements; ``directory`` names a source directory.
 
     ``budget`` holds the fields of ``compressing.policy.Budget``, None without one. ``base`` is that of a delta.
+    ``earlier`` is the error of what was compressed, where that came from another lossy container: its ``steps``, or
+    None where they are unknown.
     ``key_reason`` says why a new file is none although a base was looked for; it is not stored. ``stored_nbytes`` are
     the bytes of the container; None for one that is not written yet.
     """
@@ -401,6 +403,7 @@ class Manifest(Summarised):
     directory: str | None = None
     packs: list[Pack] = field(default_factory=list)
     budget: dict[str, float] | None = None
+    earlier: dict[str, float | None] | None = None
     base: BaseRecord | None = None
     slices: list[SliceRecord] = field(default_factory=list)
     key_reason: str | None = field(default=None, compare=False)
@@ -426,9 +429,12 @@ class Manifest(Summarised):
 
     @property
     def error_in_steps(self) -> float | None:
-        """The error in steps of the optimizer; None where it was not measured, 0.0 where every tensor is exact."""
+        """The error in steps of the optimizer; None where it was not measured, 0.0 where every tensor is exact.
+
+        Errors of earlier compressions are added: it is then an upper bound.
+        """
         figures = self._step_figures()
-        return figures["steps"] if figures else 0.0
+        return added(figures["steps"] if figures else 0.0, self.earlier)
 
     @property
     def expected_drift(self) -> tuple[float, float] | None:
@@ -445,10 +451,15 @@ class Manifest(Summarised):
         """Whether any tensor comes back with other values."""
         return any(codec_from_config(record.codec).measured_as is not None for record in self.storages)
 
+    @property
+    def stated_as_earlier(self) -> dict[str, float | None] | None:
+        """What a container that is made of the decoded values states as ``earlier``; None where they are exact."""
+        return {"steps": self.error_in_steps} if self.is_lossy or self.earlier is not None else None
+
     def _step_figures(self) -> dict[str, Any] | None:
         """The figures in steps; None where every tensor is exact."""
         facts = step_facts(self, lambda names: len(list(names)))
-        return facts if facts and facts["changed"]["of"] else None
+        return facts if facts and (facts["changed"]["of"] or self.earlier is not None) else None
 
     @property
     def version(self) -> str:

@@ -71,6 +71,7 @@ def manifest_json(manifest: Manifest) -> dict[str, Any]:
     shares = bool(manifest.packs)
     optional = {
         "budget": manifest.budget,
+        "earlier": manifest.earlier,
         "base": None if manifest.base is None else plain_json(manifest.base),
         "directory": manifest.directory,
         "slices": _slices_json(manifest.slices) if manifest.slices else None,
@@ -262,6 +263,13 @@ def _as_budget(value: Any) -> dict[str, float]:
     return value  # type: ignore[no-any-return]
 
 
+def _as_earlier(value: Any) -> dict[str, float | None]:
+    steps: Any = as_object(value).get("steps")
+    if steps is not None and not (type(steps) in (int, float) and 0 <= steps < LARGEST):
+        raise ValueError
+    return {"steps": steps}
+
+
 _MANIFEST: dict[str, Reader[Any]] = {
     "writer": as_text,
     "preset": as_text,
@@ -270,6 +278,7 @@ _MANIFEST: dict[str, Reader[Any]] = {
     "frame": as_count,
     "directory": or_null(as_text),
     "budget": or_null(_as_budget),
+    "earlier": or_null(_as_earlier),
 }
 _FRAMES: dict[str, Reader[Any]] = {"lengths": as_counts, "crcs": partial(as_counts, limit=1 << 32), "modes": _as_modes}
 _STORAGE: dict[str, Reader[Any]] = {

@@ -133,8 +133,12 @@ def interval(drift: Mapping[str, float] | None) -> str:
 
 def error_in_words(figures: Mapping[str, Any] | None) -> str:
     """The error in steps and the loss drift to expect, in a line, or why there is no figure."""
-    if figures is None or not figures["changed"]["of"]:
+    earlier = None if figures is None else figures.get("earlier")
+    if figures is None or not (figures["changed"]["of"] or earlier):
         return "none, every tensor comes back bit for bit"
+    own = figures["steps"] if figures["changed"]["of"] else 0.0
+    if earlier and own is not None:
+        return f"{own:.3g} steps of the optimizer, after {earlier_in_words(own, earlier)}"
     if figures["steps"] is not None:
         predicted = f"expected loss drift {interval(figures['drift'])}" if figures["drift"] else UNPREDICTED
         return f"{figures['steps']:.3g} steps of the optimizer, {predicted}"
@@ -143,6 +147,20 @@ def error_in_words(figures: Mapping[str, Any] | None) -> str:
     vague = (UNMOVED, _UNSTEPPED)
     reason = next((reason for reason in reasons if reason not in vague), (reasons or [NOT_MEASURED])[0])
     return f"unknown in steps of the optimizer: {reason}"
+
+
+def added(steps: float | None, earlier: Mapping[str, float | None] | None) -> float | None:
+    """An error in steps with that of earlier compressions, at most; None where one is unknown."""
+    before = 0.0 if earlier is None else earlier["steps"]
+    return None if steps is None or before is None else steps + before
+
+
+def earlier_in_words(steps: float | None, earlier: Mapping[str, float | None]) -> str:
+    """What a container says of earlier compressions, whose error adds to its own error in steps."""
+    total = added(steps, earlier)
+    if total is None:
+        return "an earlier compression whose error is unknown"
+    return f"an earlier compression with {earlier['steps']:.3g}: {total:.3g} at most in all"
 
 
 def number(record: Mapping[str, Any], key: str) -> float:
@@ -184,11 +202,14 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
     rates that it counts with. ``changed`` counts the elements of lossy storages: those in it, and all. ``fallbacks``
     are the storages that the codecs of a budget do not keep, by reason, and ``capped`` the elements of weights whose
     steps are the largest that the budget allows. ``count`` counts parameters by their names.
+
+    ``earlier`` is there where the source came from another lossy container, see ``Manifest``. No drift is predicted
+    then.
     """
     storages = manifest.storages
     kinds = [codec_from_config(storage.codec).measured_as for storage in storages]
     lossy = {index for index, kind in enumerate(kinds) if kind is not None}
-    if not lossy and manifest.budget is None:
+    if not lossy and manifest.budget is None and manifest.earlier is None:
         return None
     optimizers = grouped(
         (_stated(parameter, "optimizer") or 0, (parameter, error))
@@ -208,6 +229,8 @@ def step_facts(manifest: Manifest, count: Count) -> dict[str, Any] | None:
         figures |= {"steps": None, **dict.fromkeys(PARTS), "drift": None}
     elif figures["drift"] is not None and any(row["reason"] != COPY for row in outside):
         figures["drift"]["is_open"] = True
+    if manifest.earlier is not None:
+        figures |= {"drift": None, "earlier": manifest.earlier}
     weights = [index for index, kind in enumerate(kinds) if kind == "lattice"]
     unbudgeted = [storages[index] for index in sorted(lossy) if storages[index].codec["id"] not in _ARCHIVED]
     return {

@@ -176,7 +176,7 @@ class Facts:
     """``bytes`` are those of the original, ``counted`` the step in the state of an optimizer.
 
     ``trains``: a file that is not compressed holds the state of an optimizer and more. The rest is that of a container:
-    ``original`` is the name of what it was made from.
+    ``original`` is the name of what it was made from, ``earlier`` the error in steps that this states.
     """
 
     format: str
@@ -189,6 +189,7 @@ class Facts:
     seal: str | None = None
     base: BaseRecord | None = None
     error: StepError | None = None
+    earlier: dict[str, float | None] | None = None
 
 
 _LONGEST_STATE = 16 << 20
@@ -211,6 +212,7 @@ def read_container(path: Path) -> Facts:
             asked=asked_words(manifest.preset, manifest.budget),
             seal=reader.seal.hex(),
             base=manifest.base,
+            earlier=manifest.earlier,
             error=sum_of_errors(read_step_error(parameter.steps) for parameter in manifest.parameters),
         )
 

@@ -33,7 +33,7 @@ from ckpt8.container.header import CONTAINER, container_names, is_meant_as_conta
 from ckpt8.container.joined import read_index
 from ckpt8.container.manifest import BaseRecord
 from ckpt8.container.sharded import INDEX, is_part
-from ckpt8.container.steps import step_figures
+from ckpt8.container.steps import added, step_figures
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.source_file import reading, refuse_url
@@ -161,7 +161,8 @@ class RunRecord(Summarised):
     ``kind`` is ``key`` for a container that needs no other, ``delta`` for one that needs its ``base``, ``raw`` for any
     other checkpoint, and None where damage hides it. ``asked`` is what it was compressed with. ``bytes`` are those of
     the original, ``stored_bytes`` those of its files now. ``step_from`` says where the step was found: ``file``,
-    ``name`` or ``optimizer``. ``steps`` is the measured error in steps of the optimizer. ``base`` is the name of its
+    ``name`` or ``optimizer``. ``steps`` is the measured error in steps of the optimizer, with those of
+    earlier compressions. ``base`` is the name of its
     base, ``missing`` where that is not to be found. ``damage`` says what does not hold: seal, length, or a head.
     """
 
@@ -374,7 +375,9 @@ def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
         record.kind = "delta" if row.bases else "key"
     record.format = ", ".join(dict.fromkeys(facts.format for facts in heads)) or None
     record.bytes = None if record.damage else sum(facts.bytes for facts in heads)
-    record.steps = None if error is None else step_figures(error)["steps"]
+    earlier = first_known(facts.earlier for facts in heads)
+    steps = None if error is None else step_figures(error)["steps"]
+    record.steps = added(0.0 if record.asked == "lossless" else steps, earlier) if earlier else steps
     record.seal = row.seals[0] if len(row.seals) == 1 else None
     record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
     record.step, record.step_from = step_of(record.name, progress.step, first_known(facts.counted for facts in heads))

@@ -55,6 +55,7 @@ from ckpt8.cli.show.tables import (
     NO_TENSORS,
     codec_text,
     drift_text,
+    earlier_phrases,
     figure_phrases,
     healing_line,
     number,
@@ -250,7 +251,7 @@ def step_rows(steps: Mapping[str, Any] | None) -> list[Row]:
         return []
     rows: list[Row] = [
         *([("error in steps", figure_phrases(steps))] if steps["steps"] is not None else []),
-        *(("error in steps", (phrase,)) for phrase in outside_phrases(steps)),
+        *(("error in steps", (phrase,)) for phrase in (*outside_phrases(steps), *earlier_phrases(steps))),
         *(("learning rate", (phrase,)) for phrase in rate_phrases(steps)),
         ("loss drift", drift_text(steps["drift"]).split(", ")),
     ]

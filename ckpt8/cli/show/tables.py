@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ckpt8.cli.guard import is_verbose
-from ckpt8.container.steps import PARTS, error_in_words, interval
+from ckpt8.container.steps import PARTS, earlier_in_words, error_in_words, interval
 from ckpt8.core.text import counted, percent, size
 
 _GAP = "  "
@@ -208,6 +208,7 @@ def step_lines(steps: Mapping[str, Any]) -> list[str]:
         *([f"steps         {whole}: {', '.join(parts)}"] if parts else []),
         *(f"steps         {phrase}" for phrase in outside_phrases(steps)),
         *(f"learning rate {phrase}" for phrase in rate_phrases(steps)),
+        *(f"earlier       {phrase}" for phrase in earlier_phrases(steps)),
         f"loss drift    {drift_text(steps['drift'])}",
     ]
     if capped := steps["capped"]["elements"]:
@@ -288,6 +289,12 @@ def figure_phrases(steps: Mapping[str, Any]) -> list[str]:
     """A known error in steps, the budget, over what it is, and its parts."""
     whole = " ".join(filter(None, (number(steps["steps"]), _budget_phrase(steps))))
     return [f"{whole} over {counted(steps['parameters'], 'parameter')}", *part_phrases(steps)]
+
+
+def earlier_phrases(steps: Mapping[str, Any]) -> list[str]:
+    """What is stated of earlier compressions."""
+    own = steps["steps"] if steps["changed"]["of"] else 0.0
+    return [f"after {earlier_in_words(own, steps['earlier'])}"] if "earlier" in steps else []
 
 
 def outside_phrases(steps: Mapping[str, Any]) -> list[str]:
