@@ -36,7 +36,7 @@ from ckpt8.compressing.chosen_base import (
     is_unlinked,
     wanted,
 )
-from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
+from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_check, no_progress
 from ckpt8.compressing.deltas import BrokenBaseError
 from ckpt8.compressing.device_encoder import choose_encoder
 from ckpt8.compressing.frozen_file import FrozenFile
@@ -159,23 +159,22 @@ def compress(
 
 def coarsen(
     container: Path,
-    target: Path,
     *,
     preset: str | None,
     budget: float | None,
     base: Path | None,
     threads: int | None = None,
-    force: bool = False,
-    progress: Progress = no_progress,
+    approve: Callable[[Path], object] = no_check,
 ) -> Manifest:
-    """Compress what a container holds again, which states the error of both together. Raises as ``compress``.
+    """Compress what a container holds again, into its own place; the new one states the error of both together.
 
-    ``target`` may be the container itself.
+    ``approve`` gets the path of the new one before it takes that place; what it raises keeps the old one. Raises as
+    ``compress``.
     """
     with ContainerReader(container) as reader:
-        options = Options(threads, progress=progress, earlier=reader.manifest.stated_as_earlier)
+        options = Options(threads, earlier=reader.manifest.stated_as_earlier, approve=approve)
     policy = Policy.of(preset, (), budget)
-    return _compress_path(container, target, policy, options, base, force=force, containers=True)
+    return _compress_path(container, container, policy, options, base, force=True, containers=True)
 
 
 def _compress_path(
@@ -191,11 +190,11 @@ def _compress_path(
     force: bool,
     containers: bool,
 ) -> Manifest:
-    """``compress`` of a source that may be a container, if ``containers``."""
+    """``compress``; with ``containers`` of a container, in its place."""
     gpu = requested(device)
     target = None if target is None else as_path(target)
     _refuse_frozen(default_target(source) if target is None else target, frozen_from)
-    if target is None or not (containers and resolved(target) == resolved(source)):
+    if target is None or not containers:
         target = target_of(source, target, force=force)
     asked = wanted(base)
     frozen = checked_frozen(frozen_from, asked)

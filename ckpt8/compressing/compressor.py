@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -194,11 +194,16 @@ def no_progress(_: int) -> None:
     """Show nothing. A function and no lambda: frameworks pickle objects that hold ``Options``."""
 
 
+def no_check(_: Path) -> None:
+    """Take any file as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """``max_update_error`` bounds max |Δu| of every parameter; without ``stats`` nothing is measured.
 
-    ``earlier`` is what the new manifest states of earlier compressions of the source.
+    ``earlier`` is what the new manifest states of earlier compressions of the source. ``approve`` is that of
+    ``ContainerWriter.finish``.
 
     Raises UsageError for a bound that is negative or NaN, and for one without statistics.
     """
@@ -208,6 +213,7 @@ class Options:
     max_update_error: float | None = None
     progress: Progress = no_progress
     earlier: dict[str, float | None] | None = None
+    approve: Callable[[Path], object] = no_check
 
     def __post_init__(self) -> None:
         if self.max_update_error is not None and not self.max_update_error >= 0:
@@ -373,7 +379,7 @@ class Compressor:
         for index, tensor in enumerate(manifest.tensors):
             if (key := self._slices.get(tensor.name)) is not None:
                 manifest.slices.append(SliceRecord(key[0], index, list(key[1])))
-        self.seal = writer.finish(manifest, partial(check_base, manifest.base))
+        self.seal = writer.finish(manifest, partial(check_base, manifest.base), self._options.approve)
         return manifest
 
     def _expect(self) -> None:

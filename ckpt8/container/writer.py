@@ -155,10 +155,16 @@ class ContainerWriter(Closing):
             del self._entries[mark:]
             self._output.rollback(self._position)
 
-    def finish(self, manifest: Manifest, last_look: Callable[[Path], object] = lambda _: None) -> bytes:
+    def finish(
+        self,
+        manifest: Manifest,
+        last_look: Callable[[Path], object] = lambda _: None,
+        approve: Callable[[Path], object] = lambda _: None,
+    ) -> bytes:
         """Write manifest, seal and header, and publish the file, see ``AtomicFile.publish``. Returns the seal.
 
-        Raises OutputError where it cannot be written, or where the reader would refuse what it states.
+        Before, ``approve`` gets the path of the whole file, which may have another name; what it raises keeps the old
+        file. Raises OutputError where it cannot be written, or where the reader would refuse what it states.
         """
         reserved = header.LENGTH_BYTES + self._header_size
         stored = pack_manifest(manifest_json(manifest), reserved + self._position + header.SEAL_BYTES)
@@ -170,7 +176,9 @@ class ContainerWriter(Closing):
         except ValueError:
             head = header.render([*self._entries, *ends], None, manifest.version)
         seal = hashlib.sha256(head + stored).digest()
-        self._check_readable(self._output.end(head, [stored, seal]))
+        written = self._output.end(head, [stored, seal])
+        self._check_readable(written)
+        approve(written)
         self._output.publish(last_look)
         manifest.stored_nbytes = len(head) + end
         return seal

@@ -101,10 +101,11 @@ class Measured:
 def measure(reader: ContainerReader, original: Path, workers: Workers, progress: Progress = lambda _: None) -> Measured:
     """Compare a container with the checkpoint it was made from.
 
-    Lossless storages must be equal, and lossy ones are measured. Raises CheckFailedError if the original has
-    another structure, InputError if either file is damaged.
+    Lossless storages must be equal, and lossy ones are measured. One that states an earlier compression was made from
+    a container. Raises CheckFailedError if the original has another structure, InputError if either file is damaged.
     """
-    with open_source(original, containers=False, decode=not Policy(reader.manifest.preset).keeps_compressed) as source:
+    decode = not Policy(reader.manifest.preset).keeps_compressed
+    with open_source(original, containers=reader.manifest.earlier is not None, decode=decode) as source:
         return measure_source(reader, source, workers, progress)
 
 
