@@ -19,6 +19,7 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from ckpt8 import nn, optim
     from ckpt8.chaining.chain import chain
+    from ckpt8.chaining.thin import thin
     from ckpt8.checkpoint.tree import Global, Inert
     from ckpt8.compressing.compress import compress, save
     from ckpt8.container.writer import rebase
@@ -62,6 +63,7 @@ _LOCATIONS = {
     "rebase": "ckpt8.container.writer:rebase",
     "resume": "ckpt8.restoring.resume.resume:resume",
     "runs": "ckpt8.inspecting.runs:runs",
+    "thin": "ckpt8.chaining.thin:thin",
     "verify": "ckpt8.inspecting.verify:verify",
     "CheckFailedError": "ckpt8.core.errors:CheckFailedError",
     "Ckpt8Error": "ckpt8.core.errors:Ckpt8Error",
@@ -101,6 +103,7 @@ __all__ = [
     "resume",
     "runs",
     "save",
+    "thin",
     "verify",
 ]
 

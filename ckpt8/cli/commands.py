@@ -25,6 +25,7 @@ from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import RemotePath, refuse_remote
 from ckpt8.core.grouping import grouped
+from ckpt8.core.public import parse_size
 from ckpt8.core.text import counted, listed, printable, size
 
 if TYPE_CHECKING:
@@ -723,7 +724,7 @@ def bench(
         return
     from ckpt8.cli.bench import run
 
-    size = run.parse_size(synthetic_size, "--size")
+    size = parse_size(synthetic_size, "--size")
     try:
         result = run.bench(checkpoint, size=size, threads=threads, repeat=repeat, scratch=scratch, say=_say)
     finally:

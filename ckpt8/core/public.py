@@ -6,6 +6,7 @@ A value of another type is a UsageError, before anything is done. Importing a pa
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
@@ -13,7 +14,7 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any, TypeVar, cast
 
-from ckpt8.core.errors import WrongTypeError
+from ckpt8.core.errors import UsageError, WrongTypeError
 from ckpt8.core.text import shortened
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -157,3 +158,20 @@ def lazy_names(package: str, locate: Callable[[], Mapping[str, str]]) -> Callabl
         return resolve(locations[name])
 
     return find
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**k for k, prefix in enumerate("kmgt", 1)},
+    **{f"{prefix}ib": 1024**k for k, prefix in enumerate("kmgt", 1)},
+}
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of ``1.5GB``, ``250 MB``, ``8GiB`` or ``2.5e8``. Raises UsageError that names the option."""
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    count = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
+    if not 1 <= count < 1 << 62:
+        raise UsageError(f"{option} {text}: expected a number of bytes, as in 1.5GB or 2.5e8")
+    return int(count)

@@ -13,7 +13,6 @@ follows from its values, so that only a real one says that.
 import math
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,26 +35,11 @@ from ckpt8.cli.bench import files, library, probe
 from ckpt8.cli.bench.library import BACKGROUND, COPY, IN_MEMORY, TWICE, survey
 from ckpt8.cli.bench.probe import DCP, PEERS, START, ZIPNN, Run, Source, remove, run_child
 from ckpt8.cli.show.tables import Table
-from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
+from ckpt8.core.errors import Ckpt8Error, OutputError, require
 from ckpt8.core.files.atomic import temporary_directory
 from ckpt8.core.files.source_file import refuse_url
 from ckpt8.core.text import counted, printable_tree, size
 from ckpt8.core.workers import default_threads
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{prefix}b": 1000**k for k, prefix in enumerate("kmgt", 1)},
-    **{f"{prefix}ib": 1024**k for k, prefix in enumerate("kmgt", 1)},
-}
-
-
-def parse_size(text: str, option: str) -> int:
-    """Bytes of ``1.5GB``, ``250 MB``, ``8GiB`` or ``2.5e8``. Raises UsageError that names the option."""
-    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
-    count = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
-    require(1 <= count < 1 << 62, f"{option} {text}: expected a number of bytes, as in 1.5GB or 2.5e8", UsageError)
-    return int(count)
 
 
 def in_gigabytes(count: float) -> str:

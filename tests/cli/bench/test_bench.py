@@ -28,8 +28,9 @@ from ckpt8.cli.bench import files, library, probe
 from ckpt8.cli.bench import run as sizes
 from ckpt8.cli.bench.library import COPY, IN_MEMORY, survey
 from ckpt8.cli.bench.probe import DCP, START, ZIPNN, SessionPeak, run_child
-from ckpt8.cli.bench.run import MODULES, bench, parse_size, show_bench
+from ckpt8.cli.bench.run import MODULES, bench, show_bench
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError
+from ckpt8.core.public import parse_size
 
 MEASURED = [name for name in MODULES if name != ZIPNN]
 

@@ -1,0 +1,403 @@
+"""``ckpt8.thin``: a run in so much room. It plans, and does what it planned where it is asked to.
+
+What goes, goes first, and frees its room. Then the oldest checkpoint is compressed, verified against what it was made
+from, and takes its place; then the next one. After each of them the rest is planned again with the size that it really
+has, so that the run takes no more than the room in the end. A container is compressed from the original where that is
+there. Otherwise from what it holds; errors then add up, which it states: see ``Manifest.earlier``.
+
+A process that is killed leaves each checkpoint as it was or as it becomes. What is a base of others is linked into
+``bases/`` before it changes, and frees its room once nothing needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ckpt8.chaining.chain import REST, Rest, placed
+from ckpt8.chaining.jobs import Settings, refuse_removal, remove_verified
+from ckpt8.chaining.keeping import Keep
+from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
+from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.compressing.compress import coarsen, compress
+from ckpt8.container.kept_bases import KeptBases, drop_unneeded, remove_container
+from ckpt8.container.reader import ContainerReader
+from ckpt8.container.writer import rebase
+from ckpt8.core.errors import CheckFailedError, OutputError, UsageError, require
+from ckpt8.core.files.atomic import partial_path, remove, remove_abandoned_of, sync_directory, writing
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import refuse_remote
+from ckpt8.core.public import checked, parse_size
+from ckpt8.core.summary import Summarised
+from ckpt8.core.text import counted, listed, size
+from ckpt8.inspecting.runs import MISSING, RunRecord, runs
+from ckpt8.inspecting.verify import verify
+
+_SPARE = 1 << 20
+"""Bytes of the disk that stay free."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinRecord:
+    """One checkpoint: ``bytes`` now and ``then``, 0 for one that goes, with errors in ``steps`` and ``steps_then``.
+
+    ``becomes`` is ``as it is``, ``whole`` where a delta loses its base, ``.ckpt8 alone`` where the original beside it
+    goes, a preset or a budget, or ``gone``. ``base`` is the checkpoint that it is then a delta to. ``twice``: it is
+    compressed from a lossy container, and errors add up.
+    """
+
+    name: str
+    step: int | None
+    loss: float | None
+    bytes: int
+    then: int
+    becomes: str
+    steps: float | None
+    steps_then: float | None
+    base: str | None = None
+    twice: bool = False
+
+
+@dataclass(slots=True, repr=False)
+class Thinning(Summarised):
+    """What became of the checkpoints of a run, oldest first, or would become of them.
+
+    They take ``bytes`` now, with what is in ``bases/``, and ``then`` so many, of ``to`` that were given. On the way
+    ``needs`` bytes of the disk have to be free. ``applied`` says that it was done: sizes are then the real ones.
+    """
+
+    directory: str
+    records: list[ThinRecord]
+    bytes: int
+    then: int
+    to: int | None
+    needs: int
+    applied: bool = False
+
+    def __iter__(self) -> Iterator[ThinRecord]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @property
+    def gone(self) -> list[str]:
+        """The names of those that go."""
+        return [record.name for record in self.records if record.becomes == "gone"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "gone": self.gone}
+
+    def _summary(self) -> Iterator[tuple[str, str]]:
+        word = "takes" if self.applied else "would take"
+        yield "Thinning", f"{self.directory}: {counted(len(self), 'checkpoint')}, {len(self.gone):,} gone"
+        yield "size", f"{word} {size(self.then)}, of {size(self.bytes)}"
+        yield "needs", f"{size(self.needs)} free on the disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is asked for. ``room`` is in bytes, None for as much as it takes."""
+
+    keep: Keep
+    room: int | None
+    rungs: Sequence[Rung]
+    protect: Sequence[str]
+    delta: bool
+    threads: int | None
+
+    @classmethod
+    def of(
+        cls,
+        keep: str | None,
+        to: int | str | None,
+        finest: str = "flash",
+        coarsest: str = "budget:5",
+        protect: Sequence[str] = (),
+        *,
+        delta: bool = True,
+        threads: int | None = None,
+    ) -> Options:
+        """The options of public functions. Raises UsageError."""
+        require(keep is not None or to is not None, "thin: give rules (keep), a room (to), or both", UsageError)
+        room = parse_size(to, "to") if isinstance(to, str) else to
+        require(room is None or room > 0, f"to is a number of bytes above 0, not {room}", UsageError)
+        return cls(Keep.of(keep), room, rungs_between(finest, coarsest), protect, delta, threads)
+
+
+class Thinner:
+    """The checkpoints of a run, what becomes of each, and how to do it. ``tell`` gets a line about what is done.
+
+    Raises InputError for a folder without a run or with several.
+    """
+
+    def __init__(self, directory: Path, options: Options, tell: Callable[[str], object] = lambda _: None) -> None:
+        self._directory, self._options, self._tell = directory, options, tell
+        self._run = runs(directory)
+        folders = list(dict.fromkeys(record.run for record in self._run))
+        require(
+            len(folders) == 1,
+            f"{directory}: holds several runs, in {listed(name or '.' for name in folders)}; give the folder of one",
+        )
+        self._folder = directory / folders[0]
+        self._items = [_item(directory, record, options) for record in self._run]
+        records = [item.record for item in self._items]
+        numbers = {record.name: index for index, record in enumerate(records)}
+        for item in self._items:
+            item.base = numbers.get(item.record.base or "")
+        # What is only in ``bases/`` is counted to the end: some delta that stays may need it.
+        self._outside = self._run.bases_bytes
+        firm = {index for index, item in enumerate(self._items) if not item.may_go}
+        self._kept = options.keep.kept(records) | firm
+        self._firm = self._kept if options.keep.is_given else firm | {len(records) - 1}
+        self._planner = Planner(
+            self._items,
+            delta=options.delta,
+            threads=options.threads,
+            tell=lambda name: tell(f"{name}: predicting its delta"),
+        )
+
+    def plan(self) -> Thinning:
+        """What would become of the checkpoints. Raises OutputError where they do not fit."""
+        for index, item in enumerate(self._items):
+            if not item.choices:
+                is_open = self._options.room is not None and index in self._kept and item.may_change
+                if is_open:
+                    self._tell(f"{item.record.name}: predicting sizes")
+                item.add_choices(self._options.rungs if is_open else (), self._options.threads)
+        forms = self._forms()
+        then = sum(form.nbytes for form in forms) + self._outside
+        records = [self._record(index, form) for index, form in enumerate(forms)]
+        room, before = self._options.room, sum(item.nbytes for item in self._items) + self._outside
+        return Thinning(str(self._directory), records, before, then, room, self._needs(forms))
+
+    def apply(self) -> Thinning:
+        """Do it. Raises OutputError where the disk has too little room, CheckFailedError where a figure fails.
+
+        What was done until then stays.
+        """
+        planned, free = self.plan(), shutil.disk_usage(self._folder).free
+        require(
+            planned.needs <= free,
+            f"{self._directory}: needs {size(planned.needs)} free, and the disk has {size(free)}; nothing was changed",
+            OutputError,
+        )
+        with writing(self._folder):
+            remove_abandoned_of(".*?", list(self._folder.iterdir()))
+        forms = self._forms()
+        for index, form in enumerate(forms):
+            if form.is_rebased:
+                self._do(index, form)
+        for index, form in enumerate(forms):
+            if form.choice is None:
+                self._do(index, form)
+        for index in range(len(self._items)):
+            if index not in self._planner.done:
+                self._do(index, self._forms()[index])
+        with KeptBases(self._folder) as kept:
+            kept.link_needed()
+        drop_unneeded(self._folder)
+        after = runs(self._directory).totals()
+        records = [self._record(index, self._planner.done[index]) for index in range(len(self._items))]
+        return replace(planned, records=records, then=after["stored_bytes"] + after["raw_bytes"], applied=True)
+
+    def _forms(self) -> list[Form]:
+        room = self._options.room
+        try:
+            return self._planner.plan(None if room is None else room - self._outside, self._kept, self._firm)
+        except RoomError as exc:
+            raise OutputError(
+                f"{self._directory}: what has to stay takes about {size(exc.least + self._outside)} at "
+                f"{self._options.rungs[-1].name}, more than {size(room or 0)}; keep fewer, or give more room"
+            ) from None
+
+    def _record(self, index: int, form: Form) -> ThinRecord:
+        item, choice = self._items[index], form.choice
+        record, is_packed = item.record, item.packed is not None and item.raw is None
+        name = "gone" if choice is None else "whole" if form.is_rebased else choice.name
+        return ThinRecord(
+            record.name,
+            record.step,
+            record.loss if record.val_loss is None else record.val_loss,
+            item.nbytes,
+            form.nbytes,
+            name,
+            record.steps if is_packed else 0.0,
+            None if choice is None else choice.steps,
+            None if form.base is None else self._items[form.base].record.name,
+            twice=is_packed and choice is not None and choice.rung is not None,
+        )
+
+    def _needs(self, forms: Sequence[Form]) -> int:
+        """The bytes that have to be free, at most, while it is done: see ``apply`` for the order."""
+        taken = most = 0
+        held: dict[int, int] = {}
+        done: set[int] = set()
+
+        def settle(index: int) -> int:
+            """What is freed once an item is done: its old files, and those of bases that nothing needs any more."""
+            done.add(index)
+            item = self._items[index]
+            freed = item.record.raw_bytes if item.packed else item.nbytes
+            if item.packed:
+                held[index] = item.record.stored_bytes
+            free = [base for base in held if base in done and not self._needed(base, done)]
+            return freed + sum(held.pop(base) for base in free)
+
+        order = [index for index, form in enumerate(forms) if form.is_rebased]
+        order += [index for index, form in enumerate(forms) if form.choice is None]
+        order += [index for index, form in enumerate(forms) if form.choice is not None and form.choice.rung is not None]
+        for index in order:
+            taken += forms[index].nbytes
+            most = max(most, taken)
+            taken -= settle(index)
+        return most + _SPARE if order else 0
+
+    def _needed(self, base: int, done: set[int]) -> bool:
+        """Whether the old container of an item is below one that is not done yet."""
+        for index, item in enumerate(self._items):
+            below = item.base if index not in done else None
+            while below is not None:
+                if below == base:
+                    return True
+                below = self._items[below].base
+        return False
+
+    def _do(self, index: int, form: Form) -> None:
+        """Make an item what it becomes, and note what that takes."""
+        item, choice = self._items[index], form.choice
+        if choice is None:
+            self._tell(f"{item.record.name}: goes")
+        elif form.is_rebased:
+            self._tell(f"{item.record.name}: becomes whole")
+        elif choice.rung is not None:
+            self._tell(f"{item.record.name}: becomes {choice.name}")
+        with KeptBases(self._folder) as kept:
+            kept.link_needed()
+            if choice is None:
+                _remove(item)
+            elif form.is_rebased and item.packed is not None:
+                nbytes = rebase(item.packed, threads=self._options.threads).stat().st_size
+                form = replace(form, nbytes=form.nbytes - item.alone + nbytes)
+            elif choice.rung is not None:
+                form = self._compress(item, form, choice.rung)
+            elif choice.nbytes < item.nbytes and item.raw is not None:
+                remove_verified(item.raw, item.target, threads=self._options.threads)
+        drop_unneeded(self._folder)
+        self._planner.done[index] = form
+
+    def _compress(self, item: Item, form: Form, rung: Rung) -> Form:
+        """Compress an item, verify it, and have it take the place of what was there; its form with real figures."""
+        base = None if form.base is None else self._items[form.base].target
+        threads = self._options.threads
+        if item.raw is not None:
+            compress(
+                item.raw,
+                item.target,
+                preset=rung.preset,
+                budget=rung.budget,
+                base=base,
+                threads=threads,
+                force=item.packed is not None,
+            )
+            remove_verified(item.raw, item.target, threads=threads)
+        else:
+
+            def approve(written: Path) -> None:
+                result = verify(written, item.target, threads=threads)
+                require(
+                    not (result.failures or result.unmeasured),
+                    f"{item.target}: is kept: {next(iter(result.failures), 'the new one carries no statistics')}",
+                    CheckFailedError,
+                )
+
+            coarsen(item.target, preset=rung.preset, budget=rung.budget, base=base, threads=threads, approve=approve)
+        with ContainerReader(item.target) as reader:
+            steps, nbytes = reader.manifest.error_in_steps, reader.size
+        assert form.choice is not None  # noqa: S101 - it has a rung
+        choice = replace(form.choice, steps=steps, nbytes=nbytes if base is None else form.choice.nbytes)
+        return replace(form, choice=choice, nbytes=nbytes)
+
+
+def _item(directory: Path, record: RunRecord, options: Options) -> Item:
+    """A checkpoint with its files. What is damaged, not at rest, of several files or protected stays as it is."""
+    path = directory / record.name
+    is_plain = record.kind == "raw"
+    raw = path if is_plain else None if record.raw is None else path.with_name(record.raw.rpartition("/")[2])
+    packed = None if is_plain else path
+    target = path
+    is_free = record.problem is None and record.kind is not None
+    is_free &= not any(fnmatchcase(record.name, glob) for glob in options.protect)
+    is_free &= packed is None or packed.is_file()
+    if raw is not None and is_free:
+        job = placed(raw, Settings(), force=False, taken=set())
+        is_free = os.path.lexists(raw) and job.problem is None and Rest(REST, watched=False).problem(raw) is None
+        is_free &= packed is None or job.target == packed
+        target = job.target
+    item = Item(record, raw, packed, target, may_go=is_free, may_change=is_free)
+    if is_free and record.base not in (None, MISSING) and packed is not None:
+        with ContainerReader(packed) as reader:
+            item.alone = reader.size + sum(
+                reader.whole_bytes(index) - storage.stored_bytes
+                for index, storage in enumerate(reader.manifest.storages)
+                if storage.base is not None
+            )
+    return item
+
+
+def _remove(item: Item) -> None:
+    """Remove the files of a checkpoint. Raises OutputError."""
+    for path in filter(None, (item.raw, item.packed)):
+        refuse_removal(path)
+        with writing(path):
+            if path == item.packed:
+                remove_container(path)
+            elif is_directory(path):
+                aside = partial_path(path)
+                path.rename(aside)
+                remove(aside)
+            else:
+                path.unlink()
+            sync_directory(path.parent)
+
+
+@checked
+def thin(
+    directory: str | os.PathLike[str],
+    *,
+    keep: str | None = None,
+    to: int | str | None = None,
+    finest: str = "flash",
+    coarsest: str = "budget:5",
+    protect: Sequence[str] = (),
+    delta: bool = True,
+    apply: bool = False,
+    threads: int | None = None,
+    tell: Callable[[str], object] = lambda _: None,
+) -> Thinning:
+    """Fit a run into so much room, or say what that would do: compress old checkpoints more, and keep fewer.
+
+    ``keep`` are rules such as ``last:3,best:1,every:1000,log``, which add up; what none of them keeps goes. ``to`` is
+    the room in bytes, or as in "50GB". Where there are no rules, checkpoints go for the lack of room as well, the least
+    useful first; the newest stays. ``finest`` and ``coarsest`` are presets, or budgets as ``budget:5``: what is
+    compressed is that fine at most, and that coarse. Those whose names match one of ``protect`` stay as they are.
+    Without ``delta`` all files are whole. Nothing is changed unless ``apply``. ``tell`` gets a line about each step.
+
+    A checkpoint that is compressed is verified against what it was made from before that goes, as ``remove`` of
+    ``chain`` does. Raises InputError for a folder without checkpoints or with several runs, OutputError where they do
+    not fit or the disk has too little room, UsageError for the arguments.
+
+    >>> ckpt8.thin(".", keep="last:1").gone
+    []
+    """
+    path = as_path(directory)
+    refuse_remote(path)
+    options = Options.of(keep, to, finest, coarsest, protect, delta=delta, threads=threads)
+    thinner = Thinner(path, options, tell)
+    return thinner.apply() if apply else thinner.plan()
