@@ -37,6 +37,7 @@ from ckpt8.cli.guard import (
     usual_volume,
     waited,
 )
+from ckpt8.cli.thinning import thin
 from ckpt8.core.errors import CheckFailedError, UsageError, require
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.text import listed, printable, size
@@ -276,6 +277,7 @@ def diff(
 COMMANDS: tuple[Callable[..., None], ...] = (
     compress,
     chain,
+    thin,
     runs,
     inspect,
     restore,
@@ -291,6 +293,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 EXAMPLES: dict[str, tuple[str, str]] = {
     "compress": ("ckpt8 compress run.pt", "ckpt8 compress run/*.pt --preset archive --remove"),
     "chain": ("ckpt8 chain run/ --preset archive --remove", "ckpt8 chain run/ --watch --remove --keep-raw 2"),
+    "thin": ("ckpt8 thin run/ --to 50GB", "ckpt8 thin run/ --keep last:3,best:1,every:1000,log --apply"),
     "runs": ("ckpt8 runs run/", "ckpt8 runs run/ --html run.html"),
     "inspect": ("ckpt8 inspect run.pt", "ckpt8 inspect run.ckpt8 --against run.pt --html report.html"),
     "restore": ("ckpt8 restore run.ckpt8 -o back.pt", "ckpt8 restore broken.ckpt8 --salvage -o rest.pt"),

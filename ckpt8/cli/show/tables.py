@@ -20,7 +20,7 @@ from ckpt8.core.text import counted, percent, size
 _GAP = "  "
 _WORDS = (
     *("codec", "dtype", "shape", "reason", "role", "rule", "format", "such as"),
-    *("kind", "base", "made with", "state"),
+    *("kind", "base", "made with", "state", "becomes"),
 )
 """Columns of words."""
 
