@@ -281,10 +281,8 @@ class Planner:
                 continue
             choice = item.choices[number]
             if choice.rung is None:
-                base_number = None if item.base is None else state[item.base]
-                stays = item.base is None or (
-                    base_number is not None and self._items[item.base].choices[base_number].rung is None
-                )
+                base = None if item.base is None else forms[item.base]
+                stays = base is None or not (base.choice is None or base.choice.rung or base.is_rebased)
                 more = choice.nbytes - item.record.stored_bytes
                 forms.append(Form(choice, choice.nbytes if stays else item.alone + more, is_rebased=not stays))
                 last = -1

@@ -191,7 +191,8 @@ class Thinner:
         with writing(self._folder):
             remove_abandoned_of(".*?", list(self._folder.iterdir()))
         forms = self._forms()
-        for index, form in enumerate(forms):
+        # A delta before its base: in place that becomes another file.
+        for index, form in reversed([*enumerate(forms)]):
             if form.is_rebased:
                 self._do(index, form)
         for index, form in enumerate(forms):
@@ -250,7 +251,7 @@ class Thinner:
             free = [base for base in held if base in done and not self._needed(base, done)]
             return freed + sum(held.pop(base) for base in free)
 
-        order = [index for index, form in enumerate(forms) if form.is_rebased]
+        order = [index for index, form in enumerate(forms) if form.is_rebased][::-1]
         order += [index for index, form in enumerate(forms) if form.choice is None]
         order += [index for index, form in enumerate(forms) if form.choice is not None and form.choice.rung is not None]
         for index in order:

@@ -1,0 +1,336 @@
+"""A run in so much room: plans, what becomes of real checkpoints, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+
+import pytest
+import torch
+from chain_command_kit import age, make_run
+from disk_kit import flip_bit, longest_file
+from faults_kit import digest
+from typer.testing import CliRunner
+
+import ckpt8
+from ckpt8.chaining import thin as thinning
+from ckpt8.chaining.room import GONE, Choice, Item, Planner, RoomError, rungs_between
+from ckpt8.cli.app import app
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import CheckFailedError, InputError, OutputError, UsageError
+from ckpt8.inspecting.runs import RunRecord
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    make_run(folder, 8)
+    return folder
+
+
+@pytest.fixture
+def run(originals, tmp_path):
+    return shutil.copytree(originals, tmp_path / "run")
+
+
+def taken(folder):
+    """The bytes of all files, those with several names once."""
+    files = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return sum(files.values())
+
+
+def look(folder):
+    return {str(path.relative_to(folder)): digest(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def steps_of(folder):
+    return [record.step for record in ckpt8.runs(folder)]
+
+
+def check_kept(folder, originals, done):
+    """Each that stays is sound, comes back as far as it states, and holds the step that its name says."""
+    for record in done:
+        path = folder / record.name
+        container = path if path.exists() else path.with_suffix(".ckpt8")
+        if record.becomes == "gone":
+            assert not path.exists()
+            assert not path.with_suffix(".ckpt8").exists()
+            continue
+        original = originals / f"step-{record.step}.pt"
+        assert ckpt8.load(container)["step"] == record.step
+        if container.suffix == ".ckpt8" and not record.twice:
+            assert ckpt8.verify(container, original).failures == ()
+        assert container.stat().st_size == record.then
+    assert done.then == taken(folder)
+
+
+# Rooms
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2, 0.08, 0.04])
+def test_a_run_fits_the_room_as_planned(share, run, originals):
+    before, room = look(run), int(share * taken(run))
+    plan = ckpt8.thin(run, to=room)
+    assert look(run) == before
+    assert plan.bytes == taken(run)
+    done = ckpt8.thin(run, to=room, apply=True)
+    assert taken(run) <= room
+    # Of files of some 30 kB headers and manifests are a good part, which are predicted less well.
+    assert done.then == pytest.approx(plan.then, rel=0.15)
+    assert [record.becomes for record in done] == [record.becomes for record in plan]
+    check_kept(run, originals, done)
+    # The past is coarser than the present, and the newest is there.
+    errors = [record.steps_then for record in done if record.becomes != "gone"]
+    assert all(earlier >= 0.9 * later for earlier, later in pairwise(errors))
+    assert done.records[-1].becomes != "gone"
+    # Once more: nothing is left to do.
+    again = look(run)
+    assert all(record.becomes == "as it is" for record in ckpt8.thin(run, to=room, apply=True))
+    assert look(run) == again
+
+
+def test_a_delta_is_one_of_its_neighbour_and_can_lose_it(run):
+    done = ckpt8.thin(run, to=int(0.05 * taken(run)), apply=True)
+    deltas = [record for record in done if record.base]
+    assert deltas
+    for record in deltas:
+        with ContainerReader((run / record.name).with_suffix(".ckpt8")) as reader:
+            assert reader.manifest.base.path == str((run / record.base).with_suffix(".ckpt8").name)
+    base = (run / deltas[0].base).with_suffix(".ckpt8")
+    base.unlink()
+    assert ckpt8.load((run / deltas[0].name).with_suffix(".ckpt8"))["step"] == deltas[0].step
+
+
+def test_rules_alone_change_nothing_that_stays(run):
+    sums = look(run)
+    done = ckpt8.thin(run, keep="last:2,every:15", apply=True)
+    assert steps_of(run) == [15, 30, 35, 40]
+    assert look(run) == {name: sums[name] for name in look(run)}
+    assert done.gone == [f"step-{step}.pt" for step in (5, 10, 20, 25)]
+
+
+def test_what_rules_keep_does_not_go_for_the_lack_of_room(run):
+    room = int(0.15 * taken(run))
+    done = ckpt8.thin(run, keep="every:10", to=room, apply=True)
+    assert steps_of(run) == [10, 20, 30, 40]
+    assert taken(run) <= room
+    before = look(run)
+    with pytest.raises(OutputError, match=r"what has to stay takes about .* kB at budget:5, more than 2\.00 kB"):
+        ckpt8.thin(run, keep="every:10", to="2kB", apply=True)
+    assert look(run) == before
+    assert {record.becomes for record in done} == {"gone", *(r.becomes for r in done if r.step % 10 == 0)}
+
+
+def test_finest_coarsest_and_whole_files(run, originals):
+    room = int(0.3 * taken(run))
+    done = ckpt8.thin(run, to=room, finest="archive", coarsest="budget:3", delta=False, apply=True)
+    assert {record.becomes for record in done} <= {"as it is", "archive", "budget:2", "budget:3", "gone"}
+    assert not any(record.base for record in done)
+    check_kept(run, originals, done)
+
+
+def test_what_is_protected_stays_as_it_is(run):
+    sums = look(run)
+    ckpt8.thin(run, to=int(0.4 * taken(run)), protect=["step-5.*"], apply=True)
+    assert look(run)["step-5.pt"] == sums["step-5.pt"]
+    with pytest.raises(OutputError, match="what has to stay"):
+        ckpt8.thin(run, to=1000, protect=["*"])
+
+
+# Compressed before
+
+
+def test_errors_of_a_second_compression_add_up_and_are_an_upper_bound(run, originals):
+    ckpt8.chain(run, preset="archive", delta=False, remove=True)
+    first = {record.step: record.steps for record in ckpt8.runs(run)}
+    done = ckpt8.thin(run, to=int(0.6 * taken(run)), apply=True)
+    twice = [record for record in done if record.twice]
+    assert twice
+    check_kept(run, originals, done)
+    for record in twice:
+        container = run / record.name
+        with ContainerReader(container) as reader:
+            manifest = reader.manifest
+        assert manifest.earlier == {"steps": pytest.approx(first[record.step])}
+        own = ckpt8.inspect(container)["steps"]["steps"]
+        assert record.steps_then == manifest.error_in_steps == pytest.approx(own + first[record.step])
+        true = ckpt8.inspect(container, against=originals / f"step-{record.step}.pt")["steps"]["steps"]
+        assert own < true <= record.steps_then * (1 + 1e-6)
+        assert next(r.steps for r in ckpt8.runs(run) if r.step == record.step) == record.steps_then
+        assert "after an earlier compression" in repr(manifest)
+
+
+def test_nothing_is_compressed_twice_where_the_original_is_there(run, originals):
+    ckpt8.chain(run, preset="flash", delta=False)
+    done = ckpt8.thin(run, to=int(0.06 * taken(run)), apply=True)
+    assert not any(record.twice for record in done)
+    check_kept(run, originals, done)
+    for path in run.glob("*.ckpt8"):
+        with ContainerReader(path) as reader:
+            assert reader.manifest.earlier is None
+
+
+def test_an_original_beside_its_container_goes_first(run, originals):
+    packed = ckpt8.chain(run, preset="flash", delta=False)
+    done = ckpt8.thin(run, to=sum(outcome.stored for outcome in packed), apply=True)
+    assert {record.becomes for record in done} == {".ckpt8 alone"}
+    assert not list(run.glob("*.pt"))
+    check_kept(run, originals, done)
+
+
+def test_deltas_become_whole_before_what_they_need_goes(run, originals):
+    ckpt8.chain(run, preset="archive", remove=True)
+    assert any(record.base for record in ckpt8.runs(run))
+    bits = {record.step: ckpt8.load(run / record.name) for record in ckpt8.runs(run)}
+    done = ckpt8.thin(run, keep="last:3", apply=True)
+    assert steps_of(run) == [30, 35, 40]
+    assert "whole" in {record.becomes for record in done}
+    assert not (run / "bases").exists()
+    check_kept(run, originals, done)
+    for record in ckpt8.runs(run):
+        for name, weight in ckpt8.load(run / record.name)["model"].items():
+            assert torch.equal(weight, bits[record.step]["model"][name])
+
+
+def test_a_chain_of_the_command_is_compressed_again(run, originals):
+    ckpt8.chain(run, preset="archive", remove=True)
+    room = int(0.6 * taken(run))
+    done = ckpt8.thin(run, to=room, apply=True)
+    assert taken(run) <= room
+    check_kept(run, originals, done)
+
+
+# What stops it
+
+
+def test_a_full_disk_and_a_wrong_figure_leave_each_checkpoint_whole(run, originals, monkeypatch):
+    sums = look(run)
+    with longest_file(10_000), pytest.raises(OutputError):
+        ckpt8.thin(run, to=int(0.1 * taken(run)), apply=True)
+    assert look(run).items() <= sums.items()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 5000))
+    with pytest.raises(OutputError, match=r"needs .* free, and the disk has 5\.00 kB; nothing was changed"):
+        ckpt8.thin(run, to=int(0.1 * taken(run)), apply=True)
+    monkeypatch.undo()
+    ckpt8.chain(run, preset="flash", delta=False, remove=True)
+    packed = look(run)
+
+    def doubt(*_, **__):
+        raise CheckFailedError("no")
+
+    monkeypatch.setattr(thinning, "verify", doubt)
+    with pytest.raises(CheckFailedError):
+        ckpt8.thin(run, to=int(0.5 * taken(run)), apply=True)
+    assert look(run) == packed
+
+
+def test_damaged_young_and_packed_by_ranks_stay_as_they_are(run):
+    flip_bit(run / "step-40.pt", 10)
+    (run / "step-35.pt").touch()
+    sums = look(run)
+    done = ckpt8.thin(run, keep="last:1", apply=True)
+    assert {path.name for path in run.iterdir()} == {"step-35.pt", "step-40.pt"}
+    assert look(run).items() <= sums.items()
+    assert done.then == taken(run)
+
+
+def test_bad_input_is_one_line(run, tmp_path):
+    with pytest.raises(UsageError, match="give rules"):
+        ckpt8.thin(run)
+    with pytest.raises(UsageError, match="to fifty: expected a number of bytes"):
+        ckpt8.thin(run, to="fifty")
+    with pytest.raises(UsageError, match="'fast' is neither"):
+        ckpt8.thin(run, to=1, finest="fast")
+    with pytest.raises(UsageError, match="budget is a number of steps"):
+        ckpt8.thin(run, to=1, coarsest="budget:50")
+    with pytest.raises(UsageError, match="the finest, budget:5, is coarser than the coarsest, flash"):
+        ckpt8.thin(run, to=1, finest="budget:5", coarsest="flash")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(InputError, match="holds no checkpoint"):
+        ckpt8.thin(tmp_path / "other", to=1)
+    shutil.copytree(run, tmp_path / "other" / "a")
+    shutil.copytree(run, tmp_path / "other" / "b")
+    with pytest.raises(InputError, match="holds several runs, in a, b; give the folder of one"):
+        ckpt8.thin(tmp_path / "other", to=1)
+
+
+def test_directories_of_trainer(tmp_path):
+    from faults_kit import INPUTS
+
+    for step in (12, 24, 36):
+        shutil.copytree(INPUTS / "trainer-adamw", tmp_path / f"checkpoint-{step}")
+        state = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": step}))
+        age(tmp_path / f"checkpoint-{step}")
+    ckpt8.thin(tmp_path, keep="last:2", to=int(0.5 * taken(tmp_path)), apply=True)
+    assert steps_of(tmp_path) == [24, 36]
+    ckpt8.thin(tmp_path, keep="last:1", apply=True)
+    assert steps_of(tmp_path) == [36]
+    assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+# The command line
+
+
+def test_the_command_shows_a_table_and_one_object(run):
+    before = look(run)
+    shown = CliRunner().invoke(app, ["thin", str(run), "--to", f"{int(0.05 * taken(run))}"])
+    assert shown.exit_code == 0, shown.output
+    assert "nothing was changed; --apply does it" in shown.output
+    assert shown.output.count("step-") >= 8
+    printed = CliRunner().invoke(app, ["thin", str(run), "--keep", "last:1", "--json"])
+    facts = json.loads(printed.output)
+    assert facts["gone"] == [f"step-{step}.pt" for step in range(5, 40, 5)]
+    assert not facts["applied"]
+    assert look(run) == before
+    assert CliRunner().invoke(app, ["thin", str(run), "--keep", "last:1", "--apply"]).exit_code == 0
+    assert [path.name for path in run.iterdir()] == ["step-40.pt"]
+
+
+# The search, on made-up sizes
+
+
+def items(count, seed):
+    draw = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        sizes = [1000, 400, 200, 110, 80, 50]
+        scale = 0.5 + torch.rand((), generator=draw).item()
+        record = RunRecord(f"step-{index}", step=10 * index, stored_bytes=int(1000 * scale))
+        item = Item(record, None, None, None)
+        item.choices = [Choice("as it is", int(1000 * scale), 0.0, 0.0)]
+        rungs = rungs_between("flash", "budget:5")
+        item.choices += [
+            Choice(rung.name, int(nbytes * scale), rung.steps, rung.steps, rung)
+            for rung, nbytes in zip(rungs, sizes[1:], strict=True)
+        ]
+        made.append(item)
+    return made
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.6, 0.2, 0.07, 0.03])
+def test_no_listed_plan_that_is_finer_by_one_choice_fits_the_room(seed, share):
+    made = items(12, seed)
+    room = int(share * sum(item.nbytes for item in made))
+    forms = Planner(made, delta=False, threads=1).plan(room, set(range(12)), {11})
+    total = sum(form.nbytes for form in forms)
+    assert total <= room
+    assert forms[11].choice is not None
+    for item, form in zip(made, forms, strict=True):
+        number = len(item.choices) if form.choice is None else item.choices.index(form.choice)
+        if number:
+            assert total - form.nbytes + item.choices[number - 1].nbytes > room
+    # Nothing goes while one that stays could be coarser for less loss.
+    if any(form.choice is None for form in forms):
+        oldest = next(form for form in forms if form.choice is not None)
+        assert oldest.choice.name == "budget:5"
+    assert max(choice.loss for item in made for choice in item.choices) < GONE
+
+
+def test_the_least_room_is_said():
+    made = items(4, 0)
+    with pytest.raises(RoomError) as caught:
+        Planner(made, delta=False, threads=1).plan(10, set(range(4)), {1, 3})
+    assert caught.value.least == made[1].choices[-1].nbytes + made[3].choices[-1].nbytes
