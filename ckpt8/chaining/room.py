@@ -45,8 +45,11 @@ _SHARE = 0.8
 _GAIN = 0.97
 """A coarser rung takes less than this part of what the finer one takes."""
 
+_TRIED = 8
+"""Choices whose sizes are added up before one of them is taken."""
+
 _SEARCHES = 8
-"""Searches with better and better sizes, at most."""
+"""Searches from the beginning with better and better sizes, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,8 @@ class Item:
     """A checkpoint of the run. ``raw`` is the original, ``packed`` its container, as far as they are there.
 
     ``base`` is the number of the item that the container is a delta to, and ``alone`` what the container takes without
-    one. ``may_go`` and ``may_change`` say what may become of it.
+    one. ``leans``: its base is a checkpoint that is gone, in ``bases/``. ``may_go`` and ``may_change`` say what may
+    become of it.
     """
 
     record: RunRecord
@@ -122,6 +126,7 @@ class Item:
     target: Path
     base: int | None = None
     alone: int = 0
+    leans: bool = False
     may_go: bool = True
     may_change: bool = True
     choices: list[Choice] = field(default_factory=list)
@@ -139,7 +144,7 @@ class Item:
     def add_choices(self, rungs: Sequence[Rung], threads: int | None) -> None:
         """Predict what it may become. Raises InputError for a source that cannot be read."""
         record, steps = self.record, 0.0 if self.packed is None else self.record.steps
-        own = next((each.steps for each in RUNGS if each.name == record.asked), 0.0) if steps is None else steps
+        own = _steps_asked(record.asked) if steps is None else steps
         now = self.raw is not None
         self.choices = [Choice("as it is", self.nbytes, 0.0 if now else steps, 0.0 if now else own)]
         if not self.may_change:
@@ -154,6 +159,14 @@ class Item:
             loss = each.steps + earlier if error is None else error
             if expected.nbytes < _GAIN * self.choices[-1].nbytes:
                 self.choices.append(Choice(each.name, expected.nbytes, error, loss, each, expected))
+
+
+def _steps_asked(asked: str | None) -> float:
+    """About what a container errs that was made with these words; 0 for unknown ones."""
+    try:
+        return rung((asked or "").replace("budget ", "budget:")).steps
+    except UsageError:
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +195,29 @@ _State = list[int | None]
 
 
 class Planner:
-    """Finds what becomes of ``items``, which are in the order of their steps. ``tell`` gets the names of some.
+    """Finds what becomes of ``items``, which are in the order of their steps, in ``room`` bytes if given.
 
-    ``done`` is what has become of some of them: that stays.
+    What is not ``kept`` goes, if it may; what is in ``firm`` does not go for the lack of room. Without a room, what is
+    kept stays as it is. ``outside`` are the bytes of bases of checkpoints that are gone. ``done`` is what has become of
+    some items. ``tell`` gets the names of some.
     """
 
     def __init__(
-        self, items: Sequence[Item], *, delta: bool, threads: int | None, tell: Callable[[str], object] = lambda _: None
+        self,
+        items: Sequence[Item],
+        room: int | None,
+        kept: Set[int],
+        firm: Set[int],
+        *,
+        outside: int = 0,
+        delta: bool,
+        threads: int | None,
+        tell: Callable[[str], object] = lambda _: None,
     ) -> None:
-        self._items, self._delta, self._threads, self._tell = items, delta, threads, tell
+        self._items, self._outside, self._room, self._firm = items, outside, room, firm
+        self._may_delta, self._threads, self._tell = delta, threads, tell
         self.done: dict[int, Form] = {}
+        self._start: _State = [0 if i in kept or not item.may_go else None for i, item in enumerate(items)]
         self._places = _places([item.record.step for item in items])
         self._deltas: dict[tuple[int, int, str], Expected | None] = {}
         self._shares: dict[str, list[float]] = {}
@@ -199,51 +225,55 @@ class Planner:
         losses = losses if any(loss is not None for loss in losses) else [item.record.loss for item in items]
         known = [(loss, -index) for index, loss in enumerate(losses) if loss is not None]
         self._best = -min(known)[1] if known else None
+        # What was found last.
+        self._state, self._delta = self._start, False
 
-    def plan(self, room: int | None, kept: Set[int], firm: Set[int]) -> list[Form]:
-        """What becomes of each item, in ``room`` bytes if given. What is not ``kept`` goes, if it may.
+    def plan(self) -> list[Form]:
+        """What becomes of each item. Raises RoomError where that is more than the room."""
+        self._delta = False
+        state = self._search(self._start)
+        if self._may_delta and not (state and self._is_fine(state)):
+            self._delta = True
+            return self._settled(self._start)
+        if state is None:
+            raise RoomError(self._least())
+        self._state = state
+        return self._layout(state)
 
-        Those in ``firm`` do not go for the lack of room. Without one, those that are kept are left as they are. Raises
-        RoomError.
-        """
-        start: _State = [0 if i in kept or not item.may_go else None for i, item in enumerate(self._items)]
-        if room is None:
-            return self._layout(start, delta=False)
-        state = self._search(start, room, firm, delta=False)
-        if state is not None and (not self._delta or self._is_fine(state, start)):
-            return self._layout(state, delta=False)
-        return self._with_deltas(start, room, firm)
+    def go_on(self) -> list[Form]:
+        """The last plan, as far as it still fits with what is ``done``, or better. Raises as ``plan``."""
+        return self._settled(self._state)
 
-    def _is_fine(self, state: _State, start: _State) -> bool:
+    def _is_fine(self, state: _State) -> bool:
         """Whether nothing goes for the lack of room, and nothing is coarser than the finest rung."""
         return all(
             number is not None and (number == 0 or item.choices[number - 1].rung is None)
-            for item, number, began in zip(self._items, state, start, strict=True)
+            for item, number, began in zip(self._items, state, self._start, strict=True)
             if began is not None
         )
 
-    def _with_deltas(self, start: _State, room: int, firm: Set[int]) -> list[Form]:
-        for _ in range(_SEARCHES):
-            state = self._search(start, room, firm, delta=self._delta)
-            if state is None:
-                break
-            if not self._measure(state):
-                return self._layout(state, delta=self._delta)
-        # What was measured last may have made it larger.
-        while state is not None:
-            forms = self._layout(state, delta=self._delta)
-            if sum(form.nbytes for form in forms) <= room:
-                return forms
-            state = self._shrunk(state, room, firm, delta=self._delta)
+    def _settled(self, begin: _State) -> list[Form]:
+        """Search from a state on until the sizes of all deltas are predicted."""
+        state, tried = self._search(begin), 1
+        while state is not None and self._measure(state):
+            # Some searches begin anew; then the last one is mended.
+            state, tried = self._search(begin if tried < _SEARCHES else state), tried + 1
+        if state is None:
+            raise RoomError(self._least())
+        self._state = state
+        return self._layout(state)
+
+    def _least(self) -> int:
+        """What has to stay takes, as coarse as it may be."""
         least: _State = [
-            len(item.choices) - 1 if began is not None and (i in firm or not item.may_go) else None
-            for i, (item, began) in enumerate(zip(self._items, start, strict=True))
+            len(item.choices) - 1 if began is not None and (i in self._firm or not item.may_go) else None
+            for i, (item, began) in enumerate(zip(self._items, self._start, strict=True))
         ]
-        raise RoomError(sum(form.nbytes for form in self._layout(least, delta=self._delta)))
+        return self._total(least)
 
     def _measure(self, state: _State) -> bool:
         """Predict the deltas of a layout that are not known yet; False where all are."""
-        forms, is_new = self._layout(state, delta=True), False
+        forms, is_new = self._layout(state), False
         for index, form in enumerate(forms):
             if index in self.done or form.base is None or form.choice is None or form.choice.rung is None:
                 continue
@@ -266,15 +296,15 @@ class Planner:
         known = None if form.base is None else self._deltas.get((index, form.base, form.choice.name))
         return known or form.choice.expected
 
-    def _layout(self, state: _State, *, delta: bool) -> list[Form]:
+    def _layout(self, state: _State) -> list[Form]:
         """What the items become, with chains where ``delta`` allows them."""
         forms, last, links = list[Form](), -1, 0
         for index, number in enumerate(state):
             item, done = self._items[index], self.done.get(index)
             if done is not None:
                 forms.append(done)
-                links = links + 1 if done.base is not None else 0
-                last = index if done.choice is not None else last
+                if done.choice is not None:
+                    last, links = index, 0 if done.base is None else links + 1
                 continue
             if number is None:
                 forms.append(Form(None))
@@ -289,7 +319,7 @@ class Planner:
                 continue
             before = forms[last].choice if last >= 0 else None
             is_next = before is not None and before.name == choice.name and before.rung is not None
-            nbytes = self._delta_bytes(index, last, choice) if delta and is_next and links < LINKS else None
+            nbytes = self._delta_bytes(index, last, choice) if self._delta and is_next and links < LINKS else None
             links = 0 if nbytes is None else links + 1
             forms.append(Form(choice, choice.nbytes if nbytes is None else nbytes, None if nbytes is None else last))
             last = index
@@ -307,61 +337,73 @@ class Planner:
         shares = self._shares.get(name)
         return median(shares) if shares else _SHARE
 
-    def _total(self, state: _State, *, delta: bool) -> int:
-        return sum(form.nbytes for form in self._layout(state, delta=delta))
+    def total(self, forms: Sequence[Form]) -> int:
+        """What all take together."""
+        leaning = (
+            item.leans and form.choice is not None and form.choice.rung is None and not form.is_rebased
+            for item, form in zip(self._items, forms, strict=True)
+        )
+        return sum(form.nbytes for form in forms) + (self._outside if any(leaning) else 0)
 
-    def _search(self, start: _State, room: int, firm: Set[int], *, delta: bool) -> _State | None:
-        state = self._shrunk(list(start), room, firm, delta=delta)
-        return None if state is None else self._grown(state, start, room, delta=delta)
+    def _total(self, state: _State) -> int:
+        return self.total(self._layout(state))
 
-    def _shrunk(self, state: _State, room: int, firm: Set[int], *, delta: bool) -> _State | None:
+    def _search(self, begin: _State) -> _State | None:
+        state = self._shrunk(list(begin))
+        return None if state is None else self._grown(state)
+
+    def _shrunk(self, state: _State) -> _State | None:
         """Take choices with the least loss for each byte until all fits; None where nothing more can be freed."""
-        uses = self._uses(state)
-        while self._total(state, delta=delta) > room:
-            best: tuple[float, int, int | None] | None = None
-            for index, number in enumerate(state):
-                for cost, then in self._moves(index, number, firm, delta=delta):
-                    if best is None or uses[index] * cost < best[0]:
-                        best = uses[index] * cost, index, then
+        while self._room is not None and (total := self._total(state)) > self._room:
+            best = None
+            moves = sorted(self._moves(state))
+            # What a choice frees depends on the chain around it: that decides among those that look best.
+            for first in range(0, len(moves), _TRIED):
+                rated = []
+                for _, loss, index, then in moves[first : first + _TRIED]:
+                    other: _State = [*state[:index], None if then < 0 else then, *state[index + 1 :]]
+                    if (freed := total - self._total(other)) > 0:
+                        rated.append((loss / freed, index, other))
+                if rated:
+                    best = min(rated, key=lambda move: move[:2])
+                    break
             if best is None:
                 return None
-            _, index, then = best
-            state[index] = then
-            if then is None:
-                uses = self._uses(state)
+            state = best[2]
         return state
 
-    def _moves(
-        self, index: int, number: int | None, firm: Set[int], *, delta: bool
-    ) -> Iterator[tuple[float, int | None]]:
-        """Each coarser choice of an item with what its error costs for each byte."""
-        if number is None or index in self.done:
-            return
-        item = self._items[index]
-        now, taken = item.choices[number], self._about(item, number, delta=delta)
-        for then in range(number + 1, len(item.choices)):
-            freed = taken - self._about(item, then, delta=delta)
-            if freed > 0:
-                yield (item.choices[then].loss - now.loss) / freed, then
-        if item.may_go and index not in firm and taken > 0:
-            yield (GONE - now.loss) / taken, None
+    def _moves(self, state: _State) -> Iterator[tuple[float, float, int, int]]:
+        """Each coarser choice: its loss for each byte, about; its loss, the item, and the choice: -1 for gone."""
+        uses = self._uses(state)
+        for index, number in enumerate(state):
+            if number is None or index in self.done:
+                continue
+            item, use = self._items[index], uses[index]
+            now, taken = item.choices[number], self._about(item, number)
+            for then in range(number + 1, len(item.choices)):
+                freed, loss = taken - self._about(item, then), use * (item.choices[then].loss - now.loss)
+                if freed > 0:
+                    yield loss / freed, loss, index, then
+            if item.may_go and index not in self._firm and taken > 0:
+                loss = use * (GONE - now.loss)
+                yield loss / taken, loss, index, -1
 
-    def _about(self, item: Item, number: int, *, delta: bool) -> float:
+    def _about(self, item: Item, number: int) -> float:
         """The bytes of a choice, whatever its neighbours are."""
         choice = item.choices[number]
-        return choice.nbytes * (self._share(choice.name) if delta and choice.rung is not None else 1.0)
+        return choice.nbytes * (self._share(choice.name) if self._delta and choice.rung is not None else 1.0)
 
-    def _grown(self, state: _State, start: _State, room: int, *, delta: bool) -> _State:
+    def _grown(self, state: _State) -> _State:
         """Take back what fits, the greatest gain first, until nothing more does."""
         while True:
             gains = []
             for index, number in enumerate(state):
-                if start[index] is None or number == 0 or index in self.done:
+                if self._start[index] is None or number == 0 or index in self.done:
                     continue
                 choices = self._items[index].choices
                 then = len(choices) - 1 if number is None else number - 1
                 other = [*state[:index], then, *state[index + 1 :]]
-                if self._total(other, delta=delta) <= room:
+                if self._room is None or self._total(other) <= self._room:
                     use = self._uses(other)[index]
                     loss = GONE if number is None else choices[number].loss
                     gains.append((use * (loss - choices[then].loss), index, other))

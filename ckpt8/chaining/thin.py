@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,10 +26,10 @@ from ckpt8.chaining.keeping import Keep
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.compressing.compress import coarsen, compress
-from ckpt8.container.kept_bases import KeptBases, drop_unneeded, remove_container
+from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import rebase
-from ckpt8.core.errors import CheckFailedError, OutputError, UsageError, require
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError, UsageError, require
 from ckpt8.core.files.atomic import partial_path, remove, remove_abandoned_of, sync_directory, writing
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import refuse_remote
@@ -151,13 +152,15 @@ class Thinner:
         numbers = {record.name: index for index, record in enumerate(records)}
         for item in self._items:
             item.base = numbers.get(item.record.base or "")
-        # What is only in ``bases/`` is counted to the end: some delta that stays may need it.
-        self._outside = self._run.bases_bytes
-        firm = {index for index, item in enumerate(self._items) if not item.may_go}
+            item.leans = item.record.base not in (None, MISSING, *numbers)
+        firm = {index for index, item in enumerate(self._items) if not item.may_go} | {len(records) - 1}
         self._kept = options.keep.kept(records) | firm
-        self._firm = self._kept if options.keep.is_given else firm | {len(records) - 1}
         self._planner = Planner(
             self._items,
+            options.room,
+            self._kept,
+            firm if not options.keep.is_given else self._kept,
+            outside=self._run.bases_bytes,
             delta=options.delta,
             threads=options.threads,
             tell=lambda name: tell(f"{name}: predicting its delta"),
@@ -171,10 +174,10 @@ class Thinner:
                 if is_open:
                     self._tell(f"{item.record.name}: predicting sizes")
                 item.add_choices(self._options.rungs if is_open else (), self._options.threads)
-        forms = self._forms()
-        then = sum(form.nbytes for form in forms) + self._outside
+        forms = self._forms(self._planner.plan)
+        then = self._planner.total(forms)
         records = [self._record(index, form) for index, form in enumerate(forms)]
-        room, before = self._options.room, sum(item.nbytes for item in self._items) + self._outside
+        room, before = self._options.room, sum(item.nbytes for item in self._items) + self._run.bases_bytes
         return Thinning(str(self._directory), records, before, then, room, self._needs(forms))
 
     def apply(self) -> Thinning:
@@ -190,7 +193,7 @@ class Thinner:
         )
         with writing(self._folder):
             remove_abandoned_of(".*?", list(self._folder.iterdir()))
-        forms = self._forms()
+        forms = self._forms(self._planner.go_on)
         # A delta before its base: in place that becomes another file.
         for index, form in reversed([*enumerate(forms)]):
             if form.is_rebased:
@@ -200,22 +203,22 @@ class Thinner:
                 self._do(index, form)
         for index in range(len(self._items)):
             if index not in self._planner.done:
-                self._do(index, self._forms()[index])
+                self._do(index, self._forms(self._planner.go_on)[index])
         with KeptBases(self._folder) as kept:
             kept.link_needed()
-        drop_unneeded(self._folder)
+        with suppress(Ckpt8Error):  # somebody saves there: what is to spare goes with that
+            release(self._folder)
         after = runs(self._directory).totals()
         records = [self._record(index, self._planner.done[index]) for index in range(len(self._items))]
         return replace(planned, records=records, then=after["stored_bytes"] + after["raw_bytes"], applied=True)
 
-    def _forms(self) -> list[Form]:
-        room = self._options.room
+    def _forms(self, plan: Callable[[], list[Form]]) -> list[Form]:
         try:
-            return self._planner.plan(None if room is None else room - self._outside, self._kept, self._firm)
+            return plan()
         except RoomError as exc:
             raise OutputError(
-                f"{self._directory}: what has to stay takes about {size(exc.least + self._outside)} at "
-                f"{self._options.rungs[-1].name}, more than {size(room or 0)}; keep fewer, or give more room"
+                f"{self._directory}: what has to stay takes about {size(exc.least)} at "
+                f"{self._options.rungs[-1].name}, more than {size(self._options.room or 0)}; keep fewer, or give more"
             ) from None
 
     def _record(self, index: int, form: Form) -> ThinRecord:

@@ -78,7 +78,9 @@ def test_a_run_fits_the_room_as_planned(share, run, originals):
     assert taken(run) <= room
     # Of files of some 30 kB headers and manifests are a good part, which are predicted less well.
     assert done.then == pytest.approx(plan.then, rel=0.15)
-    assert [record.becomes for record in done] == [record.becomes for record in plan]
+    # What files really take may leave room for a finer one.
+    for record, planned in zip(done, plan, strict=True):
+        assert planned.becomes == "gone" or record.steps_then <= 1.1 * planned.steps_then
     check_kept(run, originals, done)
     # The past is coarser than the present, and the newest is there.
     errors = [record.steps_then for record in done if record.becomes != "gone"]
@@ -314,7 +316,7 @@ def items(count, seed):
 def test_no_listed_plan_that_is_finer_by_one_choice_fits_the_room(seed, share):
     made = items(12, seed)
     room = int(share * sum(item.nbytes for item in made))
-    forms = Planner(made, delta=False, threads=1).plan(room, set(range(12)), {11})
+    forms = Planner(made, room, set(range(12)), {11}, delta=False, threads=1).plan()
     total = sum(form.nbytes for form in forms)
     assert total <= room
     assert forms[11].choice is not None
@@ -332,5 +334,5 @@ def test_no_listed_plan_that_is_finer_by_one_choice_fits_the_room(seed, share):
 def test_the_least_room_is_said():
     made = items(4, 0)
     with pytest.raises(RoomError) as caught:
-        Planner(made, delta=False, threads=1).plan(10, set(range(4)), {1, 3})
+        Planner(made, 10, set(range(4)), {1, 3}, delta=False, threads=1).plan()
     assert caught.value.least == made[1].choices[-1].nbytes + made[3].choices[-1].nbytes

@@ -19,21 +19,24 @@ from ckpt8.container.reader import ContainerReader
 
 ASIDE = re.compile(r"\..+\.[0-9a-f]{16}\.ckpt8-remov(?:ed|ing)")
 MOMENTS = ("before the rename", "after the rename", "within the removal")
-COMMANDS = ("chain --remove", "compress --remove", "rebase", "runs --release")
+COMMANDS = ("chain --remove", "compress --remove", "rebase", "runs --release", "thin --apply", "thin a chain --apply")
 SETTINGS = ("--preset", "archive", "--threads", "2")
 
 
 class Run:
     """The folder of a run of files and directories; ``whole`` has copies of its checkpoints.
 
-    ``rebase`` and ``runs --release`` begin with the ``packed`` run, a chain of containers without originals.
+    ``rebase``, ``runs --release`` and ``thin a chain`` begin with the ``packed`` run, a chain of containers without
+    originals. ``thin`` gets the ``room`` that all take as whole files at its coarsest.
     """
 
     def __init__(self, folder: Path, command: str = COMMANDS[0]) -> None:
         self.command = command
         self.folder, self.whole, self.packed, self.tmp = (folder / name for name in ("run", "whole", "packed", "tmp"))
         self.tmp.mkdir(parents=True)
-        chain_command_kit.make_run(self.whole, 3 if self.begins_raw else 5)
+        # Of small files, headers are most, which do not get coarser.
+        width = 128 if command.startswith("thin") else 64
+        chain_command_kit.make_run(self.whole, 3 if self.begins_raw else 5, width=width)
         if self.begins_raw:
             shutil.copytree(INPUTS / "trainer-adamw", self.whole / "checkpoint-12")
             chain_command_kit.age(self.whole / "checkpoint-12")
@@ -41,12 +44,17 @@ class Run:
             shutil.copytree(self.whole, self.packed)
             ckpt8.chain(self.packed, preset="archive", remove=True)
         self.sums = {path.name: digest(path) for path in self.whole.iterdir()}
+        self.room = 0
+        for path in self.whole.iterdir() if command.startswith("thin") else ():
+            small = self.tmp / "small.ckpt8"
+            self.room += int(1.03 * ckpt8.compress(path, small, force=True, budget=5.0).stored_nbytes)
+            small.unlink()
         self.thrown_away: set[str] = set()
         self.seconds = 0.0
 
     @property
     def begins_raw(self) -> bool:
-        return self.command.endswith("--remove")
+        return self.command in ("chain --remove", "compress --remove", "thin --apply")
 
     def reset(self, rng: random.Random | None = None) -> None:
         """The run as it was in the beginning. Of a chain, somebody removes containers that others may need."""
@@ -76,6 +84,9 @@ class Run:
             return ["compress", *sources, "--remove", "--base", "auto", *SETTINGS] if sources else []
         if self.command == "runs --release":
             return ["runs", str(self.folder), "--release"]
+        if self.command.startswith("thin"):
+            rungs = ["--finest", "budget:5", "--no-delta", "--threads", "2"]
+            return ["thin", str(self.folder), "--keep", "last:99", "--to", str(self.room), "--apply", *rungs]
         deltas = [path for path in sorted(self.folder.glob("*.ckpt8")) if _base_of(path)]
         return ["rebase", str(deltas[-1]), "--threads", "2"] if deltas else []
 
@@ -127,7 +138,13 @@ def _base_of(container: Path) -> bool:
 
 def _failures(container: Path, original: Path) -> list[str]:
     try:
-        return list(ckpt8.verify(container, original).failures)
+        with ContainerReader(container) as reader:
+            manifest = reader.manifest
+        if manifest.earlier is None:
+            return list(ckpt8.verify(container, original).failures)
+        error = ckpt8.inspect(container, against=original)["steps"]["steps"]
+        failures = list(ckpt8.verify(container).failures)
+        return failures if error <= manifest.error_in_steps * (1 + 1e-6) else [*failures, f"errs by {error} steps"]
     except ckpt8.Ckpt8Error as exc:
         return [str(exc)]
 
