@@ -45,6 +45,9 @@ _SHARE = 0.8
 _GAIN = 0.97
 """A coarser rung takes less than this part of what the finer one takes."""
 
+_OFF, _OFF_BYTES = 0.01, 1 << 10
+"""How much larger than predicted a file is at most: a part of it, and bytes."""
+
 _TRIED = 8
 """Choices whose sizes are added up before one of them is taken."""
 
@@ -269,7 +272,7 @@ class Planner:
             len(item.choices) - 1 if began is not None and (i in self._firm or not item.may_go) else None
             for i, (item, began) in enumerate(zip(self._items, self._start, strict=True))
         ]
-        return self._total(least)
+        return self.taken(self._layout(least))
 
     def _measure(self, state: _State) -> bool:
         """Predict the deltas of a layout that are not known yet; False where all are."""
@@ -337,8 +340,8 @@ class Planner:
         shares = self._shares.get(name)
         return median(shares) if shares else _SHARE
 
-    def total(self, forms: Sequence[Form]) -> int:
-        """What all take together."""
+    def taken(self, forms: Sequence[Form]) -> int:
+        """What all take together, as far as is known."""
         leaning = (
             item.leans and form.choice is not None and form.choice.rung is None and not form.is_rebased
             for item, form in zip(self._items, forms, strict=True)
@@ -346,7 +349,23 @@ class Planner:
         return sum(form.nbytes for form in forms) + (self._outside if any(leaning) else 0)
 
     def _total(self, state: _State) -> int:
-        return self.total(self._layout(state))
+        """What all take at most: more than predicted by as much as predictions are off."""
+        forms = self._layout(state)
+        open_ = (form for index, form in enumerate(forms) if index not in self.done)
+        spare = sum(int(_OFF * form.nbytes) + _OFF_BYTES for form in open_ if form.choice and form.choice.rung)
+        return self.taken(forms) + spare
+
+    def least_useful(self) -> int | None:
+        """Of all that is done, what may go and is no base: the one of least use; None where there is none."""
+        bases = {form.base for form in self.done.values()}
+        state = [None if form.choice is None else 0 for _, form in sorted(self.done.items())]
+        uses = self._uses(state)
+        free = [
+            index
+            for index, form in self.done.items()
+            if form.choice is not None and index not in bases | self._firm and self._items[index].may_go
+        ]
+        return min(free, key=lambda index: uses[index], default=None)
 
     def _search(self, begin: _State) -> _State | None:
         state = self._shrunk(list(begin))

@@ -175,7 +175,7 @@ class Thinner:
                     self._tell(f"{item.record.name}: predicting sizes")
                 item.add_choices(self._options.rungs if is_open else (), self._options.threads)
         forms = self._forms(self._planner.plan)
-        then = self._planner.total(forms)
+        then = self._planner.taken(forms)
         records = [self._record(index, form) for index, form in enumerate(forms)]
         room, before = self._options.room, sum(item.nbytes for item in self._items) + self._run.bases_bytes
         return Thinning(str(self._directory), records, before, then, room, self._needs(forms))
@@ -204,6 +204,7 @@ class Thinner:
         for index in range(len(self._items)):
             if index not in self._planner.done:
                 self._do(index, self._forms(self._planner.go_on)[index])
+        self._fit()
         with KeptBases(self._folder) as kept:
             kept.link_needed()
         with suppress(Ckpt8Error):  # somebody saves there: what is to spare goes with that
@@ -211,6 +212,18 @@ class Thinner:
         after = runs(self._directory).totals()
         records = [self._record(index, self._planner.done[index]) for index in range(len(self._items))]
         return replace(planned, records=records, then=after["stored_bytes"] + after["raw_bytes"], applied=True)
+
+    def _fit(self) -> None:
+        """Let the least useful go where files are larger than predicted. Raises OutputError where none may."""
+        room, done = self._options.room, self._planner.done
+        while room is not None and self._planner.taken([form for _, form in sorted(done.items())]) > room:
+            index = self._planner.least_useful()
+            if index is None:
+                raise OutputError(
+                    f"{self._directory}: what has to stay takes a little more than was predicted, and more than "
+                    f"{size(room)}; give more"
+                )
+            self._do(index, Form(None))
 
     def _forms(self, plan: Callable[[], list[Form]]) -> list[Form]:
         try:
@@ -357,10 +370,12 @@ def _item(directory: Path, record: RunRecord, options: Options) -> Item:
 
 def _remove(item: Item) -> None:
     """Remove the files of a checkpoint. Raises OutputError."""
-    for path in filter(None, (item.raw, item.packed)):
+    for path in dict.fromkeys((item.raw, item.target)):
+        if path is None or not os.path.lexists(path):
+            continue
         refuse_removal(path)
         with writing(path):
-            if path == item.packed:
+            if path != item.raw:
                 remove_container(path)
             elif is_directory(path):
                 aside = partial_path(path)
