@@ -263,6 +263,13 @@ def fp16_bits(bits: Array) -> Array:
     return np.where(np.isnan(bits.view("<f4")), bits >> 16 & 0x8000 | 0x7E00, rounded).astype("<u2")
 
 
+def decoded(storage: Json, parts: Parts, n: int, first: int, v: Array | None = None) -> Array:
+    """The elements of a chunk, as bits."""
+    found = CODECS[storage["codec"]["id"]][2](parts, storage, n, first, v)
+    found = found.view("<u4") if found.dtype.kind == "f" else found
+    return bf16_bits(found) if storage["dtype"] == "bfloat16" and found.itemsize == 4 else found
+
+
 def numbers(bits: Array, dtype: str) -> Array:
     """Bits of a float as numbers of fp32."""
     is_bf16 = dtype == "bfloat16"
@@ -439,15 +446,12 @@ class Container(Tensors):
     def _chunk(self, index: int, chunk: int) -> Array:
         """The elements of a chunk as their bits, or as bytes where they are no floats of 16 to 64 bits."""
         storage, first = self.storages[index], chunk * CHUNK
-        n, decode = chunks_of(storage)[chunk], CODECS[storage["codec"]["id"]][2]
+        n = chunks_of(storage)[chunk]
         with np.errstate(all="ignore"):
-            if decode is None:
+            if "runs" in storage["codec"]:
                 return self._copy(index, first, n)
             v = self._second(storage, first, n) if "second" in storage["codec"] else None
-            found = decode(self.parts(index, chunk), storage, n, first, v)
-        if found.dtype.kind != "f":
-            return found  # type: ignore[no-any-return]
-        return bf16_bits(found.view("<u4")) if storage["dtype"] == "bfloat16" else found.view("<u4")
+            return decoded(storage, self.parts(index, chunk), n, first, v)
 
     def elements(self, index: int, first: int, count: int) -> Array:
         """Elements of a storage of floats, as bits."""
@@ -660,13 +664,14 @@ class Ranks(Tensors):
     def __getitem__(self, name: str) -> Array:
         record = self.records[name]
         kind = finished(np.zeros(0, item_type(record["dtype"])), record["dtype"]).dtype
-        whole = np.zeros(record["shape"], kind)
+        whole, missing = np.zeros(record["shape"], kind), np.ones(record["shape"], bool)
         with reading(self.path):
             for container, offsets, sizes in record["boxes"]:
-                is_there = (name, tuple(offsets)) in container.slices
-                need(is_there, f"{name}: {container.path.name} has a part that only torch.load reads, or none")
-                ends = map(sum, zip(offsets, sizes, strict=True))
-                whole[tuple(map(slice, offsets, ends))] = container[container.slices[name, tuple(offsets)]]
+                own = container.slices.get((name, tuple(offsets)))
+                if own is not None:  # torch.save may have written it
+                    box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+                    whole[box], missing[box] = container[own], False
+            need(not missing.any(), f"{name}: a part of it is missing, or is not stored as a tensor")
         whole.flags.writeable = False
         return whole
 

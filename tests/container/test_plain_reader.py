@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +17,29 @@ import pytest
 import torch
 from chain_kit import chain
 from flips_kit import make_sample
+from hostile_kit import edited, put, unpack
 from packed_kit import load, pack, save_sliced
 from strict_reader import Strict, same
 
 import ckpt8
 from ckpt8 import codecs
+from ckpt8.codecs import codec_class, config_of
+from ckpt8.codecs.rounded_copy import round_to
 from ckpt8.compressing.policy import PRESETS
 from ckpt8.container import plain_reader
-from ckpt8.container.plain_reader import CODECS, UnreadableError, item_type, read
-from ckpt8.core.tensors import DType
+from ckpt8.container.plain_reader import (
+    CODECS,
+    UnreadableError,
+    bf16_bits,
+    decoded,
+    fp16_bits,
+    item_type,
+    layout_of,
+    plane_lengths,
+    read,
+    unpacked,
+)
+from ckpt8.core.tensors import DType, Role, TensorSpec
 
 FILE = Path(plain_reader.__file__)
 
@@ -43,6 +58,94 @@ def test_it_knows_every_codec_and_every_element_type():
     assert set(CODECS) == {codec_id for codec_id, _ in (*codecs.CODECS, *codecs.BUDGETED, *codecs.RELATIONS)}
     assert all(item_type(dtype.label).itemsize == dtype.itemsize for dtype in DType)
     assert {dtype.label for dtype in DType if dtype.is_plane_float} == set(plain_reader.FLOATS)
+
+
+CONFIGS = {
+    "lossless/1": [{}],
+    "split24/1": [{"R": levels} for levels in (1, 7, 127)],
+    "split32/1": [{}],
+    "companded8/1": [{"Q": 127}, {"Q": 31}, *({"signed": False, "Q": 255, "p": p} for p in (1, 0.5))],
+    "lattice/1": [{"k": k, "salt": 2**32 - k % 9 - 1} for k in (-408, -61, 0, 33, 400)],
+    "lattice/2": [{"k": k, "salt": 7} for k in (-99, -50)],
+    "rclog/1": [{"S": s, "C": c, "columns": c < 999} for s in (2**14, 11744051) for c in (3, 500, 2**30)],
+    "vscaled/1": [{"second": 0, "k": k, "u_max": 2.0, "bias1": 0.3, "root_bias2": 0.9, "salt": 1} for k in (1e-3, 1.0)],
+}
+
+
+@pytest.mark.by_default(*CONFIGS)
+@pytest.mark.parametrize("codec_id", CONFIGS)
+def test_decoders_beside_those_of_the_codecs(codec_id):
+    """Any codes, also those that no encoder has written: at the ends of their range, and from a later chunk."""
+    assert set(CONFIGS) == {name for name, (*_, decoder) in CODECS.items() if decoder is not None}
+    draw, seen = np.random.default_rng(0), 0
+    for config, dtype in product(CONFIGS[codec_id], DType):
+        for role in Role:
+            codec, spec, first = codec_class(codec_id)(**config), TensorSpec("x", role, dtype, (999,)), 3 << 20
+            if not codec.accepts(spec):
+                continue
+            storage = {"name": "x", "dtype": dtype.label, "role": role.value, "codec": config_of(codec)}
+            parts = {}
+            for name, (holds, count) in layout_of(storage, 999).items():
+                low, high = (-1, 1 << 19) if holds == "symbols" else (np.iinfo(holds).min, np.iinfo(holds).max)
+                high = {"scales": 0xFF00, "exponent": 0x7F}.get(name, high)
+                drawn = draw.integers({"exponent": 1}.get(name, low), high, count)
+                drawn = np.where(draw.random(count) < 0.5, drawn % 40, drawn) if holds == "symbols" else drawn
+                drawn = abs(drawn) if codec_id == "vscaled/1" else drawn
+                parts[name] = drawn.astype("i4" if holds == "symbols" else holds)
+            second = torch.rand(999) ** 9 * (torch.arange(999) % 5 > 0)
+            tensors = {name: torch.from_numpy(part) for name, part in parts.items()}
+            expected = codec.decode(tensors, spec, backend="torch", first=first, companions={"second": second})
+            wide = {name: part.astype(np.int64) if part.dtype == "i4" else part for name, part in parts.items()}
+            with np.errstate(all="ignore"):
+                found = decoded(storage, wide, 999, first, second.numpy())
+            assert found.tobytes() == bytes(expected.view(torch.uint8).tolist()), (config, dtype, role)
+            seen += 1
+    assert seen
+
+
+def test_what_is_rounded_to_half_precision():
+    bits = torch.cat([torch.arange(1 << 16, dtype=torch.int32) << 16 | low for low in (0, 1, 0x8000, 0xFFFF)])
+    for dtype, rounded in ((DType.FLOAT16, fp16_bits), (DType.BFLOAT16, bf16_bits)):
+        numbers = bits.view(torch.float32)
+        expected = round_to(dtype, numbers).view(torch.int16).numpy().view(np.uint16)
+        with np.errstate(all="ignore"):
+            assert (rounded(bits.numpy().view(np.uint32)) == expected).all()
+
+
+def test_symbols_of_another_form_are_refused():
+    assert unpacked([b"\x10\x00", b"\x05", b"", b""], [0, 16, 0, -1, 1], 3).tolist() == [1, 2, 1]
+    for planes, mode in (
+        ([b"\x10\x00", b"\x0d", b"", b""], [0, 16, 0, -1, 1]),  # bits of a fourth symbol
+        ([b"\x10\x10", b"\x05", b"", b""], [0, 16, 0, -1, 1]),  # a digit of it
+        ([b"\x10\x00", b"\x00\x01\x00", b"", b""], [0, 16, 1, -1]),  # more beside a digit that is not the largest
+        ([b"\xf3", b"", b"", b""], [0, 3, 0, -1]),  # a byte that is no five digits
+        ([b"\x10\x02", b"", b"", b""], [0, 16, 0, 1]),  # above the largest
+        ([b"", b"", b"", b""], [0, 7, 0, -1]),
+        ([b"", b"", b"", b""], [1, 16, 0, -1, 1]),
+    ):
+        with pytest.raises(UnreadableError, match="of symbols"):
+            assert plane_lengths(mode, 3) and unpacked(planes, mode, 3)  # noqa: PT018
+
+
+def test_what_leads_out_of_a_directory_is_not_written(tmp_path):
+    parts = unpack(make_sample(tmp_path, "directory").read_bytes())
+    paths = [member["path"] for member in parts[2]["members"]]
+    note = paths.index("note.txt")
+    for path in ("../note.txt", "/note.txt", "a//b", "..", "./x"):
+        edited(parts, put("members", note, "path", path), tmp_path / "x.ckpt8")
+        with pytest.raises(UnreadableError, match=r"x\.ckpt8: a member leaves its directory"):
+            read(tmp_path / "x.ckpt8").write_original(tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+    edited(parts, put("members", note, "format", "symlink"), tmp_path / "x.ckpt8")
+    read(tmp_path / "x.ckpt8").write_original(tmp_path / "original")
+    assert str((tmp_path / "original" / "note.txt").readlink()) == "a note"
+    (tmp_path / "run" / "note.txt").write_text("../../x")
+    ckpt8.compress(tmp_path / "run", tmp_path / "other.ckpt8", rules=["*=lossless"])
+    edited(
+        unpack((tmp_path / "other.ckpt8").read_bytes()), put("members", note, "format", "symlink"), tmp_path / "x.ckpt8"
+    )
+    with pytest.raises(UnreadableError, match=r"x\.ckpt8: a link leaves its directory"):
+        read(tmp_path / "x.ckpt8").write_original(tmp_path / "out")
 
 
 @pytest.mark.by_default(*PRESETS)
@@ -116,6 +219,10 @@ def test_bases_are_found_by_their_seals(run, tmp_path):
     for number, each in enumerate(("key.ckpt8", "step-1.ckpt8")):
         shutil.copy(files[each], tmp_path / "bases" / f"{number}.ckpt8")
     assert (read(delta)[name] == expected).all()
+    for field, value in (("place", 0), ("links", 1), ("key", "0" * 64)):
+        edited(unpack(Path(delta).read_bytes()), put("base", field, value), tmp_path / "other.ckpt8")
+        with pytest.raises(UnreadableError, match=r"other\.ckpt8: its base .*/bases/1\.ckpt8 is of another chain"):
+            read(tmp_path / "other.ckpt8")[name]
     damaged = bytearray((tmp_path / "bases" / "1.ckpt8").read_bytes())
     damaged[40] ^= 1
     (tmp_path / "bases" / "1.ckpt8").write_bytes(damaged)

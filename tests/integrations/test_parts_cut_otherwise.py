@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt8
 from ckpt8.container.joined import read_index
+from ckpt8.container.plain_reader import UnreadableError, read
 from ckpt8.container.sharded import Part
 from ckpt8.core.errors import InputError
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
@@ -78,8 +79,16 @@ def test_copies_that_ranks_have_cut_otherwise_are_one_tensor(tmp_path, case):
     for rank in (None, 0, 1):
         assert read_index(tmp_path / "x", rank).tensors["w"].layout.is_whole, rank
     assert torch.equal(ckpt8.load(tmp_path / "x")["w"], WHOLE)
+    assert read(tmp_path / "x")["w"].tolist() == WHOLE.tolist()
     ckpt8.restore(tmp_path / "x", tmp_path / "plain")
     assert ckpt8.verify(tmp_path / "x", tmp_path / "plain").failures == ()
+
+
+@pytest.mark.parametrize("case", ["each its own", "one whole", "the other whole"])
+def test_of_different_copies_that_of_the_first_rank_counts(tmp_path, case):
+    save(tmp_path / "x", *CUTS[case], made=lambda values: values + 100)
+    assert torch.equal(ckpt8.load(tmp_path / "x")["w"], WHOLE)
+    assert read(tmp_path / "x")["w"].tolist() == WHOLE.tolist()
 
 
 def test_what_no_cut_makes_whole_is_refused_by_name(tmp_path):
@@ -88,12 +97,18 @@ def test_what_no_cut_makes_whole_is_refused_by_name(tmp_path):
         load({"w": torch.full((8,), -1.0)}, tmp_path / "x")
     with pytest.raises(InputError, match="'w': slices are missing: 4 of 8 elements"):
         ckpt8.load(tmp_path / "x")
+    with pytest.raises(UnreadableError, match=f"{tmp_path / 'x'}: w: a part of it is missing"):
+        read(tmp_path / "x")["w"]
+    (tmp_path / "x" / "ckpt8-dcp.1.json").unlink()
+    with pytest.raises(UnreadableError, match=f"{tmp_path / 'x'}: does not have the parts of one save"):
+        read(tmp_path / "x")
 
 
 def test_a_copy_that_torch_save_keeps_is_not_looked_for_in_another_file(tmp_path):
     save(tmp_path / "x", [(0, 8)], [(0, 8)], made=lambda values: values.as_subclass(Own))
     assert read_index(tmp_path / "x").tensors["w"].layout.is_whole
     assert torch.equal(ckpt8.load(tmp_path / "x")["w"], WHOLE)
+    assert read(tmp_path / "x")["w"].tolist() == WHOLE.tolist()
 
 
 @pytest.mark.parametrize("boxes", [[[0, [0], [2]], [0, [0], [8]]], [[0, [0], [8]], [0, [0], [2]]]])
