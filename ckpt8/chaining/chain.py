@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt8.chaining import reader_copy
-from ckpt8.chaining.jobs import Job, Look, Outcomes, Settings, anew, finishing, last_change, look_at, source_name
+from ckpt8.chaining.jobs import Job, Look, Outcomes, Settings, finishing, last_change, look_at, source_name
 from ckpt8.checkpoint.readers.entries import walk
 from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
 from ckpt8.compressing.chosen_base import AUTO
@@ -31,6 +31,7 @@ from ckpt8.container.sharded import is_sharded
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import RemotePath, refuse_target, resolved
+from ckpt8.core.files.source_file import listed as listed_folder
 from ckpt8.core.log import log
 from ckpt8.core.public import checked
 from ckpt8.core.text import listed
@@ -227,7 +228,7 @@ class ChainRun:
         while self._watch and not is_there(self._folder):
             time.sleep(_LONGEST_NAP)
         require(
-            not is_sharded(anew(folder)),
+            not is_sharded(listed_folder(folder)),
             f"{folder}: is one checkpoint, which ranks have packed; give the folder of a whole run",
         )
         if self._settings.remove and (left := finishing(folder, (), self._settings)):

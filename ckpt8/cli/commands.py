@@ -23,7 +23,7 @@ import typer
 from ckpt8.cli.guard import console, is_quiet, note, present, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, refuse_remote
+from ckpt8.core.files.source_file import RemotePath
 from ckpt8.core.grouping import grouped
 from ckpt8.core.public import parse_size
 from ckpt8.core.text import counted, listed, printable, size
@@ -281,8 +281,6 @@ def compress(
         "frozen_from": frozen_from,
     }
     if (place := ranks(src)) is not None:
-        if output is not None:
-            refuse_remote(output)
         require(
             not (remove or dry_run),
             f"{'--remove' if remove else '--dry-run'} is not for ranks that share a source; leave it out",

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath
 
 
 def missing(module: str, package: str) -> ImportError:
@@ -42,6 +44,15 @@ def local_path(path: str | os.PathLike[str], advice: str) -> Path:
     """A path of the file system. Raises UsageError, closed by ``advice``, for anything else."""
     require(is_local(path), f"{path}: is not a path of the file system; {advice}", UsageError)
     return Path(path)
+
+
+def directory_path(path: str | os.PathLike[str], advice: str) -> Path:
+    """A path of the file system, or of a store that is written. Raises UsageError as ``local_path``."""
+    place = as_path(str(path))
+    if isinstance(place, RemotePath):
+        place.check_target()
+        return place
+    return local_path(path, advice)
 
 
 @contextlib.contextmanager

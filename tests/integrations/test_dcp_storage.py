@@ -343,7 +343,9 @@ def test_directories_that_hold_none(tmp_path):
     with pytest.raises(CheckpointException, match="was written by torch's own FileSystemWriter"):
         loaded(tmp_path / "theirs")
     with pytest.raises(UsageError, match="is not a path of the file system"):
-        Ckpt8StorageWriter("s3://bucket/run")
+        Ckpt8StorageWriter("gs://bucket/run")
+    with pytest.raises(UsageError, match="is on the Hub, which is read here"):
+        Ckpt8StorageWriter("hf://owner/name/run")
     with pytest.raises(UsageError, match=r"a budget is a number of steps from 0\.01 to 10, not 11"):
         Ckpt8StorageWriter(tmp_path, budget=11)
 
@@ -383,7 +385,7 @@ def test_files_that_the_index_names_stay_where_tidying_fails(tmp_path, monkeypat
 
     save_plain(eights(), tmp_path / "plain")
     save(eights(0.0), tmp_path / "x")
-    monkeypatch.setattr(Ckpt8StorageWriter, "_remove_others", broken)
+    monkeypatch.setattr("ckpt8.integrations.dcp.storage._remove_others", broken)
     with pytest.raises(OSError, match="Input/output error"):
         compress_share(tmp_path / "plain", tmp_path / "x", {}, 0, 1, overwrite=True)
     assert loaded(tmp_path / "x") == 1
@@ -541,7 +543,7 @@ def test_damage_is_found(tmp_path):
         start = opened._reader.places[0]["plane3"].offsets[0]
     content[start] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointException, match="InputError"):
+    with pytest.raises(CheckpointException, match="DamagedError"):
         load({"w": torch.zeros(5000)}, tmp_path / "x")
 
 

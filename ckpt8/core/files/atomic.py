@@ -148,7 +148,7 @@ def remove_abandoned_of(names: str, paths: Iterable[Path]) -> None:
     """Remove those of ``paths`` that dead processes left as temporaries of targets whose names match a pattern."""
     name = re.compile(rf"\.(?:{names})\.(?P<machine>[0-9a-f]{{8}})[0-9a-f]{{8}}{re.escape(SUFFIX)}")
     for path in paths:
-        if (match := name.fullmatch(path.name)) is not None:
+        if not isinstance(path, RemotePath) and (match := name.fullmatch(path.name)) is not None:
             _remove_if_abandoned(path, ours=match["machine"] == _machine())
 
 
@@ -335,7 +335,9 @@ def exists_error(target: object) -> OutputError:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk, where the file system can. Raises OSError."""
+    """Flush the names in a directory to the disk, where the file system can. Raises OSError. Nothing in a store."""
+    if isinstance(path, RemotePath):
+        return
     try:
         directory = os.open(path, os.O_RDONLY)
     except PermissionError:

@@ -52,6 +52,10 @@ class RemotePath(PosixPath):
         """What is right below."""
         raise NotImplementedError
 
+    def listed(self) -> RemotePath:
+        """The folder as one list shows it now."""
+        raise NotImplementedError
+
     def new_object(
         self, *, force: bool, check: Callable[[Path], str], reserved: int = 0, bound: int = 0
     ) -> ObjectOutput:
@@ -62,6 +66,11 @@ class RemotePath(PosixPath):
 def resolved(path: Path) -> Path:
     """The place to which a path leads, without links; that of an object as it is. Raises nothing."""
     return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
+
+
+def listed(folder: Path) -> Path:
+    """The folder as it is now: one of a store is listed, and that answers all questions to it. Raises InputError."""
+    return folder.listed() if isinstance(folder, RemotePath) else folder
 
 
 def scan(folder: Path) -> Sequence[os.DirEntry[str] | RemotePath]:

@@ -249,7 +249,6 @@ def compress_share(
     leaves the new one.
     """
     writer = Ckpt8StorageWriter(target, **options, overwrite=overwrite)
-    before = set(target.glob("*"))
     try:
         with as_private_as(source), closing(SharingPlanner(source, rank, world)) as planner:
             save({}, storage_writer=writer, no_dist=world == 1, planner=planner)
@@ -258,8 +257,8 @@ def compress_share(
         named: Container[str] = ()
         with suppress(Ckpt8Error):
             named = read_index(target).files
-        for path in set(target.glob("*")) - before:
-            if path.name.startswith(f"__{rank}_") and path.name not in named:
+        for path in writer.written:
+            if path.name not in named:
                 path.unlink(missing_ok=True)
         with suppress(OSError):
             target.rmdir()

@@ -17,6 +17,7 @@ import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -79,13 +80,16 @@ from ckpt8.container.sharded import (
 )
 from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import mode_of_output, remove_abandoned_of, writing
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath
+from ckpt8.core.files.source_file import listed as listed_folder
 from ckpt8.core.grouping import grouped
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.public import checked
 from ckpt8.core.tensors import Box, DType, Role, dtype_of, overlap, view_of_box
 from ckpt8.core.text import listed, shown
 from ckpt8.core.workers import Workers, threads_of_rank
-from ckpt8.integrations import is_local, local_path
+from ckpt8.integrations import directory_path, is_local
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner, count_parted, local_tensors
 from ckpt8.integrations.dcp.rank_file import Naming, RankPlan, without_copies
 from ckpt8.integrations.dcp.staging import staged
@@ -123,11 +127,11 @@ ADVICE = "give a directory that every rank can reach"
 
 
 class InDirectory:
-    """A storage in the directory ``path``. Raises UsageError for a path that is not local."""
+    """A storage in the directory ``path``, also ``s3://BUCKET/KEY``. Raises UsageError for other URLs."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self.path = local_path(path, ADVICE)
+        self.path = directory_path(path, ADVICE)
         self._run_id = uuid.uuid4().hex
 
     @property
@@ -137,7 +141,7 @@ class InDirectory:
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save or load, in another directory if one is given."""
-        self.path = self.path if checkpoint_id is None else local_path(checkpoint_id, ADVICE)
+        self.path = directory_path(self.path if checkpoint_id is None else checkpoint_id, ADVICE)
         self._run_id = uuid.uuid4().hex
 
 
@@ -192,11 +196,28 @@ def _is_complete(layout: Layout, value: TensorStorageMetadata) -> bool:
     return layout.is_whole or all(tuple(chunk.offsets) in stored for chunk in value.chunks if all(chunk.sizes))
 
 
+def _remove_others(folder: Path, used: Container[str]) -> None:
+    """Remove the files of older saves, and what killed ones have left. In a store each takes two requests."""
+    paths = list(folder.iterdir())
+    others = [path for path in paths if is_part(path.name) or re.fullmatch(RANK_FILE, path.name)]
+    with ThreadPoolExecutor(_REMOVALS) as pool:
+        list(pool.map(_removed, (path for path in others if is_part(path.name) or path.name not in used)))
+    remove_abandoned_of(rf"{RANK_FILE}|{re.escape(INDEX)}|{PART}", paths)
+
+
+def _removed(path: Path) -> None:
+    with contextlib.suppress(OSError, OutputError):
+        path.unlink()
+
+
+_REMOVALS = 8
+"""Files that are removed at a time."""
+
 _SHOWN = 5
 
 
 class Ckpt8StorageWriter(InDirectory, StorageWriter):
-    """Writes a checkpoint into the directory ``path``, which every rank must reach.
+    """Writes a checkpoint into the directory ``path``, or below ``s3://BUCKET/KEY``, which every rank must reach.
 
     ``preset``, ``budget``, ``rules``, ``threads`` and ``stats`` are those of ``ckpt8.save``. Rules match the names of
     the state dict, with ``weights.`` before those of trained parameters at its top level and ``other.`` before those
@@ -231,6 +252,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         self._overwrite = overwrite
         self._spread = True
         self._part: Part | None = None
+        self.written: list[Path] = []
+        """The files of this rank in the save that goes on."""
 
     should_synchronize_after_execute = _synchronize_after_execute = False
     """With the next three methods, what makes a writer the stager of its saves."""
@@ -248,7 +271,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Begin a save. Raises UsageError where ranks cannot tell which part of a checkpoint is theirs."""
-        self._part = None
+        self._part, self.written = None, []
         if not kwargs.get("use_collectives", True) and dist.is_initialized() and dist.get_world_size() > 1:
             require(
                 saves_with_all_ranks(kwargs.get("rank")),
@@ -288,7 +311,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         )
         # Parts of this save may be there already: those of ranks that are faster.
         require(
-            self._part is not None or self._overwrite or not is_sharded(self.path),
+            self._part is not None or self._overwrite or not is_sharded(listed_folder(self.path)),
             f"{self.path}: holds a checkpoint, and overwrite is False; give another directory",
             OutputError,
         )
@@ -297,11 +320,13 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             tensors = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
             naming = Naming(tensors, {item.index.fqn for item in items} - tensors)
             self._policy.check_rules([format_path(naming.place(name)) for name in tensors])
-        is_checkpoint = is_sharded(self.path)
-        # Without an index ranks have written a checkpoint without collectives, or are about to.
-        if self._part is None and (not is_checkpoint or (self.path / INDEX).exists()):
-            with contextlib.suppress(Ckpt8Error, OSError):
-                self._remove_others(read_index(self.path).files if is_checkpoint else ())
+        # A bucket has room, and is listed once for each save, in the end.
+        if self._part is None and not isinstance(self.path, RemotePath):
+            is_checkpoint = is_sharded(self.path)
+            # Without an index ranks have written a checkpoint without collectives, or are about to.
+            if not is_checkpoint or (self.path / INDEX).exists():
+                with contextlib.suppress(Ckpt8Error, OSError):
+                    _remove_others(self.path, read_index(self.path).files if is_checkpoint else ())
         first = 0 if self._part is None else self._part.rank
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans, first)]
 
@@ -317,6 +342,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             names = (self.path / f"__{plan.storage_data}_{number}.ckpt8" for number in count())
             target = next(path for path in names if not path.exists())
             written = rank.write(target, self._policy, self._options)
+            self.written.append(target)
             results.append(WriteResult(MetadataIndex(target.name), target.stat().st_size, written))
         # A planner that reads files knows whether they have changed meanwhile.
         getattr(planner, "check_unchanged", lambda: None)()
@@ -330,7 +356,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         metadata.version, metadata.storage_meta = "1.0.0", self.storage_meta()
         index = index_of(self.path, metadata, written, self._run_id)
         metadata.storage_data = index = replace(index, part=self._part)
-        missing = [name for name in index.files if not (self.path / name).exists()]
+        folder = self.path if self._part else listed_folder(self.path)
+        missing = [name for name in index.files if not (folder / name).exists()]
         require(
             not missing,
             f"{self.path}: ranks have written {listed(missing, _SHOWN)} elsewhere; {ADVICE}, nothing was replaced",
@@ -338,18 +365,9 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
         )
         # Before anything is replaced: a warning may be an error.
         self._warn_of_losses(index, written)
-        index.write(self.path)
+        index.write(folder)
         if self._part is None:
-            self._remove_others(index.files)
-
-    def _remove_others(self, used: Container[str]) -> None:
-        """Remove the files of older saves, and what killed ones have left."""
-        paths = list(self.path.iterdir())
-        for path in paths:
-            if is_part(path.name) or (re.fullmatch(RANK_FILE, path.name) and path.name not in used):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        remove_abandoned_of(rf"{RANK_FILE}|{re.escape(INDEX)}|{PART}", paths)
+            _remove_others(folder, index.files)
 
     @property
     def _measures(self) -> bool:
@@ -385,8 +403,8 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a path of the file system."""
-        return is_local(checkpoint_id)
+        """Whether this is a path of the file system, or ``s3://BUCKET/KEY``."""
+        return is_local(checkpoint_id) or str(checkpoint_id).startswith("s3://")
 
 
 def metadata_of(name: str, tensor: GlobalTensor, where: str) -> TensorStorageMetadata:
@@ -595,4 +613,5 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a directory with such a checkpoint."""
-        return is_local(checkpoint_id) and is_sharded(Path(checkpoint_id))
+        is_path = is_local(checkpoint_id) or str(checkpoint_id).startswith("s3://")
+        return is_path and is_sharded(as_path(checkpoint_id))

@@ -88,5 +88,5 @@ class Store(Readable, Protocol):
     def delete(self, key: str, tag: str) -> None:
         """Remove the version ``tag`` of an object. OutputError where another is there; none at all is fine."""
 
-    def check(self, write: Write, size: int) -> None:
-        """Raise OutputError unless the object is that of ``write``, with this size."""
+    def check(self, write: Write, size: int) -> Stat:
+        """The version that ``write`` has made. Raises OutputError unless it is there, with this size."""

@@ -111,12 +111,12 @@ class StorePath(RemotePath):
         """What writes the object, see ``ObjectOutput``. Raises OutputError as ``AtomicFile.examine`` does."""
         self.check_target()
         replaced = AtomicFile.examine(self, force=force, check=check)
-        write = Write(self.key, None if self.content is None else self.content.version.tag)
+        write = Write(self.key, None if self.version is None else self.version.tag)
         return ObjectOutput(self, write, replaced, reserved=reserved, bound=bound)
 
-    def forget(self) -> None:
-        """See the object anew, which was written."""
-        self._seen = self._listed = self._within = None
+    def forget(self, written: Stat | None = None) -> None:
+        """See the object anew: the version that was ``written``, or none that is known."""
+        self._seen, self._listed, self._within = None, written, None
 
     def __truediv__(self, key: str | os.PathLike[str]) -> StorePath:
         """A path below: of a directory that was listed, what the list has shown; of an object nothing."""
@@ -185,6 +185,18 @@ class StorePath(RemotePath):
         if self._within is None and self.version is None:
             self._within = self._list(), ""
         return self._is_listed_folder()
+
+    def listed(self) -> StorePath:
+        """The same path as a directory, which is listed now. Raises InputError."""
+        path = type(self)(self)
+        path._within = self._list(), ""
+        return path
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Nothing: a store has a directory where it has something in it."""
+
+    def rmdir(self) -> None:
+        """Nothing, as for ``mkdir``."""
 
     def _is_listed_folder(self) -> bool:
         return self._within is not None and self._within[0].is_folder(self._within[1])

@@ -383,7 +383,7 @@ class Content:
                         return
                 self._start(self._waiting[0])
             self._waiting.popleft()
-        while self._memory.size >= 2 * _WINDOW and self._memory.evict():
+        while self._memory.size >= _WINDOW and self._memory.evict():
             pass
 
     def _start(self, piece: _Piece) -> Future[memoryview]:

@@ -218,13 +218,14 @@ class S3Store:
 
         self._persist(key, ask, _REMOVING)
 
-    def check(self, write: Write, size: int) -> None:
-        """Raise OutputError unless the object is that of ``write``, with this size."""
+    def check(self, write: Write, size: int) -> Stat:
+        """The version that ``write`` has made. Raises OutputError unless it is there, with this size."""
         found = self._persist(write.key, lambda _: self._stat(write.key), _WRITING)
         if found is None or found.size != size or found.write != write.id:
             raise OutputError(
                 f"{self._url(write.key)}: the store holds another object than the {size} bytes that were written"
             )
+        return found
 
     def _at(self, write: Write) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": write.key}

@@ -124,8 +124,7 @@ class ObjectOutput(Closing):
             self._check()
             self._store.complete(self._write, self._upload, [self._parts[number] for number in numbers])
             self._upload = ""
-        self._store.check(self._write, len(self._head) + self._size)
-        self._path.forget()
+        self._path.forget(self._store.check(self._write, len(self._head) + self._size))
         if self.replaced is not None:
             note_replaced(self.replaced)
 
