@@ -14,8 +14,8 @@ tensors, such as the step, are in what was compressed: torch.load reads them the
 A ``.ckpt8`` is a safetensors file: header, data, at the end a manifest and a seal. The manifest lists storages, the
 buffers that tensors are views of. A codec cut each storage into chunks and each chunk into parts; a part is cut into
 planes of bytes, and each plane is stored as a frame, as it is or compressed by zstd. The sections below have the names
-of those of ckpt8's ``FORMAT.md``, which says the rest. Every checksum is compared. What was forged is not looked for:
-a file may take more memory than one chunk and one tensor only if somebody made it for that.
+of those of ckpt8's ``FORMAT.md``, which says the rest. Every checksum is compared. Memory holds the storage of a tensor
+and a chunk; what somebody forged to take more is not looked for.
 """
 
 from __future__ import annotations
@@ -328,6 +328,10 @@ class Tensors(Mapping[str, Array]):
     """Named tensors, each decoded when it is asked for. ``records`` have ``dtype``, torch's name, and ``shape``."""
 
     records: dict[str, Json]
+
+    def write_original(self, target: Path) -> None:
+        """Write what was compressed, a file or a directory, to a path where nothing is."""
+        raise UnreadableError(f"{target}: ranks packed tensors, and no file; write them into a .npz")
 
     def __len__(self) -> int:
         return len(self.records)
@@ -699,15 +703,17 @@ def main(path: str, target: str | None = None, *folders: str) -> None:
     if target is None:
         for name, record in tensors.records.items():
             sys.stdout.write(f"{name if name.isprintable() else ascii(name)}  {record['dtype']}  {record['shape']}\n")
-    elif target.endswith(".npz"):
-        with zipfile.ZipFile(target, "x") as archive:
+        return
+    need(not os.path.lexists(target), f"{target}: is there already")
+    partial = Path(f"{target}.partial")
+    if target.endswith(".npz"):
+        with zipfile.ZipFile(partial, "x") as archive:
             for name, array in tensors.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, array, allow_pickle=False)
-    elif isinstance(tensors, Container):
-        tensors.write_original(Path(target))
     else:
-        sys.exit(f"{path}: ranks have packed it, so that it has no original; give the name of a .npz")
+        tensors.write_original(partial)
+    partial.rename(target)
 
 
 if __name__ == "__main__":

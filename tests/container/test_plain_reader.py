@@ -203,7 +203,13 @@ def test_it_needs_neither_ckpt8_nor_torch(run, tmp_path):
     assert (tmp_path / "x.pt").read_bytes() == ckpt8.restore(last, tmp_path / "y.pt").read_bytes()
     again = alone(run / "read_ckpt8.py", last, tmp_path / "x.npz")
     assert again.returncode == 1
-    assert again.stderr == f"[Errno 17] File exists: '{tmp_path / 'x.npz'}'\n"
+    assert again.stderr == f"{tmp_path / 'x.npz'}: is there already\n"
+    damaged = bytearray(last.read_bytes())
+    damaged[8 + int.from_bytes(damaged[:8], "little")] ^= 1  # in a frame
+    (tmp_path / "x.ckpt8").write_bytes(damaged)
+    found = alone(run / "read_ckpt8.py", tmp_path / "x.ckpt8", tmp_path / "y.npz", run)
+    assert (found.returncode, len(found.stderr.splitlines())) == (1, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.ckpt8", "x.npz", "x.pt", "y.npz.partial", "y.pt"]
 
 
 def test_bases_are_found_by_their_seals(run, tmp_path):
