@@ -419,8 +419,8 @@ class RankPlan:
                 stacklevel=2,
             )
 
-    def write(self, target: Path, policy: Policy, options: Options) -> RankFile:
-        """Write the container. Raises OutputError."""
+    def write(self, target: Path, policy: Policy, options: Options) -> tuple[RankFile, int]:
+        """Write the container; what it holds, and its bytes. Raises OutputError."""
         tree = self._tree()
         names = {int(tensor.ref.key): tensor.name for tensor in classify(tree).tensors}
         slices = {name: self._pieces[number][:2] for number, name in names.items()}
@@ -446,7 +446,7 @@ class RankPlan:
                 manifest, seal = compressed(exc.measured)
         assert seal is not None  # noqa: S101 - it has written the file
         reasons = (manifest.storages[record.storage].reason or "" for record in slices_of(manifest).values())
-        return RankFile.of(
+        file = RankFile.of(
             target.name,
             seal.hex(),
             self._boxes,
@@ -454,6 +454,7 @@ class RankPlan:
             pickled=self._pickled,
             unspent=Counter(why.removeprefix(NO_BUDGET) for why in reasons if why.startswith(NO_BUDGET)),
         )
+        return file, manifest.stored_nbytes or 0
 
     def _tree(self) -> dict[str, Any]:
         objects = [item.index.fqn for item in self._plan.items if item.type is WriteItemType.BYTE_IO]

@@ -341,9 +341,9 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
             # their own names alone: a list of the directory would be as long as there are ranks.
             names = (self.path / f"__{plan.storage_data}_{number}.ckpt8" for number in count())
             target = next(path for path in names if not path.exists())
-            written = rank.write(target, self._policy, self._options)
+            written, size = rank.write(target, self._policy, self._options)
             self.written.append(target)
-            results.append(WriteResult(MetadataIndex(target.name), target.stat().st_size, written))
+            results.append(WriteResult(MetadataIndex(target.name), size, written))
         # A planner that reads files knows whether they have changed meanwhile.
         getattr(planner, "check_unchanged", lambda: None)()
         done: Future[list[WriteResult]] = Future()

@@ -187,6 +187,17 @@ def uploads(bucket, path):
     return [upload["Key"] for upload in listed.get("Uploads", ())]
 
 
+def test_the_answer_of_the_store_shows_what_it_has(place, bucket, monkeypatch):
+    """Its tag is the MD5 of those of the parts; where it is not, the object is looked at."""
+    with bucket.counted() as log:
+        write(place, CONTENT)
+    heads = [entry["method"] for entry in log].count("HEAD")
+    monkeypatch.setattr(s3, "_tag_of", lambda parts: "encrypted")
+    with bucket.counted() as log:
+        write(as_path(place), CONTENT, force=True)
+    assert (heads, [entry["method"] for entry in log].count("HEAD")) == (0, 1)
+
+
 @pytest.mark.parametrize("size", [20, PART, PART + 1, len(CONTENT)])
 def test_an_object_and_the_requests_for_it(size, place, bucket):
     content = CONTENT[:size]

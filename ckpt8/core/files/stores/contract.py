@@ -79,8 +79,11 @@ class Store(Readable, Protocol):
     def send(self, write: Write, upload: str, number: int, content: bytes, is_given_up: Callable[[], bool]) -> Part:
         """Send a part, whose number counts from 1. OutputError as soon as it ``is_given_up``."""
 
-    def complete(self, write: Write, upload: str, parts: Sequence[Part]) -> None:
-        """Make an object of the parts. OutputError where another is there than the one that is to be replaced."""
+    def complete(self, write: Write, upload: str, parts: Sequence[Part]) -> bool:
+        """Make an object of the parts; whether the answer shows that it is of them.
+
+        OutputError where another is there than the one that is to be replaced.
+        """
 
     def abort(self, write: Write, upload: str) -> None:
         """Remove what was sent of an upload, as far as possible. Raises nothing."""
@@ -88,5 +91,5 @@ class Store(Readable, Protocol):
     def delete(self, key: str, tag: str) -> None:
         """Remove the version ``tag`` of an object. OutputError where another is there; none at all is fine."""
 
-    def check(self, write: Write, size: int) -> Stat:
-        """The version that ``write`` has made. Raises OutputError unless it is there, with this size."""
+    def check(self, write: Write, size: int) -> None:
+        """Raise OutputError unless the object is that of ``write``, with this size."""

@@ -114,9 +114,9 @@ class StorePath(RemotePath):
         write = Write(self.key, None if self.version is None else self.version.tag)
         return ObjectOutput(self, write, replaced, reserved=reserved, bound=bound)
 
-    def forget(self, written: Stat | None = None) -> None:
-        """See the object anew: the version that was ``written``, or none that is known."""
-        self._seen, self._listed, self._within = None, written, None
+    def forget(self) -> None:
+        """See the object anew, which was written."""
+        self._seen = self._listed = self._within = None
 
     def __truediv__(self, key: str | os.PathLike[str]) -> StorePath:
         """A path below: of a directory that was listed, what the list has shown; of an object nothing."""

@@ -7,6 +7,7 @@ are tried again here and not in botocore: a body that was cut goes on at the byt
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import os
 import re
@@ -182,15 +183,19 @@ class S3Store:
 
         return self._persist(write.key, ask, _WRITING)
 
-    def complete(self, write: Write, upload: str, parts: Sequence[Part]) -> None:
-        """Make an object of the parts. OutputError where another is there than the one that is to be replaced."""
+    def complete(self, write: Write, upload: str, parts: Sequence[Part]) -> bool:
+        """Make an object of the parts; whether the answer shows that it is of them."""
+        stated = ""
 
         def ask(_: Attempts) -> None:
-            _client().complete_multipart_upload(
+            nonlocal stated
+            answer = _client().complete_multipart_upload(
                 **self._at(write), **_condition(write), UploadId=upload, MultipartUpload={"Parts": parts}
             )
+            stated = answer.get("ETag", "")
 
         self._make(write, ask)
+        return stated == _tag_of(parts)
 
     def abort(self, write: Write, upload: str) -> None:
         """Remove what was sent of an upload."""
@@ -218,14 +223,13 @@ class S3Store:
 
         self._persist(key, ask, _REMOVING)
 
-    def check(self, write: Write, size: int) -> Stat:
-        """The version that ``write`` has made. Raises OutputError unless it is there, with this size."""
+    def check(self, write: Write, size: int) -> None:
+        """Raise OutputError unless the object is that of ``write``, with this size."""
         found = self._persist(write.key, lambda _: self._stat(write.key), _WRITING)
         if found is None or found.size != size or found.write != write.id:
             raise OutputError(
                 f"{self._url(write.key)}: the store holds another object than the {size} bytes that were written"
             )
-        return found
 
     def _at(self, write: Write) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": write.key}
@@ -355,6 +359,15 @@ _CHECKSUM, _CHECKED = "CRC32", "ChecksumCRC32"
 def _sends_checksums(client: Any) -> bool:
     """Whether boto3 is set to send checksums, as it is by default."""
     return bool(client.meta.config.request_checksum_calculation == "when_supported")
+
+
+def _tag_of(parts: Sequence[Part]) -> str:
+    """The tag of an object of these parts, where those of the parts are their MD5: not under some encryptions."""
+    tags = [str(part["ETag"]).strip('"') for part in parts]
+    if not all(re.fullmatch("[0-9a-f]{32}", tag) for tag in tags):
+        return "unknown"
+    whole = hashlib.md5(bytes.fromhex("".join(tags)), usedforsecurity=False)
+    return f'"{whole.hexdigest()}-{len(tags)}"'
 
 
 def _condition(write: Write) -> dict[str, str]:

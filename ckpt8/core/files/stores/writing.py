@@ -21,9 +21,9 @@ from ckpt8.core.files.stores.contract import Part, Stat, Write
 if TYPE_CHECKING:
     from ckpt8.core.files.stores.path import StorePath
 
-PART, IN_FLIGHT = 8 << 20, 8
-"""Bytes of a part, and parts on their way. Four more may be in memory: the first one, that to come, and those to which
-a writer may go back."""
+PART, IN_FLIGHT = 5 << 20, 8
+"""Bytes of a part, the fewest that S3 takes, and parts on their way. Four more may be in memory: the first one, that
+to come, and those to which a writer may go back."""
 
 _MOST_PARTS = 9000
 """Of an object. S3 takes 10,000."""
@@ -112,6 +112,7 @@ class ObjectOutput(Closing):
     def publish(self, last_look: Callable[[Path], object] = lambda _: None) -> None:
         """Send what is left, and make the object. Raises OutputError, and what ``last_look`` at its path raises."""
         last_look(self._path)
+        is_shown = False
         if self._number == 1:
             self._store.put(self._write, b"".join([self._head, *self._buffers]))
         else:
@@ -122,9 +123,11 @@ class ObjectOutput(Closing):
             for number in numbers:
                 self._senders[number].join()
             self._check()
-            self._store.complete(self._write, self._upload, [self._parts[number] for number in numbers])
+            is_shown = self._store.complete(self._write, self._upload, [self._parts[number] for number in numbers])
             self._upload = ""
-        self._path.forget(self._store.check(self._write, len(self._head) + self._size))
+        if not is_shown:
+            self._store.check(self._write, len(self._head) + self._size)
+        self._path.forget()
         if self.replaced is not None:
             note_replaced(self.replaced)
 
