@@ -28,7 +28,7 @@ from ckpt8.container.header import CONTAINER, SUFFIXES, is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.container.manifest import FILE
 from ckpt8.container.sharded import is_sharded
-from ckpt8.core.errors import InputError, OutputError, UsageError, require
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import RemotePath, refuse_target, resolved
 from ckpt8.core.files.source_file import listed as listed_folder
@@ -168,6 +168,7 @@ class ChainRun:
 
     A checkpoint gets a job once it is at rest. With ``watch`` the jobs never end. ``tell`` gets a line
     about checkpoints that are waited for, once for each. With ``leave_reader`` the folder gets ``read_ckpt8.py``.
+    ``upkeep`` gets the folder after each list of jobs, and the names of checkpoints to leave as they are.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class ChainRun:
         watch: bool,
         rest: float,
         leave_reader: bool = False,
+        upkeep: Callable[[Path, Sequence[str]], object] | None = None,
         tell: Callable[[str], object] = log.info,
     ) -> None:
         require(rest >= 0, f"a checkpoint is at rest after 0 seconds or more, not {rest}", UsageError)
@@ -193,7 +195,7 @@ class ChainRun:
         self._rest = Rest(rest, watched=watch)
         self._done: dict[Path, Look | None] = {}
         self._raw: set[Path] = set()
-        self._leave_reader = leave_reader
+        self._leave_reader, self._upkeep = leave_reader, upkeep
         self._tell, self._told = tell, set[Path]()
 
     def skipped(self) -> dict[Path, str]:
@@ -246,6 +248,7 @@ class ChainRun:
             ready, waiting = self._sorted_out()
             if ready:
                 yield ready
+                self._keep_up()
             elif not waiting and not self._watch:
                 return
             else:
@@ -256,6 +259,16 @@ class ChainRun:
                 # Ten times as long as a look at all files takes: some folders are large, and on a network.
                 idle = 10 * (time.monotonic() - started)
                 time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, idle))
+
+    def _keep_up(self) -> None:
+        """Thin the run. What stops that is said where the run goes on; else raises Ckpt8Error."""
+        try:
+            if self._upkeep is not None:
+                self._upkeep(self._folder, [path.name for path in self._raw])
+        except Ckpt8Error as exc:
+            if not self._watch:
+                raise
+            self._tell(str(exc))
 
     def _listing(self) -> Listing:
         """What is in the folder. Those that have no step come last, by epoch and time. Raises InputError."""

@@ -146,9 +146,9 @@ class Item:
 
     def add_choices(self, rungs: Sequence[Rung], threads: int | None) -> None:
         """Predict what it may become. Raises InputError for a source that cannot be read."""
-        record, steps = self.record, 0.0 if self.packed is None else self.record.steps
+        record, now = self.record, self.record.kind == "raw" or self.record.raw is not None
+        steps = 0.0 if record.kind == "raw" else record.steps
         own = _steps_asked(record.asked) if steps is None else steps
-        now = self.raw is not None
         self.choices = [Choice("as it is", self.nbytes, 0.0 if now else steps, 0.0 if now else own)]
         if not self.may_change:
             return

@@ -20,11 +20,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ckpt8.chaining import reader_copy
 from ckpt8.chaining.chain import REST, Rest, placed
 from ckpt8.chaining.jobs import Settings, refuse_removal, remove_verified
 from ckpt8.chaining.keeping import Keep
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
 from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.checkpoint.replacing import problem_of
 from ckpt8.compressing.compress import coarsen, compress
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
 from ckpt8.container.reader import ContainerReader
@@ -36,7 +38,7 @@ from ckpt8.core.files.source_file import refuse_remote
 from ckpt8.core.public import checked, parse_size
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, listed, size
-from ckpt8.inspecting.runs import MISSING, RunRecord, runs
+from ckpt8.inspecting.runs import MISSING, RunRecord, find, runs
 from ckpt8.inspecting.verify import verify
 
 _SPARE = 1 << 20
@@ -168,9 +170,12 @@ class Thinner:
 
     def plan(self) -> Thinning:
         """What would become of the checkpoints. Raises OutputError where they do not fit."""
+        # Where all fit as they are, nothing is read.
+        now = sum(item.nbytes for index, item in enumerate(self._items) if index in self._kept) + self._run.bases_bytes
+        is_tight = self._options.room is not None and now > self._options.room
         for index, item in enumerate(self._items):
             if not item.choices:
-                is_open = self._options.room is not None and index in self._kept and item.may_change
+                is_open = is_tight and index in self._kept and item.may_change
                 if is_open:
                     self._tell(f"{item.record.name}: predicting sizes")
                 item.add_choices(self._options.rungs if is_open else (), self._options.threads)
@@ -342,8 +347,30 @@ class Thinner:
         return replace(form, choice=choice, nbytes=nbytes)
 
 
+class Upkeep:
+    """Applies rules and a room to the folder of a run again and again, as checkpoints come."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __call__(
+        self, folder: Path, protect: Sequence[str] = (), tell: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """Thin a folder; nothing where there is no checkpoint yet. Raises as ``thin``."""
+        if find(folder).places:
+            Thinner(folder, replace(self._options, protect=protect), tell).apply()
+
+
+def upkeep(keep: str | None, to: int | str | None, *, delta: bool = True, threads: int | None = None) -> Upkeep | None:
+    """An ``Upkeep``; None where nothing is asked for. Raises UsageError."""
+    return None if keep is None and to is None else Upkeep(Options.of(keep, to, delta=delta, threads=threads))
+
+
 def _item(directory: Path, record: RunRecord, options: Options) -> Item:
-    """A checkpoint with its files. What is damaged, not at rest, of several files or protected stays as it is."""
+    """A checkpoint with its files. What is damaged, not at rest, of several files or protected stays as it is.
+
+    A directory that ranks have packed may go, and does not change.
+    """
     path = directory / record.name
     is_plain = record.kind == "raw"
     raw = path if is_plain else None if record.raw is None else path.with_name(record.raw.rpartition("/")[2])
@@ -351,13 +378,18 @@ def _item(directory: Path, record: RunRecord, options: Options) -> Item:
     target = path
     is_free = record.problem is None and record.kind is not None
     is_free &= not any(fnmatchcase(record.name, glob) for glob in options.protect)
-    is_free &= packed is None or packed.is_file()
+    is_packed_by_ranks = packed is not None and packed.is_dir()
+    if is_packed_by_ranks:
+        raw, packed = (packed, None) if raw is None else (None, None)
     if raw is not None and is_free:
         job = placed(raw, Settings(), force=False, taken=set())
         is_free = os.path.lexists(raw) and job.problem is None and Rest(REST, watched=False).problem(raw) is None
+        # A folder of other things as well is no checkpoint to remove, nor is that of the run itself.
+        is_free &= problem_of(raw) is None and record.name != "."
         is_free &= packed is None or job.target == packed
         target = job.target
-    item = Item(record, raw, packed, target, may_go=is_free, may_change=is_free)
+    is_free &= raw is not None or packed is not None
+    item = Item(record, raw, packed, target, may_go=is_free, may_change=is_free and not is_packed_by_ranks)
     if is_free and record.base not in (None, MISSING) and packed is not None:
         with ContainerReader(packed) as reader:
             item.alone = reader.size + sum(
@@ -396,6 +428,7 @@ def thin(
     coarsest: str = "budget:5",
     protect: Sequence[str] = (),
     delta: bool = True,
+    leave_reader: bool = False,
     apply: bool = False,
     threads: int | None = None,
     tell: Callable[[str], object] = lambda _: None,
@@ -406,7 +439,8 @@ def thin(
     the room in bytes, or as in "50GB". Where there are no rules, checkpoints go for the lack of room as well, the least
     useful first; the newest stays. ``finest`` and ``coarsest`` are presets, or budgets as ``budget:5``: what is
     compressed is that fine at most, and that coarse. Those whose names match one of ``protect`` stay as they are.
-    Without ``delta`` all files are whole. Nothing is changed unless ``apply``. ``tell`` gets a line about each step.
+    Without ``delta`` all files are whole. Nothing is changed unless ``apply``; then ``leave_reader`` puts
+    ``read_ckpt8.py`` there, as ``chain`` does. ``tell`` gets a line about each step.
 
     A checkpoint that is compressed is verified against what it was made from before that goes, as ``remove`` of
     ``chain`` does. Raises InputError for a folder without checkpoints or with several runs, OutputError where they do
@@ -419,4 +453,6 @@ def thin(
     refuse_remote(path)
     options = Options.of(keep, to, finest, coarsest, protect, delta=delta, threads=threads)
     thinner = Thinner(path, options, tell)
+    if apply and leave_reader:
+        reader_copy.leave_reader(path)
     return thinner.apply() if apply else thinner.plan()

@@ -23,7 +23,7 @@ import typer
 from ckpt8.cli.guard import console, is_quiet, note, present, print_json, print_lines, progress_bar, waited
 from ckpt8.core.errors import InputError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath
+from ckpt8.core.files.source_file import RemotePath, refuse_remote
 from ckpt8.core.grouping import grouped
 from ckpt8.core.public import parse_size
 from ckpt8.core.text import counted, listed, printable, size
@@ -99,6 +99,23 @@ def stopwatch() -> Callable[[], float]:
     settle()
     start = time.perf_counter()
     return lambda: time.perf_counter() - start
+
+
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULES",
+        help="Which checkpoints stay: last:N, best:N (lowest loss), every:STEPS, log (ever fewer towards the past), "
+        "with commas between. Rules add up.",
+    ),
+]
+To = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="The room that the run may take, as in 50GB: old checkpoints get coarser."),
+]
+LeaveReader = Annotated[
+    bool, typer.Option("--leave-reader", help="Put read_ckpt8.py into DIR, which reads every .ckpt8 without ckpt8.")
+]
 
 
 _NAME = "base_dir"
@@ -523,10 +540,9 @@ def chain(
         float,
         typer.Option(min=0, metavar="SECONDS", help="Leave a checkpoint alone until it has not changed for so long."),
     ] = 10.0,
-    leave_reader: Annotated[
-        bool,
-        typer.Option("--leave-reader", help="Put read_ckpt8.py into DIR, which reads every .ckpt8 without ckpt8."),
-    ] = False,
+    keep: Keep = None,
+    to: To = None,
+    leave_reader: LeaveReader = False,
     device: Device = "auto",
     threads: Threads = None,
     dry_run: DryRun = False,
@@ -550,9 +566,14 @@ def chain(
     )
     from ckpt8.chaining.chain import ChainRun, chain_options, is_there
     from ckpt8.chaining.jobs import Settings
+    from ckpt8.chaining.thin import upkeep
     from ckpt8.cli.jobs import run_jobs
 
     directory = as_path(directory)
+    thins = upkeep(keep, to, delta=delta, threads=threads)
+    if thins is not None:
+        refuse_remote(directory)
+        require(not dry_run, "--dry-run does not foresee --keep and --to; see ckpt8 thin", UsageError)
     settings = Settings(chain_options(preset, budget, rule or (), device, threads, frozen_from, delta=delta), remove)
     run = ChainRun(
         directory,
@@ -562,6 +583,7 @@ def chain(
         watch=watch,
         rest=rest,
         leave_reader=leave_reader and not dry_run,
+        upkeep=thins,
         tell=note,
     )
     if watch:

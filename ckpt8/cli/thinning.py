@@ -8,25 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckpt8.cli.commands import Json, Threads, finding_bases
+from ckpt8.cli.commands import Json, Keep, LeaveReader, Threads, To, finding_bases
 from ckpt8.cli.guard import note, present
 from ckpt8.core.text import counted, printable_tree, size
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-Keep = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULES",
-        help="Which checkpoints stay: last:N, best:N (lowest loss), every:STEPS, log (ever fewer towards the past), "
-        "with commas between. Rules add up.",
-    ),
-]
-To = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="The room that the run may take, as in 50GB: old checkpoints coarser."),
-]
 
 
 @finding_bases
@@ -47,6 +34,7 @@ def thin(
     delta: Annotated[
         bool, typer.Option("--delta/--no-delta", help="Write deltas where whole files do not fit, or whole files only.")
     ] = True,
+    leave_reader: LeaveReader = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -68,6 +56,7 @@ def thin(
         coarsest=coarsest,
         protect=protect or (),
         delta=delta,
+        leave_reader=leave_reader,
         apply=apply,
         threads=threads,
         tell=note,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ckpt8.chaining.thin import upkeep
 from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import FOLDER, is_sharded
@@ -47,6 +48,8 @@ def save_state(
     rules: Sequence[str] = (),
     threads: int | None = None,
     adapter_only: bool = False,
+    keep: str | None = None,
+    to: int | str | None = None,
     background: bool = False,
 ) -> str:
     """Save all that ``accelerator.save_state(output_dir)`` saves, models and optimizers packed. Every rank calls it.
@@ -55,6 +58,9 @@ def save_state(
     as Trainer saves them; ``accelerator.save_state`` has no such choice. Ranks write slices, whatever
     ``state_dict_type`` says. Returns the folder of the checkpoint. Raises OutputError, and UsageError where accelerate
     runs neither FSDP nor one process.
+
+    ``keep`` and ``to`` are those of ``ckpt8.thin``, which the main process applies to the folder around that of the
+    checkpoint, which itself stays. Packed directories go or stay; they do not get coarser.
 
     With ``background`` it returns once models and optimizers are copied to memory of the CPU, which is kept for the
     next save, and a thread packs them. What fails there is a warning, and raised by the next call for this accelerator:
@@ -66,6 +72,7 @@ def save_state(
     """
     options = {"preset": preset, "budget": budget, "rules": tuple(rules), "threads": threads}
     target = None if output_dir is None else str(local_path(output_dir, _ADVICE))
+    thin = upkeep(keep, to, threads=threads)
     _wait(accelerator)
     with _taken_over(accelerator, "save_state") as pairs, contextlib.ExitStack() as hooks:
 
@@ -83,7 +90,10 @@ def save_state(
         hook = accelerator.register_save_state_pre_hook(pack)
         hooks.callback(hook.remove)
         accelerator._save_model_state_pre_hook.move_to_end(hook.id, last=False)
-        return str(accelerator.save_state(target))
+        saved = Path(accelerator.save_state(target))
+        if thin is not None and accelerator.is_main_process:
+            thin(saved.parent, [saved.name])
+        return str(saved)
 
 
 @checked

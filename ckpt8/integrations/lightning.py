@@ -17,12 +17,13 @@ import contextlib
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
+from ckpt8.chaining.thin import upkeep
 from ckpt8.checkpoint.replacing import problem_of
 from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.checkpoint.sources.snapshot import give_back
@@ -77,6 +78,10 @@ class Ckpt8CheckpointIO(CheckpointIO):
     With ``base="auto"`` a container is a delta to an earlier one of its folder, where that is smaller. ``bases/``
     beside them keeps what they need, as hard links, however they are removed: move that folder with them.
 
+    ``keep`` and ``to`` are those of ``ckpt8.thin``, which is applied to the folder after each save; in the background
+    before the next one. What a ModelCheckpoint calls the best stays as it is: give that ``save_top_k=-1``, so that it
+    removes nothing itself.
+
     Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
     allow, such as Namespace, and names the call that allows them.
 
@@ -96,6 +101,8 @@ class Ckpt8CheckpointIO(CheckpointIO):
         rules: Sequence[str] = (),
         base: str | None = None,
         frozen_from: str | os.PathLike[str] | None = None,
+        keep: str | None = None,
+        to: int | str | None = None,
         background: bool = False,
         threads: int | None = None,
         stats: bool = True,
@@ -114,6 +121,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
             max_update_error=max_update_error,
             snapshot=snapshot,
         )
+        self._thin, self._thinned = upkeep(keep, to, threads=threads), (Path(), [""])
         self._background = background
         self._pending: tuple[str, PendingSave] | None = None
         self._removals: list[Future[None]] = []
@@ -128,10 +136,12 @@ class Ckpt8CheckpointIO(CheckpointIO):
         self._wait()
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
+        self._thinned = target.parent, [Path(name).name for name in _best_of(checkpoint)]
         if self._background:
             self._pending = key_of(target), save(checkpoint, target, background=True, **self._options)
         else:
             save(checkpoint, target, **self._options)
+            self._keep_up()
 
     @checked
     def load_checkpoint(
@@ -184,6 +194,21 @@ class Ckpt8CheckpointIO(CheckpointIO):
             pending[1].result()
         for removal in removals:
             removal.result()
+        if pending is not None:
+            self._keep_up()
+
+    def _keep_up(self) -> None:
+        """Thin the folder of the last save. Raises as ``ckpt8.thin``."""
+        if self._thin is not None:
+            self._thin(*self._thinned)
+
+
+def _best_of(checkpoint: Mapping[str, Any]) -> Iterator[str]:
+    """The files that ModelCheckpoints of Lightning call the best."""
+    callbacks = checkpoint.get("callbacks")
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        if isinstance(state, dict) and isinstance(path := state.get("best_model_path"), str):
+            yield path
 
 
 def _remove_after(pending: PendingSave, target: Path) -> None:

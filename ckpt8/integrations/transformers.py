@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ckpt8.chaining.thin import upkeep
 from ckpt8.checkpoint.replacing import TRAINER_STATE
 from ckpt8.compressing.chosen_base import only_auto
 from ckpt8.compressing.compress import checked_options, compress, default_target
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import remove_container
-from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError, require
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, require
 from ckpt8.core.public import checked, lazy_names
 from ckpt8.core.workers import run_task
 from ckpt8.inspecting.verify import verify
@@ -126,6 +127,9 @@ class Ckpt8Callback(TrainerCallback):
     save or the end. Of the containers it keeps as many as ``save_total_limit`` says, the newest, and that of the best
     checkpoint in any case.
 
+    ``keep`` and ``to`` are those of ``ckpt8.thin``, which is applied to the folder after each save, between two steps.
+    The best checkpoint stays as it is.
+
     With ``base="auto"`` a container is a delta to an earlier one, where that is smaller. ``bases/`` beside them keeps
     what they need, as hard links, however they are removed: move that folder with them.
 
@@ -146,6 +150,8 @@ class Ckpt8Callback(TrainerCallback):
         base: str | None = None,
         frozen_from: str | os.PathLike[str] | None = None,
         keep_original: bool = True,
+        keep: str | None = None,
+        to: int | str | None = None,
         background: bool = False,
         strict: bool = False,
         threads: int | None = None,
@@ -159,6 +165,7 @@ class Ckpt8Callback(TrainerCallback):
             threads=threads,
         )
         self._keep = keep_original
+        self._thin = upkeep(keep, to, threads=threads)
         self._background = background
         self._strict = strict
         self._job: tuple[Path, int | None, Future[None]] | None = None
@@ -236,6 +243,9 @@ class Ckpt8Callback(TrainerCallback):
         # After that: a limit may remove the container of what was the best until now.
         if error is None:
             self._remove(rotate, default_target(compressed), limit, best)
+            if self._thin is not None:
+                kept = [] if best is None else [best.name, best.name + CONTAINER]
+                self._remove(self._thin, compressed.parent, kept)
 
     def _discard(self, source: Path, is_new: bool) -> None:
         if not is_new and source.exists():
@@ -245,7 +255,7 @@ class Ckpt8Callback(TrainerCallback):
     def _remove(self, remove: Callable[..., None], *arguments: Any) -> None:
         try:
             remove(*arguments)
-        except (CheckFailedError, OutputError) as exc:
+        except (CheckFailedError, InputError, OutputError) as exc:
             self._fail(exc)
 
     def _fail(self, error: BaseException, source: Path | None = None) -> None:

@@ -275,7 +275,33 @@ def test_directories_of_trainer(tmp_path):
     assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
 
 
+def test_the_folder_of_the_run_is_no_checkpoint_to_remove(run):
+    """What Trainer leaves there at the end is a checkpoint in the folder itself."""
+    from faults_kit import INPUTS
+
+    for path in (INPUTS / "trainer-adamw").iterdir():
+        shutil.copy(path, run)
+    sums = look(run)
+    ckpt8.thin(run, keep="last:1", apply=True)
+    left = look(run)
+    assert left.items() <= sums.items()
+    assert {path.name for path in (INPUTS / "trainer-adamw").iterdir()} <= left.keys()
+
+
 # The command line
+
+
+@pytest.mark.slow
+def test_chain_keeps_to_rules_and_room_as_checkpoints_come(run):
+    room = int(0.3 * taken(run))
+    arguments = ["chain", str(run), "--preset", "archive", "--remove", "--rest", "0", "--keep", "last:3"]
+    done = CliRunner().invoke(app, [*arguments, "--to", str(room), "--leave-reader"])
+    assert done.exit_code == 0, done.output
+    assert steps_of(run) == [15, 20, 25]
+    assert (run / "read_ckpt8.py").is_file()
+    assert taken(run) - (run / "read_ckpt8.py").stat().st_size <= room
+    refused = CliRunner().invoke(app, [*arguments, "--dry-run"])
+    assert "--dry-run does not foresee --keep and --to" in str(refused.exception or refused.output)
 
 
 def test_the_command_shows_a_table_and_one_object(run):

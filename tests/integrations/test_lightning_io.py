@@ -421,3 +421,22 @@ def test_what_model_checkpoint_keeps(save_last, background, whole, tmp_path):
     assert model.losses == whole[SAVED:]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=10.ckpt", "step=12.ckpt"]
     assert ckpt8.load(tmp_path / "last.ckpt")["global_step"] == LAST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
+def test_a_policy_goes_on_through_a_stop(background, tmp_path):
+    files = {"keep": "last:2,every:4", "background": background}
+
+    def fitted(steps, source=None):
+        saving = L.pytorch.callbacks.ModelCheckpoint(
+            dirpath=tmp_path / "run", filename="{step}", every_n_train_steps=1, save_top_k=-1
+        )
+        run = trainer(tmp_path, steps, [Ckpt8CheckpointIO(**files)], [saving])
+        run.fit(Net(), batches(), ckpt_path=source)
+        return sorted(int(path.stem.partition("=")[2]) for path in (tmp_path / "run").glob("*.ckpt"))
+
+    assert fitted(5) == [4, 5]
+    assert fitted(10, str(tmp_path / "run" / "step=5.ckpt")) == [4, 8, 9, 10]
+    for path in (tmp_path / "run").glob("*.ckpt"):
+        assert ckpt8.verify(path).failures == ()

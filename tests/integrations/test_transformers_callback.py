@@ -421,3 +421,29 @@ def test_a_failure_is_a_warning_and_keeps_the_directory(tmp_path, monkeypatch):
         run = trainer(tmp_path / "strict", [Ckpt8Callback(strict=True, background=background)], max_steps=4)
         with pytest.raises(OutputError, match="the disk is full"):
             run.train()
+
+
+@pytest.mark.slow
+def test_a_policy_goes_on_through_a_kill(tmp_path):
+    options = {"keep_original": False, "keep": "last:2,every:4", "strict": True}
+    stopped = trainer(tmp_path, [Ckpt8Callback(**options), StopAt(6)], save_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert names_in(tmp_path) == [f"checkpoint-{step}.ckpt8" for step in (4, 5, 6)]
+    run = trainer(tmp_path, [Ckpt8Callback(**options)], save_steps=1)
+    with temporary_checkpoint(tmp_path) as path:
+        assert path == str(tmp_path / "checkpoint-6")
+        run.train(resume_from_checkpoint=path)
+    left = {int(path.stem.partition("-")[2]): path for path in tmp_path.glob("*.ckpt8")}
+    # What the run resumed from was beside its container, and young.
+    assert set(left) == {4, 6, 8, LAST - 1, LAST}
+    for step, path in left.items():
+        assert ckpt8.verify(path).failures == ()
+        assert ckpt8.inspect(path)["step"] == step
+
+
+def test_a_policy_that_is_none_is_refused_at_once(tmp_path):
+    with pytest.raises(UsageError, match="is no rule"):
+        Ckpt8Callback(keep="latest")
+    with pytest.raises(UsageError, match="to much: expected a number of bytes"):
+        Ckpt8Callback(to="much")
