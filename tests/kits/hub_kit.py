@@ -7,6 +7,7 @@ sends to another host, whose addresses are signed; that host answers ranges. It 
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,7 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[:cut])
-            self.hub.log[-1]["bytes"] = len(body)
+            if body:
+                self.hub.log[-1]["bytes"] = len(body)
             if cut is not None:
                 self.close_connection = True
 
@@ -89,6 +91,28 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Questions(_Handler):
+    def do_GET(self):
+        """All files of a commit, as the Hub lists them: those of LFS by their SHA-256, others by that of git."""
+        if not self.path.startswith(("/api/models/", "/api/datasets/")):  # huggingface_hub asks for itself
+            self.send(404)
+            return
+        fault = self.note()
+        if fault is not None:
+            self.send(fault)
+            return
+        repository, _, rest = self.path.partition("?")[0].removeprefix("/api/").partition("/revision/")
+        commits = self.hub.commits.get("/".join(repository.split("/")[1:]))
+        if commits is None:
+            self.send(404, X_Error_Code="RepoNotFound")
+            return
+        commit, files = next((each for each in commits if each[0] == rest), commits[-1])
+        siblings = []
+        for name, body in files.items():
+            tag = hashlib.sha256(body).hexdigest()
+            lfs = {"lfs": {"sha256": tag, "size": len(body), "pointerSize": 130}} if len(body) > 1000 else {}
+            siblings.append({"rfilename": name, "size": len(body), "blobId": "0" * 40 if lfs else tag, **lfs})
+        self.send(200, json.dumps({"id": repository, "sha": commit, "siblings": siblings}).encode())
+
     def do_HEAD(self):
         fault = self.note()
         if fault is not None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 import torch
 from hub_kit import running
+from safetensors.torch import save_file
 
 import ckpt8
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.stores import attempts
+from ckpt8.core.files.stores.hf import HfStore
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
 NAME, CONTENT = "owner/name", bytes(range(256)) * 40
@@ -28,6 +31,7 @@ def hub(servers, monkeypatch):
     hub, endpoint = servers
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setattr(attempts.Attempts, "wait", lambda self, asked=0.0: None)
     hub.commits.clear()
@@ -142,6 +146,58 @@ def test_commands_give_what_they_give_for_a_file(run, hub, run_command):
         assert torch.equal(there["model.layers.2.weight"], here["model.layers.2.weight"])
 
 
+@pytest.fixture
+def sharded(hub, tmp_path):
+    """A repository of sharded safetensors in a folder and at its top, here and on the Hub."""
+    folder = tmp_path / "name"
+    (folder / "last").mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(3):
+        name = f"model-0000{number + 1}-of-00003.safetensors"
+        for place in (folder, folder / "last"):
+            save_file({f"layers.{number}.weight": torch.randn(200, 200, generator=generator)}, place / name)
+    (folder / "config.json").write_text("{}")
+    hub.commits[NAME] = [("c" * 40, {str(path.relative_to(folder)): path.read_bytes() for path in files_in(folder)})]
+    hub.log.clear()
+    return folder
+
+
+def files_in(folder):
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+@pytest.mark.parametrize("inside", ["", "last"])
+def test_a_repository_is_a_directory_of_one_commit(inside, sharded, hub, run_command, tmp_path):
+    url, local = f"hf://{NAME}/{inside}".rstrip("/"), sharded / inside
+    far = run_command("inspect", url, "--json")
+    near = run_command("inspect", local, "--json")
+    assert far[0] == 0
+    assert {**json.loads(far[1]), "path": ""} == {**json.loads(near[1]), "path": ""}
+    asked = [entry["path"] for entry in hub.log]
+    assert sum("/api/models/" in path for path in asked) == 1
+    assert all(f"/resolve/{'c' * 40}/" in path for path in asked if "/resolve/" in path and "/last/" in path)
+    assert run_command("diff", url, local)[0] == 0
+    assert run_command("verify", url)[0] == 0
+    assert run_command("compress", url, "-o", tmp_path / "far.ckpt8")[0] == 0
+    assert run_command("compress", local, "-o", tmp_path / "near.ckpt8")[0] == 0
+    assert (tmp_path / "far.ckpt8").read_bytes() == (tmp_path / "near.ckpt8").read_bytes()
+
+
+def test_what_somebody_pushes_while_a_repository_is_read_is_not_seen(sharded, hub, run_command, tmp_path, monkeypatch):
+    run_command("compress", sharded, "-o", tmp_path / "near.ckpt8")
+    objects = HfStore.objects
+
+    def list_and_push(*arguments, **options):
+        listed = objects(*arguments, **options)
+        before = hub.commits[NAME][-1][1]
+        hub.commits[NAME].append(("d" * 40, {name: body[::-1] for name, body in before.items()}))
+        return listed
+
+    monkeypatch.setattr(HfStore, "objects", list_and_push)
+    assert run_command("compress", f"hf://{NAME}", "-o", tmp_path / "far.ckpt8")[0] == 0
+    assert (tmp_path / "far.ckpt8").read_bytes() == (tmp_path / "near.ckpt8").read_bytes()
+
+
 def test_what_the_hub_is_not_for(run, hub, run_command):
     code, _, err = run_command("compress", f"{URL}.pt")
     assert (code, err.count("\n")) == (2, 1)
@@ -151,7 +207,7 @@ def test_what_the_hub_is_not_for(run, hub, run_command):
     code, _, err = run_command("inspect", f"hf://{NAME}/nothing.pt")
     assert (code, err.count("\n")) == (3, 1)
     assert f"hf://{NAME}/nothing.pt: cannot be read" in err
-    assert run_command("inspect", "hf://owner/name")[0] == 2
+    assert run_command("inspect", "hf://owner")[0] == 2
     code, _, err = run_command("restore", run / "run.ckpt8", "-o", f"{URL}2.pt")
     assert (code, err.count("\n")) == (2, 1)
     assert not [entry for entry in hub.log if entry["method"] not in ("HEAD", "GET")]

@@ -55,6 +55,12 @@ class Readable(Protocol):
     def fill(self, key: str, tag: str, start: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with bytes of the version ``tag`` from ``start``. InputError where it is no longer there."""
 
+    def objects(self, prefix: str, *, deep: bool = False) -> Mapping[str, Stat]:
+        """What follows the prefix in the names of objects, and their present versions; without slashes unless ``deep``.
+
+        Raises InputError.
+        """
+
 
 class Store(Readable, Protocol):
     """The objects of one bucket. What is said of Readable holds, but writing raises OutputError.
@@ -63,12 +69,6 @@ class Store(Readable, Protocol):
     it, in any order. A part sent again takes the place of the first, so the first must have arrived before. Nothing is
     there before ``complete``.
     """
-
-    def objects(self, prefix: str, *, deep: bool = False) -> Mapping[str, Stat]:
-        """What follows the prefix in the names of objects, and their present versions; without slashes unless ``deep``.
-
-        Raises InputError.
-        """
 
     def put(self, write: Write, content: bytes) -> None:
         """Write an object. OutputError where another is there than the one that is to be replaced."""

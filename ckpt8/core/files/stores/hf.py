@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from ckpt8.core.errors import InputError, UsageError
+from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.files.stores.attempts import Attempts, CutError, filling, one_line
-from ckpt8.core.files.stores.contract import Stat
+from ckpt8.core.files.stores.contract import MOST_LISTED, Stat
 
 _SECONDS = 60
 """That a connection may take, and the next bytes of an answer."""
@@ -47,6 +47,8 @@ class HfStore:
         self._kind = {"datasets/": "dataset", "spaces/": "space"}.get(kind, "model")
         self._root = f"hf://{repository}"
         self._places: dict[tuple[str, str], _Place] = {}
+        self._commits: dict[tuple[str, str], str] = {}
+        """Where a list has shown a version of a file."""
 
     def stat(self, key: str) -> Stat | None:
         """The present version of a file, None where there is none."""
@@ -66,8 +68,47 @@ class HfStore:
         """Fill ``buffer`` with bytes of the version ``tag`` from ``start``. InputError where it is no longer there."""
         self._persist(key, filling(buffer, lambda done, rest: self._receive(key, tag, start + done, rest)))
 
+    def objects(self, prefix: str, *, deep: bool = False) -> Mapping[str, Stat]:
+        """What follows the prefix in the names of files, without slashes unless ``deep``, and their versions.
+
+        All are of one commit, in one request.
+        """
+        return self._persist(prefix, lambda _: self._list(prefix, deep=deep))
+
+    def _list(self, prefix: str, *, deep: bool) -> dict[str, Stat]:
+        from huggingface_hub import HfApi
+
+        found = HfApi(library_name="ckpt8").repo_info(
+            self._name, revision=self._revision, repo_type=self._kind, timeout=_SECONDS, files_metadata=True
+        )
+        listed = {}
+        for file in found.siblings or ():
+            name = file.rfilename.removeprefix(prefix)
+            tag = file.blob_id if file.lfs is None else file.lfs.sha256
+            if found.sha is None or tag is None or file.size is None:
+                raise InputError(f"{self._url(file.rfilename)}: the Hub does not say its commit, its size and its tag")
+            if file.rfilename.startswith(prefix) and (deep or "/" not in name):
+                listed[name] = Stat(file.size, tag, 0.0)
+                self._commits[file.rfilename, tag] = found.sha
+        require(
+            len(listed) <= MOST_LISTED,
+            f"{self._url(prefix)}: holds more than {MOST_LISTED:,} files; give the folder of one checkpoint",
+        )
+        return listed
+
     def _url(self, key: str) -> str:
-        return f"{self._root}/{key}"
+        return f"{self._root}/{key}".rstrip("/")
+
+    def _place(self, key: str, tag: str) -> _Place:
+        """Where the bytes of a version are. InputError where the Hub has another one at its commit."""
+        if (key, tag) not in self._places:
+            self._check_same(key, tag, self._commits[key, tag])
+        return self._places[key, tag]
+
+    def _check_same(self, key: str, tag: str, commit: str) -> None:
+        found = self._resolve(key, commit)
+        if found is None or found.tag != tag:
+            raise InputError(f"{self._url(key)}: changed while it was read; nothing was written")
 
     def _resolve(self, key: str, revision: str | None) -> Stat | None:
         """The version of a file at a revision, whose place is noted; None where there is no such file."""
@@ -91,15 +132,14 @@ class HfStore:
         from huggingface_hub import get_session
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        place = self._places[key, tag]
+        place = self._place(key, tag)
         span = {"Range": f"bytes={start}-{start + len(buffer) - 1}", "Accept-Encoding": "identity"}
         headers = build_hf_headers(library_name="ckpt8", token=None if place.is_hub else False, headers=span)
         done = 0
         with get_session().stream("GET", place.url, headers=headers, timeout=_SECONDS) as answer:
             if answer.status_code in (401, 403):
                 # What was signed for a while is signed anew, at the same commit.
-                if (found := self._resolve(key, place.commit)) is None or found.tag != tag:
-                    raise InputError(f"{self._url(key)}: changed while it was read; nothing was written")
+                self._check_same(key, tag, place.commit)
                 if self._places[key, tag] == place:
                     hf_raise_for_status(answer)
                 raise CutError

@@ -15,7 +15,7 @@ import stat
 import weakref
 from collections.abc import Generator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, Check
@@ -72,6 +72,8 @@ class StorePath(RemotePath):
         if self._within is not None:
             listing, path = self._within
             return listing.content(path)
+        if not self.key:
+            return None
         if self._seen is None:
             known = None if self._listed is None else _known.get((str(self), self._listed.tag))
             content = known or Content.at(str(self), self._readable(), self.key)
@@ -100,6 +102,10 @@ class StorePath(RemotePath):
     def key(self) -> str:
         """The name of the object there."""
         return "/".join(self.parts[2:])
+
+    def names_something(self) -> bool:
+        """Whether this is more than a bucket."""
+        return bool(self.key)
 
     def check_target(self) -> None:
         """Raise nothing: buckets are written."""
@@ -203,7 +209,8 @@ class StorePath(RemotePath):
 
     def _list(self) -> Listing:
         prefix = f"{self.key}/" if self.key else ""
-        return Listing(str(self), self.store, prefix, self.store.objects(prefix, deep=True))
+        store = self._readable()
+        return Listing(str(self), store, prefix, store.objects(prefix, deep=True))
 
     def is_symlink(self) -> bool:
         """False."""
@@ -253,7 +260,7 @@ _KINDS = ("models", "datasets", "spaces")
 
 
 class HubPath(StorePath):
-    """``hf://[datasets/]owner/name[@revision]/file``: it is read, and not written."""
+    """``hf://[datasets/]owner/name[@revision]/file``: it is read, and not written. Without a file, the repository."""
 
     def _places(self) -> int:
         """How many parts name the repository."""
@@ -266,16 +273,18 @@ class HubPath(StorePath):
         """The name of the file in the repository."""
         return "/".join(self.parts[self._places() :])
 
+    def names_something(self) -> bool:
+        """Whether this names a repository: all of it is a directory."""
+        return len(self.parts) >= self._places()
+
     def _readable(self) -> Readable:
         return _repository("/".join(self.parts[1 : self._places()]))
 
-    def is_dir(self, **_: Any) -> bool:
-        """False."""
-        return False
-
     def iterdir(self) -> Generator[HubPath, None, None]:
-        """Raises PermissionError: no base is looked for under another name."""
-        raise PermissionError(errno.EACCES, "the Hub is not listed", str(self))
+        """What is in a folder that was listed; else raises PermissionError: no base is looked for by its seal there."""
+        if self._within is None:
+            raise PermissionError(errno.EACCES, "the Hub is not listed", str(self))
+        return cast("Generator[HubPath, None, None]", super().iterdir())
 
     def check_target(self) -> None:
         """Raise UsageError."""
@@ -318,7 +327,7 @@ class _Stream(io.RawIOBase):
 def store_path(url: str) -> Path:
     """The path of an object. Raises UsageError for a URL that names none."""
     path = HubPath(url) if url.startswith("hf:") else StorePath(url)
-    if len(path.parts) < 3 or not path.key:
+    if len(path.parts) < 3 or not path.names_something():
         form = "hf://OWNER/NAME/FILE" if isinstance(path, HubPath) else "s3://BUCKET/KEY"
         raise UsageError(f"{path}: names no object; give {form}")
     if ".." in path.parts:

@@ -10,7 +10,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -192,6 +192,10 @@ class _Ends:
         head = bytearray(min(length, self._version.size))
         self.fill(key, "", 0, memoryview(head))
         return self._version, bytes(head)
+
+    def objects(self, prefix: str, *, deep: bool = False) -> Mapping[str, Stat]:  # noqa: ARG002
+        """Nothing lies below."""
+        return {}
 
     def fill(self, key: str, tag: str, start: int, buffer: memoryview) -> None:  # noqa: ARG002
         """Put the bytes at ``start`` that are known into a ``buffer`` of zeros."""
