@@ -676,6 +676,7 @@ def runs(
         require(html is None, "--release lists nothing; leave out --html", UsageError)
         _release(directory, as_json=as_json)
         return
+    from ckpt8.chaining.keeping import Keep as Keeping
     from ckpt8.cli.show.charts import Page
     from ckpt8.cli.show.runs import page, show
     from ckpt8.inspecting.runs import runs as find
@@ -683,7 +684,11 @@ def runs(
     if html is not None:
         output = Page(html, force=force)
     run = find(directory)
-    facts = run.to_json()
+    stay = [list(run)[index] for index in Keeping(log=True).kept(list(run))]
+    facts = {
+        **run.to_json(),
+        "keep_log": {"stay": len(stay), "bytes": sum(record.stored_bytes + record.raw_bytes for record in stay)},
+    }
     if html is not None:
         output.write(page(facts), [directory])
     present(facts, lambda console: show(console, facts), as_json=as_json)

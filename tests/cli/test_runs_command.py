@@ -44,7 +44,10 @@ def test_a_table_at_any_width_json_and_a_page(run, run_command, monkeypatch, tmp
     assert code == 3
     assert err.startswith("ckpt8: 1 checkpoint")
     failure = {"error": err.strip().removeprefix("ckpt8: "), "exit_code": 3}
-    assert json.loads(out) == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json())), **failure}
+    facts = json.loads(out)
+    kept = facts.pop("keep_log")
+    assert kept == {"stay": len(ckpt8.runs(run)), "bytes": sum(r.stored_bytes + r.raw_bytes for r in ckpt8.runs(run))}
+    assert facts == {"schema": 1, **json.loads(json.dumps(ckpt8.runs(run).to_json())), **failure}
     assert run_command("runs", tmp_path / "none")[0] == 3
     assert run_command("runs", "https://example.org/run")[0] == 2
     page = tmp_path / "page.html"

@@ -45,7 +45,19 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
     if damaged := [(row["name"], row["damage"]) for row in rows if row["damage"] is not None]:
         show_table(console, ("damaged", "reason"), damaged)
     console.print()
-    say(console, *total_lines(facts["totals"]))
+    say(console, *total_lines(facts["totals"]), *room_lines(facts))
+
+
+def room_lines(facts: Mapping[str, Any]) -> list[str]:
+    """How the room of a run grows, and what ``thin`` would save by its rule ``log``; none for a few checkpoints."""
+    rows, log = facts["checkpoints"], facts["keep_log"]
+    steps = sorted({row["step"] for row in rows if row["step"] is not None})
+    taken = [row["stored_bytes"] + row["raw_bytes"] for row in rows]
+    if len(steps) < 2 or log["stay"] == len(rows):
+        return []
+    every = size(sum(taken) / len(taken) * (len(steps) - 1) / (steps[-1] - steps[0]) * 1000)
+    keeps = f"keep {log['stay']:,} checkpoints, and free {size(sum(taken) - log['bytes'])}"
+    return [f"it grows by {every} in 1,000 steps; ckpt8 thin --keep log would {keeps}"]
 
 
 def total_lines(totals: Mapping[str, Any]) -> list[str]:
@@ -146,7 +158,7 @@ def _charts(rows: Sequence[Row]) -> str:
     """The section of sizes and losses by step; empty where no step is known."""
     known = [checkpoint for checkpoint in rows if checkpoint["step"] is not None]
     entries: list[tuple[str, str]] = []
-    figures = [*_sizes(known, entries), *_losses(known, entries)]
+    figures = [*_sizes(known, entries), *_room(known), *_losses(known, entries)]
     return section("steps", "By step", legend(entries), charts(figures, "charts pairs")) if figures else ""
 
 
@@ -172,6 +184,17 @@ def _sizes(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str]
             lambda exponent: size(10**exponent).replace(".00", ""),
         )
         yield _figure("sizes", "Size", over_steps(curves, "size", axis, joined=False), len(known))
+
+
+def _room(rows: Sequence[Row]) -> Iterator[str]:
+    """What the run takes up to each step, if it has several."""
+    points, taken = list[Point](), 0
+    for checkpoint in sorted(rows, key=lambda row: row["step"]):
+        taken += checkpoint["stored_bytes"] + checkpoint["raw_bytes"]
+        points.append(_point(checkpoint, taken, f"{size(taken)} up to here"))
+    if len(points) > 1:
+        axis = log_axis([value for _, value, _ in points], lambda exponent: size(10**exponent).replace(".00", ""))
+        yield _figure("room", "Room over time", over_steps([("weight", points)], "room", axis), len(points))
 
 
 def _point(checkpoint: Row, value: float, words: str) -> Point:

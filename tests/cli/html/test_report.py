@@ -14,6 +14,7 @@ from runs_kit import train
 from safetensors.torch import save_file
 
 import ckpt8
+from ckpt8.chaining.keeping import Keep
 from ckpt8.cli.show.report import page
 from ckpt8.container.steps import error_in_words
 from ckpt8.core.text import size
@@ -373,6 +374,9 @@ def test_the_page_is_inert_and_holds_the_facts(run_page):
     assert HOSTILE_NAME.replace("/", "_") in text
     _, _, rest = content.decode().partition('<script type="application/json" id="ckpt8-report">')
     facts = json.loads(rest.partition("</script>")[0])["facts"]
+    stay = [list(run)[index] for index in Keep.of("log").kept(list(run))]
+    assert facts.pop("keep_log") == {"stay": len(stay), "bytes": sum(r.stored_bytes + r.raw_bytes for r in stay)}
+    assert "Room over time" in text
     assert facts == json.loads(json.dumps(run.to_json()))
     for record in run:
         assert record.name in text
