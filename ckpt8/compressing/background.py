@@ -60,10 +60,13 @@ class Unsaved(Protocol):
 
 
 class Job:
-    """One save and its outcome. A failure becomes a warning where the handle was dropped before anybody asked."""
+    """One save and its outcome. A failure becomes a warning where the handle was dropped before anybody asked.
+
+    There are no links in the path of the ``target``.
+    """
 
     def __init__(self, target: Path, base: Path | None) -> None:
-        self.target, self.key = target, key_of(target)
+        self.target, self.key = target, str(target)
         self.future: futures.Future[Manifest] = futures.Future()
         self.taken: Unsaved | None = None
         self.base = None if base is None else key_of(base)

@@ -197,7 +197,7 @@ class ChunkEncoder:
 
     def _encode_copy(self, stream: Stream, x: Array, first: int) -> dict[str, Array]:
         """The parts of the elements ``x`` of a copy from ``first`` on. Raises RefusedError."""
-        codec, spec = stream.codec, replace(stream.spec, shape=(x.size,))
+        codec, spec = stream.codec, stream.spec._replace(shape=(x.size,))
         assert codec.copied is not None  # noqa: S101 - the caller looked
         rounded = rounded_masters(self.checkpoint, codec.copied, spec.dtype, first, x.size)
         return codec.encode_arrays(x, spec, backend=self.lockstep.backend, companions={ROUNDED: rounded})

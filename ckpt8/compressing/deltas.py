@@ -285,7 +285,7 @@ def _try(candidate: _Candidate, source: Bundle, base: Base) -> _Trial | None:
     chunk = (header.chunk_count(stream.spec.numel) - 1) // 2
     first, count = chunk * header.FRAME, min(stream.chunk_spec(chunk).numel, SAMPLE)
     x = read_elements(source, stream.storage, stream.spec.dtype, first, count)
-    spec = replace(stream.spec, shape=(count,))
+    spec = stream.spec._replace(shape=(count,))
     expected = codec.layout(spec)
     below = {name: part[: expected[name].numel] for name, part in base.parts(candidate.partner, chunk, codec).items()}
     backend = base.backend
@@ -299,7 +299,7 @@ def _try(candidate: _Candidate, source: Bundle, base: Base) -> _Trial | None:
     if not (candidate.shares_lattice and isinstance(codec, Lattice)):
         return _Trial(candidate, nbytes)
     decoded = np.empty(count, np.float32)
-    codec.decode_arrays(own, replace(spec, dtype=DType.FLOAT32), decoded, backend=backend, first=first)
+    codec.decode_arrays(own, spec._replace(dtype=DType.FLOAT32), decoded, backend=backend, first=first)
     w = floats(x, spec.dtype)
     errors = (w - decoded)[w != 0].astype(np.float64) / step_of(codec.k)
     return _Trial(candidate, nbytes, float(np.cos(errors * math.tau).sum()), errors.size)

@@ -251,5 +251,5 @@ class GroupEncoder:
             own = view[at : at + stream.spec.numel * spec.dtype.itemsize]
             crcs.append(read_bytes(self._checkpoint, stream, 0, own) if len(own) else 0)
             at += len(own)
-        whole = replace(spec, shape=(elements.size,))
+        whole = spec._replace(shape=(elements.size,))
         return LOSSLESS.encode_arrays(elements, whole, backend=self._encoder.lockstep.backend), crcs, elements

@@ -15,7 +15,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import replace
 from operator import eq, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -311,16 +310,16 @@ def pack_layout(codec: Codec, spec: TensorSpec, numels: Iterable[int]) -> dict[s
 
     ``spec`` gives role and element type. A storage is encoded on its own; the parts follow each other.
     """
-    parts = codec.layout(replace(spec, shape=(0,)))
+    parts = codec.layout(spec._replace(shape=(0,)))
     sizes: dict[int, list[int]] = {}
     starts: list[list[int]] = [[0] for _ in parts]
     for numel in numels:
         if numel not in sizes:
-            sizes[numel] = [part.numel for part in codec.layout(replace(spec, shape=(numel,))).values()]
+            sizes[numel] = [part.numel for part in codec.layout(spec._replace(shape=(numel,))).values()]
         for bounds, size in zip(starts, sizes[numel], strict=True):
             bounds.append(bounds[-1] + size)
     return {
-        name: (replace(part, numel=bounds[-1]), bounds)
+        name: (part._replace(numel=bounds[-1]), bounds)
         for (name, part), bounds in zip(parts.items(), starts, strict=True)
     }
 

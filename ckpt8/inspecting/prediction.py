@@ -119,7 +119,7 @@ class PlannedBase:
     def sample(self, storage: int, first: int, count: int, codec: Codec) -> Arrays:
         """What the parts of ``count`` elements of a storage from ``first`` on, under ``codec``, count from."""
         stream = self._plan.by_index[storage]
-        spec = replace(stream.spec, shape=(count,))
+        spec = stream.spec._replace(shape=(count,))
         x = read_elements(self._source, stream.storage, spec.dtype, first, count)
         if codec != stream.codec:
             parts = stream.codec.encode_arrays(x, spec, backend=self.backend, first=first)

@@ -188,7 +188,7 @@ def _as_stored(reader: ContainerReader, unit: Unit, parameter_of: Mapping[frozen
         if not here.issuperset(codec.companion_storages.values()):
             raise CheckFailedError(f"{reader.path}: {record.name}: is coded with the moments of another parameter")
         if (spec.name, spec.role) != (record.name, record.role):
-            spec = replace(spec, name=record.name, role=record.role)
+            spec = spec._replace(name=record.name, role=record.role)
         streams.append(
             stream if (spec, codec) == (stream.spec, stream.codec) else replace(stream, spec=spec, codec=codec)
         )

@@ -285,7 +285,7 @@ def test_layout_depends_on_the_count_alone(codec):
     for dtype in float_cases(codec):
         flat = spec_of(codec, dtype, 6 * 35)
         for shape in [(6, 35), (2, 3, 35), (210, 1)]:
-            assert codec.layout(dataclasses.replace(flat, shape=shape)) == codec.layout(flat)
+            assert codec.layout(flat._replace(shape=shape)) == codec.layout(flat)
             x = sample(codec, dtype, 210)
             assert_same_parts(encode(codec, x.view(shape)), encode(codec, x))
 
@@ -308,7 +308,7 @@ def test_parts_do_not_depend_on_cutting(codec):
                 pieces = [encode(codec, x[a:b], first=a) for a, b in bounds]
                 assert_same_parts({name: torch.cat([piece[name] for piece in pieces]) for name in parts}, parts)
                 runs = [
-                    decode(codec, piece, dataclasses.replace(spec, shape=(b - a,)), first=a)
+                    decode(codec, piece, spec._replace(shape=(b - a,)), first=a)
                     for piece, (a, b) in zip(pieces, bounds, strict=True)
                 ]
                 assert torch.equal(raw(torch.cat(runs)), raw(y))
