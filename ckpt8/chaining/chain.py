@@ -211,14 +211,11 @@ class ChainRun:
     def keep_bases(self) -> None:
         """Link the bases of all deltas there that have no link, and remove the links that no container needs.
 
-        That of ``frozen_from`` is made again where it is gone or damaged. Raises OutputError where it cannot be. A
-        bucket has no links.
+        That of ``frozen_from`` is made again where it is gone or damaged. Raises OutputError where it cannot be.
         """
-        if isinstance(self._folder, RemotePath):
-            return
         named = self._settings.options.get("frozen_from")
         with KeptBases(self._folder) as kept:
-            if named is not None:
+            if named is not None and kept.has_links:
                 with suppress(InputError):  # jobs that need the file say what is wrong with it
                     FrozenFile(Path(named), Path(os.path.realpath(self._folder)), None).mend(kept)
             kept.link_needed()

@@ -116,9 +116,9 @@ def checked_frozen(path: str | os.PathLike[str] | None, asked: Wanted) -> Path |
 def bases_kept(asked: Wanted, target: Path, *, packs: bool) -> Iterator[KeptBases | None]:
     """The links beside ``target`` until it is written, where its base is to be chosen or, if it ``packs``, made there.
 
-    Then what none needs goes. A store has no links.
+    Then what none needs goes.
     """
-    if not (packs or isinstance(asked, Auto)) or isinstance(target, RemotePath):
+    if not (packs or isinstance(asked, Auto)):
         yield None
         return
     folder = resolved(target).parent
@@ -134,13 +134,13 @@ def bases_kept(asked: Wanted, target: Path, *, packs: bool) -> Iterator[KeptBase
 @contextlib.contextmanager
 def candidates_kept(asked: Wanted, target: Path) -> Iterator[None]:
     """Every container that may become the base of ``target`` is linked, where it is to be chosen; it may be removed."""
-    if not isinstance(asked, Auto) or isinstance(target, RemotePath):
+    if not isinstance(asked, Auto):
         yield
         return
     folder = resolved(target).parent
     try:
         with KeptBases(folder) as kept:
-            kept.hold(_files_beside(target))
+            kept.hold(lambda: _files_beside(target))
             yield
     finally:
         drop_unneeded(folder)

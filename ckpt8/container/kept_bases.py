@@ -49,15 +49,20 @@ _counting = threading.Lock()
 
 
 class KeptBases(Closing):
-    """The links in ``folder``, for one save there: until it is closed nobody removes any."""
+    """The links in ``folder``, for one save there: until it is closed nobody removes any.
+
+    A store has none, so that ``has_links`` is False and nothing is linked.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._links = folder, folder / KEPT
+        self.has_links = not isinstance(folder, RemotePath)
         self._linked = set[str]()
         self._locks = ExitStack()
-        # Where a folder cannot be opened nobody lists it, so nobody removes links there.
-        with suppress(OSError):
-            self._locks.enter_context(_shared(folder))
+        if self.has_links:
+            # Where a folder cannot be opened nobody lists it, so nobody removes links there.
+            with suppress(OSError):
+                self._locks.enter_context(_shared(folder))
 
     def close(self) -> None:
         """Let others remove links."""
@@ -68,16 +73,17 @@ class KeptBases(Closing):
 
         Raises InputError where one of them cannot be read, OSError where it cannot be linked.
         """
-        self._link(container)
-        sync_directory(self._links)
+        if self.has_links:
+            self._link(container)
+            sync_directory(self._links)
 
     def __contains__(self, seal: str) -> bool:
         """Whether there is a link to the container with that seal."""
         return (self._links / kept_name(seal)).exists()
 
-    def hold(self, containers: Iterable[Path]) -> None:
+    def hold(self, containers: Callable[[], Iterable[Path]]) -> None:
         """Link containers as far as they can be: one that is removed meanwhile can still become a base."""
-        for path in containers:
+        for path in containers() if self.has_links else ():
             if (seal := stated_seal(path)) is not None:
                 with suppress(OSError):
                     self._links.mkdir(exist_ok=True)
@@ -85,7 +91,7 @@ class KeptBases(Closing):
 
     def link_needed(self) -> None:
         """Link the bases of the containers in the folder, as far as they are there and can be linked."""
-        for path in containers_in(self._folder):
+        for path in containers_in(self._folder) if self.has_links else ():
             with suppress(InputError, OSError):
                 self._link_below(path, _head(path))
 

@@ -269,6 +269,32 @@ def test_another_writer_is_not_overwritten(force, size, place, bucket):
     assert uploads(bucket, place) == []
 
 
+@pytest.mark.parametrize("size", [100, len(CONTENT)])
+@pytest.mark.parametrize("force", [False, True])
+def test_where_conditions_are_ignored_the_last_writer_wins(force, size, place, bucket):
+    """The object is ours and whole; nothing tells that there was another, and nothing is left behind."""
+    if force:
+        bucket.put(place.key, b"old")
+    bucket.order({"ignore_conditions": True, "times": 1000})
+    rival = {"Bucket": BUCKET, "Key": place.key, "Body": b"rival"}
+    write(place, CONTENT[:size], force=force, before=lambda: bucket.client.put_object(**rival))
+    log = bucket.order()
+    last = next(entry for entry in reversed(log) if entry["what"] in ("put", "complete"))
+    assert last["if_match" if force else "if_none_match"]
+    assert stored(bucket, place) == CONTENT[:size]
+    assert uploads(bucket, place) == []
+
+
+def test_where_conditions_are_ignored_another_version_is_not_removed(place, bucket):
+    bucket.put(place.key, b"old")
+    assert place.exists()
+    bucket.put(place.key, b"rival")
+    bucket.order({"ignore_conditions": True, "times": 1000})
+    with pytest.raises(OutputError, match="changed meanwhile; it stays as it is"):
+        place.unlink()
+    assert stored(bucket, place) == b"rival"
+
+
 def test_an_object_that_a_store_without_conditions_replaced_at_once_is_noticed(place, bucket, monkeypatch):
     complete = s3.S3Store.complete
 
