@@ -168,6 +168,23 @@ def kill_rounds(server: Server, run: Run, kills: int, seed: int) -> Outcome:
     return outcome
 
 
+def size_rounds(server: Server, run: Run, limits: int) -> Outcome:
+    """A limit on the size of files fails a write as a full disk does: limits up to the largest that is written."""
+    outcome = Outcome()
+    run.reset()
+    assert run.run(server)[0] == 0
+    largest = max(path.stat().st_size for path in run.folder.glob("*.ckpt8"))
+    for k in range(1, limits):
+        run.reset()
+        code, _, said = run.run(server, size=largest * k // limits)
+        outcome.counts[f"exit code {code}"] += 1
+        if code != 4 or "cannot be written" not in said:
+            outcome.faults.append(f"limit {k}: exit code {code}: {said}")
+        run.check(outcome, f"limit {k}")
+        run.finish(server, outcome, f"limit {k}")
+    return outcome
+
+
 def die(moment: str) -> None:
     """Have this process kill itself at a moment of its first removal of a directory."""
     from ckpt8.chaining import jobs
