@@ -698,8 +698,10 @@ def runs(
 
 def _release(directory: Path, *, as_json: bool) -> None:
     from ckpt8.container.kept_bases import release
+    from ckpt8.core.files.source_file import refuse_url
     from ckpt8.inspecting.runs import find
 
+    refuse_url(directory)
     releases = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
     freed, left = (sum(amounts) for amounts in zip(*releases, strict=True)) if releases else (0, 0)
     stays = f"; {size(left)} stay in bases/, since deltas need them; ckpt8 rebase makes a delta whole" if left else ""

@@ -36,7 +36,9 @@ from ckpt8.container.sharded import INDEX, is_part
 from ckpt8.container.steps import added, step_figures
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
-from ckpt8.core.files.source_file import reading, refuse_url
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import listed as listed_folder
+from ckpt8.core.files.source_file import reading, refuse_url, scan
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, size
@@ -116,8 +118,8 @@ def _path(above: str, name: str) -> str:
 def _listed(folder: Path) -> tuple[list[str], list[str]]:
     """The names of files and folders, without hidden ones, and without links to others below this folder."""
     files, folders = [], []
-    with reading(folder), os.scandir(folder) as entries:
-        for entry in entries:
+    with reading(folder):
+        for entry in scan(folder):
             if entry.name == METADATA or not entry.name.startswith("."):
                 # A link to something below its folder, such as ``last.ckpt``, is another name for that.
                 target = (folder / entry.name).resolve() if entry.is_symlink() else None
@@ -394,10 +396,11 @@ def runs(directory: str | os.PathLike[str]) -> Run:
     >>> [(record.name, record.kind, record.raw, record.step) for record in ckpt8.runs(".")]
     [('run.ckpt8', 'key', 'run.pt', 1)]
     """
-    root = Path(directory)
+    root = as_path(directory)
     refuse_url(root)
     if root.is_file():
         raise InputError(f"{root}: is a file; give the folder of a run")
+    root = listed_folder(root)
     files = find(root)
     with without_collection():
         rows = _joined([row for place in files.places if (row := read(place)) is not None])

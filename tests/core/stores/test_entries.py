@@ -15,7 +15,6 @@ LOCAL = {
     "container/plain_reader.py:__init__",  # it stands alone
     "container/plain_reader.py:read",
     "converting/convert.py:convert",  # the config.json of a model
-    "inspecting/runs.py:runs",  # a folder of folders
     "restoring/sharded.py:restore_directory",  # directories are written here
     "restoring/sharded_salvage.py:salvage_directory",
 }

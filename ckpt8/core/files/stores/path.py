@@ -170,7 +170,7 @@ class StorePath(RemotePath):
             version, kind = Stat(0, str(self), 0), stat.S_IFDIR | 0o777
         if version is None:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
-        inode, seconds, ns = crc32(version.tag.encode()), [version.changed] * 3, int(version.changed * 1e9)
+        inode, seconds, ns = crc32(f"{self} {version.tag}".encode()), [version.changed] * 3, int(version.changed * 1e9)
         first = kind, inode, 0, 1, os.getuid(), os.getgid(), version.size, *seconds
         return os.stat_result(first, {"st_atime_ns": ns, "st_mtime_ns": ns, "st_ctime_ns": ns})
 
