@@ -91,9 +91,3 @@ def decode(parts: Arrays, out: Array) -> None:
         for plane in planes:
             _add_plane(plane, bits)
         _rotate(bits)
-
-
-def upper(parts: Arrays) -> Array:
-    """The bits of bf16 in the planes ``exponent`` and ``mantissa``."""
-    mantissa = parts["mantissa"].astype(u2)
-    return np.asarray((mantissa & 0x7F) | (mantissa & 0x80) << 8 | parts["exponent"].astype(u2) << 7)

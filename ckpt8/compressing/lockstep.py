@@ -102,6 +102,11 @@ class _Device:
         return torch.from_numpy(x).to(self._device)
 
 
+def backend_of(source: Checkpoint) -> Backend:
+    """The backend that compresses the arrays of a source; if it is numba, kernels can be called from now on."""
+    return for_arrays(sum(storage.nbytes for storage in source.storages), writes=True)
+
+
 class Lockstep:
     """Encodes, decodes and measures units of one checkpoint. Thread-safe.
 
@@ -110,7 +115,7 @@ class Lockstep:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.backend = for_arrays(sum(storage.nbytes for storage in checkpoint.storages), writes=True)
+        self.backend = backend_of(checkpoint)
         self.meter = ErrorMeter(checkpoint)
 
     def prepare(self, units: Iterable[Unit]) -> None:

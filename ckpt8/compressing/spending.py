@@ -39,6 +39,7 @@ from ckpt8.codecs.lattice import LOWEST_K, DitheredLattice, Lattice, MomentLatti
 from ckpt8.codecs.rclog import FLAT_ROW, MOST_COLUMNS, RowColumnLog
 from ckpt8.codecs.rounded_copy import LatticeReference
 from ckpt8.codecs.vscaled import LARGEST, VScaled
+from ckpt8.compressing.lockstep import backend_of
 from ckpt8.compressing.momentum import Momentum, StepSums
 from ckpt8.compressing.parameters import is_plain
 from ckpt8.compressing.plan import (
@@ -58,7 +59,6 @@ from ckpt8.compressing.policy import LOSSLESS, Budget, Policy
 from ckpt8.container.frames import FRAME
 from ckpt8.container.steps import CAPPED, NO_BUDGET, NO_PARAMETER, UNMOVED
 from ckpt8.core.arrays import Array, as_array, empty, floats
-from ckpt8.core.backend import for_arrays
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.source_file import crc32
 from ckpt8.core.lazy import torch
@@ -129,8 +129,7 @@ class Sampler:
     def __init__(self, source: Checkpoint) -> None:
         self._source = source
         self._crc = 0
-        # Starts the kernels that read it, if the compression will take them as well.
-        for_arrays(sum(storage.nbytes for storage in source.storages), writes=True)
+        self._backend = backend_of(source)
 
     def spreads(self, samples: Sequence[Sample]) -> list[Spread]:
         """How the elements of every sample are spread. Raises InputError."""
@@ -161,8 +160,16 @@ class Sampler:
                     with np.errstate(over="ignore", invalid="ignore"):
                         windows = _windows(stream.spec.numel)
                         x = x * np.concatenate([as_array(sample.factors(window)) for window in windows])
-                counts += np.bincount((x.view(np.int32) >> _SHIFT) & (_BINS - 1), minlength=_BINS)
+                counts += self._count((x.view(np.int32) >> _SHIFT) & (_BINS - 1))
         return Spread(sum(stream.spec.numel for stream in sample.streams), counts), crc
+
+    def _count(self, bins: Array) -> Array:
+        """How often each bin occurs. ``bincount`` would keep Python's lock."""
+        if self._backend == "numba":
+            from ckpt8.container.kernels import histogram
+
+            return histogram(bins, _BINS - 1)[1:]
+        return np.bincount(bins, minlength=_BINS)
 
 
 def _places(numel: int) -> tuple[Array, int]:

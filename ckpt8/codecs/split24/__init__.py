@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from ckpt8.codecs.base import Codec, CodeRange, Direction, StateKey
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
@@ -80,9 +82,8 @@ class Split24(SplitWeight):
 
     def upper(self, parts: Arrays) -> Array:
         """``hi``, which the two planes hold."""
-        from ckpt8.codecs.planes_numba import upper
-
-        return upper(parts)
+        mantissa, exponent = (parts[name].astype(np.uint16) for name in ("mantissa", "exponent"))
+        return np.asarray((mantissa & 0x7F) | (mantissa & 0x80) << 8 | exponent << 7)
 
 
 @dataclass(frozen=True, slots=True)
