@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from ckpt8.chaining.jobs import Look
 from ckpt8.chaining.keeping import interval
 from ckpt8.compressing.policy import Policy
 from ckpt8.core.errors import UsageError
@@ -120,7 +121,7 @@ class Item:
 
     ``base`` is the number of the item that the container is a delta to, and ``alone`` what the container takes without
     one. ``leans``: its base is a checkpoint that is gone, in ``bases/``. ``may_go`` and ``may_change`` say what may
-    become of it.
+    become of it. ``looks`` is how its files looked when they were listed.
     """
 
     record: RunRecord
@@ -133,6 +134,7 @@ class Item:
     may_go: bool = True
     may_change: bool = True
     choices: list[Choice] = field(default_factory=list)
+    looks: dict[Path, Look] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt8.chaining import reader_copy
 from ckpt8.chaining.chain import REST, Rest, placed
-from ckpt8.chaining.jobs import Settings, refuse_removal, remove_verified
+from ckpt8.chaining.jobs import Look, Settings, look_at, refuse_removal, remove_verified
 from ckpt8.chaining.keeping import Keep
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
 from ckpt8.checkpoint.readers.entries import is_directory
@@ -34,7 +34,7 @@ from ckpt8.container.writer import rebase
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError, UsageError, require
 from ckpt8.core.files.atomic import partial_path, remove, remove_abandoned_of, sync_directory, writing
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import refuse_remote
+from ckpt8.core.files.source_file import reading, refuse_remote
 from ckpt8.core.public import checked, parse_size
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, listed, size
@@ -294,6 +294,10 @@ class Thinner:
     def _do(self, index: int, form: Form) -> None:
         """Make an item what it becomes, and note what that takes."""
         item, choice = self._items[index], form.choice
+        alone = item.raw is not None and choice is not None and choice.nbytes < item.nbytes
+        if choice is not None and choice.rung is None and not (form.is_rebased or alone):
+            self._planner.done[index] = form
+            return
         if choice is None:
             self._tell(f"{item.record.name}: goes")
         elif form.is_rebased:
@@ -307,9 +311,10 @@ class Thinner:
             elif form.is_rebased and item.packed is not None:
                 nbytes = rebase(item.packed, threads=self._options.threads).stat().st_size
                 form = replace(form, nbytes=form.nbytes - item.alone + nbytes)
+                item.looks = _looks(item)
             elif choice.rung is not None:
                 form = self._compress(item, form, choice.rung)
-            elif choice.nbytes < item.nbytes and item.raw is not None:
+            elif item.raw is not None:
                 remove_verified(item.raw, item.target, threads=self._options.threads)
         drop_unneeded(self._folder)
         self._planner.done[index] = form
@@ -343,6 +348,7 @@ class Thinner:
         with ContainerReader(item.target) as reader:
             steps, nbytes = reader.manifest.error_in_steps, reader.size
         assert form.choice is not None  # noqa: S101 - it has a rung
+        item.looks = _looks(item)
         choice = replace(form.choice, steps=steps, nbytes=nbytes if base is None else form.choice.nbytes)
         return replace(form, choice=choice, nbytes=nbytes)
 
@@ -390,6 +396,7 @@ def _item(directory: Path, record: RunRecord, options: Options) -> Item:
         target = job.target
     is_free &= raw is not None or packed is not None
     item = Item(record, raw, packed, target, may_go=is_free, may_change=is_free and not is_packed_by_ranks)
+    item.looks = _looks(item) if is_free else {}
     if is_free and record.base not in (None, MISSING) and packed is not None:
         with ContainerReader(packed) as reader:
             item.alone = reader.size + sum(
@@ -400,8 +407,19 @@ def _item(directory: Path, record: RunRecord, options: Options) -> Item:
     return item
 
 
+def _looks(item: Item) -> dict[Path, Look]:
+    """How the files of a checkpoint look. Raises InputError."""
+    with reading(item.target):
+        return {path: look_at(path) for path in (item.raw, item.target) if path is not None and os.path.lexists(path)}
+
+
 def _remove(item: Item) -> None:
-    """Remove the files of a checkpoint. Raises OutputError."""
+    """Remove the files of a checkpoint, unless they have changed since they were listed. Raises OutputError."""
+    require(
+        _looks(item) == item.looks,
+        f"{item.target}: is kept: it, or what it was made from, changed after it was listed; run the command again",
+        OutputError,
+    )
     for path in dict.fromkeys((item.raw, item.target)):
         if path is None or not os.path.lexists(path):
             continue

@@ -240,6 +240,19 @@ def test_damaged_young_and_packed_by_ranks_stay_as_they_are(run):
     assert done.then == taken(run)
 
 
+def test_what_changes_after_it_was_listed_does_not_go(run, monkeypatch):
+    remove_abandoned = thinning.remove_abandoned_of
+
+    def overwrite(*arguments):
+        shutil.copy(run / "step-25.pt", run / "step-10.pt")
+        remove_abandoned(*arguments)
+
+    monkeypatch.setattr(thinning, "remove_abandoned_of", overwrite)
+    with pytest.raises(OutputError, match=r"step-10.*is kept: it, or what it was made from, changed"):
+        ckpt8.thin(run, keep="last:1", apply=True)
+    assert digest(run / "step-10.pt") == digest(run / "step-25.pt")
+
+
 def test_bad_input_is_one_line(run, tmp_path):
     with pytest.raises(UsageError, match="give rules"):
         ckpt8.thin(run)
