@@ -448,6 +448,10 @@ class _RankFile:
         self._workers = workers
         self._slices = slices_of(reader.manifest)
 
+    def __len__(self) -> int:
+        """The number of slices."""
+        return len(self._slices)
+
     def fill(self, name: str, tensor: GlobalTensor, part: Slice, box: Box, target: torch.Tensor) -> None:
         """Fill ``target`` with a ``box`` of a tensor, which lies in a slice of it. Raises InputError."""
         record = self._slices.get((name, part.offsets))
@@ -531,6 +535,8 @@ class Ckpt8StorageReader(InDirectory, StorageReader):
             for name, reads in files.items():
                 with ContainerReader(self.path / name) as reader:
                     file = _RankFile(reader, self._index.files[name], workers)
+                    if len(reads) >= len(file):
+                        reader.expect_all()
                     for read in reads:
                         read(file)
         done: Future[None] = Future()
