@@ -115,10 +115,15 @@ class Bundle:
                 member.checkpoint.file.keep_all(needs_room=needs_room)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Say which addresses of one file and lengths will be read, in their order. Its skeleton is there."""
-        checkpoint = self.opened[0].checkpoint
-        if self.directory is None and isinstance(checkpoint, OpenCheckpoint):
-            checkpoint.file.expect((start, length) for start, length in ranges if start < checkpoint.size)
+        """Say which addresses and lengths will be read, in their order in each file. Skeletons are there."""
+        members, wanted = self.members, dict[int, list[tuple[int, int]]]()
+        for start, length in ranges:
+            number = bisect_right(members, start, key=lambda member: member.base) - 1
+            wanted.setdefault(number, []).append((start - members[number].base, length))
+        for number, spans in wanted.items():
+            checkpoint = self.opened[number].checkpoint
+            if isinstance(checkpoint, OpenCheckpoint):
+                checkpoint.file.expect(span for span in spans if span[0] < checkpoint.size)
 
     @property
     def distributed(self) -> list[DcpMember]:
