@@ -34,6 +34,8 @@ from ckpt8.container.joined import JoinedReader
 from ckpt8.container.sharded import INDEX, Place, ShardedIndex, Slice
 from ckpt8.core.errors import UnsupportedError, UsageError, require
 from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source, write_at
+from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import refuse_remote
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.members import Restored
@@ -48,7 +50,8 @@ def restore_directory(
     """
     if target is None:
         raise UsageError(f"{source}: is a directory of containers; give another for the plain checkpoint, with -o DIR")
-    path = Path(target)
+    path = as_path(target)
+    refuse_remote(path)
     refuse_source(path, source)
     with JoinedReader(source) as joined, Workers(threads) as workers:
         files = ShardedFiles(joined, workers)

@@ -83,10 +83,11 @@ def scan(folder: Path) -> Sequence[os.DirEntry[str] | RemotePath]:
 
 def refuse_remote(target: Path) -> None:
     """Raise UsageError for a directory that is to be written elsewhere than here."""
-    refuse_url(target)
+    refuse_target(target)
+    what_to_do = "give a local path, and copy the directory from there"
     require(
         not isinstance(target, RemotePath),
-        f"{target}: is in a store, where ckpt8 writes single files; give a local path for a directory",
+        f"{target}: is in a store, where ckpt8 writes single files; {what_to_do}",
         UsageError,
     )
 

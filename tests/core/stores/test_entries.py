@@ -15,8 +15,6 @@ LOCAL = {
     "container/plain_reader.py:__init__",  # it stands alone
     "container/plain_reader.py:read",
     "converting/convert.py:convert",  # the config.json of a model
-    "restoring/sharded.py:restore_directory",  # directories are written here
-    "restoring/sharded_salvage.py:salvage_directory",
 }
 """Functions that take local paths alone, and refuse URLs. So do the integrations of frameworks."""
 
