@@ -203,6 +203,7 @@ def test_a_folder_that_may_not_be_listed(bucket, run_command):
 @pytest.mark.parametrize("command", [("restore", "-o"), ("restore", "--salvage", "-o"), ("convert", "--to", "dcp")])
 def test_directories_are_written_to_a_local_path(command, folder, bucket, run_command):
     url = f"s3://{BUCKET}/back"
+    bucket.order()
     err = run_command.refused(2, command[0], folder / "packed", *command[1:], url)
     what_to_do = "give a local path, and copy the directory from there"
     assert err == f"ckpt8: {url}: is in a store, where ckpt8 writes single files; {what_to_do}\n"
