@@ -120,8 +120,9 @@ class Item:
     """A checkpoint of the run. ``raw`` is the original, ``packed`` its container, as far as they are there.
 
     ``base`` is the number of the item that the container is a delta to, and ``alone`` what the container takes without
-    one. ``leans``: its base is a checkpoint that is gone, in ``bases/``. ``may_go`` and ``may_change`` say what may
-    become of it. ``looks`` is how its files looked when they were listed.
+    one. ``leans``: its base is a checkpoint that is gone, in ``bases/``. ``is_sound``: it is complete, as far as its
+    heads say. ``may_go`` and ``may_change`` say what may become of it. ``looks`` is how its files looked when they were
+    listed, or written.
     """
 
     record: RunRecord
@@ -131,6 +132,7 @@ class Item:
     base: int | None = None
     alone: int = 0
     leans: bool = False
+    is_sound: bool = True
     may_go: bool = True
     may_change: bool = True
     choices: list[Choice] = field(default_factory=list)
@@ -143,8 +145,8 @@ class Item:
 
     @property
     def source(self) -> Path:
-        """What it would be compressed from: the original, if that is there."""
-        return self.raw or self.packed or self.target
+        """What it would be compressed from: the original, as long as that is there."""
+        return self.raw if self.raw is not None and self.raw.exists() else self.packed or self.target
 
     def add_choices(self, rungs: Sequence[Rung], threads: int | None) -> None:
         """Predict what it may become. Raises InputError for a source that cannot be read."""
@@ -241,7 +243,7 @@ class Planner:
             self._delta = True
             return self._settled(self._start)
         if state is None:
-            raise RoomError(self._least())
+            raise RoomError(self._total(self._least()))
         self._state = state
         return self._layout(state)
 
@@ -260,21 +262,20 @@ class Planner:
     def _settled(self, begin: _State) -> list[Form]:
         """Search from a state on until the sizes of all deltas are predicted."""
         state, tried = self._search(begin), 1
-        while state is not None and self._measure(state):
+        while self._measure(state or self._least()):
             # Some searches begin anew; then the last one is mended.
-            state, tried = self._search(begin if tried < _SEARCHES else state), tried + 1
+            state, tried = self._search(begin if tried < _SEARCHES else state or begin), tried + 1
         if state is None:
-            raise RoomError(self._least())
+            raise RoomError(self._total(self._least()))
         self._state = state
         return self._layout(state)
 
-    def _least(self) -> int:
-        """What has to stay takes, as coarse as it may be."""
-        least: _State = [
+    def _least(self) -> _State:
+        """Only what has to stay, as coarse as it may be."""
+        return [
             len(item.choices) - 1 if began is not None and (i in self._firm or not item.may_go) else None
             for i, (item, began) in enumerate(zip(self._items, self._start, strict=True))
         ]
-        return self.taken(self._layout(least))
 
     def _measure(self, state: _State) -> bool:
         """Predict the deltas of a layout that are not known yet; False where all are."""
@@ -370,7 +371,8 @@ class Planner:
         return min(free, key=lambda index: uses[index], default=None)
 
     def _search(self, begin: _State) -> _State | None:
-        state = self._shrunk(list(begin))
+        # Where no single choice frees anything, all of them together may: neighbours that become one chain.
+        state = self._shrunk(list(begin)) or self._shrunk(self._least())
         return None if state is None else self._grown(state)
 
     def _shrunk(self, state: _State) -> _State | None:

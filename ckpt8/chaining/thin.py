@@ -26,7 +26,7 @@ from ckpt8.chaining.jobs import Look, Settings, look_at, refuse_removal, remove_
 from ckpt8.chaining.keeping import Keep
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
 from ckpt8.checkpoint.readers.entries import is_directory
-from ckpt8.checkpoint.replacing import problem_of
+from ckpt8.checkpoint.replacing import incomplete, problem_of
 from ckpt8.compressing.compress import coarsen, compress
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
 from ckpt8.container.reader import ContainerReader
@@ -149,14 +149,18 @@ class Thinner:
             f"{directory}: holds several runs, in {listed(name or '.' for name in folders)}; give the folder of one",
         )
         self._folder = directory / folders[0]
-        self._items = [_item(directory, record, options) for record in self._run]
+        taken, linked = set[Path](), _linked(self._folder)
+        self._items = [_item(directory, record, options, taken, linked) for record in self._run]
         records = [item.record for item in self._items]
         numbers = {record.name: index for index, record in enumerate(records)}
         for item in self._items:
             item.base = numbers.get(item.record.base or "")
             item.leans = item.record.base not in (None, MISSING, *numbers)
-        firm = {index for index, item in enumerate(self._items) if not item.may_go} | {len(records) - 1}
-        self._kept = options.keep.kept(records) | firm
+        # One that is damaged or was never finished is not the newest: the one before it is all that there is.
+        sound = [index for index, item in enumerate(self._items) if item.is_sound]
+        newest = {*sound[-1:], *[index for index in sound if records[index].step is not None][-1:]}
+        firm = {index for index, item in enumerate(self._items) if not item.may_go} | newest
+        self._kept = {sound[number] for number in options.keep.kept([records[index] for index in sound])} | firm
         self._planner = Planner(
             self._items,
             options.room,
@@ -308,14 +312,15 @@ class Thinner:
             kept.link_needed()
             if choice is None:
                 _remove(item)
-            elif form.is_rebased and item.packed is not None:
-                nbytes = rebase(item.packed, threads=self._options.threads).stat().st_size
-                form = replace(form, nbytes=form.nbytes - item.alone + nbytes)
-                item.looks = _looks(item)
             elif choice.rung is not None:
                 form = self._compress(item, form, choice.rung)
-            elif item.raw is not None:
-                remove_verified(item.raw, item.target, threads=self._options.threads)
+            else:
+                if form.is_rebased and item.packed is not None:
+                    nbytes = rebase(item.packed, threads=self._options.threads).stat().st_size
+                    form = replace(form, nbytes=form.nbytes - item.alone + nbytes)
+                if alone and item.raw is not None:
+                    remove_verified(item.raw, item.target, threads=self._options.threads)
+            item.looks = _looks(item)
         drop_unneeded(self._folder)
         self._planner.done[index] = form
 
@@ -324,6 +329,8 @@ class Thinner:
         base = None if form.base is None else self._items[form.base].target
         threads = self._options.threads
         if item.raw is not None:
+            if item.packed is not None:
+                _check_made_from(item.packed, item.raw, threads)
             compress(
                 item.raw,
                 item.target,
@@ -333,16 +340,12 @@ class Thinner:
                 threads=threads,
                 force=item.packed is not None,
             )
+            item.packed = item.target
             remove_verified(item.raw, item.target, threads=threads)
         else:
 
             def approve(written: Path) -> None:
-                result = verify(written, item.target, threads=threads)
-                require(
-                    not (result.failures or result.unmeasured),
-                    f"{item.target}: is kept: {next(iter(result.failures), 'the new one carries no statistics')}",
-                    CheckFailedError,
-                )
+                _check_made_from(written, item.target, threads)
 
             coarsen(item.target, preset=rung.preset, budget=rung.budget, base=base, threads=threads, approve=approve)
         with ContainerReader(item.target) as reader:
@@ -372,10 +375,27 @@ def upkeep(keep: str | None, to: int | str | None, *, delta: bool = True, thread
     return None if keep is None and to is None else Upkeep(Options.of(keep, to, delta=delta, threads=threads))
 
 
-def _item(directory: Path, record: RunRecord, options: Options) -> Item:
-    """A checkpoint with its files. What is damaged, not at rest, of several files or protected stays as it is.
+def _check_made_from(container: Path, source: Path, threads: int | None) -> None:
+    """Raise CheckFailedError for a container that was not made from ``source`` as it is now, which is then kept."""
+    result = verify(container, source, threads=threads)
+    require(
+        not (result.failures or result.unmeasured),
+        f"{source}: is kept: {container}: {next(iter(result.failures), 'carries no statistics')}",
+        CheckFailedError,
+    )
 
-    A directory that ranks have packed may go, and does not change.
+
+def _linked(folder: Path) -> list[Path]:
+    """What links in a folder lead to, such as ``best.pt`` to a checkpoint there."""
+    return [Path(os.path.realpath(path)) for path in folder.iterdir() if path.is_symlink()]
+
+
+def _item(directory: Path, record: RunRecord, options: Options, taken: set[Path], linked: Sequence[Path]) -> Item:
+    """A checkpoint with its files.
+
+    What is damaged, not at rest, of several files, protected or ``linked`` stays as it is. A directory that ranks have
+    packed may go, and does not change; nor does one with a container of another checkpoint in its way. ``taken`` are
+    the containers that others are to become; its own is added.
     """
     path = directory / record.name
     is_plain = record.kind == "raw"
@@ -383,21 +403,26 @@ def _item(directory: Path, record: RunRecord, options: Options) -> Item:
     packed = None if is_plain else path
     target = path
     is_free = record.problem is None and record.kind is not None
-    is_free &= not any(fnmatchcase(record.name, glob) for glob in options.protect)
+    names = {record.name, path.name, *(() if record.raw is None else (record.raw, Path(record.raw).name))}
+    is_free &= not any(name == glob or fnmatchcase(name, glob) for name in names for glob in options.protect)
     is_packed_by_ranks = packed is not None and packed.is_dir()
     if is_packed_by_ranks:
         raw, packed = (packed, None) if raw is None else (None, None)
+    files = [Path(os.path.realpath(file)) for file in (raw, packed) if file is not None]
+    is_free &= not any(file in (link, *link.parents) for file in files for link in linked)
+    is_sound = record.problem is None and record.kind is not None and not (is_plain and incomplete(path))
+    may_change = not is_packed_by_ranks
     if raw is not None and is_free:
-        job = placed(raw, Settings(), force=False, taken=set())
+        job = placed(raw, Settings(), force=False, taken=taken)
         is_free = os.path.lexists(raw) and job.problem is None and Rest(REST, watched=False).problem(raw) is None
         # A folder of other things as well is no checkpoint to remove, nor is that of the run itself.
         is_free &= problem_of(raw) is None and record.name != "."
         is_free &= packed is None or job.target == packed
-        target = job.target
+        target, may_change = job.target, may_change and job.present == (packed is not None)
     is_free &= raw is not None or packed is not None
-    item = Item(record, raw, packed, target, may_go=is_free, may_change=is_free and not is_packed_by_ranks)
+    item = Item(record, raw, packed, target, is_sound=is_sound, may_go=is_free, may_change=is_free and may_change)
     item.looks = _looks(item) if is_free else {}
-    if is_free and record.base not in (None, MISSING) and packed is not None:
+    if record.problem is None and record.base is not None and packed is not None:
         with ContainerReader(packed) as reader:
             item.alone = reader.size + sum(
                 reader.whole_bytes(index) - storage.stored_bytes
@@ -410,7 +435,7 @@ def _item(directory: Path, record: RunRecord, options: Options) -> Item:
 def _looks(item: Item) -> dict[Path, Look]:
     """How the files of a checkpoint look. Raises InputError."""
     with reading(item.target):
-        return {path: look_at(path) for path in (item.raw, item.target) if path is not None and os.path.lexists(path)}
+        return {path: look_at(path) for path in (item.raw, item.packed) if path and os.path.lexists(path)}
 
 
 def _remove(item: Item) -> None:
@@ -420,9 +445,7 @@ def _remove(item: Item) -> None:
         f"{item.target}: is kept: it, or what it was made from, changed after it was listed; run the command again",
         OutputError,
     )
-    for path in dict.fromkeys((item.raw, item.target)):
-        if path is None or not os.path.lexists(path):
-            continue
+    for path in item.looks:
         refuse_removal(path)
         with writing(path):
             if path != item.raw:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,9 +174,15 @@ def expect(path: Path, policies: Sequence[Policy], threads: int | None = None) -
 def expect_delta(path: Path, policy: Policy, base: Path, planned: Plan, threads: int | None = None) -> Expected | None:
     """What a checkpoint is expected to become as a difference to that at ``base``, which is ``planned``.
 
-    None where that would hardly be smaller. Raises as ``expect``.
+    None where that would hardly be smaller, and where the base has a NaN that its codec refuses. Raises as ``expect``.
     """
-    with without_collection(), open_any(base) as older, open_any(path) as source, Workers(threads) as workers:
+    with (
+        suppress(RefusedError),
+        without_collection(),
+        open_any(base) as older,
+        open_any(path) as source,
+        Workers(threads) as workers,
+    ):
         below = PlannedBase(older, planned)
         (whole,) = plan_policies(source, [policy])
         plan, why_new = continue_base(whole, source, below, threads)
@@ -183,6 +190,7 @@ def expect_delta(path: Path, policy: Policy, base: Path, planned: Plan, threads:
             return None
         prediction = Prediction(source, skeleton_roles(describe(source, plan)), plan, below)
         return _expected(prediction, plan, policy.budget, workers)
+    return None
 
 
 def _expected(prediction: Prediction, plan: Plan, budget: Budget | None, workers: Workers) -> Expected:
