@@ -245,7 +245,7 @@ class ChainRun:
             ready, waiting = self._sorted_out()
             if ready:
                 yield ready
-                self._keep_up()
+                self._keep_up(ready[-1])
             elif not waiting and not self._watch:
                 return
             else:
@@ -257,11 +257,14 @@ class ChainRun:
                 idle = 10 * (time.monotonic() - started)
                 time.sleep(max(min(self._rest.seconds / 4, _LONGEST_NAP), _SHORTEST_NAP, idle))
 
-    def _keep_up(self) -> None:
-        """Thin the run. What stops that is said where the run goes on; else raises Ckpt8Error."""
+    def _keep_up(self, newest: Job) -> None:
+        """Thin the run, but for the newest job, whose step may be lower than those of a run before.
+
+        What stops that is said where the run goes on; else raises Ckpt8Error.
+        """
         try:
             if self._upkeep is not None:
-                self._upkeep(self._folder, [path.name for path in self._raw])
+                self._upkeep(self._folder, [path.name for path in (newest.source, newest.target, *self._raw)])
         except Ckpt8Error as exc:
             if not self._watch:
                 raise

@@ -79,8 +79,8 @@ class Ckpt8CheckpointIO(CheckpointIO):
     beside them keeps what they need, as hard links, however they are removed: move that folder with them.
 
     ``keep`` and ``to`` are those of ``ckpt8.thin``, which is applied to the folder after each save; in the background
-    before the next one. What a ModelCheckpoint calls the best stays as it is: give that ``save_top_k=-1``, so that it
-    removes nothing itself.
+    before the next one. What a ModelCheckpoint calls the best, and the file just saved, stay as they are. Give that
+    ``save_top_k=-1``, so that it removes nothing itself.
 
     Never executes a pickle, whatever ``weights_only`` says. Refuses hyperparameters of a class that torch does not
     allow, such as Namespace, and names the call that allows them.
@@ -136,7 +136,7 @@ class Ckpt8CheckpointIO(CheckpointIO):
         self._wait()
         with writing(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-        self._thinned = target.parent, [Path(name).name for name in _best_of(checkpoint)]
+        self._thinned = target.parent, [target.name, *(Path(name).name for name in _best_of(checkpoint))]
         if self._background:
             self._pending = key_of(target), save(checkpoint, target, background=True, **self._options)
         else:

@@ -128,7 +128,7 @@ class Ckpt8Callback(TrainerCallback):
     checkpoint in any case.
 
     ``keep`` and ``to`` are those of ``ckpt8.thin``, which is applied to the folder after each save, between two steps.
-    The best checkpoint stays as it is.
+    The best checkpoint and the one just saved stay as they are.
 
     With ``base="auto"`` a container is a delta to an earlier one, where that is smaller. ``bases/`` beside them keeps
     what they need, as hard links, however they are removed: move that folder with them.
@@ -244,8 +244,10 @@ class Ckpt8Callback(TrainerCallback):
         if error is None:
             self._remove(rotate, default_target(compressed), limit, best)
             if self._thin is not None:
-                kept = [] if best is None else [best.name, best.name + CONTAINER]
-                self._remove(self._thin, compressed.parent, kept)
+                kept = [compressed] if best is None else [compressed, best]
+                self._remove(
+                    self._thin, compressed.parent, [path.name + end for path in kept for end in ("", CONTAINER)]
+                )
 
     def _discard(self, source: Path, is_new: bool) -> None:
         if not is_new and source.exists():
