@@ -16,12 +16,10 @@ from ckpt8.cli.commands import (
     Output,
     Threads,
     bench,
-    chain,
     compress,
     convert,
     finding_bases,
     rebase,
-    runs,
     stopwatch,
 )
 from ckpt8.cli.guard import (
@@ -37,7 +35,7 @@ from ckpt8.cli.guard import (
     usual_volume,
     waited,
 )
-from ckpt8.cli.thinning import thin
+from ckpt8.cli.run_commands import chain, runs, thin
 from ckpt8.core.errors import CheckFailedError, UsageError, require
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.text import listed, printable, size

@@ -1,4 +1,4 @@
-"""The commands ``compress``, ``convert``, ``chain``, ``rebase``, ``runs`` and ``bench``; ``app`` has the others.
+"""The commands ``compress``, ``convert``, ``rebase`` and ``bench``; ``run_commands`` and ``app`` have the others.
 
 The options that several commands share are here as well, and their stopwatch. Every command that opens containers has
 ``--base-dir``. With ``torchrun -m ckpt8 compress`` the ranks share a directory of torch.distributed.checkpoint, and
@@ -13,20 +13,19 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ckpt8.cli.guard import console, is_quiet, note, present, print_json, print_lines, progress_bar, waited
-from ckpt8.core.errors import InputError, OutputError, UsageError, require
+from ckpt8.cli.guard import console, is_quiet, present, print_json, print_lines, progress_bar, waited
+from ckpt8.core.errors import OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, refuse_remote
-from ckpt8.core.grouping import grouped
+from ckpt8.core.files.source_file import RemotePath
 from ckpt8.core.public import parse_size
-from ckpt8.core.text import counted, listed, printable, size
+from ckpt8.core.text import listed, printable, size
 
 if TYPE_CHECKING:
     from ckpt8.cli.jobs import Tally
@@ -101,23 +100,6 @@ def stopwatch() -> Callable[[], float]:
     return lambda: time.perf_counter() - start
 
 
-Keep = Annotated[
-    str | None,
-    typer.Option(
-        metavar="RULES",
-        help="Which checkpoints stay: last:N, best:N (lowest loss), every:STEPS, log (ever fewer towards the past), "
-        "with commas between. Rules add up.",
-    ),
-]
-To = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="The room that the run may take, as in 50GB: old checkpoints get coarser."),
-]
-LeaveReader = Annotated[
-    bool, typer.Option("--leave-reader", help="Put read_ckpt8.py into DIR, which reads every .ckpt8 without ckpt8.")
-]
-
-
 _NAME = "base_dir"
 _BaseDirs = Annotated[
     list[Path] | None,
@@ -154,7 +136,7 @@ def finding_bases(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-_LISTED = 5
+LISTED = 5
 _UNSHARED = {"device": "auto", "max_update_error": None, "base": None, "frozen_from": None}
 """Options that the ranks do not take, with the value that asks for nothing."""
 _NO_DELTA = dict.fromkeys(("base", "frozen_from"), ": a delta is made of whole tensors, and they keep slices")
@@ -227,7 +209,7 @@ def compress_share(
         print_json({"target": str(output), "seconds": seconds, "left_out": left_out, **facts})
     else:
         summary(console(), facts, str(src), str(output), seconds, whole=waited(), kept=True)
-        print_lines(console(), [f"left out: {listed(left_out, _LISTED)}"] if left_out else [])
+        print_lines(console(), [f"left out: {listed(left_out, LISTED)}"] if left_out else [])
 
 
 @finding_bases
@@ -322,7 +304,7 @@ def compress(
         elapsed = stopwatch()
         with collected(src, output, Settings(options, remove), force=force, dry=dry_run) as jobs:
             tally = run_jobs(jobs, "compress", quiet=as_json, dry=dry_run)
-        _end(tally, {**tally.to_json(), "seconds": elapsed()}, as_json=as_json)
+        end(tally, {**tally.to_json(), "seconds": elapsed()}, as_json=as_json)
 
 
 def is_new_container(path: Path) -> bool:
@@ -376,7 +358,7 @@ def _preview_one(
     if not any(job.source == src for job in jobs):
         jobs.append((job_for if remove else Job)(src, target, settings, force=force))
     tally = run_jobs([jobs], "compress", quiet=as_json, dry=True)
-    _end(tally, tally.to_json(), as_json=as_json)
+    end(tally, tally.to_json(), as_json=as_json)
 
 
 def _compress_now(
@@ -417,7 +399,7 @@ def _compress_now(
     return seconds, is_there, facts
 
 
-def _end(tally: Tally, facts: dict[str, Any], *, as_json: bool) -> None:
+def end(tally: Tally, facts: dict[str, Any], *, as_json: bool) -> None:
     """Print the total, or ``facts`` as JSON, and end with the exit code of what failed."""
     present(facts, lambda _: tally.show_total(), as_json=as_json)
     if tally.exit_code:
@@ -517,107 +499,6 @@ def convert(
 
 
 @finding_bases
-def chain(
-    directory: Annotated[Path, typer.Argument(readable=False, metavar="DIR", help="The folder of a run.")],
-    preset: Preset = None,
-    budget: Budget = None,
-    rule: Rules = None,
-    delta: Annotated[
-        bool, typer.Option("--delta/--no-delta", help="Write deltas if they are smaller, or whole files only.")
-    ] = True,
-    frozen_from: FrozenFrom = None,
-    remove: Remove = False,
-    keep_raw: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Leave the checkpoints of the newest N steps as they are, neither compressed nor removed.",
-        ),
-    ] = 0,
-    watch: Annotated[bool, typer.Option("--watch", help="Then wait for new checkpoints, until Ctrl-C.")] = False,
-    rest: Annotated[
-        float,
-        typer.Option(min=0, metavar="SECONDS", help="Leave a checkpoint alone until it has not changed for so long."),
-    ] = 10.0,
-    keep: Keep = None,
-    to: To = None,
-    leave_reader: LeaveReader = False,
-    device: Device = "auto",
-    threads: Threads = None,
-    dry_run: DryRun = False,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """Compress every checkpoint of a run in DIR, oldest first, each next to itself, as a delta if that is smaller.
-
-    It skips checkpoints that are compressed already: after a kill, run it again. It leaves unfinished ones alone. If
-    one fails, a message says why and the others go on; the exit code is the highest of all failures.
-    """
-    require(
-        not (watch and dry_run),
-        "--dry-run says what would be done now, and --watch never ends; leave out one of them",
-        UsageError,
-    )
-    require(
-        not (watch and as_json),
-        "--json prints one object at the end, and --watch has none; leave out one of them",
-        UsageError,
-    )
-    from ckpt8.chaining.chain import ChainRun, chain_options, is_there
-    from ckpt8.chaining.jobs import Settings
-    from ckpt8.chaining.thin import upkeep
-    from ckpt8.cli.jobs import run_jobs
-
-    directory = as_path(directory)
-    thins = upkeep(keep, to, delta=delta, threads=threads)
-    if thins is not None:
-        refuse_remote(directory)
-        require(not dry_run, "--dry-run does not foresee --keep and --to; see ckpt8 thin", UsageError)
-    settings = Settings(chain_options(preset, budget, rule or (), device, threads, frozen_from, delta=delta), remove)
-    run = ChainRun(
-        directory,
-        settings,
-        force=force,
-        keep_raw=keep_raw,
-        watch=watch,
-        rest=rest,
-        leave_reader=leave_reader and not dry_run,
-        upkeep=thins,
-        tell=note,
-    )
-    if watch:
-        absent = [] if is_there(directory) else [f"{directory}: is not there yet; waiting for it"]
-        print_lines(console(), [*_left_alone(run.skipped(), run.packed()), *absent])
-    elapsed = stopwatch()
-    if not dry_run:
-        run.keep_bases()
-    tally = run_jobs(run.jobs(), "compress", quiet=as_json, dry=dry_run)
-    skipped, packed = run.skipped(), run.packed()
-    if not as_json:
-        print_lines(console(), _left_alone(skipped, packed))
-    facts = {
-        "directory": str(directory),
-        **tally.to_json(),
-        "packed": packed,
-        "skipped": [{"path": str(path), "reason": reason} for path, reason in skipped.items()],
-        "seconds": elapsed(),
-    }
-    _end(tally, facts, as_json=as_json)
-
-
-def _left_alone(skipped: Mapping[Path, str], packed: Sequence[str]) -> list[str]:
-    """A line for each reason why something in the folder is left as it is."""
-    return [
-        *(
-            f"{listed(names, _LISTED)}: left alone: {reason}"
-            for reason, names in grouped((reason, path.name) for path, reason in skipped.items()).items()
-        ),
-        *([f"left as they are, ranks have packed them: {listed(packed, _LISTED)}"] if packed else []),
-    ]
-
-
-@finding_bases
 def rebase(
     src: Container,
     output: Annotated[
@@ -649,65 +530,6 @@ def rebase(
             "seconds": seconds,
         },
         lambda console: print_lines(console, [line]),
-        as_json=as_json,
-    )
-
-
-@finding_bases
-def runs(
-    directory: Annotated[Path, typer.Argument(readable=False, metavar="DIR", help="The folder of a run.")],
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a page with sizes and loss by step: no network, no script."),
-    ] = None,
-    release: Annotated[
-        bool,
-        typer.Option("--release", help="List nothing; free the space in bases/ that no container needs."),
-    ] = False,
-    force: Force = False,
-    as_json: Json = False,
-) -> None:
-    """List the checkpoints in DIR and the folders in it, compressed or not, by step: loss, size, base, error, damage.
-
-    It reads the heads of files, no tensors. sealed means that header, manifest and length are intact; verify checks the
-    bytes between. Exit code 3: a checkpoint is damaged, or the base of one is missing.
-    """
-    if release:
-        require(html is None, "--release lists nothing; leave out --html", UsageError)
-        _release(directory, as_json=as_json)
-        return
-    from ckpt8.chaining.keeping import Keep as Keeping
-    from ckpt8.cli.show.charts import Page
-    from ckpt8.cli.show.runs import page, show
-    from ckpt8.inspecting.runs import runs as find
-
-    if html is not None:
-        output = Page(html, force=force)
-    run = find(directory)
-    stay = [list(run)[index] for index in Keeping(log=True).kept(list(run))]
-    facts = {
-        **run.to_json(),
-        "keep_log": {"stay": len(stay), "bytes": sum(record.stored_bytes + record.raw_bytes for record in stay)},
-    }
-    if html is not None:
-        output.write(page(facts), [directory])
-    present(facts, lambda console: show(console, facts), as_json=as_json)
-    if problems := run.problems:
-        raise InputError(f"{counted(len(problems), 'checkpoint')} cannot be read whole, the first: {problems[0]}")
-
-
-def _release(directory: Path, *, as_json: bool) -> None:
-    from ckpt8.container.kept_bases import release
-    from ckpt8.core.files.source_file import refuse_url
-    from ckpt8.inspecting.runs import find
-
-    refuse_url(directory)
-    releases = [release(folder) for folder in dict.fromkeys(path.parent.parent for path in find(directory).bases)]
-    freed, left = (sum(amounts) for amounts in zip(*releases, strict=True)) if releases else (0, 0)
-    stays = f"; {size(left)} stay in bases/, since deltas need them; ckpt8 rebase makes a delta whole" if left else ""
-    present(
-        {"path": str(directory), "freed_bytes": freed, "bases_bytes": left},
-        lambda console: print_lines(console, [f"{directory}: {size(freed)} freed{stays}"]),
         as_json=as_json,
     )
 
