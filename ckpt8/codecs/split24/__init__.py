@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-
 from ckpt8.codecs.base import Codec, CodeRange, Direction, StateKey
 from ckpt8.core.backend import Backend
 from ckpt8.core.errors import UsageError
@@ -82,8 +80,9 @@ class Split24(SplitWeight):
 
     def upper(self, parts: Arrays) -> Array:
         """``hi``, which the two planes hold."""
-        mantissa, exponent = (parts[name].astype(np.uint16) for name in ("mantissa", "exponent"))
-        return np.asarray((mantissa & 0x7F) | (mantissa & 0x80) << 8 | exponent << 7)
+        mantissa, exponent = (parts[name].astype("uint16") for name in ("mantissa", "exponent"))
+        joined: Array = (mantissa & 0x7F) | (mantissa & 0x80) << 8 | exponent << 7
+        return joined
 
 
 @dataclass(frozen=True, slots=True)
