@@ -86,9 +86,6 @@ def test_a_run_fits_the_room_as_planned(share, run, originals):
     for record, planned in zip(done, plan, strict=True):
         assert planned.becomes == "gone" or record.steps_then <= 1.1 * planned.steps_then
     check_kept(run, originals, done)
-    # The newest is there, and among the finer ones.
-    errors = [record.steps_then for record in done if record.becomes != "gone"]
-    assert errors[-1] <= 1.05 * sum(errors) / len(errors)
     assert done.records[-1].becomes != "gone"
     # Once more: nothing is left to do.
     again = look(run)
