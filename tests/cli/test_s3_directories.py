@@ -106,17 +106,20 @@ def test_a_command_does_what_it_does_to_a_local_directory(name, command, remote,
         return code, [line.split() for line in out.splitlines()], err
 
     with bucket.counted() as log:
-        far = run(f"{url}/", "far")
+        far = run(f"{url}/", "away")
     near = run(local, "near")
     assert far[0] == near[0]
     if command[0] in ("inspect", "verify", "diff") or near[0]:
         assert far == near
     else:
-        written = [path for path in tmp_path.iterdir() if path.name.startswith("far")]
+        written = [path for path in tmp_path.iterdir() if path.name.startswith("away")]
         assert written
         for path in written:
-            twin = path.with_name(path.name.replace("far", "near"))
-            assert tree(path) == tree(twin) if path.is_dir() else path.read_bytes() == twin.read_bytes()
+            twin = path.with_name(path.name.replace("away", "near"))
+            if path.is_dir():
+                assert tree(path) == tree(twin)
+            else:  # torch.save names the folder in its archive after the file
+                assert path.read_bytes().replace(b"away/", b"near/") == twin.read_bytes()
     assert sum(map(is_list, log)) == 1
     read = [entry for entry in log if not is_list(entry)]
     assert sum(entry["bytes"] for entry in read if entry["status"] == 206) <= size
