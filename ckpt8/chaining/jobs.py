@@ -164,6 +164,14 @@ def _verified(
             UsageError,
         )
     looks = {source: _look(original)} | {path: _look(path) for path in kept}
+    check_made_from(original, source, container, threads, progress)
+    return looks
+
+
+def check_made_from(
+    original: Path, source: Path, container: Path, threads: int | None, progress: Progress = lambda _: None
+) -> None:
+    """Raise CheckFailedError for a container that does not hold against ``original``, which is or was ``source``."""
     result = verify(container, original, threads=threads, progress=progress)
     if result.failures:
         raise CheckFailedError(f"{source}: is kept: {container}: {result.failures[0]}")
@@ -172,7 +180,6 @@ def _verified(
         f"{source}: is kept: {container} carries no statistics, so its tensors cannot be checked",
         CheckFailedError,
     )
-    return looks
 
 
 def _needed(container: Path) -> list[Path]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,6 +31,7 @@ from statistics import median
 from ckpt8.chaining.jobs import Look
 from ckpt8.chaining.keeping import interval
 from ckpt8.compressing.policy import Policy
+from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import UsageError
 from ckpt8.inspecting.prediction import Expected, expect, expect_delta
 from ckpt8.inspecting.runs import RunRecord
@@ -115,14 +117,13 @@ class Choice:
     expected: Expected | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Item:
     """A checkpoint of the run. ``raw`` is the original, ``packed`` its container, as far as they are there.
 
-    ``base`` is the number of the item that the container is a delta to, and ``alone`` what the container takes without
-    one. ``leans``: its base is a checkpoint that is gone, in ``bases/``. ``is_sound``: it is complete, as far as its
-    heads say. ``may_go`` and ``may_change`` say what may become of it. ``looks`` is how its files looked when they were
-    listed, or written.
+    ``base`` is the number of the item that the container is a delta to. ``leans``: its base is a checkpoint that is
+    gone, in ``bases/``. ``is_sound``: it is complete, as far as its heads say. ``may_go`` and ``may_change`` say what
+    may become of it. ``looks`` is how its files looked when they were listed, or written.
     """
 
     record: RunRecord
@@ -130,7 +131,6 @@ class Item:
     packed: Path | None
     target: Path
     base: int | None = None
-    alone: int = 0
     leans: bool = False
     is_sound: bool = True
     may_go: bool = True
@@ -142,6 +142,12 @@ class Item:
     def nbytes(self) -> int:
         """What it takes now."""
         return self.record.stored_bytes + self.record.raw_bytes
+
+    @cached_property
+    def alone(self) -> int:
+        """What the container takes without a base. Raises InputError."""
+        with ContainerReader(self.packed or self.target) as reader:
+            return reader.whole_size
 
     @property
     def source(self) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ckpt8.chaining import reader_copy
 from ckpt8.chaining.chain import REST, Rest, placed
-from ckpt8.chaining.jobs import Look, Settings, look_at, refuse_removal, remove_verified
+from ckpt8.chaining.jobs import Look, Settings, check_made_from, look_at, refuse_removal, remove_verified
 from ckpt8.chaining.keeping import Keep
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
 from ckpt8.checkpoint.readers.entries import is_directory
@@ -31,7 +31,7 @@ from ckpt8.compressing.compress import coarsen, compress
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import rebase
-from ckpt8.core.errors import CheckFailedError, Ckpt8Error, OutputError, UsageError, require
+from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
 from ckpt8.core.files.atomic import partial_path, remove, remove_abandoned_of, sync_directory, writing
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import reading, refuse_remote
@@ -39,7 +39,6 @@ from ckpt8.core.public import checked, parse_size
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, listed, size
 from ckpt8.inspecting.runs import MISSING, RunRecord, find, runs
-from ckpt8.inspecting.verify import verify
 
 _SPARE = 1 << 20
 """Bytes of the disk that stay free."""
@@ -178,11 +177,10 @@ class Thinner:
         now = sum(item.nbytes for index, item in enumerate(self._items) if index in self._kept) + self._run.bases_bytes
         is_tight = self._options.room is not None and now > self._options.room
         for index, item in enumerate(self._items):
-            if not item.choices:
-                is_open = is_tight and index in self._kept and item.may_change
-                if is_open:
-                    self._tell(f"{item.record.name}: predicting sizes")
-                item.add_choices(self._options.rungs if is_open else (), self._options.threads)
+            is_open = is_tight and index in self._kept and item.may_change
+            if is_open:
+                self._tell(f"{item.record.name}: predicting sizes")
+            item.add_choices(self._options.rungs if is_open else (), self._options.threads)
         forms = self._forms(self._planner.plan)
         then = self._planner.taken(forms)
         records = [self._record(index, form) for index, form in enumerate(forms)]
@@ -273,7 +271,7 @@ class Thinner:
             freed = item.record.raw_bytes if item.packed else item.nbytes
             if item.packed:
                 held[index] = item.record.stored_bytes
-            free = [base for base in held if base in done and not self._needed(base, done)]
+            free = held.keys() - self._needed(done)
             return freed + sum(held.pop(base) for base in free)
 
         order = [index for index, form in enumerate(forms) if form.is_rebased][::-1]
@@ -285,15 +283,15 @@ class Thinner:
             taken -= settle(index)
         return most + _SPARE if order else 0
 
-    def _needed(self, base: int, done: set[int]) -> bool:
-        """Whether the old container of an item is below one that is not done yet."""
+    def _needed(self, done: set[int]) -> set[int]:
+        """The items whose old containers are below one that is not done yet."""
+        needed = set[int]()
         for index, item in enumerate(self._items):
-            below = item.base if index not in done else None
-            while below is not None:
-                if below == base:
-                    return True
+            below = None if index in done else item.base
+            while below is not None and below not in needed:
+                needed.add(below)
                 below = self._items[below].base
-        return False
+        return needed
 
     def _do(self, index: int, form: Form) -> None:
         """Make an item what it becomes, and note what that takes."""
@@ -330,7 +328,7 @@ class Thinner:
         threads = self._options.threads
         if item.raw is not None:
             if item.packed is not None:
-                _check_made_from(item.packed, item.raw, threads)
+                check_made_from(item.raw, item.raw, item.packed, threads)
             compress(
                 item.raw,
                 item.target,
@@ -345,13 +343,12 @@ class Thinner:
         else:
 
             def approve(written: Path) -> None:
-                _check_made_from(written, item.target, threads)
+                check_made_from(item.target, item.target, written, threads)
 
             coarsen(item.target, preset=rung.preset, budget=rung.budget, base=base, threads=threads, approve=approve)
         with ContainerReader(item.target) as reader:
             steps, nbytes = reader.manifest.error_in_steps, reader.size
         assert form.choice is not None  # noqa: S101 - it has a rung
-        item.looks = _looks(item)
         choice = replace(form.choice, steps=steps, nbytes=nbytes if base is None else form.choice.nbytes)
         return replace(form, choice=choice, nbytes=nbytes)
 
@@ -373,16 +370,6 @@ class Upkeep:
 def upkeep(keep: str | None, to: int | str | None, *, delta: bool = True, threads: int | None = None) -> Upkeep | None:
     """An ``Upkeep``; None where nothing is asked for. Raises UsageError."""
     return None if keep is None and to is None else Upkeep(Options.of(keep, to, delta=delta, threads=threads))
-
-
-def _check_made_from(container: Path, source: Path, threads: int | None) -> None:
-    """Raise CheckFailedError for a container that was not made from ``source`` as it is now, which is then kept."""
-    result = verify(container, source, threads=threads)
-    require(
-        not (result.failures or result.unmeasured),
-        f"{source}: is kept: {container}: {next(iter(result.failures), 'carries no statistics')}",
-        CheckFailedError,
-    )
 
 
 def _linked(folder: Path) -> list[Path]:
@@ -422,13 +409,6 @@ def _item(directory: Path, record: RunRecord, options: Options, taken: set[Path]
     is_free &= raw is not None or packed is not None
     item = Item(record, raw, packed, target, is_sound=is_sound, may_go=is_free, may_change=is_free and may_change)
     item.looks = _looks(item) if is_free else {}
-    if record.problem is None and record.base is not None and packed is not None:
-        with ContainerReader(packed) as reader:
-            item.alone = reader.size + sum(
-                reader.whole_bytes(index) - storage.stored_bytes
-                for index, storage in enumerate(reader.manifest.storages)
-                if storage.base is not None
-            )
     return item
 
 

@@ -336,6 +336,12 @@ class ContainerReader(Closing):
             reader, storage = below
         return reader.manifest.storages[storage].stored_bytes
 
+    @property
+    def whole_size(self) -> int:
+        """What the container takes where no storage is a difference. Raises InputError."""
+        storages = enumerate(self.manifest.storages)
+        return self.size + sum(self.whole_bytes(index) - record.stored_bytes for index, record in storages)
+
     def _read_own(
         self, storage: int, chunk: int, only: Collection[str] | None, *, reuse: bool
     ) -> tuple[Arrays, dict[str, Packing]]:

@@ -272,8 +272,8 @@ def write_again(
         if final == resolved(reader.path):
             reader.check_in_place()
 
-    bound = reader.size + _more(reader, changed)
-    with ContainerWriter(target, names, force=force, room=partial(_room, reader, changed), bound=bound) as writer:
+    whole = reader.whole_size
+    with ContainerWriter(target, names, force=force, room=lambda: f"about {size(whole)}", bound=whole) as writer:
         for slab in slabs:
             if isinstance(slab.owner, int) and slab.owner in changed:
                 encoded = workers.map(partial(_encode, reader, changed[slab.owner]), slab.chunks)
@@ -285,16 +285,6 @@ def write_again(
         for index, parts in tables.items():
             manifest.storages[index].parts = parts or manifest.storages[index].parts
         writer.finish(manifest, check_replaced)
-
-
-def _room(reader: ContainerReader, changed: Iterable[int]) -> str:
-    """What the container takes with the storages in ``changed`` as long as they are where they are no differences."""
-    return f"about {size(reader.size + _more(reader, changed))}"
-
-
-def _more(reader: ContainerReader, changed: Iterable[int]) -> int:
-    """The bytes by which whole storages are longer than the differences in ``changed``."""
-    return sum(reader.whole_bytes(index) - reader.manifest.storages[index].stored_bytes for index in changed)
 
 
 def _slabs(reader: ContainerReader) -> Iterator[_Slab]:

@@ -14,6 +14,7 @@ from faults_kit import INPUTS, digest
 from typer.testing import CliRunner
 
 import ckpt8
+from ckpt8.chaining import jobs
 from ckpt8.chaining import room as room_of
 from ckpt8.chaining import thin as thinning
 from ckpt8.chaining.room import GONE, Choice, Item, Planner, RoomError, rungs_between
@@ -226,7 +227,7 @@ def test_a_full_disk_and_a_wrong_figure_leave_each_checkpoint_whole(run, origina
     def doubt(*_, **__):
         raise CheckFailedError("no")
 
-    monkeypatch.setattr(thinning, "verify", doubt)
+    monkeypatch.setattr(jobs, "verify", doubt)
     with pytest.raises(CheckFailedError):
         ckpt8.thin(run, to=int(0.5 * taken(run)), apply=True)
     assert look(run) == packed
