@@ -32,7 +32,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, open_range, reading, scan
+from ckpt8.core.files.source_file import ByteRange, Entry, open_range, reading, scan
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -135,6 +135,11 @@ def _is_checkpoint(path: Path) -> bool:
         raise OutputError(str(exc)) from exc
 
 
+def _is_own_folder(entry: Entry) -> bool:
+    """Whether an entry is a folder, and no link to one."""
+    return entry.is_dir() and not entry.is_symlink()
+
+
 class _Contents:
     """The files of a directory and their bytes. ``problem`` is the first reason to keep the directory, or None."""
 
@@ -150,24 +155,23 @@ class _Contents:
         waiting = [""]
         while waiting:
             folder = waiting.pop()
-            with os.scandir(root / folder) as entries:
-                by_name = sorted(entries, key=lambda entry: entry.name)
-            folders = [entry.name for entry in by_name if entry.is_dir(follow_symlinks=False)]
+            by_name = sorted(scan(root / folder), key=lambda entry: entry.name)
+            folders = [entry.name for entry in by_name if _is_own_folder(entry)]
             steps = [name for name in folders if name.startswith("global_step")]
             if len(steps) > 1 and not self._folders.issuperset(f"{folder}/{step}".strip("/") for step in steps):
                 yield f"holds several checkpoints ({steps[0]!r}, {steps[1]!r})"
             for entry in by_name:
                 path = f"{folder}/{entry.name}".lstrip("/")
-                if not entry.is_dir(follow_symlinks=False):
-                    yield from self._look_at(entry, path, folder)
-                elif os.path.ismount(entry.path):
+                if not _is_own_folder(entry):
+                    yield from self._look_at(root, entry, path, folder)
+                elif (root / path).is_mount():
                     yield f"holds another file system, {path[:80]!r}"
                 else:
                     waiting.append(path)
         if self.files and not self._holds_checkpoint:
             yield "holds no checkpoint"
 
-    def _look_at(self, entry: os.DirEntry[str], path: str, folder: str) -> Iterator[str]:
+    def _look_at(self, root: Path, entry: Entry, path: str, folder: str) -> Iterator[str]:
         """Count a file. Yields a reason to keep it, if there is one."""
         status = entry.stat(follow_symlinks=False)
         self.files += 1
@@ -179,7 +183,7 @@ class _Contents:
         if not (is_known and stat.S_ISREG(status.st_mode)):
             yield f"holds {path[:80]!r}, which is no part of a checkpoint"
         elif not self._holds_checkpoint and status.st_size:
-            self._holds_checkpoint = is_named_shard(entry.name) or _is_checkpoint(Path(entry.path))
+            self._holds_checkpoint = is_named_shard(entry.name) or _is_checkpoint(root / path)
 
 
 _NUMBER = r"[-_=.]?(\d{1,18})(?![a-z\d]|\.\d|-of-)"
@@ -242,7 +246,24 @@ _TRAINER_FIRST = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.p
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt")
 """The files that DeepSpeed and Megatron write beside a checkpoint once it is complete."""
 
+_WHOLE_MODEL = re.compile(rf"{_MODEL}\.(?:safetensors|bin)")
+"""Files with all weights, which no index completes."""
+
 _POINTED = re.compile(r"global_step\d+|iter_\d{7}")
+
+
+def turn_in_store(path: str) -> int:
+    """When the file at a path in a checkpoint is written to a store, where directories grow: the lowest first.
+
+    Last come the files without which programs take a directory for incomplete: the weights, then what says where
+    tensors are, then the state of a trainer. All that may come at any time has 0.
+    """
+    name = path.rpartition("/")[2]
+    if name == TRAINER_STATE:
+        return 3
+    if name in (METADATA, sharded.INDEX, *_POINTERS) or name.endswith(".index.json"):
+        return 2
+    return 1 if _WHOLE_MODEL.fullmatch(name) is not None else 0
 
 
 class RunEntry(NamedTuple):

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckpt8.checkpoint.readers.entries import size_of
-from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.checkpoint.replacing import checkpoint_directory, turn_in_store
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.converting.choice import Content
 from ckpt8.converting.quantizing import LARGEST
 from ckpt8.converting.sources import open_content
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Guard, write_at
+from ckpt8.core.files.atomic import AtomicFile, Guard, write_at
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.summary import Summarised
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import counted, listed, size
@@ -115,6 +116,7 @@ class Request:
         Notes in ``report`` its size and what it replaced. Raises InputError, OutputError.
         """
         with AtomicFile(self.target, force=self.force, check=unneeded_file) as output:
+            output.expect(tensor_bytes)
             yield OpenFile(output.path, output.file.fileno(), output.guard, self.progress_to(tensor_bytes))
             data.check_unchanged()
             report.bytes = output.file.seek(0, 2)
@@ -128,11 +130,15 @@ class Request:
         Notes in ``report`` its size and what it replaced. Raises InputError, OutputError.
         """
         with AtomicDirectory(
-            self.target, force=self.force, keep=self.source, check=checkpoint_directory([*written])
+            self.target,
+            force=self.force,
+            keep=self.source,
+            check=checkpoint_directory([*written]),
+            turn=turn_in_store,
         ) as output:
             yield output
             data.check_unchanged()
-            report.bytes = sum(path.stat().st_size for path in output.path.rglob("*") if path.is_file())
+            report.bytes = output.nbytes
             output.publish()
         report.replaced = output.replaced
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file
+from ckpt8.checkpoint.replacing import checkpoint_directory, checkpoint_file, turn_in_store
 from ckpt8.container.bases import refuse_any
 from ckpt8.container.checks import is_plain_name, link_stays_inside
 from ckpt8.container.header import CONTAINER, SAFETENSORS, SUFFIXES, TORCH
@@ -20,9 +20,10 @@ from ckpt8.container.manifest import DIRECTORY, SYMLINK, Manifest, original_name
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
-from ckpt8.core.files.atomic import AtomicDirectory, Check, Guard, default_path, write_at
+from ckpt8.core.files.atomic import Check, Guard, default_path, write_at
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import combine, crc32, refuse_remote
+from ckpt8.core.files.source_file import combine, crc32
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import listed, size
 from ckpt8.core.workers import Buffers, Progress, Workers
@@ -58,6 +59,7 @@ class MemberWriter:
         elif member.format == DIRECTORY:
             directory.make_directory(member.path)
         else:
+            directory.expect(member.size)
             with directory.new_file(member.path) as descriptor:
                 self.write(index, descriptor, directory.guard)
 
@@ -128,8 +130,6 @@ class Restored(Summarised):
         """A new result at the path that was given, or the default for the first source. Raises OutputError for any."""
         path = restored_path(sources[0], reader.manifest) if given is None else as_path(given)
         original = original_name(reader.manifest)
-        if reader.manifest.directory is not None:
-            refuse_remote(path)
         refuse_any(path, sources)
         return cls(
             path=path, original=original, other_name=original if given is None and path.name != original else None
@@ -141,10 +141,17 @@ class Restored(Summarised):
         return [*lines, f"not written, as it is plain: {listed(self.left, 10)}"] if self.left else lines
 
 
-def new_directory(path: Path, reader: ContainerReader, *, force: bool) -> AtomicDirectory:
+def new_directory(path: Path, reader: ContainerReader, *, force: bool, waits: bool = False) -> AtomicDirectory:
     """The directory for all members. With ``force`` it replaces a checkpoint, and files of the same names."""
-    check = checkpoint_directory([member.path for member in reader.manifest.members])
-    return AtomicDirectory(path, force=force, keep=reader.path, check=check, room=partial(room_of, reader))
+    return AtomicDirectory(
+        path,
+        force=force,
+        keep=reader.path,
+        check=checkpoint_directory([member.path for member in reader.manifest.members]),
+        turn=turn_in_store,
+        waits=waits,
+        room=partial(room_of, reader),
+    )
 
 
 def room_of(reader: ContainerReader) -> str:

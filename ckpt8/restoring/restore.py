@@ -131,6 +131,7 @@ def restore_original(
                 with AtomicFile(
                     result.path, force=force, check=file_check(target), room=partial(room_of, reader)
                 ) as output:
+                    output.expect(reader.manifest.members[0].size)
                     writer.write(0, output.file.fileno(), output.guard)
                     output.publish()
                 result.replaced = output.replaced

@@ -37,7 +37,8 @@ from ckpt8.container.header import SAFETENSORS
 from ckpt8.container.manifest import DIRECTORY, FILE, SYMLINK, MemberRecord, TensorRecord
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import Ckpt8Error, InputError, require
-from ckpt8.core.files.atomic import AtomicDirectory, AtomicFile, Check, Guard, default_path, refuse_source, write_at
+from ckpt8.core.files.atomic import AtomicFile, Check, Guard, default_path, refuse_source, write_at
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import counted
 from ckpt8.core.workers import Progress, Workers
@@ -222,7 +223,8 @@ def salvage_container(
         result.damage, result.base = reader.damage, reader.damage_below()
         salvaging = _Salvaging(reader, MemberWriter(reader, workers, progress), result)
         if reader.manifest.directory is not None:
-            with new_directory(result.path, reader, force=force) as directory:
+            # All files wait: their checksums are mended in the end.
+            with new_directory(result.path, reader, force=force, waits=True) as directory:
                 salvaging.write_directory(directory)
                 directory.publish()
             result.replaced = directory.replaced

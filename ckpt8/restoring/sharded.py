@@ -26,16 +26,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA, nest
-from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.checkpoint.replacing import checkpoint_directory, turn_in_store
 from ckpt8.checkpoint.sources.composite import Streamer
 from ckpt8.checkpoint.sources.distributed import ShardedFiles
 from ckpt8.checkpoint.sources.gate import load_allowed
 from ckpt8.container.joined import JoinedReader
 from ckpt8.container.sharded import INDEX, Place, ShardedIndex, Slice
 from ckpt8.core.errors import UnsupportedError, UsageError, require
-from ckpt8.core.files.atomic import AtomicDirectory, Guard, refuse_source, write_at
+from ckpt8.core.files.atomic import Guard, refuse_source, write_at
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import refuse_remote
 from ckpt8.core.text import shown
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.members import Restored
@@ -51,7 +51,6 @@ def restore_directory(
     if target is None:
         raise UsageError(f"{source}: is a directory of containers; give another for the plain checkpoint, with -o DIR")
     path = as_path(target)
-    refuse_remote(path)
     refuse_source(path, source)
     with JoinedReader(source) as joined, Workers(threads) as workers:
         files = ShardedFiles(joined, workers)
@@ -124,7 +123,7 @@ def write_plain(
     names = {file: f"{Path(file).stem}.distcp" for file in files}
     places: dict[MetadataIndex, _StorageInfo] = {}
     check = checkpoint_directory([*names.values(), METADATA])
-    with AtomicDirectory(path, force=force, keep=source / INDEX, check=check) as output:
+    with AtomicDirectory(path, force=force, keep=source / INDEX, check=check, turn=turn_in_store) as output:
         for number, (file, written) in enumerate(names.items()):
             with output.new_file(written) as descriptor:
                 out = _SliceFile(written, descriptor, output.guard, places)

@@ -22,7 +22,6 @@ from ckpt8.container.sharded import INDEX, GlobalTensor, Place, ShardedIndex, Sl
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import refuse_source
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import refuse_remote
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
@@ -164,7 +163,6 @@ def salvage_directory(
     if target is None:
         raise UsageError(f"{source}: is a directory of containers; give another for what is whole, with -o DIR")
     path = as_path(target)
-    refuse_remote(path)
     refuse_source(path, source)
     try:
         joined = JoinedReader(source, strict=False)

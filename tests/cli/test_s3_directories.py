@@ -5,8 +5,12 @@ The server counts. Every range names the version that the list has shown.
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
 import shutil
 import warnings
+from itertools import count
 from math import ceil
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from s3_kit import BUCKET
 import ckpt8
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.stores import contract, listing, reading, s3
+from ckpt8.core.files.stores.folder import FolderOutput
 from ckpt8.core.files.stores.s3 import S3Store
 
 MB = 1 << 20
@@ -203,11 +208,181 @@ def test_a_folder_that_may_not_be_listed(bucket, run_command):
     assert len(bucket.order()) <= 4
 
 
-@pytest.mark.parametrize("command", [("restore", "-o"), ("restore", "--salvage", "-o"), ("convert", "--to", "dcp")])
-def test_directories_are_written_to_a_local_path(command, folder, bucket, run_command):
-    url = f"s3://{BUCKET}/back"
+LAST = {"trainer": "trainer_state.json", "dcp": ".metadata", "packed": ".metadata"}
+"""The object that completes a directory."""
+
+WRITING = [
+    ("restore", "@trainer", "-o", "OUT"),
+    ("restore", "@dcp", "-o", "OUT"),
+    ("restore", "@packed", "-o", "OUT"),
+    ("restore", "--salvage", "@dcp", "-o", "OUT"),
+    ("restore", "--salvage", "@packed", "-o", "OUT"),
+    ("restore", "--salvage", "@damaged", "-o", "OUT"),
+    ("convert", "@dcp", "OUT", "--to", "dcp"),
+    ("convert", "@dcp", "OUT", "--to", "trainer"),
+]
+
+
+@pytest.fixture
+def written(bucket):
+    """An empty prefix, and a function that gives the objects below it, by their names."""
+    prefix = f"{secrets.token_hex(4)}/back"
+
+    def objects():
+        listed = bucket.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{prefix}/").get("Contents", ())
+        get = bucket.client.get_object
+        keys = [each["Key"] for each in listed]
+        return {key[len(prefix) + 1 :]: get(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
+
     bucket.order()
-    err = run_command.refused(2, command[0], folder / "packed", *command[1:], url)
-    what_to_do = "give a local path, and copy the directory from there"
-    assert err == f"ckpt8: {url}: is in a store, where ckpt8 writes single files; {what_to_do}\n"
-    assert [entry for entry in bucket.order() if entry["method"] != "GET"] == []
+    return f"s3://{BUCKET}/{prefix}", objects
+
+
+@pytest.fixture(scope="module")
+def containers(folder):
+    """What has the directories, by their names."""
+    for name in ("trainer", "dcp"):
+        ckpt8.compress(folder / name, folder / f"{name}.ckpt8", preset="lossless")
+    damaged = bytearray((folder / "dcp.ckpt8").read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (folder / "damaged.ckpt8").write_bytes(damaged)
+    files = {path.stem: path for path in folder.glob("*.ckpt8")}
+    return {**files, "packed": folder / "packed"}
+
+
+def files_in(root):
+    return {path: content for path, content in tree(root).items() if content is not None}
+
+
+def key_of(url, name):
+    return f"{url.partition(f'{BUCKET}/')[2]}/{name}"
+
+
+@pytest.mark.parametrize("command", WRITING, ids=" ".join)
+def test_a_directory_is_written_as_to_the_disk(command, containers, written, bucket, run_command, tmp_path):
+    url, objects = written
+    places = {f"@{name}": str(path) for name, path in containers.items()}
+
+    def run(target):
+        return run_command(*(places.get(word, word).replace("OUT", target) for word in command))
+
+    with bucket.counted() as log:
+        code, _, err = run(f"{url}/")
+    assert (code, err[:0] if "@damaged" in command else err) == (int("@damaged" in command), "")
+    assert run(str(tmp_path / "near"))[0] == code
+    assert objects() == files_in(tmp_path / "near")
+    makes = [entry for entry in log if entry["what"] in ("put", "complete")]
+    assert all(entry["if_none_match"] == "*" for entry in makes)
+    assert not any(entry["method"] == "DELETE" for entry in log)
+    before = objects()
+    code, _, err = run(url)
+    assert (code, f"ckpt8: {url}: exists; use --force" in err) == (4, True)
+    assert objects() == before
+
+
+def test_what_completes_a_directory_comes_last(containers, written, bucket, run_command):
+    for name, last in LAST.items():
+        with bucket.counted() as log:
+            run_command.shown("restore", containers[name], "-o", f"{written[0]}/{name}")
+        makes = [entry["path"] for entry in log if entry["what"] in ("put", "complete")]
+        assert makes[-1].endswith(f"/{name}/{last}")
+        # A question for the name, one list, another before the last one; of each object how it was received.
+        assert len(log) <= 3 + 5 * len(makes)
+
+
+def test_force_replaces_a_directory_that_is_a_checkpoint(containers, written, bucket, run_command, folder, tmp_path):
+    url, objects = written
+    run_command.shown("restore", containers["dcp"], "-o", url)
+    with bucket.counted() as log:
+        out = run_command.shown("restore", containers["trainer"], "-o", url, "--force")
+    assert f"replaced {url}: {len(files_in(folder / 'dcp'))} files, " in " ".join(out.split())
+    assert objects() == files_in(folder / "trainer")
+    removed = [entry for entry in log if entry["method"] == "DELETE"]
+    assert removed[0]["path"].endswith("/.metadata")
+    assert all(entry["if_match"] for entry in removed)
+    bucket.put(key_of(url, "notes.txt"), b"mine")
+    before = objects()
+    assert "holds 'notes.txt', which is no part of a checkpoint" in run_command.refused(
+        4, "restore", containers["dcp"], "-o", url, "--force"
+    )
+    assert objects() == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("name", ["trainer", "dcp"])
+def test_a_kill_leaves_no_directory_that_is_complete(name, force, containers, written, folder, bucket, monkeypatch):
+    """Before every request that changes something."""
+    url, objects = written
+    if force:
+        ckpt8.restore(containers["dcp"], url)
+    states = []
+    for number in range(100):
+        child = os.fork()
+        if not child:
+            turns = count()
+
+            def die_in_turn(change, turns=turns, number=number):
+                def changing(*arguments):
+                    if next(turns) == number:
+                        os._exit(9)
+                    return change(*arguments)
+
+                return changing
+
+            for change in ("put", "complete", "delete"):
+                setattr(S3Store, change, die_in_turn(getattr(S3Store, change)))
+            ckpt8.restore(containers[name], url, force=bool(states) or force)
+            os._exit(0)
+        states.append(objects())
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+            break
+        found = objects()
+        is_old = force and number == 0
+        assert is_old or not {*LAST.values()} & found.keys()
+    assert objects() == files_in(folder / name)
+    assert number >= len(files_in(folder / name))
+
+
+def test_an_error_removes_what_was_sent(containers, written, run_command, monkeypatch):
+    """Of the source, found when most is there; and of another program that writes to the same place."""
+    url, objects = written
+    send = FolderOutput.send
+
+    def send_some(output, name, file):
+        if name == "trainer_state.json":
+            raise InputError("the source is damaged")
+        send(output, name, file)
+
+    monkeypatch.setattr(FolderOutput, "send", send_some)
+    assert "the source is damaged" in run_command.refused(3, "restore", containers["trainer"], "-o", url)
+    assert objects() == {}
+
+
+@pytest.mark.parametrize("theirs", ["other.txt", "model-00002-of-00003.safetensors", "trainer_state.json"])
+def test_another_program_that_writes_there(theirs, containers, written, bucket, run_command, monkeypatch):
+    url, objects = written
+    send = FolderOutput.send
+
+    def send_beside(output, name, file):
+        if name == "model-00001-of-00003.safetensors":
+            bucket.client.put_object(Bucket=BUCKET, Key=key_of(url, theirs), Body=b"theirs")
+        send(output, name, file)
+
+    monkeypatch.setattr(FolderOutput, "send", send_beside)
+    err = run_command.refused(4, "restore", containers["trainer"], "-o", url)
+    assert ("exists; use --force" if "model" in theirs else "another program writes or removes files there") in err
+    assert objects() == {theirs: b"theirs"}
+
+
+def test_what_a_store_cannot_hold(folder, containers, written, run_command, monkeypatch, tmp_path):
+    url, objects = written
+    shutil.copytree(folder / "trainer", tmp_path / "linked")
+    (tmp_path / "linked" / "latest.pt").symlink_to("optimizer.pt")
+    ckpt8.compress(tmp_path / "linked", tmp_path / "linked.ckpt8", preset="lossless")
+    err = run_command.refused(4, "restore", tmp_path / "linked.ckpt8", "-o", url)
+    assert err == f"ckpt8: {url}: has a link 'latest.pt', which a store cannot hold; give a local path\n"
+    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    err = run_command.refused(4, "restore", containers["trainer"], "-o", url)
+    assert re.search(r"No space left on device; it needs [0-9.]+ MB, in .* \(TMPDIR\) first$", err.strip())
+    assert objects() == {}

@@ -20,7 +20,7 @@ from ckpt8.converting.choice import FLOATS, Content, choose_model
 from ckpt8.converting.request import OpenFile, Report, Request, new_file
 from ckpt8.converting.weights import WeightTypes, choose_run, joined_weights, model_weights
 from ckpt8.core.errors import UsageError
-from ckpt8.core.files.atomic import AtomicDirectory
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.tensors import DType
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

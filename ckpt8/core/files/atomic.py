@@ -25,19 +25,20 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from operator import methodcaller
 from pathlib import Path
 from typing import BinaryIO
 
 from ckpt8.core.closing import Closing, deferred, setting
 from ckpt8.core.errors import OutputError, require, system_errors
-from ckpt8.core.files.source_file import RemotePath, refuse_remote, refuse_target
+from ckpt8.core.files.source_file import RemotePath, refuse_target
 
 SUFFIX = ".ckpt8-partial"
 IDLE_SECONDS = 3600
 _NAME_KEPT = 40
 """Characters of the target's name that the temporary file repeats: at most 160 bytes."""
 _ATTEMPTS = 16
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 unfinished: dict[Path, int] = {}
@@ -88,9 +89,9 @@ class Partial:
                 if directory:
                     self.path.mkdir(0o700)
                     with suppress(FileNotFoundError):  # another run took it for abandoned
-                        self.descriptor = os.open(self.path, os.O_RDONLY | _NO_LINK)
+                        self.descriptor = os.open(self.path, os.O_RDONLY | NO_LINK)
                 else:
-                    self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600)
+                    self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK, 0o600)
                 # Another run may have taken it for abandoned before it was locked.
                 if _hold(self.descriptor, self.path) or attempt == _ATTEMPTS:
                     return
@@ -155,9 +156,9 @@ def remove_abandoned_of(names: str, paths: Iterable[Path]) -> None:
 def _remove_if_abandoned(path: Path, *, ours: bool) -> None:
     with suppress(OSError):
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | _NO_LINK)
+            descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | NO_LINK)
         except (IsADirectoryError, PermissionError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_LINK)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | NO_LINK)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,6 +264,7 @@ class AtomicOutput(Closing):
     def __init__(self, target: Path, *, force: bool, check: Check, room: Room | None = None) -> None:
         self.target = target
         self.replaced: str | None = None
+        self._is_remote = isinstance(target, RemotePath)
         self._force, self._check, self._room = force, check, room
         refuse_target(target)
         with self.guard():
@@ -276,7 +278,8 @@ class AtomicOutput(Closing):
 
         Raises OutputError where it may not be replaced, and OSError.
         """
-        require(not target.exists() or cls.is_kind(target), f"{target}: exists and is not a {cls.what}", OutputError)
+        # In this order: a store lists what may be a directory.
+        require(cls.is_kind(target) or not target.exists(), f"{target}: exists and is not a {cls.what}", OutputError)
         if not force and (target.exists() or target.is_symlink()):
             raise exists_error(target)
         return check(target.resolve()) if target.exists() else None
@@ -292,7 +295,21 @@ class AtomicOutput(Closing):
 
     def _unwritten(self, exc: OSError) -> OutputError:
         needs = f"; it needs {self._room()}" if exc.errno in _NO_ROOM and self._room is not None else ""
-        return OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{needs}")
+        where = f", in {tempfile.gettempdir()} (TMPDIR) first" if self._is_remote else ""
+        return OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{needs}{where}")
+
+    def _beside(self) -> Path:
+        """The place beside which the temporary lies: of what is sent to a store, in the folder of temporary files."""
+        return Path(tempfile.gettempdir(), self.target.name) if self._is_remote else self._final
+
+    def expect(self, nbytes: int) -> None:
+        """Raise OutputError where a file of ``nbytes`` has no room in the folder of temporary files, if it goes there.
+
+        A disk that is full is found when it is.
+        """
+        with self.guard():
+            if self._is_remote and shutil.disk_usage(tempfile.gettempdir()).free < nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _open_up(self, file: Path | int) -> None:
         """Give a file or directory of the output, which is open to nobody so far, its permissions. Raises OSError."""
@@ -384,7 +401,7 @@ def replace_directory(new: Path, final: Path) -> None:
     else:
         old = partial_path(final)
         # While its lock is held, no other run removes it as abandoned.
-        descriptor = os.open(final, os.O_RDONLY | _NO_LINK)
+        descriptor = os.open(final, os.O_RDONLY | NO_LINK)
         try:
             _hold(descriptor, final)
             final.rename(old)
@@ -437,17 +454,14 @@ class AtomicFile(AtomicOutput):
     """
 
     what = "regular file"
-    is_kind = staticmethod(Path.is_file)
+    is_kind = staticmethod(methodcaller("is_file"))
 
     def __init__(
         self, target: Path, *, force: bool, check: Check = any_file, tidy: bool = True, room: Room | None = None
     ) -> None:
         super().__init__(target, force=force, check=check, room=room)
-        is_remote = isinstance(target, RemotePath)
         with self.guard():
-            self._partial = Partial(
-                Path(tempfile.gettempdir(), target.name) if is_remote else self._final, tidy=tidy or is_remote
-            )
+            self._partial = Partial(self._beside(), tidy=tidy or self._is_remote)
             # The descriptor stays with the temporary: it holds the lock until the file has its name.
             self.file: BinaryIO = os.fdopen(self._partial.descriptor, "r+b", closefd=False)
 
@@ -475,11 +489,6 @@ class AtomicFile(AtomicOutput):
             output.publish(last_look)
             self.replaced = output.replaced
 
-    def _unwritten(self, exc: OSError) -> OutputError:
-        error = super()._unwritten(exc)
-        is_remote = isinstance(self.target, RemotePath)
-        return OutputError(f"{error}, in {tempfile.gettempdir()} (TMPDIR) first") if is_remote else error
-
     def close(self) -> None:
         """Close the file and remove the temporary; buffered data is dropped."""
         with suppress(OSError):
@@ -489,78 +498,6 @@ class AtomicFile(AtomicOutput):
 
 Guard = Callable[[], AbstractContextManager[None]]
 """Makes a context that turns an OSError into an OutputError."""
-
-
-class AtomicDirectory(AtomicOutput):
-    """A directory, written next to ``target`` first.
-
-    With ``force`` it replaces an existing directory if ``check`` accepts that, but never a mount point or one that
-    holds ``keep``, the current directory or the home directory. Callers have checked paths inside: see
-    ``checks``. This class makes the directories above them, which hold no links until ``publish`` makes them.
-    """
-
-    what = "directory"
-    is_kind = staticmethod(Path.is_dir)
-
-    def __init__(self, target: Path, *, force: bool, keep: Path, check: Check, room: Room | None = None) -> None:
-        refuse_remote(target)
-        super().__init__(target, force=force, check=lambda final: self._check_place(final, keep, check), room=room)
-        self._made = {Path()}
-        self._links: list[tuple[str, str]] = []
-        with self.guard():
-            self._partial = Partial(self._final, directory=True)
-
-    def _check_place(self, final: Path, keep: Path, check: Check) -> str:
-        """Describe the directory ``final``. Raises OutputError for one that must never be replaced."""
-        # A user may have no home directory, which pathlib takes for an error.
-        here, home = Path.cwd(), Path(os.path.expanduser("~")).resolve()  # noqa: PTH111
-        kept = (here, *here.parents, *keep.resolve().parents, keep.parent.resolve(), *keep.parent.resolve().parents)
-        for refused, why in (
-            (final in kept, "holds the file that is read, or the current directory; give another"),
-            (final in (home, *home.parents), "is or holds the home directory; give another name"),
-            (os.path.ismount(final), "is a mount point, which cannot be replaced; give a name in it"),
-        ):
-            require(not refused, f"{self.target}: {why}", OutputError)
-        return check(final)
-
-    def make_directory(self, path: str | Path) -> None:
-        """Make a directory and its parents inside the output."""
-        with self.guard():
-            for folder in (*reversed(Path(path).parents), Path(path)):
-                if folder not in self._made:
-                    (self.path / folder).mkdir()
-                    self._made.add(folder)
-
-    def add_link(self, path: str, target: str) -> None:
-        """Make a symbolic link on ``publish``."""
-        self._links.append((path, target))
-
-    @contextmanager
-    def new_file(self, path: str) -> Iterator[int]:
-        """The descriptor of a new file, flushed to the disk at the end."""
-        with self.guard():
-            self.make_directory(Path(path).parent)
-            descriptor = os.open(self.path / path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
-        try:
-            yield descriptor
-            with self.guard():
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def publish(self) -> None:
-        """Make the links, set the modes, flush to the disk, rename to the target."""
-        with self.guard():
-            for path, target in self._links:
-                self.make_directory(Path(path).parent)
-                (self.path / path).symlink_to(target)
-            for folder, _, names in os.walk(self.path):
-                for inner in (*(Path(folder, name) for name in names), Path(folder)):
-                    if not inner.is_symlink():
-                        self._open_up(inner)
-            for directory in self._made:
-                sync_directory(self.path / directory)
-            self._take_name(replace_directory)
 
 
 @contextmanager

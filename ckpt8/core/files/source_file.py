@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from isal.isal_zlib import crc32
 from isal.isal_zlib import crc32_combine as combine
@@ -24,6 +24,7 @@ from ckpt8.core.errors import InputError, MissingError, UsageError, require, sys
 
 if TYPE_CHECKING:
     from ckpt8.core.arrays import Array
+    from ckpt8.core.files.stores.folder import FolderOutput
     from ckpt8.core.files.stores.writing import ObjectOutput
 
 __all__ = ["combine", "crc32"]
@@ -62,6 +63,10 @@ class RemotePath(PosixPath):
         """What writes the object."""
         raise NotImplementedError
 
+    def new_objects(self) -> FolderOutput:
+        """What writes a directory."""
+        raise NotImplementedError
+
 
 def resolved(path: Path) -> Path:
     """The place to which a path leads, without links; that of an object as it is. Raises nothing."""
@@ -73,7 +78,10 @@ def listed(folder: Path) -> Path:
     return folder.listed() if isinstance(folder, RemotePath) else folder
 
 
-def scan(folder: Path) -> Sequence[os.DirEntry[str] | RemotePath]:
+Entry: TypeAlias = "os.DirEntry[str] | RemotePath"
+
+
+def scan(folder: Path) -> Sequence[Entry]:
     """What is right in a folder: its name, its kind, and links. Raises OSError."""
     if isinstance(folder, RemotePath):
         return list(folder.iterdir())
@@ -82,12 +90,11 @@ def scan(folder: Path) -> Sequence[os.DirEntry[str] | RemotePath]:
 
 
 def refuse_remote(target: Path) -> None:
-    """Raise UsageError for a directory that is to be written elsewhere than here."""
+    """Raise UsageError for a folder that is to be changed elsewhere than here."""
     refuse_target(target)
-    what_to_do = "give a local path, and copy the directory from there"
     require(
         not isinstance(target, RemotePath),
-        f"{target}: is in a store, where ckpt8 writes single files; {what_to_do}",
+        f"{target}: is in a store, where ckpt8 writes single files; give a local path",
         UsageError,
     )
 

@@ -16,11 +16,12 @@ import torch
 from faults_kit import INPUTS, LEFTOVER, digest, make_run
 
 import ckpt8
-from ckpt8.checkpoint.replacing import checkpoint_directory
+from ckpt8.checkpoint.replacing import checkpoint_directory, turn_in_store
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError
 from ckpt8.core.files import atomic
-from ckpt8.core.files.atomic import IDLE_SECONDS, AtomicDirectory, AtomicFile, partial_path
+from ckpt8.core.files.atomic import IDLE_SECONDS, AtomicFile, partial_path
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.workers import Workers
 from ckpt8.inspecting.verify import measure
 
@@ -38,7 +39,7 @@ def make(request):
     if request.param == "file":
         return lambda target, force=True: AtomicFile(target, force=force)
     return lambda target, force=True: AtomicDirectory(
-        target, force=force, keep=Path("/elsewhere/x"), check=checkpoint_directory()
+        target, force=force, keep=Path("/elsewhere/x"), check=checkpoint_directory(), turn=turn_in_store
     )
 
 
@@ -46,13 +47,13 @@ DYING = """
 import os
 import sys
 from pathlib import Path
-from ckpt8.core.files.atomic import AtomicDirectory
+from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.container.writer import AtomicFile
 target = Path(sys.argv[1])
 if sys.argv[2] == "file":
     made = AtomicFile(target, force=True)
 else:
-    made = AtomicDirectory(target, force=True, keep=Path("/elsewhere/x"), check=str)
+    made = AtomicDirectory(target, force=True, keep=Path("/elsewhere/x"), check=str, turn=len)
     (made.path / "half").write_text("half")
 print(made.path.name, flush=True)
 if sys.argv[3] == "wait":
@@ -208,7 +209,9 @@ def test_a_directory_is_replaced_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(atomic, "remove", watched)
     check = checkpoint_directory(["old"])
-    with AtomicDirectory(target, force=True, keep=tmp_path / "elsewhere" / "x", check=check) as output:
+    with AtomicDirectory(
+        target, force=True, keep=tmp_path / "elsewhere" / "x", check=check, turn=turn_in_store
+    ) as output:
         output.make_directory("new")
         output.publish()
     assert seen == [(["new"], ["old"])]
@@ -225,7 +228,9 @@ def test_with_force_a_directory_that_came_in_between_is_checked_as_well(theirs, 
         rename(old, new)
 
     monkeypatch.setattr(atomic, "rename_new", late)
-    with AtomicDirectory(target, force=True, keep=tmp_path / "x", check=checkpoint_directory()) as output:
+    with AtomicDirectory(
+        target, force=True, keep=tmp_path / "x", check=checkpoint_directory(), turn=turn_in_store
+    ) as output:
         output.make_directory("mine")
         with nullcontext() if theirs == "model.pt" else pytest.raises(OutputError, match="no part of a checkpoint"):
             output.publish()

@@ -13,7 +13,7 @@ import os
 import posixpath
 import stat
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -21,6 +21,7 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, Check
 from ckpt8.core.files.source_file import ByteRange, RemotePath, SourceFile, crc32
 from ckpt8.core.files.stores.contract import Readable, Stat, Store, Write
+from ckpt8.core.files.stores.folder import FolderOutput
 from ckpt8.core.files.stores.listing import Listing
 from ckpt8.core.files.stores.reading import Content, StoreFile
 from ckpt8.core.files.stores.writing import ObjectOutput
@@ -119,6 +120,15 @@ class StorePath(RemotePath):
         replaced = AtomicFile.examine(self, force=force, check=check)
         write = Write(self.key, None if self.version is None else self.version.tag)
         return ObjectOutput(self, write, replaced, reserved=reserved, bound=bound)
+
+    def new_objects(self) -> FolderOutput:
+        """What writes a directory, see ``FolderOutput``."""
+        return FolderOutput(self)
+
+    @property
+    def objects(self) -> Mapping[str, Stat]:
+        """What lies in a directory that was listed, by its path in it; nothing of another."""
+        return {} if self._within is None else self._within[0].objects
 
     def forget(self) -> None:
         """See the object anew, which was written."""
