@@ -1,7 +1,8 @@
 """Which checkpoints of a run stay: rules such as ``last:3,best:1,every:1000,log``, which add up.
 
     last:N      those of the newest N steps
-    best:N      those of the N lowest losses: the validation loss where one is known, else that of training
+    best:N      the N best by the metric that the framework recorded and in its direction, and the one it calls the
+                best; else those of the lowest losses: the validation loss where one is known, else that of training
     every:K     those whose step is a multiple of K
     log         ever fewer towards the past
 
@@ -18,25 +19,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
+from ckpt8.checkpoint.replacing import bare_name
 from ckpt8.core.errors import UsageError
+from ckpt8.inspecting.runs import RunRecord
 
 
-class Known(Protocol):
-    """What rules look at."""
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Which of some checkpoints are the best: by ``metric``, where the highest of ``scores`` wins if ``is_highest``.
 
-    @property
-    def step(self) -> int | None:
-        """The step of a checkpoint, if it is known."""
+    ``named`` are the numbers of those that the framework called the best when it wrote the newest.
+    """
 
-    @property
-    def loss(self) -> float | None:
-        """Its loss of training, if it is known."""
+    metric: str
+    is_highest: bool
+    scores: list[float | None]
+    named: set[int]
 
-    @property
-    def val_loss(self) -> float | None:
-        """Its validation loss, if it is known."""
+    @classmethod
+    def of(cls, checkpoints: Sequence[RunRecord]) -> Ranking:
+        """The ranking of checkpoints that are in the order of their steps."""
+        metric, mode = next(((known.metric, known.mode) for known in reversed(checkpoints) if known.metric), (None, ""))
+        best = {bare_name(name) for name in next((known.best for known in reversed(checkpoints) if known.best), ())}
+        named = {at for at, known in enumerate(checkpoints) if bare_name(known.name.rpartition("/")[2]) in best}
+        if metric is not None:
+            scores = [known.score if known.metric == metric else None for known in checkpoints]
+            return cls(metric, mode == "max", scores, named)
+        if any(known.val_loss is not None for known in checkpoints):
+            return cls("val. loss", False, [known.val_loss for known in checkpoints], named)
+        return cls("loss", False, [known.loss for known in checkpoints], named)
+
+    def order(self) -> list[int]:
+        """The numbers of all that have a score, the best first, and of two equal ones the newer."""
+        known = [(score, index) for index, score in enumerate(self.scores) if score is not None]
+        known.sort(key=lambda pair: (-pair[0] if self.is_highest else pair[0], -pair[1]))
+        return [index for _, index in known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +86,19 @@ class Keep:
         """Whether there is any rule."""
         return self != Keep()
 
-    def kept(self, checkpoints: Sequence[Known]) -> set[int]:
+    def kept(self, checkpoints: Sequence[RunRecord]) -> set[int]:
         """The numbers, in the list, of those that stay. They are in the order of their steps."""
         if not self.is_given:
             return set(range(len(checkpoints)))
         steps = sorted({known.step for known in checkpoints if known.step is not None})
         stay = {*steps[-max(self.last, 1) :], *self._log(steps), *self._best(checkpoints)}
         stay |= {step for step in steps if self.every and step % self.every == 0}
-        return {index for index, known in enumerate(checkpoints) if known.step is None or known.step in stay}
+        named = Ranking.of(checkpoints).named if self.best else set()
+        return named | {index for index, known in enumerate(checkpoints) if known.step is None or known.step in stay}
 
-    def _best(self, checkpoints: Sequence[Known]) -> Iterable[int]:
-        has_validation = any(known.val_loss is not None for known in checkpoints)
-        losses: dict[int, float] = {}
-        for known in checkpoints:
-            loss = known.val_loss if has_validation else known.loss
-            if known.step is not None and loss is not None:
-                losses[known.step] = min(loss, losses.get(known.step, loss))
-        return sorted(losses, key=lambda step: (losses[step], -step))[: self.best]
+    def _best(self, checkpoints: Sequence[RunRecord]) -> Iterable[int]:
+        steps = dict.fromkeys(checkpoints[index].step for index in Ranking.of(checkpoints).order())
+        return [step for step in steps if step is not None][: self.best]
 
     def _log(self, steps: Sequence[int]) -> Iterable[int]:
         unit = interval(steps)

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 
 from ckpt8.chaining.jobs import Look
-from ckpt8.chaining.keeping import interval
+from ckpt8.chaining.keeping import Ranking, interval
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import UsageError
@@ -234,10 +234,8 @@ class Planner:
         self._places = _places([item.record.step for item in items])
         self._deltas: dict[tuple[int, int, str], Expected | None] = {}
         self._shares: dict[str, list[float]] = {}
-        losses = [item.record.val_loss for item in items]
-        losses = losses if any(loss is not None for loss in losses) else [item.record.loss for item in items]
-        known = [(loss, -index) for index, loss in enumerate(losses) if loss is not None]
-        self._best = -min(known)[1] if known else None
+        ranking = Ranking.of([item.record for item in items])
+        self._best = {*ranking.order()[:1], *ranking.named}
         # What was found last.
         self._state, self._delta = self._start, False
 
@@ -450,7 +448,7 @@ class Planner:
             before = stay[at - 1] if at else self._places[0] - unit
             after = stay[beyond] if beyond < len(stay) else place + unit
             use = (after - before) / 2 / (self._places[-1] - place + unit)
-            uses.append(max(use, 1.0) if index == self._best else use)
+            uses.append(max(use, 1.0) if index in self._best else use)
         return uses
 
 

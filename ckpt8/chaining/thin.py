@@ -23,7 +23,7 @@ from typing import Any
 from ckpt8.chaining import reader_copy
 from ckpt8.chaining.chain import REST, Rest, placed
 from ckpt8.chaining.jobs import Look, Settings, check_made_from, look_at, refuse_removal, remove_verified
-from ckpt8.chaining.keeping import Keep
+from ckpt8.chaining.keeping import Keep, Ranking
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import incomplete, problem_of
@@ -48,14 +48,14 @@ _SPARE = 1 << 20
 class ThinRecord:
     """One checkpoint: ``bytes`` now and ``then``, 0 for one that goes, with errors in ``steps`` and ``steps_then``.
 
-    ``becomes`` is ``as it is``, ``whole`` where a delta loses its base, ``.ckpt8 alone`` where the original beside it
-    goes, a preset or a budget, or ``gone``. ``base`` is the checkpoint that it is then a delta to. ``twice``: it is
-    compressed from a lossy container, and errors add up.
+    ``score`` is its value of ``Thinning.metric``. ``becomes`` is ``as it is``, ``whole`` where a delta loses its base,
+    ``.ckpt8 alone`` where the original beside it goes, a preset or a budget, or ``gone``. ``base`` is the checkpoint
+    that it is then a delta to. ``twice``: it is compressed from a lossy container, and errors add up.
     """
 
     name: str
     step: int | None
-    loss: float | None
+    score: float | None
     bytes: int
     then: int
     becomes: str
@@ -70,7 +70,9 @@ class Thinning(Summarised):
     """What became of the checkpoints of a run, oldest first, or would become of them.
 
     They take ``bytes`` now, with what is in ``bases/``, and ``then`` so many, of ``to`` that were given. On the way
-    ``needs`` bytes of the disk have to be free. ``applied`` says that it was done: sizes are then the real ones.
+    ``needs`` bytes of the disk have to be free. ``metric`` is what the best ones are chosen by, the highest if
+    ``is_highest``: what the framework recorded, else a loss. ``applied`` says that it was done: sizes are then the real
+    ones.
     """
 
     directory: str
@@ -79,6 +81,8 @@ class Thinning(Summarised):
     then: int
     to: int | None
     needs: int
+    metric: str = "loss"
+    is_highest: bool = False
     applied: bool = False
 
     def __iter__(self) -> Iterator[ThinRecord]:
@@ -151,6 +155,7 @@ class Thinner:
         taken, linked = set[Path](), _linked(self._folder)
         self._items = [_item(directory, record, options, taken, linked) for record in self._run]
         records = [item.record for item in self._items]
+        self._ranking = Ranking.of(records)
         numbers = {record.name: index for index, record in enumerate(records)}
         for item in self._items:
             item.base = numbers.get(item.record.base or "")
@@ -185,7 +190,9 @@ class Thinner:
         then = self._planner.taken(forms)
         records = [self._record(index, form) for index, form in enumerate(forms)]
         room, before = self._options.room, sum(item.nbytes for item in self._items) + self._run.bases_bytes
-        return Thinning(str(self._directory), records, before, then, room, self._needs(forms))
+        needs, ranking = self._needs(forms), self._ranking
+        place = str(self._directory)
+        return Thinning(place, records, before, then, room, needs, ranking.metric, ranking.is_highest)
 
     def apply(self) -> Thinning:
         """Do it. Raises OutputError where the disk has too little room, CheckFailedError where a figure fails.
@@ -248,7 +255,7 @@ class Thinner:
         return ThinRecord(
             record.name,
             record.step,
-            record.loss if record.val_loss is None else record.val_loss,
+            self._ranking.scores[index],
             item.nbytes,
             form.nbytes,
             name,

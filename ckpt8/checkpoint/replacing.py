@@ -240,7 +240,10 @@ _DEEPEST = 3
 TRAINER_STATE = "trainer_state.json"
 """The file in which Trainer keeps step and losses."""
 
-_TRAINER_FIRST = frozenset({"training_args.bin", "rng_state.pth", "rng_state_0.pth"})
+TRAINER_ARGUMENTS = "training_args.bin"
+"""The pickle of the arguments of Trainer."""
+
+_TRAINER_FIRST = frozenset({TRAINER_ARGUMENTS, "rng_state.pth", "rng_state_0.pth"})
 """Files of Trainer that no other program writes; ``trainer_state.json`` comes after them."""
 
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt")

@@ -38,8 +38,8 @@ Keep = Annotated[
     str | None,
     typer.Option(
         metavar="RULES",
-        help="Which checkpoints stay: last:N, best:N (lowest loss), every:STEPS, log (ever fewer towards the past), "
-        "with commas between. Rules add up.",
+        help="Which checkpoints stay: last:N, best:N (by the framework's metric, else the loss), every:STEPS, log "
+        "(ever fewer towards the past), with commas between. Rules add up.",
     ),
 ]
 To = Annotated[
@@ -211,19 +211,23 @@ def show_thinning(console: Console, facts: Mapping[str, Any]) -> None:
     def error(steps: float | None) -> str:
         return "unknown" if steps is None else number(steps) if steps else "none"
 
-    columns = {
-        "step": ["" if row["step"] is None else f"{row['step']:,}" for row in rows],
-        "loss": ["" if row["loss"] is None else number(row["loss"]) for row in rows],
-        "now": [size(row["bytes"]) for row in rows],
-        "then": [size(row["then"]) if row["becomes"] != "gone" else "" for row in rows],
-        "error": [error(row["steps"]) for row in rows],
-        "error then": [error(row["steps_then"]) if row["becomes"] != "gone" else "" for row in rows],
-        "becomes": [row["becomes"] + (", twice" if row["twice"] else "") for row in rows],
-        "base": [row["base"] or "" for row in rows],
-    }
-    shown = {title: column for title, column in columns.items() if any(column)}
+    columns = [
+        ("step", ["" if row["step"] is None else f"{row['step']:,}" for row in rows]),
+        (facts["metric"], ["" if row["score"] is None else number(row["score"]) for row in rows]),
+        ("now", [size(row["bytes"]) for row in rows]),
+        ("then", [size(row["then"]) if row["becomes"] != "gone" else "" for row in rows]),
+        ("error", [error(row["steps"]) for row in rows]),
+        ("error then", [error(row["steps_then"]) if row["becomes"] != "gone" else "" for row in rows]),
+        ("becomes", [row["becomes"] + (", twice" if row["twice"] else "") for row in rows]),
+        ("base", [row["base"] or "" for row in rows]),
+    ]
+    shown = [(title, column) for title, column in columns if any(column)]
     names = [row["name"] for row in rows]
-    show_table(console, ("checkpoint", *shown), list(zip(names, *shown.values(), strict=True)))
+    show_table(
+        console,
+        ("checkpoint", *(title for title, _ in shown)),
+        list(zip(names, *(column for _, column in shown), strict=True)),
+    )
     console.print()
     say(console, *_thinning_lines(facts))
 
@@ -234,6 +238,8 @@ def _thinning_lines(facts: Mapping[str, Any]) -> list[str]:
     stay = counted(len(facts["records"]) - gone, "checkpoint") + (f" stay, {gone:,} go" if gone else "")
     applied = facts["applied"]
     said = [f"{stay}: {size(facts['bytes'])} -> {size(facts['then'])}{of}"]
+    if facts["metric"] not in ("loss", "val. loss"):
+        said.append(f"best is the {'highest' if facts['is_highest'] else 'lowest'} {facts['metric']}, as recorded")
     if any(row["twice"] for row in facts["records"]):
         said.append("twice: compressed from a lossy file; the errors are added, which is an upper bound")
     if not applied:

@@ -7,6 +7,7 @@ progress. ``Progress`` is the step, epoch and loss of a checkpoint, where a file
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -18,9 +19,18 @@ from ckpt8.checkpoint.readers import match_reader
 from ckpt8.checkpoint.readers.directory import open_directory
 from ckpt8.checkpoint.readers.entries import Entry, kept
 from ckpt8.checkpoint.readers.torch_zip import tree_of_head
-from ckpt8.checkpoint.replacing import TRAINER_STATE, step_in_path
+from ckpt8.checkpoint.replacing import TRAINER_ARGUMENTS, TRAINER_STATE, step_in_name, step_in_path
 from ckpt8.checkpoint.sources.bundle import Bundle
-from ckpt8.checkpoint.tree import Checkpoint, Components, TensorRef, format_path, iter_nodes, number_of, read_scalar
+from ckpt8.checkpoint.tree import (
+    Checkpoint,
+    Components,
+    Inert,
+    TensorRef,
+    format_path,
+    iter_nodes,
+    number_of,
+    read_scalar,
+)
 from ckpt8.codecs.error_stats import StepError, read_step_error
 from ckpt8.container.manifest import FILE, BaseRecord, original_name
 from ckpt8.container.reader import ContainerReader
@@ -44,6 +54,11 @@ _VALIDATION_KEYS = (
 _SCORES = ("current_score", "best_model_score")
 """What Lightning's ModelCheckpoint keeps of the quantity that it monitors."""
 
+_MODE = re.compile(r"'mode': '(min|max)'")
+"""Its direction, in the name under which Lightning keeps the state of a ModelCheckpoint."""
+
+Mode = Literal["min", "max"]
+
 StepFrom = Literal["file", "name", "optimizer"]
 
 Number = Callable[[Components, TensorRef], float | None]
@@ -52,16 +67,27 @@ Number = Callable[[Components, TensorRef], float | None]
 
 @dataclass(slots=True)
 class Progress:
-    """How far training was; None where nothing says it. ``loss`` is that of training."""
+    """How far training was; None where nothing says it. ``loss`` is that of training.
+
+    ``metric`` is what the framework chooses its best checkpoint by, ``score`` its value, and ``mode`` says whether the
+    lowest or the highest is the best. ``best`` are the names of those that it calls the best.
+    """
 
     step: int | None = None
     epoch: float | None = None
     loss: float | None = None
     val_loss: float | None = None
+    metric: str | None = None
+    mode: Mode | None = None
+    score: float | None = None
+    best: tuple[str, ...] = ()
 
     def complete(self, other: Progress) -> None:
         """Take from ``other`` what is unknown."""
         fill_unknown(self, other, ("step", "epoch", "loss", "val_loss"))
+        if self.metric is None:
+            self.metric, self.mode, self.score = other.metric, other.mode, other.score
+        self.best = tuple(dict.fromkeys((*self.best, *other.best)))
 
 
 def fill_unknown(record: object, other: object, names: Iterable[str]) -> None:
@@ -91,21 +117,34 @@ def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Progr
         _first(tree, _LOSS_KEYS, number),
         _first(tree, _VALIDATION_KEYS, number),
     )
-    for monitored, score in _scores(tree, number):
-        if "loss" in monitored:
-            progress.complete(Progress(loss=score) if "train" in monitored else Progress(val_loss=score))
+    for monitor in _monitors(tree, progress.step, number):
+        if "loss" in (monitor.metric or "").lower():
+            is_training = "train" in (monitor.metric or "").lower()
+            progress.complete(Progress(loss=monitor.score) if is_training else Progress(val_loss=monitor.score))
+        progress.complete(monitor if monitor.mode else Progress(best=monitor.best))
     return progress
 
 
-def of_trainer_state(tree: Any) -> Progress:
-    """What Trainer's ``trainer_state.json`` says: the last losses of its log up to its step."""
+def of_trainer_state(tree: Any, arguments: Any = None) -> Progress:
+    """What Trainer's ``trainer_state.json`` says: the last losses of its log up to its step.
+
+    ``arguments`` is the tree of ``training_args.bin`` beside it, which names the metric of the best checkpoint.
+    """
     if not isinstance(tree, dict):
         return Progress()
     progress = Progress(_whole(_first(tree, STEP_KEYS, no_tensor)), first_number([tree], EPOCH_KEYS, whole=False))
+    given = arguments.state if isinstance(arguments, Inert) and isinstance(arguments.state, dict) else {}
+    metric, is_greater_better = given.get("metric_for_best_model"), given.get("greater_is_better")
+    if isinstance(metric, str) and isinstance(is_greater_better, bool):
+        progress.metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        progress.mode = "max" if is_greater_better else "min"
+    if isinstance(best := tree.get("best_model_checkpoint"), str):
+        progress.best = (Path(best).name,)
     for entry in log if isinstance(log := tree.get("log_history"), list) else []:
         if isinstance(entry, dict):
             progress.loss = _finite(entry.get("loss"), progress.loss)
             progress.val_loss = _finite(entry.get("eval_loss"), progress.val_loss)
+            progress.score = _finite(entry.get(progress.metric), progress.score)
     return progress
 
 
@@ -142,17 +181,40 @@ def _value(node: Any, path: Components, number: Number) -> float | None:
     return _finite(node)
 
 
-def _scores(tree: Mapping[Any, Any], number: Number) -> Iterator[tuple[str, float]]:
-    """For every ModelCheckpoint of Lightning what it monitors, and the score of the last save, else the best one."""
+def _monitors(tree: Mapping[Any, Any], step: int | None, number: Number) -> Iterator[Progress]:
+    """What every ModelCheckpoint of Lightning monitors, with the score of this checkpoint, and which it calls best.
+
+    A checkpoint that is none of the best has no score if their names tell their steps: ``current_score`` is then that
+    of another one.
+    """
     callbacks = tree.get("callbacks")
     for key, state in callbacks.items() if isinstance(callbacks, dict) else ():
-        if isinstance(state, dict) and isinstance(monitored := state.get("monitor"), str):
-            refs = {name: state.get(name) for name in _SCORES}
+        if isinstance(state, dict) and isinstance(metric := state.get("monitor"), str):
+            best = {path: at for path, at in _dict(state.get("best_k_models")).items() if isinstance(path, str)}
+            nodes: dict[Components, Any] = {(name,): state.get(name) for name in _SCORES}
+            nodes |= {("best_k_models", path): node for path, node in best.items()}
+            steps = {step_in_name(Path(path).name): ("best_k_models", path) for path in best}
+            own: list[Components] = [("current_score",), ("best_model_score",)] if None in steps or not steps else []
+            own = [steps[step]] if step in steps and step is not None else own
             # One tensor under two names is stored under one of them.
-            places = ((node, name) for node in refs.values() for name in refs if _share_elements(node, refs[name]))
-            score = first_known(_value(node, ("callbacks", str(key), name), number) for node, name in places)
-            if score is not None:
-                yield monitored.lower(), score
+            values = (
+                _value(nodes[name], ("callbacks", str(key), *place), number)
+                for name in own
+                for place, node in nodes.items()
+                if _share_elements(nodes[name], node)
+            )
+            mode = _MODE.search(str(key))
+            path = state.get("best_model_path")
+            yield Progress(
+                metric=metric,
+                mode=None if mode is None else "max" if mode[1] == "max" else "min",
+                score=first_known(values),
+                best=(Path(path).name,) if isinstance(path, str) and path else (),
+            )
+
+
+def _dict(node: Any) -> dict[Any, Any]:
+    return node if isinstance(node, dict) else {}
 
 
 def _share_elements(one: Any, other: Any) -> bool:
@@ -235,16 +297,22 @@ def _progress(reader: ContainerReader) -> Progress:
     if reader.manifest.directory is None:
         return of_tree(_tree(reader, 0), number)
     progress, members = Progress(), reader.manifest.members
+    places = {_name(member.path): index for index, member in enumerate(members)}
+    arguments = _tree(reader, places[TRAINER_ARGUMENTS]) if TRAINER_ARGUMENTS in places else None
     for index, member in enumerate(members):
-        if member.path.rpartition("/")[2] == TRAINER_STATE and member.size <= _LONGEST_STATE:
+        if _name(member.path) == TRAINER_STATE and member.size <= _LONGEST_STATE:
             content = reader.skeleton(index)
             if content is not None and len(content) == member.size:
                 with suppress(InputError):  # the file may have been odd before it was compressed
-                    progress.complete(of_trainer_state(parse_any_json(content, TRAINER_STATE)))
+                    progress.complete(of_trainer_state(parse_any_json(content, TRAINER_STATE), arguments))
     for index in range(min(len(members), _MOST_MEMBERS)):
         if progress.step is None:
             progress.step = of_tree(_tree(reader, index), no_tensor, GLOBAL_KEYS).step
     return progress
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def _tree(reader: ContainerReader, index: int) -> Any:
@@ -301,9 +369,10 @@ def read_folder(path: Path, files: Sequence[str], *, needs_tensors: bool) -> Fac
         origin = origin_of(bundle)
         is_stated = origin["step_from"] == "file"
         progress = Progress(origin["step"] if is_stated else None, origin["epoch"])
+        trees = {_name(member.path): member.checkpoint.tree for member in members}
         for member in members:
-            if member.path.rpartition("/")[2] == TRAINER_STATE and member.checkpoint.format == FILE:
-                progress.complete(of_trainer_state(read_json(member.checkpoint)))
+            if _name(member.path) == TRAINER_STATE and member.checkpoint.format == FILE:
+                progress.complete(of_trainer_state(read_json(member.checkpoint), trees.get(TRAINER_ARGUMENTS)))
         counted = None if is_stated else origin["step"]
         if progress.step is None and counted is None:
             checkpoints = (member.checkpoint for member in members)

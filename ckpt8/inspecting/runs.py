@@ -44,6 +44,7 @@ from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, size
 from ckpt8.inspecting.heads import (
     Facts,
+    Mode,
     Progress,
     StepFrom,
     fill_unknown,
@@ -164,8 +165,9 @@ class RunRecord(Summarised):
     other checkpoint, and None where damage hides it. ``asked`` is what it was compressed with. ``bytes`` are those of
     the original, ``stored_bytes`` those of its files now. ``step_from`` says where the step was found: ``file``,
     ``name`` or ``optimizer``. ``steps`` is the measured error in steps of the optimizer, with those of
-    earlier compressions. ``base`` is the name of its
-    base, ``missing`` where that is not to be found. ``damage`` says what does not hold: seal, length, or a head.
+    earlier compressions. ``metric``, ``mode`` and ``score`` say by what its framework chooses the best checkpoint,
+    ``best`` which ones it called that. ``base`` is the name of its base, ``missing`` where that is not to be found.
+    ``damage`` says what does not hold: seal, length, or a head.
     """
 
     name: str
@@ -178,6 +180,10 @@ class RunRecord(Summarised):
     epoch: float | None = None
     loss: float | None = None
     val_loss: float | None = None
+    metric: str | None = None
+    mode: Mode | None = None
+    score: float | None = None
+    best: tuple[str, ...] = ()
     time: datetime = field(default_factory=lambda: datetime.fromtimestamp(0, timezone.utc))
     bytes: int | None = None
     stored_bytes: int = 0
@@ -382,6 +388,8 @@ def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
     record.steps = added(0.0 if record.asked == "lossless" else steps, earlier) if earlier else steps
     record.seal = row.seals[0] if len(row.seals) == 1 else None
     record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
+    record.metric, record.mode, record.score = progress.metric, progress.mode, progress.score
+    record.best = progress.best
     record.step, record.step_from = step_of(record.name, progress.step, first_known(facts.counted for facts in heads))
     if record.epoch is None:
         record.epoch = epoch_in_name(record.name.rpartition("/")[2])
@@ -450,7 +458,7 @@ def _join(container: Row, raw: Row) -> None:
     container.inodes |= raw.inodes
     if ours.step_from != "file" and theirs.step is not None:
         ours.step, ours.step_from = theirs.step, theirs.step_from
-    fill_unknown(ours, theirs, ("epoch", "loss", "val_loss"))
+    fill_unknown(ours, theirs, ("epoch", "loss", "val_loss", "metric", "mode", "score"))
 
 
 def _order(record: RunRecord) -> tuple[object, ...]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from ckpt8.chaining.keeping import Keep
 from ckpt8.core.errors import UsageError
+from ckpt8.inspecting.runs import RunRecord
 
 
 def run(steps, losses=None, validation=None):
     return [
-        SimpleNamespace(step=step, loss=losses[k] if losses else None, val_loss=validation[k] if validation else None)
+        RunRecord(
+            f"step={step}.ckpt",
+            step=step,
+            loss=losses[k] if losses else None,
+            val_loss=validation[k] if validation else None,
+        )
         for k, step in enumerate(steps)
     ]
 
@@ -46,6 +50,25 @@ def test_rules_add_up_and_the_newest_always_stays(rules, expected):
 def test_the_validation_loss_decides_where_there_is_one():
     checkpoints = run(STEPS, LOSSES, [None] * 10 + [5.0, 1.0, *[9.0] * 8])
     assert kept("best:1", checkpoints) == [1200, 2000]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", [400, 700]), ("min", [600, 1000])])
+def test_the_metric_that_a_framework_recorded_decides_in_its_direction(mode, best):
+    checkpoints = run(STEPS, LOSSES, LOSSES)
+    for record in checkpoints:
+        record.metric, record.mode, record.score = (
+            "acc",
+            mode,
+            {400: 0.9, 600: 0.1, 700: 0.8, 1000: 0.2}.get(record.step, 0.5),
+        )
+    # What is measured by another metric is not compared with it.
+    checkpoints[0].metric, checkpoints[0].score = "loss", 99.0 if mode == "max" else -99.0
+    assert kept("best:2", checkpoints) == [*best, 2000]
+    # What the framework called the best last stays beside them, whatever it was compressed into.
+    checkpoints[3].best, checkpoints[-2].best = ("step=100.ckpt",), ("step=500.ckpt",)
+    checkpoints[4].name = "run/step=500.ckpt8"
+    assert kept("best:2", checkpoints) == sorted([*best, 500, 2000])
+    assert kept("last:1", checkpoints) == [2000]
 
 
 def test_checkpoints_of_one_step_stay_together_and_those_without_a_step_stay():

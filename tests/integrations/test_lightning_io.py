@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from chain_command_kit import age
 from lattice_kit import check_weights
 
 import ckpt8
@@ -440,3 +441,32 @@ def test_a_policy_goes_on_through_a_stop(background, tmp_path):
     assert fitted(10, str(tmp_path / "run" / "step=5.ckpt")) == [4, 8, 9, 10]
     for path in (tmp_path / "run").glob("*.ckpt"):
         assert ckpt8.verify(path).failures == ()
+
+
+SCORES = dict(zip(range(1, LAST + 1), [0.1, 0.9, 0.5, 0.3, 0.7, 0.6, 0.8, 0.4, 0.2, 0.1, 0.5, 0.5], strict=True))
+
+
+class Scored(Net):
+    """Its accuracy says nothing of its loss."""
+
+    def training_step(self, batch, _):
+        loss = super().training_step(batch, _)
+        self.log("acc", SCORES[self.global_step + 1])
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugins", [[], [Ckpt8CheckpointIO()]])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_best_are_those_of_model_checkpoint_s_own_metric(mode, plugins, tmp_path):
+    callback = keep(tmp_path / "run", save_top_k=-1, monitor="acc", mode=mode)
+    trainer(tmp_path, LAST, plugins, [callback]).fit(Scored(), batches())
+    for path in (tmp_path / "run").iterdir():
+        age(path)
+    plan = ckpt8.thin(tmp_path / "run", keep="best:2")
+    assert (plan.metric, plan.is_highest) == ("acc", mode == "max")
+    saved = range(2, LAST + 1, 2)
+    assert {record.step: record.score for record in plan} == pytest.approx({step: SCORES[step] for step in saved})
+    best = sorted(saved, key=SCORES.get, reverse=mode == "max")[:2]
+    assert {record.step for record in plan if record.becomes != "gone"} == {*best, LAST}
+    assert callback.best_model_path == str(tmp_path / "run" / f"step={best[0]}.ckpt")

@@ -17,6 +17,7 @@ import ckpt8
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="Trainer needs accelerate, which is not installed")
 
+from chain_command_kit import age  # noqa: E402
 from lattice_kit import check_weights, record  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -440,6 +441,30 @@ def test_a_policy_goes_on_through_a_kill(tmp_path):
     assert [record.step for record in ckpt8.runs(tmp_path)] == sorted(left)
     for path in left.values():
         assert ckpt8.verify(path).failures == ()
+
+
+@pytest.mark.slow
+def test_the_best_are_those_of_trainer_s_own_metric(tmp_path):
+    """Its accuracy is best where its loss is not; what it calls the best stays beside that."""
+    run = trainer(
+        tmp_path, save_steps=2, eval_strategy="steps", eval_steps=2, metric_for_best_model="acc", greater_is_better=True
+    )
+    scores = dict(zip(range(2, LAST + 2, 2), [0.3, 0.9, 0.2, 0.8, 0.5, 0.1], strict=True))
+    run.compute_metrics = lambda _: {"acc": scores[run.state.global_step]}
+    run.train()
+    assert run.state.best_metric == 0.9
+    for path in sorted(tmp_path.glob("checkpoint-*")):
+        age(path)
+    plans = [ckpt8.thin(tmp_path, keep="best:2")]
+    ckpt8.chain(tmp_path, delta=False, remove=True)
+    plans.append(ckpt8.thin(tmp_path, keep="best:2"))
+    for plan in plans:
+        assert (plan.metric, plan.is_highest) == ("eval_acc", True)
+        assert {record.step: record.score for record in plan} == scores
+        assert {record.step for record in plan if record.becomes != "gone"} == {4, 8, LAST}
+    (tmp_path / "checkpoint-4.ckpt8").rename(tmp_path / "checkpoint-4.moved")
+    newest = ckpt8.thin(tmp_path, keep="best:1")
+    assert {record.step for record in newest if record.becomes != "gone"} == {8, LAST}
 
 
 def test_a_policy_that_is_none_is_refused_at_once(tmp_path):

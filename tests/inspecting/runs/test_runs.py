@@ -127,6 +127,27 @@ def test_a_score_that_is_no_loss_is_not_shown_as_one(tmp_path):
     assert losses == [(None, None), (pytest.approx(0.9), None)]
 
 
+@pytest.mark.parametrize(
+    ("names", "step", "score"),
+    [
+        (["step=60.ckpt", "step=70.ckpt"], 70, 0.75),  # not the stale current_score
+        (["step=60.ckpt", "step=80.ckpt"], 70, None),  # none of the best, and their steps say so
+        (["a.ckpt", "b.ckpt"], 70, 0.5),
+    ],
+)
+def test_the_score_of_a_checkpoint_is_its_own(names, step, score, tmp_path):
+    key = "ModelCheckpoint{'monitor': 'val_acc', 'mode': 'max', 'every_n_train_steps': 2}"
+    values = [torch.tensor(0.5), torch.tensor(0.75)]
+    tree = lightning(values[0], "val_acc") | {"global_step": step}
+    (state,) = tree["callbacks"].values()
+    state |= {"best_k_models": dict(zip(names, values, strict=True)), "best_model_path": f"/elsewhere/{names[1]}"}
+    tree["callbacks"] = {key: state}
+    torch.save(tree, tmp_path / "last.ckpt")
+    for record in raw_and_packed(tmp_path / "last.ckpt"):
+        assert (record.metric, record.mode, record.score, record.val_loss) == ("val_acc", "max", score, None)
+        assert record.best == (names[1],)
+
+
 def test_legacy_files_and_their_containers_say_the_same(inputs, tmp_path):
     raw, packed = raw_and_packed(Path(shutil.copy(inputs / "legacy.pt", tmp_path)))
     assert (raw.format, raw.step, raw.step_from) == ("torch-legacy", 300, "file")
