@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
