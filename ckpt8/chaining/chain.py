@@ -20,7 +20,14 @@ from pathlib import Path
 from ckpt8.chaining import reader_copy
 from ckpt8.chaining.jobs import Job, Look, Outcomes, Settings, finishing, last_change, look_at, source_name
 from ckpt8.checkpoint.readers.entries import walk
-from ckpt8.checkpoint.replacing import checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
+from ckpt8.checkpoint.replacing import (
+    asked_for,
+    checkpoints_in,
+    epoch_in_name,
+    incomplete,
+    packed_in,
+    written_once,
+)
 from ckpt8.compressing.chosen_base import AUTO
 from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.compressing.frozen_file import FrozenFile
@@ -166,6 +173,8 @@ _SHORTEST_NAP, _LONGEST_NAP = 0.05, 1.0
 class ChainRun:
     """The checkpoints of a run in a folder, as jobs. The ``keep_raw`` newest stay as they are.
 
+    So do, where checkpoints are removed, those that a resume asks for by their names.
+
     A checkpoint gets a job once it is at rest. With ``watch`` the jobs never end. ``tell`` gets a line
     about checkpoints that are waited for, once for each. With ``leave_reader`` the folder gets ``read_ckpt8.py``.
     ``upkeep`` gets the folder after each list of jobs, and the names of checkpoints to leave as they are.
@@ -194,15 +203,14 @@ class ChainRun:
         self._force, self._keep_raw, self._watch = force, keep_raw, watch
         self._rest = Rest(rest, watched=watch)
         self._done: dict[Path, Look | None] = {}
-        self._raw: set[Path] = set()
+        self._raw: dict[Path, str] = {}
         self._leave_reader, self._upkeep = leave_reader, upkeep
         self._tell, self._told = tell, set[Path]()
 
     def skipped(self) -> dict[Path, str]:
         """What looks like a checkpoint and is left alone, and why. Raises InputError."""
         skipped = self._listing().skipped if is_there(self._folder) else {}
-        newest = "its step is the newest" if self._keep_raw == 1 else f"of the newest {self._keep_raw} steps"
-        return {**skipped, **dict.fromkeys(sorted(self._raw), f"{newest} (--keep-raw)")}
+        return {**skipped, **dict(sorted(self._raw.items()))}
 
     def packed(self) -> list[str]:
         """The names of the directories that ranks have packed: they are compressed, and stay as they are."""
@@ -309,12 +317,17 @@ class ChainRun:
         listing = self._listing()
         problems = {path: self._rest.problem(path) for path in listing.progress}
         left = listing.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])
-        self._raw = left - self._done.keys()
+        newest = "its step is the newest" if self._keep_raw == 1 else f"of the newest {self._keep_raw} steps"
+        raw = dict.fromkeys(left, f"{newest} (--keep-raw)")
+        if self._settings.remove:
+            asked = asked_for(self._folder)
+            raw = {path: why for path in problems if (why := asked(path)) is not None} | raw
+        self._raw = {path: why for path, why in raw.items() if path not in self._done}
         taken: set[Path] = set()
         jobs, waiting = list[Job](), list[Path]()
         for path, problem in problems.items():
             look = self._rest.look(path)
-            if path in left or (path in self._done and (not self._watch or self._done[path] == look)):
+            if path in raw or (path in self._done and (not self._watch or self._done[path] == look)):
                 continue
             if problem is None:
                 jobs.append(placed(path, self._settings, force=self._force, taken=taken))

@@ -122,8 +122,9 @@ class Item:
     """A checkpoint of the run. ``raw`` is the original, ``packed`` its container, as far as they are there.
 
     ``base`` is the number of the item that the container is a delta to. ``leans``: its base is a checkpoint that is
-    gone, in ``bases/``. ``is_sound``: it is complete, as far as its heads say. ``may_go`` and ``may_change`` say what
-    may become of it. ``looks`` is how its files looked when they were listed, or written.
+    gone, in ``bases/``. ``is_sound``: it is complete, as far as its heads say. ``held`` says why it has to stay as it
+    is; other ones may go, and change if ``may_change``. ``looks`` is how its files looked when they were listed, or
+    written.
     """
 
     record: RunRecord
@@ -133,10 +134,15 @@ class Item:
     base: int | None = None
     leans: bool = False
     is_sound: bool = True
-    may_go: bool = True
+    held: str | None = None
     may_change: bool = True
     choices: list[Choice] = field(default_factory=list)
     looks: dict[Path, Look] = field(default_factory=dict)
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it may be removed."""
+        return self.held is None
 
     @property
     def nbytes(self) -> int:

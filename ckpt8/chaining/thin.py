@@ -26,7 +26,7 @@ from ckpt8.chaining.jobs import Look, Settings, check_made_from, look_at, refuse
 from ckpt8.chaining.keeping import Keep, Ranking
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
 from ckpt8.checkpoint.readers.entries import is_directory
-from ckpt8.checkpoint.replacing import incomplete, problem_of
+from ckpt8.checkpoint.replacing import asked_for, incomplete, problem_of
 from ckpt8.compressing.compress import coarsen, compress
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
 from ckpt8.container.reader import ContainerReader
@@ -50,7 +50,8 @@ class ThinRecord:
 
     ``score`` is its value of ``Thinning.metric``. ``becomes`` is ``as it is``, ``whole`` where a delta loses its base,
     ``.ckpt8 alone`` where the original beside it goes, a preset or a budget, or ``gone``. ``base`` is the checkpoint
-    that it is then a delta to. ``twice``: it is compressed from a lossy container, and errors add up.
+    that it is then a delta to. ``twice``: it is compressed from a lossy container, and errors add up. ``held`` says why
+    it has to stay as it is.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ThinRecord:
     steps_then: float | None
     base: str | None = None
     twice: bool = False
+    held: str | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -152,8 +154,8 @@ class Thinner:
             f"{directory}: holds several runs, in {listed(name or '.' for name in folders)}; give the folder of one",
         )
         self._folder = directory / folders[0]
-        taken, linked = set[Path](), _linked(self._folder)
-        self._items = [_item(directory, record, options, taken, linked) for record in self._run]
+        taken, asked = set[Path](), asked_for(self._folder)
+        self._items = [_item(directory, record, options, taken, asked) for record in self._run]
         records = [item.record for item in self._items]
         self._ranking = Ranking.of(records)
         numbers = {record.name: index for index, record in enumerate(records)}
@@ -243,9 +245,11 @@ class Thinner:
         try:
             return plan()
         except RoomError as exc:
+            held = listed((f"{item.record.name} ({item.held})" for item in self._items if item.held), 3)
             raise OutputError(
                 f"{self._directory}: what has to stay takes about {size(exc.least)} at "
                 f"{self._options.rungs[-1].name}, more than {size(self._options.room or 0)}; keep fewer, or give more"
+                + (f"; as it is stays {held}" if held else "")
             ) from None
 
     def _record(self, index: int, form: Form) -> ThinRecord:
@@ -263,6 +267,7 @@ class Thinner:
             None if choice is None else choice.steps,
             None if form.base is None else self._items[form.base].record.name,
             twice=is_packed and choice is not None and choice.rung is not None,
+            held=item.held,
         )
 
     def _needs(self, forms: Sequence[Form]) -> int:
@@ -379,43 +384,46 @@ def upkeep(keep: str | None, to: int | str | None, *, delta: bool = True, thread
     return None if keep is None and to is None else Upkeep(Options.of(keep, to, delta=delta, threads=threads))
 
 
-def _linked(folder: Path) -> list[Path]:
-    """What links in a folder lead to, such as ``best.pt`` to a checkpoint there."""
-    return [Path(os.path.realpath(path)) for path in folder.iterdir() if path.is_symlink()]
-
-
-def _item(directory: Path, record: RunRecord, options: Options, taken: set[Path], linked: Sequence[Path]) -> Item:
+def _item(
+    directory: Path,
+    record: RunRecord,
+    options: Options,
+    taken: set[Path],
+    asked: Callable[[Path], str | None],
+) -> Item:
     """A checkpoint with its files.
 
-    What is damaged, not at rest, of several files, protected or ``linked`` stays as it is. A directory that ranks have
-    packed may go, and does not change; nor does one with a container of another checkpoint in its way. ``taken`` are
-    the containers that others are to become; its own is added.
+    What is damaged, not at rest, of several files, protected or ``asked`` for by its name stays as it is. A directory
+    that ranks have packed may go, and does not change; nor does one with a container of another checkpoint in its way.
+    ``taken`` are the containers that others are to become; its own is added.
     """
     path = directory / record.name
     is_plain = record.kind == "raw"
     raw = path if is_plain else None if record.raw is None else path.with_name(record.raw.rpartition("/")[2])
     packed = None if is_plain else path
     target = path
-    is_free = record.problem is None and record.kind is not None
     names = {record.name, path.name, *(() if record.raw is None else (record.raw, Path(record.raw).name))}
-    is_free &= not any(name == glob or fnmatchcase(name, glob) for name in names for glob in options.protect)
     is_packed_by_ranks = packed is not None and packed.is_dir()
     if is_packed_by_ranks:
         raw, packed = (packed, None) if raw is None else (None, None)
-    files = [Path(os.path.realpath(file)) for file in (raw, packed) if file is not None]
-    is_free &= not any(file in (link, *link.parents) for file in files for link in linked)
-    is_sound = record.problem is None and record.kind is not None and not (is_plain and incomplete(path))
+    held = record.problem or (None if record.kind else "nothing says what it is")
+    is_sound = held is None and not (is_plain and incomplete(path))
+    if any(name == glob or fnmatchcase(name, glob) for name in names for glob in options.protect):
+        held = held or "--protect names it"
+    held = held or next(filter(None, (asked(file) for file in (raw, packed) if file is not None)), None)
     may_change = not is_packed_by_ranks
-    if raw is not None and is_free:
+    if raw is not None and held is None:
         job = placed(raw, Settings(), force=False, taken=taken)
-        is_free = os.path.lexists(raw) and job.problem is None and Rest(REST, watched=False).problem(raw) is None
+        held = "it is gone" if not os.path.lexists(raw) else None if job.problem is None else str(job.problem)
+        held = held or Rest(REST, watched=False).problem(raw) or problem_of(raw)
         # A folder of other things as well is no checkpoint to remove, nor is that of the run itself.
-        is_free &= problem_of(raw) is None and record.name != "."
-        is_free &= packed is None or job.target == packed
+        if record.name == "." or (packed is not None and job.target != packed):
+            held = held or "it is in several files"
         target, may_change = job.target, may_change and job.present == (packed is not None)
-    is_free &= raw is not None or packed is not None
-    item = Item(record, raw, packed, target, is_sound=is_sound, may_go=is_free, may_change=is_free and may_change)
-    item.looks = _looks(item) if is_free else {}
+    if raw is None and packed is None:
+        held = held or "it is in several files"
+    item = Item(record, raw, packed, target, held=held, is_sound=is_sound, may_change=held is None and may_change)
+    item.looks = _looks(item) if held is None else {}
     return item
 
 

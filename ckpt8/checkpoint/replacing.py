@@ -26,13 +26,14 @@ from ckpt8.checkpoint.readers.entries import is_named_shard
 from ckpt8.checkpoint.tree import iter_nodes
 from ckpt8.checkpoint.vocabulary import words
 from ckpt8.container import sharded
+from ckpt8.container.checks import name_problem
 from ckpt8.container.header import CONTAINER, HEAD_BYTES, SUFFIXES, is_container
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, Entry, open_range, reading, scan
+from ckpt8.core.files.source_file import ByteRange, Entry, open_range, reading, resolved, scan
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -253,6 +254,9 @@ _WHOLE_MODEL = re.compile(rf"{_MODEL}\.(?:safetensors|bin)")
 """Files with all weights, which no index completes."""
 
 _POINTED = re.compile(r"global_step\d+|iter_\d{7}")
+
+_LAST = re.compile(r"last(-v\d+)?\.ckpt")
+"""What Lightning calls the file that it resumes from, beside the one of the same step."""
 
 
 def turn_in_store(path: str) -> int:
@@ -499,12 +503,44 @@ def incomplete(path: Path) -> str | None:
     return next((problem for tag in sorted(tags) if (problem := _not_pointed_at(path / tag)) is not None), None)
 
 
+def asked_for(folder: Path) -> Callable[[Path], str | None]:
+    """A function that says why a resume asks for a path in a folder under this name; None where nothing says so.
+
+    Links lead there, the pointers of DeepSpeed and Megatron name it, also once it is a container, or it is the
+    ``last.ckpt`` of Lightning. Raises InputError.
+    """
+    named: dict[Path, str] = {}
+    with reading(folder):
+        for path in folder.iterdir():
+            if path.is_symlink():
+                named[resolved(path)] = f"{path.name} leads to it"
+            elif _LAST.fullmatch(path.name):
+                named[resolved(path)] = "Lightning resumes from this name"
+        for pointer in filter(Path.is_file, map(folder.joinpath, _POINTERS)):
+            name = _pointed_at(pointer)
+            names = {name, f"iter_{int(name):07}" if name.isdecimal() else name}
+            for target in filter(lambda name: name_problem(name) is None, names):
+                place = resolved(folder / target)
+                named |= dict.fromkeys((place, place.with_name(place.name + CONTAINER)), f"{pointer.name} names it")
+
+    def reason(path: Path) -> str | None:
+        place = resolved(path)
+        return next((why for target, why in named.items() if place in (target, *target.parents)), None)
+
+    return reason
+
+
+def _pointed_at(pointer: Path) -> str:
+    """What a pointer of DeepSpeed or Megatron names. Raises OSError."""
+    return pointer.read_text(errors="replace")[:200].strip()
+
+
 def _not_pointed_at(path: Path) -> str | None:
     """Why a folder of DeepSpeed or Megatron is not complete: its pointer is older than its files, and names another."""
     pointers = _POINTERS if _POINTED.fullmatch(path.name) is not None else ()
     try:
         for pointer in filter(Path.is_file, map(path.with_name, pointers)):
-            named = pointer.read_text(errors="replace")[:200].strip()
+            named = _pointed_at(pointer)
             newest = max((path / folder / name).lstat().st_mtime_ns for folder, name in _files(path))
             is_named = named == path.name or (named.isdecimal() and int(named) == step_in_name(path.name))
             if not is_named and pointer.stat().st_mtime_ns < newest:

@@ -236,10 +236,11 @@ def _thinning_lines(facts: Mapping[str, Any]) -> list[str]:
     """What the run takes and would take, and what is needed for it."""
     gone, of = len(facts["gone"]), f" of {size(facts['to'])}" if facts["to"] is not None else ""
     stay = counted(len(facts["records"]) - gone, "checkpoint") + (f" stay, {gone:,} go" if gone else "")
-    applied = facts["applied"]
+    applied, held = facts["applied"], ((row["held"], row["name"]) for row in facts["records"] if row["held"])
     said = [f"{stay}: {size(facts['bytes'])} -> {size(facts['then'])}{of}"]
     if facts["metric"] not in ("loss", "val. loss"):
         said.append(f"best is the {'highest' if facts['is_highest'] else 'lowest'} {facts['metric']}, as recorded")
+    said += [f"{listed(names, LISTED)}: stays as it is: {why}" for why, names in grouped(held).items()]
     if any(row["twice"] for row in facts["records"]):
         said.append("twice: compressed from a lossy file; the errors are added, which is an upper bound")
     if not applied:

@@ -71,6 +71,22 @@ def test_keep_raw_leaves_the_newest_and_all_where_there_are_no_more(remove, run,
     assert set(names(folder)) == expected | (set() if remove else {path.name for path in run[:2]})
 
 
+def test_remove_leaves_what_a_resume_asks_for_until_it_asks_for_another(run, run_command):
+    folder = run[0].parent
+    (folder / "best.pt").symlink_to("step-5.pt")
+    (folder / "latest").write_text("step-15.pt")
+    out = run_command.shown("chain", folder, "--dry-run", "--remove")
+    assert "step-5.pt: left alone: best.pt leads to it" in out
+    assert "step-15.pt: left alone: latest names it" in out
+    assert "left alone: latest" not in run_command.shown("chain", folder, "--dry-run")
+    rows, _ = chained(run_command, folder, "--remove")
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["step-10.pt", "step-20.pt"]
+    (folder / "latest").write_text("step-20.pt")
+    rows, _ = chained(run_command, folder, "--remove")
+    assert [row["source"].rpartition("/")[2] for row in rows] == ["step-15.pt"]
+    assert names(folder) == ["best.pt", "latest", "step-10.ckpt8", "step-15.ckpt8", "step-20.ckpt8", "step-5.pt"]
+
+
 @pytest.mark.slow
 def test_keep_raw_does_not_count_a_copy_of_the_newest(run, run_command):
     """Nor a file of weights alone, which is written again and again: it may be the newest, and stays."""

@@ -279,12 +279,24 @@ def test_the_newest_stays_beside_one_without_a_step(run):
         ckpt8.thin(run, to=(run / "best.pt").stat().st_size + 1000, protect=["best.pt"])
 
 
-def test_a_link_and_every_name_of_a_checkpoint_protect_it(run):
+def test_what_a_resume_asks_for_and_what_is_named_stay_as_they_are(run):
     (run / "best.pt").symlink_to("step-5.pt")
-    ckpt8.compress(run / "step-10.pt")
-    done = ckpt8.thin(run.parent, keep="last:1", protect=["step-10.pt", "step-15*"], apply=True)
-    assert done.gone == ["run/step-20.pt"]
-    assert (run / "best.pt").exists()
+    (run / "latest").write_text("step-10.pt\n")
+    (run / "last.ckpt").write_bytes((run / "step-15.pt").read_bytes())
+    age(run / "last.ckpt")
+    ckpt8.compress(run / "step-20.pt")
+    sums, arguments = look(run), ["thin", str(run.parent), "--keep", "last:1", "--protect", "step-20.pt"]
+    shown = CliRunner().invoke(app, [*arguments, "--apply"]).output
+    assert look(run) == {name: sum_ for name, sum_ in sums.items() if name != "step-15.pt"}
+    said = " ".join(shown.split())
+    for line in ("step-5.pt: stays as it is: best.pt leads to it", "step-10.pt: stays as it is: latest names it"):
+        assert line in said
+    assert "last.ckpt: stays as it is: Lightning resumes from this name" in said
+    refused = str(CliRunner().invoke(app, ["thin", str(run), "--to", "2kB"]).exception)
+    assert "last.ckpt (Lightning resumes from this name)" in refused
+    # A run that goes on moves its pointer.
+    (run / "latest").write_text("step-25.pt")
+    assert ckpt8.thin(run, keep="last:1").gone == ["step-10.pt", "step-20.ckpt8"]
 
 
 def test_each_of_two_with_one_name_becomes_a_container_of_its_own(run):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt8.checkpoint.replacing import checkpoints_in, incomplete, step_in_name
+from ckpt8.checkpoint.replacing import asked_for, checkpoints_in, incomplete, step_in_name
 from ckpt8.core.errors import InputError
 
 TREE = {"weight": torch.zeros(4, 4)}
@@ -172,3 +172,33 @@ def test_the_pointer_of_deepspeed_and_megatron(folder, pointer, older, named, ab
     # A run that went back and saved an older step again does not touch the later one.
     (home / pointer).write_text(older)
     assert incomplete(whole) is None
+
+
+def test_what_a_resume_asks_for_by_its_name(tmp_path):
+    """A link, the pointers of DeepSpeed and Megatron, and the file of Lightning; nothing else, whatever they hold."""
+    run = tmp_path / "run"
+    for name in ("global_step5", "global_step10", "iter_0000700"):
+        (run / name).mkdir(parents=True)
+        (run / name / "model.pt").write_bytes(b"")
+    for name in ("a.pt", "b.pt", "last.ckpt", "last-v1.ckpt", "last.pt", "epoch=1-last.ckpt"):
+        (run / name).write_bytes(b"")
+    (run / "best.pt").symlink_to("a.pt")
+    (run / "inside").symlink_to("global_step5/model.pt")
+    (run / "latest").write_text("global_step10\n")
+    (run / "latest_checkpointed_iteration.txt").write_text("700")
+    why = asked_for(run)
+    names = [*sorted(path.name for path in run.iterdir()), "global_step10.ckpt8", "iter_0000700.ckpt8", "a.ckpt8"]
+    assert {name: reason for name in names if (reason := why(run / name)) and name not in ("best.pt", "inside")} == {
+        "a.pt": "best.pt leads to it",
+        "global_step5": "inside leads to it",
+        "global_step10": "latest names it",
+        "global_step10.ckpt8": "latest names it",
+        "iter_0000700": "latest_checkpointed_iteration.txt names it",
+        "iter_0000700.ckpt8": "latest_checkpointed_iteration.txt names it",
+        "last-v1.ckpt": "Lightning resumes from this name",
+        "last.ckpt": "Lightning resumes from this name",
+    }
+    assert why(run / "global_step5" / "model.pt") == "inside leads to it"
+    for odd in ("", ".", "..", "../run/b.pt", "release", "b.pt\0", "9" * 199, "\u0661"):
+        (run / "latest").write_text(odd)
+        assert asked_for(run)(run / "b.pt") is None
