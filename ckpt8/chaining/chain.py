@@ -35,7 +35,7 @@ from ckpt8.container.header import CONTAINER, SUFFIXES, is_container
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded
 from ckpt8.container.manifest import FILE
 from ckpt8.container.sharded import is_sharded
-from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
+from ckpt8.core.errors import Ckpt8Error, InputError, MissingError, OutputError, UsageError, require
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import RemotePath, refuse_target, resolved
 from ckpt8.core.files.source_file import listed as listed_folder
@@ -160,8 +160,8 @@ def _read(path: Path) -> Facts | None:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether a folder is there, or a link; a bucket has any."""
-    return isinstance(folder, RemotePath) or os.path.lexists(folder)
+    """Whether a folder is there, or a link; one of a store is where something is in it. Raises InputError."""
+    return folder.is_symlink() or listed_folder(folder).exists()
 
 
 REST = 10.0
@@ -209,8 +209,7 @@ class ChainRun:
 
     def skipped(self) -> dict[Path, str]:
         """What looks like a checkpoint and is left alone, and why. Raises InputError."""
-        skipped = self._listing().skipped if is_there(self._folder) else {}
-        return {**skipped, **dict(sorted(self._raw.items()))}
+        return {**self._listing().skipped, **dict(sorted(self._raw.items()))}
 
     def packed(self) -> list[str]:
         """The names of the directories that ranks have packed: they are compressed, and stay as they are."""
@@ -279,10 +278,19 @@ class ChainRun:
             self._tell(str(exc))
 
     def _listing(self) -> Listing:
-        """What is in the folder. Those that have no step come last, by epoch and time. Raises InputError."""
+        """What is in the folder. Those that have no step come last, by epoch and time. Raises InputError.
+
+        One that is not there is empty where it is watched.
+        """
         rows = []
         skipped = {}
-        for entry in checkpoints_in(self._folder):
+        try:
+            entries = checkpoints_in(self._folder)
+        except MissingError:
+            if not self._watch:
+                raise
+            entries = []
+        for entry in entries:
             try:
                 look = look_at(entry.path)
                 changed = entry.path.stat().st_mtime_ns
@@ -312,8 +320,6 @@ class ChainRun:
 
     def _sorted_out(self) -> tuple[list[Job], list[Path]]:
         """Jobs for what is at rest or, unless that is watched, will not be; and what else is waited for."""
-        if self._watch and not is_there(self._folder):
-            return [], []
         listing = self._listing()
         problems = {path: self._rest.problem(path) for path in listing.progress}
         left = listing.newest(self._keep_raw, [path for path, problem in problems.items() if problem is None])

@@ -33,7 +33,7 @@ from ckpt8.container.manifest import Manifest, original_name
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.steps import step_facts
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
-from ckpt8.core.files.atomic import any_file, noting_replaced, remove, rename_new, sync_directory
+from ckpt8.core.files.atomic import any_file, may_write, noting_replaced, remove, rename_new, sync_directory
 from ckpt8.core.files.source_file import RemotePath, reading
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed
@@ -420,9 +420,7 @@ class Job:
             target_of(self.source, self._named_target, force=self.force)
             outcome.replaced = any_file(self.target) if self.target.exists() else None
             require(
-                isinstance(self.target, RemotePath)
-                or not self.target.parent.is_dir()
-                or os.access(self.target.parent, os.W_OK | os.X_OK),
+                may_write(self.target.parent) or not self.target.parent.is_dir(),
                 f"{self.target}: cannot be written: {os.strerror(errno.EACCES)}",
                 OutputError,
             )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -139,6 +139,14 @@ class Item:
     choices: list[Choice] = field(default_factory=list)
     looks: dict[Path, Look] = field(default_factory=dict)
 
+    def grow(self, whole: int) -> None:
+        """Note that the container became ``whole``, of so many bytes, before anything else becomes of it."""
+        more = whole - self.record.stored_bytes
+        self.record.stored_bytes, self.base, self.leans = whole, None, False
+        self.choices = [
+            each if each.rung is not None else replace(each, nbytes=each.nbytes + more) for each in self.choices
+        ]
+
     @property
     def may_go(self) -> bool:
         """Whether it may be removed."""
@@ -199,6 +207,11 @@ class Form:
     nbytes: int = 0
     base: int | None = None
     is_rebased: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is compressed."""
+        return self.choice is not None and self.choice.rung is not None
 
 
 class RoomError(Exception):

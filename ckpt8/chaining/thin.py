@@ -6,7 +6,8 @@ has, so that the run takes no more than the room in the end. A container is comp
 there. Otherwise from what it holds; errors then add up, which it states: see ``Manifest.earlier``.
 
 A process that is killed leaves each checkpoint as it was or as it becomes. What is a base of others is linked into
-``bases/`` before it changes, and frees its room once nothing needs it.
+``bases/`` before it changes, and frees its room once nothing needs it. A store has no links: there all that need it,
+directly or not, become whole before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ckpt8.chaining import reader_copy
@@ -28,17 +29,26 @@ from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_betw
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import asked_for, incomplete, problem_of
 from ckpt8.compressing.compress import coarsen, compress
+from ckpt8.container.bases import looked_for_in
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import rebase
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
-from ckpt8.core.files.atomic import partial_path, remove, remove_abandoned_of, sync_directory, writing
+from ckpt8.core.files.atomic import (
+    partial_path,
+    remove,
+    remove_abandoned_of,
+    sync_directory,
+    workspace,
+    writing,
+)
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import reading, refuse_remote
+from ckpt8.core.files.source_file import listed as listed_folder
+from ckpt8.core.files.source_file import reading, refuse_target
 from ckpt8.core.public import checked, parse_size
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, listed, size
-from ckpt8.inspecting.runs import MISSING, RunRecord, find, runs
+from ckpt8.inspecting.runs import MISSING, RunRecord, find, runs_in
 
 _SPARE = 1 << 20
 """Bytes of the disk that stay free."""
@@ -72,9 +82,9 @@ class Thinning(Summarised):
     """What became of the checkpoints of a run, oldest first, or would become of them.
 
     They take ``bytes`` now, with what is in ``bases/``, and ``then`` so many, of ``to`` that were given. On the way
-    ``needs`` bytes of the disk have to be free. ``metric`` is what the best ones are chosen by, the highest if
-    ``is_highest``: what the framework recorded, else a loss. ``applied`` says that it was done: sizes are then the real
-    ones.
+    ``needs`` bytes have to be free in ``needs_in``: the directory itself, or that of temporary files for one in a
+    store. ``metric`` is what the best ones are chosen by, the highest if ``is_highest``: what the framework recorded,
+    else a loss. ``applied`` says that it was done: sizes are then the real ones.
     """
 
     directory: str
@@ -83,6 +93,7 @@ class Thinning(Summarised):
     then: int
     to: int | None
     needs: int
+    needs_in: str
     metric: str = "loss"
     is_highest: bool = False
     applied: bool = False
@@ -106,7 +117,7 @@ class Thinning(Summarised):
         word = "takes" if self.applied else "would take"
         yield "Thinning", f"{self.directory}: {counted(len(self), 'checkpoint')}, {len(self.gone):,} gone"
         yield "size", f"{word} {size(self.then)}, of {size(self.bytes)}"
-        yield "needs", f"{size(self.needs)} free on the disk"
+        yield "needs", f"{size(self.needs)} free in {self.needs_in}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +153,19 @@ class Options:
 class Thinner:
     """The checkpoints of a run, what becomes of each, and how to do it. ``tell`` gets a line about what is done.
 
-    Raises InputError for a folder without a run or with several.
+    A directory in a store is as it was listed. Raises InputError for one without a run or with several.
     """
 
     def __init__(self, directory: Path, options: Options, tell: Callable[[str], object] = lambda _: None) -> None:
         self._directory, self._options, self._tell = directory, options, tell
-        self._run = runs(directory)
+        self._run = runs_in(directory)
         folders = list(dict.fromkeys(record.run for record in self._run))
         require(
             len(folders) == 1,
             f"{directory}: holds several runs, in {listed(name or '.' for name in folders)}; give the folder of one",
         )
         self._folder = directory / folders[0]
+        self._workspace = workspace(self._folder)
         taken, asked = set[Path](), asked_for(self._folder)
         self._items = [_item(directory, record, options, taken, asked) for record in self._run]
         records = [item.record for item in self._items]
@@ -193,18 +205,18 @@ class Thinner:
         records = [self._record(index, form) for index, form in enumerate(forms)]
         room, before = self._options.room, sum(item.nbytes for item in self._items) + self._run.bases_bytes
         needs, ranking = self._needs(forms), self._ranking
-        place = str(self._directory)
-        return Thinning(place, records, before, then, room, needs, ranking.metric, ranking.is_highest)
+        place, workspace = str(self._directory), str(self._workspace)
+        return Thinning(place, records, before, then, room, needs, workspace, ranking.metric, ranking.is_highest)
 
     def apply(self) -> Thinning:
         """Do it. Raises OutputError where the disk has too little room, CheckFailedError where a figure fails.
 
         What was done until then stays.
         """
-        planned, free = self.plan(), shutil.disk_usage(self._folder).free
+        planned, free = self.plan(), shutil.disk_usage(self._workspace).free
         require(
             planned.needs <= free,
-            f"{self._directory}: needs {size(planned.needs)} free, and the disk has {size(free)}; nothing was changed",
+            f"{planned.needs_in}: has {size(free)} free, and {size(planned.needs)} are needed; nothing was changed",
             OutputError,
         )
         with writing(self._folder):
@@ -214,7 +226,7 @@ class Thinner:
         for index, form in reversed([*enumerate(forms)]):
             if form.is_rebased:
                 self._do(index, form)
-        for index, form in enumerate(forms):
+        for index, form in reversed([*enumerate(forms)]):
             if form.choice is None:
                 self._do(index, form)
         for index in range(len(self._items)):
@@ -225,8 +237,11 @@ class Thinner:
             kept.link_needed()
         with suppress(Ckpt8Error):  # somebody saves there: what is to spare goes with that
             release(self._folder)
-        after = runs(self._directory).totals()
-        records = [self._record(index, self._planner.done[index]) for index in range(len(self._items))]
+        after = runs_in(listed_folder(self._directory)).totals()
+        records = [
+            replace(self._record(index, self._planner.done[index]), bytes=record.bytes)
+            for index, record in enumerate(planned)
+        ]
         return replace(planned, records=records, then=after["stored_bytes"] + after["raw_bytes"], applied=True)
 
     def _fit(self) -> None:
@@ -272,6 +287,11 @@ class Thinner:
 
     def _needs(self, forms: Sequence[Form]) -> int:
         """The bytes that have to be free, at most, while it is done: see ``apply`` for the order."""
+        if self._workspace != self._folder:
+            # Only what takes the place of a container that it was made from is a file here, and only one at a time.
+            pairs = zip(forms, self._items, strict=True)
+            sizes = [form.nbytes for form, item in pairs if form.is_new and item.raw is None]
+            return max(sizes) + _SPARE if sizes else 0
         taken = most = 0
         held: dict[int, int] = {}
         done: set[int] = set()
@@ -287,7 +307,7 @@ class Thinner:
             return freed + sum(held.pop(base) for base in free)
 
         order = [index for index, form in enumerate(forms) if form.is_rebased][::-1]
-        order += [index for index, form in enumerate(forms) if form.choice is None]
+        order += [index for index, form in enumerate(forms) if form.choice is None][::-1]
         order += [index for index, form in enumerate(forms) if form.choice is not None and form.choice.rung is not None]
         for index in order:
             taken += forms[index].nbytes
@@ -320,19 +340,36 @@ class Thinner:
             self._tell(f"{item.record.name}: becomes {choice.name}")
         with KeptBases(self._folder) as kept:
             kept.link_needed()
+            if not kept.has_links:
+                self._make_whole_above(index)
             if choice is None:
                 _remove(item)
             elif choice.rung is not None:
                 form = self._compress(item, form, choice.rung)
             else:
                 if form.is_rebased and item.packed is not None:
-                    nbytes = rebase(item.packed, threads=self._options.threads).stat().st_size
-                    form = replace(form, nbytes=form.nbytes - item.alone + nbytes)
+                    form = replace(form, nbytes=form.nbytes - item.alone + self._rebase(item))
                 if alone and item.raw is not None:
                     remove_verified(item.raw, item.target, threads=self._options.threads)
-            item.looks = _looks(item)
+            item.looks = {} if choice is None else _looks(item)
+            if choice is None or form.is_new or form.is_rebased:
+                item.base = None
         drop_unneeded(self._folder)
         self._planner.done[index] = form
+
+    def _make_whole_above(self, base: int) -> None:
+        """Make the deltas whole that need an item, those first that need them in turn."""
+        for index, item in enumerate(self._items):
+            if item.base == base and item.packed is not None:
+                self._make_whole_above(index)
+                self._tell(f"{item.record.name}: becomes whole, since its base changes")
+                item.grow(self._rebase(item))
+                item.looks = _looks(item)
+
+    def _rebase(self, item: Item) -> int:
+        """Make a delta whole; its size."""
+        assert item.packed is not None  # noqa: S101 - a delta is a container
+        return rebase(item.packed, threads=self._options.threads).stat().st_size
 
     def _compress(self, item: Item, form: Form, rung: Rung) -> Form:
         """Compress an item, verify it, and have it take the place of what was there; its form with real figures."""
@@ -355,7 +392,8 @@ class Thinner:
         else:
 
             def approve(written: Path) -> None:
-                check_made_from(item.target, item.target, written, threads)
+                with looked_for_in([item.target.parent]):  # it is elsewhere where that is in a store
+                    check_made_from(item.target, item.target, written, threads)
 
             coarsen(item.target, preset=rung.preset, budget=rung.budget, base=base, threads=threads, approve=approve)
         with ContainerReader(item.target) as reader:
@@ -375,6 +413,7 @@ class Upkeep:
         self, folder: Path, protect: Sequence[str] = (), tell: Callable[[str], object] = lambda _: None
     ) -> None:
         """Thin a folder; nothing where there is no checkpoint yet. Raises as ``thin``."""
+        folder = listed_folder(folder)
         if find(folder).places:
             Thinner(folder, replace(self._options, protect=protect), tell).apply()
 
@@ -399,7 +438,8 @@ def _item(
     """
     path = directory / record.name
     is_plain = record.kind == "raw"
-    raw = path if is_plain else None if record.raw is None else path.with_name(record.raw.rpartition("/")[2])
+    beside = directory / PurePosixPath(record.name).parent
+    raw = path if is_plain else None if record.raw is None else beside / record.raw.rpartition("/")[2]
     packed = None if is_plain else path
     target = path
     names = {record.name, path.name, *(() if record.raw is None else (record.raw, Path(record.raw).name))}
@@ -413,13 +453,14 @@ def _item(
     held = held or next(filter(None, (asked(file) for file in (raw, packed) if file is not None)), None)
     may_change = not is_packed_by_ranks
     if raw is not None and held is None:
-        job = placed(raw, Settings(), force=False, taken=taken)
-        held = "it is gone" if not os.path.lexists(raw) else None if job.problem is None else str(job.problem)
-        held = held or Rest(REST, watched=False).problem(raw) or problem_of(raw)
         # A folder of other things as well is no checkpoint to remove, nor is that of the run itself.
+        held = problem_of(raw) if raw.exists() else "it is gone"
+    if raw is not None and held is None:
+        job = placed(raw, Settings(), force=False, taken=taken)
+        held = (None if job.problem is None else str(job.problem)) or Rest(REST, watched=False).problem(raw)
         if record.name == "." or (packed is not None and job.target != packed):
             held = held or "it is in several files"
-        target, may_change = job.target, may_change and job.present == (packed is not None)
+        target, may_change = packed or job.target, may_change and job.present == (packed is not None)
     if raw is None and packed is None:
         held = held or "it is in several files"
     item = Item(record, raw, packed, target, held=held, is_sound=is_sound, may_change=held is None and may_change)
@@ -430,7 +471,7 @@ def _item(
 def _looks(item: Item) -> dict[Path, Look]:
     """How the files of a checkpoint look. Raises InputError."""
     with reading(item.target):
-        return {path: look_at(path) for path in (item.raw, item.packed) if path and os.path.lexists(path)}
+        return {path: look_at(path) for path in (item.raw, item.packed) if path and path.exists()}
 
 
 def _remove(item: Item) -> None:
@@ -479,16 +520,17 @@ def thin(
     ``read_ckpt8.py`` there, as ``chain`` does. ``tell`` gets a line about each step.
 
     A checkpoint that is compressed is verified against what it was made from before that goes, as ``remove`` of
-    ``chain`` does. Raises InputError for a folder without checkpoints or with several runs, OutputError where they do
-    not fit or the disk has too little room, UsageError for the arguments.
+    ``chain`` does; for a ``directory`` in a bucket, as ``s3://BUCKET/run``, in a temporary file. Raises InputError for
+    a folder without checkpoints or with several runs, OutputError where they do not fit or the disk has too little
+    room, UsageError for the arguments.
 
     >>> ckpt8.thin(".", keep="last:1").gone
     []
     """
     path = as_path(directory)
-    refuse_remote(path)
+    refuse_target(path)
     options = Options.of(keep, to, finest, coarsest, protect, delta=delta, threads=threads)
-    thinner = Thinner(path, options, tell)
+    thinner = Thinner(listed_folder(path), options, tell)
     if apply and leave_reader:
         reader_copy.leave_reader(path)
     return thinner.apply() if apply else thinner.plan()

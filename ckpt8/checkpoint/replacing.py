@@ -33,7 +33,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, Entry, open_range, reading, resolved, scan
+from ckpt8.core.files.source_file import ByteRange, Entry, RemotePath, open_range, reading, resolved, scan
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -110,6 +110,8 @@ def is_part(name: str) -> bool:
 def problem_of(path: Path) -> str | None:
     """Why a file or directory may not be removed as a checkpoint, or None. Raises OSError."""
     if path.is_dir():
+        if isinstance(path, RemotePath):
+            return "it is a directory of a store, which does not go in one step"
         return _contents(path, frozenset()).problem
     return None if _is_checkpoint(path) else "it is no checkpoint"
 
@@ -516,12 +518,12 @@ def asked_for(folder: Path) -> Callable[[Path], str | None]:
                 named[resolved(path)] = f"{path.name} leads to it"
             elif _LAST.fullmatch(path.name):
                 named[resolved(path)] = "Lightning resumes from this name"
-        for pointer in filter(Path.is_file, map(folder.joinpath, _POINTERS)):
-            name = _pointed_at(pointer)
-            names = {name, f"iter_{int(name):07}" if name.isdecimal() else name}
-            for target in filter(lambda name: name_problem(name) is None, names):
-                place = resolved(folder / target)
-                named |= dict.fromkeys((place, place.with_name(place.name + CONTAINER)), f"{pointer.name} names it")
+            if path.name in _POINTERS and path.is_file():
+                name = _pointed_at(path)
+                names = {name, f"iter_{int(name):07}" if name.isdecimal() else name}
+                for target in filter(lambda name: name_problem(name) is None, names):
+                    place = resolved(folder / target)
+                    named |= dict.fromkeys((place, place.with_name(place.name + CONTAINER)), f"{path.name} names it")
 
     def reason(path: Path) -> str | None:
         place = resolved(path)
@@ -532,14 +534,14 @@ def asked_for(folder: Path) -> Callable[[Path], str | None]:
 
 def _pointed_at(pointer: Path) -> str:
     """What a pointer of DeepSpeed or Megatron names. Raises OSError."""
-    return pointer.read_text(errors="replace")[:200].strip()
+    return pointer.read_bytes()[:200].decode(errors="replace").strip()
 
 
 def _not_pointed_at(path: Path) -> str | None:
     """Why a folder of DeepSpeed or Megatron is not complete: its pointer is older than its files, and names another."""
     pointers = _POINTERS if _POINTED.fullmatch(path.name) is not None else ()
     try:
-        for pointer in filter(Path.is_file, map(path.with_name, pointers)):
+        for pointer in [place for place in map(path.with_name, pointers) if place.is_file()]:
             named = _pointed_at(pointer)
             newest = max((path / folder / name).lstat().st_mtime_ns for folder, name in _files(path))
             is_named = named == path.name or (named.isdecimal() and int(named) == step_in_name(path.name))

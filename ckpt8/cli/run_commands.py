@@ -27,7 +27,6 @@ from ckpt8.cli.commands import (
 from ckpt8.cli.guard import console, note, present, print_lines
 from ckpt8.core.errors import InputError, UsageError, require
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import refuse_remote
 from ckpt8.core.grouping import grouped
 from ckpt8.core.text import counted, listed, printable_tree, size
 
@@ -107,7 +106,6 @@ def chain(
     directory = as_path(directory)
     thins = upkeep(keep, to, delta=delta, threads=threads)
     if thins is not None:
-        refuse_remote(directory)
         require(not dry_run, "--dry-run does not foresee --keep and --to; see ckpt8 thin", UsageError)
     settings = Settings(chain_options(preset, budget, rule or (), device, threads, frozen_from, delta=delta), remove)
     run = ChainRun(
@@ -180,7 +178,7 @@ def thin(
     useful ones go. With --keep exactly those go that no rule keeps.
 
     A new file is verified against the one it was made from before that goes. What is compressed twice states the sum of
-    both errors.
+    both errors. DIR may be s3://BUCKET/run.
     """
     from ckpt8.chaining.thin import thin as run
 
@@ -244,7 +242,7 @@ def _thinning_lines(facts: Mapping[str, Any]) -> list[str]:
     if any(row["twice"] for row in facts["records"]):
         said.append("twice: compressed from a lossy file; the errors are added, which is an upper bound")
     if not applied:
-        said.append(f"nothing was changed; --apply does it, with {size(facts['needs'])} free on the disk")
+        said.append(f"nothing was changed; --apply does it, with {size(facts['needs'])} free in {facts['needs_in']}")
     return said
 
 

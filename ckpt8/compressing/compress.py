@@ -36,7 +36,7 @@ from ckpt8.compressing.chosen_base import (
     is_unlinked,
     wanted,
 )
-from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_check, no_progress
+from ckpt8.compressing.compressor import Compressor, Options, OverBudgetError, Unwritten, no_progress
 from ckpt8.compressing.deltas import BrokenBaseError
 from ckpt8.compressing.device_encoder import choose_encoder
 from ckpt8.compressing.frozen_file import FrozenFile
@@ -164,7 +164,7 @@ def coarsen(
     budget: float | None,
     base: Path | None,
     threads: int | None = None,
-    approve: Callable[[Path], object] = no_check,
+    approve: Callable[[Path], object] | None = None,
 ) -> Manifest:
     """Compress what a container holds again, into its own place; the new one states the error of both together.
 

@@ -194,16 +194,12 @@ def no_progress(_: int) -> None:
     """Show nothing. A function and no lambda: frameworks pickle objects that hold ``Options``."""
 
 
-def no_check(_: Path) -> None:
-    """Take any file as it is."""
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """``max_update_error`` bounds max |Δu| of every parameter; without ``stats`` nothing is measured.
 
     ``earlier`` is what the new manifest states of earlier compressions of the source. ``approve`` is that of
-    ``ContainerWriter.finish``.
+    ``ContainerWriter``.
 
     Raises UsageError for a bound that is negative or NaN, and for one without statistics.
     """
@@ -213,7 +209,7 @@ class Options:
     max_update_error: float | None = None
     progress: Progress = no_progress
     earlier: dict[str, float | None] | None = None
-    approve: Callable[[Path], object] = no_check
+    approve: Callable[[Path], object] | None = None
 
     def __post_init__(self) -> None:
         if self.max_update_error is not None and not self.max_update_error >= 0:
@@ -379,7 +375,7 @@ class Compressor:
         for index, tensor in enumerate(manifest.tensors):
             if (key := self._slices.get(tensor.name)) is not None:
                 manifest.slices.append(SliceRecord(key[0], index, list(key[1])))
-        self.seal = writer.finish(manifest, partial(check_base, manifest.base), self._options.approve)
+        self.seal = writer.finish(manifest, partial(check_base, manifest.base))
         return manifest
 
     def _expect(self) -> None:
@@ -455,6 +451,7 @@ class Compressor:
             tidy=tidy,
             room=lambda: f"at most {size(self._bound())}",
             bound=self._bound(),
+            approve=self._options.approve,
         )
 
     def _bound(self) -> int:

@@ -126,8 +126,16 @@ class KeptBases(Closing):
 
 
 def remove_container(path: Path) -> None:
-    """Remove a file; a container that others may need moves to the links. Raises OSError."""
-    folder, seal = path.parent, stated_seal(path)
+    """Remove a file; a container that others may need moves to the links. Raises OSError.
+
+    In a store, which has none, one that another container needs stays: raises OutputError.
+    """
+    folder = path.parent
+    if isinstance(folder, RemotePath):
+        refuse_needed(path)
+        path.unlink(missing_ok=True)
+        return
+    seal = stated_seal(path)
     if seal is not None and not path.is_symlink() and _may_be_needed(path, seal):
         with KeptBases(folder) as kept:
             kept.move(path, seal)
@@ -149,9 +157,12 @@ def drop_unneeded(folder: Path) -> None:
 def release(folder: Path) -> tuple[int, int]:
     """Free the room of links that no container needs, and of those that are a file of their own beside the same one.
 
-    Returns the bytes freed, and those of the links whose files are gone. Raises OutputError where a save is under way
-    or they cannot be removed, and InputError where a container cannot be read, which may need any of them.
+    Returns the bytes freed, and those of the links whose files are gone: none in a store. Raises OutputError where a
+    save is under way or they cannot be removed, and InputError where a container cannot be read, which may need any of
+    them.
     """
+    if isinstance(folder, RemotePath):
+        return 0, 0
     try:
         with _alone(folder):
             freed, heads = _drop(folder)
@@ -407,12 +418,10 @@ def unneeded_file(path: Path) -> str:
 def _needs(container: Path, path: Path, seal: str, is_kept: Callable[[Path], bool]) -> bool:
     """Whether a file is a container whose base has this seal, and is at ``path`` only."""
     try:
-        if stated_seal(container) in (None, seal):
-            return False  # none is its own base
-        record = _head(container).base
+        stated, record = _head(container)
     except (InputError, OSError):
         return False
-    if record is None or record.seal != seal:
+    if record is None or record.seal != seal or stated == seal:  # none is its own base
         return False
     for other in bases_of(container, record):
         if resolved(other) != path:

@@ -109,6 +109,9 @@ class ContainerWriter(Closing):
 
     ``tidy`` is that of ``Partial``; ``room`` says how long the file becomes, for an error, and ``bound`` how many bytes
     an object of a store takes at most.
+
+    ``approve`` gets the path of the whole file before it has its name; what it raises keeps the old one. For that what
+    becomes an object of a store is a temporary file first, see ``AtomicFile``.
     """
 
     def __init__(
@@ -120,15 +123,16 @@ class ContainerWriter(Closing):
         tidy: bool = True,
         room: Room | None = None,
         bound: int = 0,
+        approve: Callable[[Path], object] | None = None,
     ) -> None:
-        self._target = target
+        self._target, self._approve = target, approve
         self._header_size = header.reserved_size(names)
         reserved = header.LENGTH_BYTES + self._header_size
         self._entries: list[Entry] = []
         self._position = 0
         self._output = (
             target.new_object(force=force, check=unneeded_file, reserved=reserved, bound=bound)
-            if isinstance(target, RemotePath)
+            if isinstance(target, RemotePath) and approve is None
             else _FileOutput(target, force=force, reserved=reserved, tidy=tidy, room=room)
         )
 
@@ -155,16 +159,10 @@ class ContainerWriter(Closing):
             del self._entries[mark:]
             self._output.rollback(self._position)
 
-    def finish(
-        self,
-        manifest: Manifest,
-        last_look: Callable[[Path], object] = lambda _: None,
-        approve: Callable[[Path], object] = lambda _: None,
-    ) -> bytes:
+    def finish(self, manifest: Manifest, last_look: Callable[[Path], object] = lambda _: None) -> bytes:
         """Write manifest, seal and header, and publish the file, see ``AtomicFile.publish``. Returns the seal.
 
-        Before, ``approve`` gets the path of the whole file, which may have another name; what it raises keeps the old
-        file. Raises OutputError where it cannot be written, or where the reader would refuse what it states.
+        Raises OutputError where it cannot be written, or where the reader would refuse what it states.
         """
         reserved = header.LENGTH_BYTES + self._header_size
         stored = pack_manifest(manifest_json(manifest), reserved + self._position + header.SEAL_BYTES)
@@ -178,7 +176,8 @@ class ContainerWriter(Closing):
         seal = hashlib.sha256(head + stored).digest()
         written = self._output.end(head, [stored, seal])
         self._check_readable(written)
-        approve(written)
+        if self._approve is not None:
+            self._approve(written)
         self._output.publish(last_look)
         manifest.stored_nbytes = len(head) + end
         return seal

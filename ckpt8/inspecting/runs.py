@@ -408,7 +408,11 @@ def runs(directory: str | os.PathLike[str]) -> Run:
     refuse_url(root)
     if root.is_file():
         raise InputError(f"{root}: is a file; give the folder of a run")
-    root = listed_folder(root)
+    return runs_in(listed_folder(root))
+
+
+def runs_in(root: Path) -> Run:
+    """``runs`` of a folder; of one in a store as it was listed."""
     files = find(root)
     with without_collection():
         rows = _joined([row for place in files.places if (row := read(place)) is not None])

@@ -218,7 +218,7 @@ def test_a_full_disk_and_a_wrong_figure_leave_each_checkpoint_whole(run, origina
         ckpt8.thin(run, to=int(0.1 * taken(run)), apply=True)
     assert look(run).items() <= sums.items()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 5000))
-    with pytest.raises(OutputError, match=r"needs .* free, and the disk has 5\.00 kB; nothing was changed"):
+    with pytest.raises(OutputError, match=r"run: has 5\.00 kB free, and .* are needed; nothing was changed"):
         ckpt8.thin(run, to=int(0.1 * taken(run)), apply=True)
     monkeypatch.undo()
     ckpt8.chain(run, preset="flash", delta=False, remove=True)

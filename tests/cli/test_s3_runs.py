@@ -70,7 +70,6 @@ def test_runs(url, bucket, folder, run_command):
 def test_what_runs_refuses(url, bucket, run_command):
     assert run_command.refused(3, "runs", f"{url}/step-300.pt").endswith("is a file; give the folder of a run\n")
     assert "holds no checkpoint" in run_command.refused(3, "runs", f"s3://{BUCKET}/nothing")
-    for words in (("runs", url, "--release"), ("thin", url, "--to", "1MB")):
-        code, _, err = run_command(*words)
-        assert (code, err.count("\n")) == (2, 1), err
-        assert {entry["method"] for entry in bucket.order()} <= {"GET"}
+    code, _, err = run_command("runs", url, "--release")
+    assert (code, err.count("\n")) == (2, 1), err
+    assert {entry["method"] for entry in bucket.order()} <= {"GET"}

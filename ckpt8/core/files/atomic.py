@@ -299,8 +299,8 @@ class AtomicOutput(Closing):
         return OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}{needs}{where}")
 
     def _beside(self) -> Path:
-        """The place beside which the temporary lies: of what is sent to a store, in the folder of temporary files."""
-        return Path(tempfile.gettempdir(), self.target.name) if self._is_remote else self._final
+        """The place beside which the temporary lies."""
+        return workspace(self._final.parent) / self._final.name
 
     def expect(self, nbytes: int) -> None:
         """Raise OutputError where a file of ``nbytes`` has no room in the folder of temporary files, if it goes there.
@@ -445,6 +445,16 @@ def default_path(target: Path) -> Path:
 def any_file(path: Path) -> str:
     """Describe the file at ``path``: the check for a target that the user named. Raises OSError."""
     return f"{path}: a file of {path.stat().st_size:,} bytes"
+
+
+def workspace(folder: Path) -> Path:
+    """The folder in which outputs in ``folder`` come about: that of temporary files for one of a store."""
+    return Path(tempfile.gettempdir()) if isinstance(folder, RemotePath) else folder
+
+
+def may_write(folder: Path) -> bool:
+    """Whether this user may make files in a folder, as far as the system says it: a store says it when asked to."""
+    return isinstance(folder, RemotePath) or os.access(folder, os.W_OK | os.X_OK)
 
 
 class AtomicFile(AtomicOutput):

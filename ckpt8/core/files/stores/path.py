@@ -42,7 +42,7 @@ def _repository(name: str) -> Readable:
 
 
 _known: weakref.WeakValueDictionary[tuple[str, str], Content] = weakref.WeakValueDictionary()
-"""Versions that a path sees, by URL and tag: of another path to one that a list shows nothing is fetched again."""
+"""Versions that a path sees, by URL and tag: of one that a list shows to another path nothing is fetched again."""
 
 
 class StorePath(RemotePath):
@@ -72,7 +72,10 @@ class StorePath(RemotePath):
         """The version of the object that this path sees, None where there was none. Raises InputError, UsageError."""
         if self._within is not None:
             listing, path = self._within
-            return listing.content(path)
+            content = listing.content(path)
+            if content is not None:
+                _known[str(self), content.version.tag] = content
+            return content
         if not self.key:
             return None
         if self._seen is None:
