@@ -388,17 +388,13 @@ def dependents(path: Path) -> list[Path]:
     It looks at the heads of those in ``folders_that_need``. Another name of the same file keeps its bytes; of a copy
     all frames are read.
     """
-    seal = stated_seal(path)
+    path = resolved(path)
+    files = [file for folder in folders_that_need(path.parent) for file in files_in(folder) if file != path]
+    seal = stated_seal(path) if files else None
     if seal is None:
         return []
-    path = resolved(path)
     is_kept = cache(partial(_keeps_bytes, path))
-    return [
-        file
-        for folder in folders_that_need(path.parent)
-        for file in files_in(folder)
-        if _needs(file, path, seal, is_kept)
-    ]
+    return [file for file in files if _needs(file, path, seal, is_kept)]
 
 
 def refuse_needed(path: Path) -> None:

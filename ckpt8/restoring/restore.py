@@ -6,12 +6,14 @@ Without torch, where the kernels of numba do the work.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from ckpt8.checkpoint.readers import is_plain_file
 from ckpt8.container.bases import sources_of
+from ckpt8.container.header import is_container
 from ckpt8.container.manifest import SYMLINK
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.sharded import find_sharded, refuse_directory
@@ -19,6 +21,7 @@ from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import require
 from ckpt8.core.files.atomic import AtomicFile, as_private_as
 from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import sent_ahead
 from ckpt8.core.public import checked
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.members import MemberWriter, Restored, file_check, new_directory, room_of
@@ -121,7 +124,8 @@ def restore_original(
             result.left = sorted(path.name for path in source.iterdir() if path.name != packed.name)
         return result
     refuse_directory(source)
-    with sources_of(source) as sources, ContainerReader(source) as reader:
+    ahead = sent_ahead(source) if is_container(source) else nullcontext()
+    with ahead, sources_of(source) as sources, ContainerReader(source) as reader:
         result = Restored.at(sources, target, reader)
         reader.expect_all()
         _ = reader.backend  # If that is torch, it is imported before the threads begin, which restrict it to one each.

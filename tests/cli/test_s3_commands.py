@@ -181,8 +181,6 @@ def test_a_delta_finds_its_base_beside_it(remote, bucket, folder, run_command):
     "arguments",
     [
         ("compress", "run.pt", "-o", "URL", "--frozen-from", "lossless.ckpt8"),
-        ("restore", "directory.ckpt8", "-o", "URL"),
-        ("convert", "run.pt", "URL", "--to", "dcp"),
     ],
     ids=" ".join,
 )

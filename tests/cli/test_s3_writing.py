@@ -54,6 +54,11 @@ def place(bucket):
     return f"s3://{BUCKET}/{secrets.token_hex(4)}"
 
 
+def make_file(tree, folder):
+    torch.save(tree, folder / "tree.pt")
+    return folder / "tree.pt"
+
+
 def stored(bucket, url):
     key = url.partition(f"{BUCKET}/")[2]
     return bucket.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
@@ -202,6 +207,33 @@ def test_a_base_that_is_needed_is_not_replaced(place, bucket, tmp_path):
     assert stored(bucket, f"{place}/a.ckpt8") == (tmp_path / "a.ckpt8").read_bytes()
     ckpt8.save({"w": torch.ones(3)}, f"{place}/b.ckpt8")
     ckpt8.save({"w": torch.ones(3)}, f"{place}/a.ckpt8")
+
+
+def test_a_base_that_is_needed_since_its_successor_is_written(place, bucket, tmp_path, monkeypatch):
+    """The difference comes while parts are sent."""
+    tree, url, key = {"w": torch.randn(96, 96)}, f"{place}/a.ckpt8", place.rpartition("/")[2]
+    ckpt8.save(tree, tmp_path / "a.ckpt8")
+    tree["w"][0] = 2
+    ckpt8.save(tree, tmp_path / "b.ckpt8", base=tmp_path / "a.ckpt8")
+    bucket.put(f"{key}/a.ckpt8", tmp_path / "a.ckpt8")
+    send = S3Store.send
+
+    def send_beside(*arguments):
+        content = (tmp_path / "b.ckpt8").read_bytes()
+        bucket.client.put_object(Bucket=BUCKET, Key=f"{key}/b.ckpt8", Body=content)
+        return send(*arguments)
+
+    monkeypatch.setattr(S3Store, "send", send_beside)
+    bucket.order()
+    with pytest.raises(OutputError, match=r"/a\.ckpt8: is the base of b\.ckpt8"):
+        ckpt8.compress(make_file(tree_of(), tmp_path), url, force=True)
+    assert stored(bucket, url) == (tmp_path / "a.ckpt8").read_bytes()
+    monkeypatch.setattr(S3Store, "send", send)
+    bucket.client.delete_object(Bucket=BUCKET, Key=f"{key}/b.ckpt8")
+    with bucket.counted() as log:
+        ckpt8.compress(tmp_path / "tree.pt", url, force=True)
+    before = next(number for number, entry in enumerate(log) if entry["what"] == "part")
+    assert len([entry for entry in log[:before] if entry["method"] == "GET" and entry["what"] == ""]) == 3
 
 
 def test_a_container_that_the_reader_refuses_never_gets_its_name(place, bucket, monkeypatch):

@@ -278,6 +278,12 @@ class AtomicOutput(Closing):
 
         Raises OutputError where it may not be replaced, and OSError.
         """
+        if isinstance(target, RemotePath):
+            return target.answer((cls, force, check), lambda: cls._examine(target, force=force, check=check))
+        return cls._examine(target, force=force, check=check)
+
+    @classmethod
+    def _examine(cls, target: Path, *, force: bool, check: Check) -> str | None:
         # In this order: a store lists what may be a directory.
         require(cls.is_kind(target) or not target.exists(), f"{target}: exists and is not a {cls.what}", OutputError)
         if not force and (target.exists() or target.is_symlink()):

@@ -10,11 +10,11 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from isal.isal_zlib import crc32
 from isal.isal_zlib import crc32_combine as combine
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ckpt8.core.files.stores.writing import ObjectOutput
 
 __all__ = ["combine", "crc32"]
+
+T = TypeVar("T")
 
 _TOOLS = {
     "http": "curl -LO",
@@ -55,6 +57,10 @@ class RemotePath(PosixPath):
 
     def listed(self) -> RemotePath:
         """The folder as one list shows it now."""
+        raise NotImplementedError
+
+    def answer(self, question: Hashable, ask: Callable[[], T]) -> T:
+        """What is answered to a question about the version of the object that this path sees."""
         raise NotImplementedError
 
     def new_object(
@@ -198,6 +204,9 @@ class SourceFile:
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Say which offsets and lengths will be read, in their order. A store then sends them ahead."""
+
+    def expect_all(self) -> None:
+        """Say that all will be read, after a look at the end. A store then sends it ahead."""
 
     def need(self, start: int, length: int) -> None:
         """Say that these bytes are read now, piece by piece. A store then sends them at once."""
@@ -346,6 +355,17 @@ class PooledFile(SourceFile):
         if opened:
             self._check_same(handle.descriptor)
         self._read_at(handle.descriptor, offset, buffer)
+
+
+@contextmanager
+def sent_ahead(path: Path) -> Iterator[None]:
+    """Have all of an object of a store sent in the block, before it is known what is in it. Raises InputError."""
+    if isinstance(path, RemotePath):
+        with closing(open_range(ByteRange.of(path))) as file:
+            file.expect_all()
+            yield
+    else:
+        yield
 
 
 def open_range(source: ByteRange, pool: FilePool | None = None) -> SourceFile:

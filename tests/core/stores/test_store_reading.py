@@ -130,6 +130,19 @@ def test_the_last_bytes_come_together():
     assert store.asked[1:] == [(99_936, 64)]
 
 
+def test_all_that_is_asked_for_at_once_begins_with_the_end():
+    store, file = opened(20_000)
+    asked = []
+    store.fill = lambda key, tag, start, buffer: asked.append((start, len(buffer)))
+    file.expect_all()
+    pieces = [piece.fetched for piece in file._shared._memory.held]
+    assert pieces[0].result().nbytes == 64
+    assert sum(piece.result().nbytes for piece in pieces) == 20_000 - 512
+    assert (20_000 - 64, 64) in asked
+    assert min(asked)[0] == 512
+    assert sum(length for _, length in asked) == 20_000 - 512
+
+
 def test_ranges_that_are_close_come_in_one_request():
     store, file = opened(100_000)
     file.expect([(10_000, 100), (10_200, 100), (40_000, 100)])

@@ -44,7 +44,7 @@ class FolderOutput(Closing):
         write = Write(self._key_of(name), None)
         self._sent[name] = write
         size = file.stat().st_size
-        with file.open("rb") as content, ObjectOutput(self._path / name, write, None, bound=size) as output:
+        with file.open("rb") as content, ObjectOutput(self._path / name, write, bound=size) as output:
             while piece := content.read(PIECE):
                 output.append([piece])
             output.publish()

@@ -13,9 +13,9 @@ import os
 import posixpath
 import stat
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, Check
@@ -25,6 +25,8 @@ from ckpt8.core.files.stores.folder import FolderOutput
 from ckpt8.core.files.stores.listing import Listing
 from ckpt8.core.files.stores.reading import Content, StoreFile
 from ckpt8.core.files.stores.writing import ObjectOutput
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -58,6 +60,7 @@ class StorePath(RemotePath):
     _seen: tuple[Content | None] | None = None
     _within: tuple[Listing, str] | None = None
     """The directory that was listed, and the path in it."""
+    _answers: dict[Hashable, object] | None = None
     _listed: Stat | None = None
     """The version that a list of the folder has shown, until the object itself is asked for."""
 
@@ -122,7 +125,15 @@ class StorePath(RemotePath):
         self.check_target()
         replaced = AtomicFile.examine(self, force=force, check=check)
         write = Write(self.key, None if self.version is None else self.version.tag)
-        return ObjectOutput(self, write, replaced, reserved=reserved, bound=bound)
+        return ObjectOutput(self, write, replaced, check, reserved=reserved, bound=bound)
+
+    def answer(self, question: Hashable, ask: Callable[[], T]) -> T:
+        """What ``ask`` returned when it was first asked, of the version that this path sees."""
+        answers = self._answers or {}
+        if question not in answers:
+            answers[question] = ask()
+            self._answers = answers
+        return cast("T", answers[question])
 
     def new_objects(self) -> FolderOutput:
         """What writes a directory, see ``FolderOutput``."""
@@ -135,7 +146,7 @@ class StorePath(RemotePath):
 
     def forget(self) -> None:
         """See the object anew, which was written."""
-        self._seen = self._listed = self._within = None
+        self._seen = self._listed = self._within = self._answers = None
 
     def __truediv__(self, key: str | os.PathLike[str]) -> StorePath:
         """A path below: of a directory that was listed, what the list has shown; of an object nothing."""

@@ -248,6 +248,12 @@ class Content:
             for start, stop in spans:
                 self._ask(start, stop, expected=True)
 
+    def expect_all(self) -> None:
+        """Ask for the end, which says what is where, and then for all from the beginning on."""
+        with self._memory.lock:
+            self._ask(self.version.size - TAIL, self.version.size, expected=True)
+            self._ask(0, self.version.size, expected=True)
+
     def need(self, start: int, length: int) -> None:
         """Fetch bytes that are about to be read, as one read of them would."""
         start, stop = max(start, len(self._head)), start + min(length, _WINDOW // 2)
@@ -458,6 +464,10 @@ class StoreFile(SourceFile):
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Have these ranges fetched ahead."""
         self._shared.expect((self.source.offset + start, length) for start, length in ranges)
+
+    def expect_all(self) -> None:
+        """Have all of the object fetched ahead."""
+        self._shared.expect_all()
 
     def need(self, start: int, length: int) -> None:
         """Have these bytes fetched at once."""

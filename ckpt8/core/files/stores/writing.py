@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt8.core.closing import Closing
-from ckpt8.core.files.atomic import note_replaced
+from ckpt8.core.files.atomic import Check, note_replaced
 from ckpt8.core.files.stores.contract import Part, Stat, Write
 
 if TYPE_CHECKING:
@@ -47,13 +47,21 @@ class ObjectOutput(Closing):
 
     Its bytes are appended behind ``reserved`` bytes for a head, which comes at the end. ``bound`` is the most bytes
     that are expected: all parts have one size, but the last one and a first one whose head is longer than that.
-    ``replaced`` describes what is there.
+    ``replaced`` describes what is there, which ``check`` accepts.
     """
 
     def __init__(
-        self, path: StorePath, write: Write, replaced: str | None, *, reserved: int = 0, bound: int = 0
+        self,
+        path: StorePath,
+        write: Write,
+        replaced: str | None = None,
+        check: Check = str,
+        *,
+        reserved: int = 0,
+        bound: int = 0,
     ) -> None:
-        self._path, self._store, self._write, self.replaced = path, path.store, write, replaced
+        self._path, self._store, self._write = path, path.store, write
+        self.replaced, self._accept = replaced, check
         self._part_size = max(PART, -(-bound // _MOST_PARTS), reserved)
         self._number, self._room = 1, self._part_size - reserved
         """Of the part that is being filled, and the bytes that it still takes."""
@@ -114,11 +122,13 @@ class ObjectOutput(Closing):
         last_look(self._path)
         is_shown = False
         if self._number == 1:
+            self._look_again()
             self._store.put(self._write, b"".join([self._head, *self._buffers]))
         else:
             last = self._number
             self._send(last, b"".join(self._buffers))
             self._send(1, self._head + self._first)
+            self._look_again()  # while these are on their way
             numbers = range(1, last + 1)
             for number in numbers:
                 self._senders[number].join()
@@ -130,6 +140,11 @@ class ObjectOutput(Closing):
         self._path.forget()
         if self.replaced is not None:
             note_replaced(self.replaced)
+
+    def _look_again(self) -> None:
+        """Raise OutputError where what is there may not be replaced any more."""
+        if self.replaced is not None:
+            self._accept(self._path)
 
     def _send(self, number: int, content: bytes) -> None:
         """Send a part in a thread of its own, once there are fewer than IN_FLIGHT. Raises OutputError."""
