@@ -224,7 +224,7 @@ class ChainRun:
         with KeptBases(self._folder) as kept:
             if named is not None and kept.has_links:
                 with suppress(InputError):  # jobs that need the file say what is wrong with it
-                    FrozenFile(Path(named), Path(os.path.realpath(self._folder)), None).mend(kept)
+                    FrozenFile(as_path(named), resolved(self._folder), None).mend(kept)
             kept.link_needed()
         drop_unneeded(self._folder)
 

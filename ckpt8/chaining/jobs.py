@@ -34,6 +34,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.steps import step_facts
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import any_file, may_write, noting_replaced, remove, rename_new, sync_directory
+from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import RemotePath, reading
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed
@@ -270,7 +271,7 @@ class Settings:
     def removes(self, source: Path) -> bool:
         """Whether a source goes once it is compressed: never what ``frozen_from`` names, nor a directory with that."""
         named = self.options.get("frozen_from")
-        file = None if named is None else Path(named).resolve()
+        file = None if named is None else as_path(named).resolve()
         return self.remove and (file is None or source.resolve() not in (file, *file.parents))
 
     def difference(self, manifest: Manifest) -> str | None:

@@ -80,7 +80,7 @@ FrozenFrom = Annotated[
         metavar="FILE",
         help="Do not store weights that no optimizer updates and that FILE holds bit for bit, such as the base of "
         "adapters. FILE is a lossless .ckpt8, which the new file then needs, or any checkpoint: bases/ gets a "
-        ".ckpt8 of it.",
+        ".ckpt8 of it. Or s3://BUCKET/KEY, hf://OWNER/NAME/FILE.",
     ),
 ]
 DryRun = Annotated[

@@ -107,9 +107,10 @@ def checked_frozen(path: str | os.PathLike[str] | None, asked: Wanted) -> Path |
         raise UsageError(f"frozen_from is {described(path)}; give a path")
     if isinstance(asked, Path):
         raise UsageError(f"{path}: a file has one base; give frozen_from (--frozen-from) or base (--base)")
-    if find_sharded(Path(path)) is not None:
+    file = as_path(path)
+    if find_sharded(file) is not None:
         raise UsageError(f"{path}: is a directory of containers of ranks; frozen weights are in a single checkpoint")
-    return Path(path)
+    return file
 
 
 @contextlib.contextmanager

@@ -193,7 +193,6 @@ def _compress_path(
     """``compress``; with ``containers`` of a container, in its place."""
     gpu = requested(device)
     target = None if target is None else as_path(target)
-    _refuse_frozen(default_target(source) if target is None else target, frozen_from)
     if target is None or not containers:
         target = target_of(source, target, force=force)
     asked = wanted(base)
@@ -230,15 +229,6 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     with writing(target):
         AtomicFile.examine(target, force=force, check=unneeded_file)
     return target
-
-
-def _refuse_frozen(target: Path, frozen_from: object) -> None:
-    """Raise UsageError for an object of a store that is to take frozen weights from a file."""
-    require(
-        not isinstance(target, RemotePath) or frozen_from is None,
-        f"{target}: in a store there are no links to a file of frozen weights; leave out frozen_from (--frozen-from)",
-        UsageError,
-    )
 
 
 def _refuse_place(source: Path, target: Path) -> None:
@@ -340,7 +330,6 @@ def save(
                 max_update_error=max_update_error,
             )  # fmt: skip
     target = as_path(target)
-    _refuse_frozen(target, frozen_from)
     policy = Policy.of(preset, rules, budget, max_update_error)
     options = Options(threads, stats, max_update_error)
     member = _member_of(target)

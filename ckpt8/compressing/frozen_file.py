@@ -4,13 +4,14 @@ The containers of a run need nothing outside of their folder. So the container o
 ``bases/`` there, named after its name and content. A ``.ckpt8`` is linked there beside ``base="auto"``, and copied
 where it cannot be linked. What is damaged there is made again.
 
+A bucket has no links: a ``.ckpt8`` of the bucket in which the run is stays where it is, and one of elsewhere is copied.
+
 A mistake is an error when a run begins. Later it must not end the run: it goes on without the file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import shutil
 import warnings
@@ -28,9 +29,17 @@ from ckpt8.compressing.policy import Policy
 from ckpt8.container.bases import KEPT, files_of, kept_name
 from ckpt8.container.header import holds_seal, is_meant_as_container, stated_seal
 from ckpt8.container.kept_bases import KeptBases, is_sound, stated_bases
-from ckpt8.core.errors import Ckpt8Error, require
-from ckpt8.core.files.atomic import PIECE, as_private_as, refuse_source, rename_new, sync_directory, writing
-from ckpt8.core.files.source_file import reading
+from ckpt8.core.errors import Ckpt8Error, OutputError, require
+from ckpt8.core.files.atomic import (
+    PIECE,
+    AtomicFile,
+    as_private_as,
+    refuse_source,
+    rename_new,
+    sync_directory,
+    writing,
+)
+from ckpt8.core.files.source_file import RemotePath, reading, resolved
 from ckpt8.core.json_text import is_unicode
 
 _CALLER = 9
@@ -51,7 +60,7 @@ class FrozenFile:
     @classmethod
     def beside(cls, target: Path, path: Path, threads: int | None = None) -> FrozenFile:
         """What ``path`` is for ``target``. Raises OutputError where that would be written to it."""
-        folder = Path(os.path.realpath(target)).parent
+        folder = resolved(target).parent
         if not path.is_dir() or folder == path.resolve():
             refuse_source(target, path)
         return cls(path, folder, threads)
@@ -69,7 +78,8 @@ class FrozenFile:
     def name(self) -> str:
         """The name of its container in ``bases/``: by its seal, or by the name and the content of a plain checkpoint.
 
-        A process reads that again only where it has changed. Raises InputError, also where it holds no tensors.
+        A process reads that again only where it has changed. In a store, the version stands for the content. Raises
+        InputError, also where it holds no tensors.
         """
         if self.is_container:
             return kept_name(stated_seal(self.path) or "")
@@ -78,6 +88,8 @@ class FrozenFile:
             names = [entry.path for entry in walk(self.path, nested=self.is_nested)] if is_directory else [""]
             states = [(self.path / name if name else self.path.resolve()).lstat() for name in names]
         looks = tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
+        if isinstance(self.path, RemotePath):
+            return kept_name(hashlib.sha256(repr((str(self.path), names, looks)).encode()).hexdigest())
         return kept_name(_content_name(self.path, self.is_nested, looks))
 
     def container(self, kept: KeptBases | None) -> Path:
@@ -89,14 +101,16 @@ class FrozenFile:
             return self._made(self.name(), self._pack)
         with reading(self.path):
             self.path.open("rb").close()
-        if kept is not None:
-            try:
+        is_apart = _store_of(self.path) != _store_of(self.folder)
+        try:
+            if kept is not None and not is_apart:
                 kept.link(self.path)
-            except OSError:
-                for file in reversed(files_of(self.path)):
-                    copy = self._made(kept_name(stated_seal(file) or ""), partial(_copy, file))
-                return copy
-        return self.path
+        except OSError:
+            is_apart = True
+        place = self.path
+        for file in reversed(files_of(self.path)) if is_apart else ():
+            place = self._made(kept_name(stated_seal(file) or ""), partial(_copy, file))
+        return place
 
     def mend(self, kept: KeptBases) -> bool:
         """Make its container in ``bases/`` again where others need it there, and it is damaged or gone.
@@ -120,6 +134,8 @@ class FrozenFile:
     def _made(self, name: str, make: Callable[[Path], object]) -> Path:
         """The container of that name in ``bases/``: what is there if it is sound, else what ``make`` writes."""
         place = self.folder / KEPT / name
+        if isinstance(place, RemotePath):
+            return self._made_there(name, make)
         if is_sound(place):
             return place
         new = place.with_name(f".{secrets.token_hex(4)}.{name}")
@@ -137,6 +153,22 @@ class FrozenFile:
             new.unlink(missing_ok=True)
         return place
 
+    def _made_there(self, name: str, make: Callable[[Path], object]) -> Path:
+        """As ``_made``, of an object: the end of its upload shows that it is whole, so its head is enough."""
+        for is_last in (False, True):
+            place = self.folder / KEPT / name
+            seal = stated_seal(place)
+            if seal is not None and holds_seal(place, seal):
+                break
+            try:
+                place.unlink(missing_ok=True)
+                make(place)
+                break
+            except OutputError:  # another run has made it meanwhile
+                if is_last:
+                    raise
+        return place
+
     def _pack(self, target: Path) -> None:
         policy, options = Policy.of("lossless", (), None, None), Options(self.threads)
         with open_source(self.path, containers=False, decode=False, nested=self.is_nested) as source:
@@ -145,9 +177,20 @@ class FrozenFile:
             Compressor(source, plan_bundle(source, policy), options).run(target, policy, force=False)
 
 
+def _store_of(path: Path) -> tuple[str, ...]:
+    """What tells the bucket of a path from others; the same for all local paths."""
+    return path.parts[:2] if isinstance(path, RemotePath) else ()
+
+
 def _copy(container: Path, target: Path) -> None:
-    shutil.copy(container, target)
-    require(is_sound(target), f"{container}: is damaged")
+    """Copy a container. Raises InputError where it is damaged, OSError, OutputError."""
+    is_sent = isinstance(target, RemotePath)
+    require(not is_sent or is_sound(container), f"{container}: is damaged")
+    with container.open("rb") as source, AtomicFile(target, force=False) as output:
+        output.expect(container.stat().st_size)
+        shutil.copyfileobj(source, output.file, PIECE)
+        output.publish()
+    require(is_sent or is_sound(target), f"{container}: is damaged")
 
 
 @lru_cache(maxsize=1 << 8)

@@ -177,23 +177,6 @@ def test_a_delta_finds_its_base_beside_it(remote, bucket, folder, run_command):
     assert Path("back.pt").read_bytes() == ckpt8.restore(folder / "delta.ckpt8", "local.pt").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("compress", "run.pt", "-o", "URL", "--frozen-from", "lossless.ckpt8"),
-    ],
-    ids=" ".join,
-)
-def test_nothing_is_written_there(arguments, remote, bucket, folder, run_command, monkeypatch):
-    url = remote("run.pt" if arguments[0] == "compress" else "run.ckpt8")
-    monkeypatch.chdir(folder)
-    before = sorted(folder.iterdir())
-    err = run_command.refused(2, *(url if word == "URL" else word for word in arguments))
-    assert err.startswith("ckpt8: s3://bucket/run.")
-    assert {entry["method"] for entry in bucket.order()} <= {"GET"}
-    assert sorted(folder.iterdir()) == before
-
-
 @pytest.mark.parametrize("command", ["restore", "verify", "compress", "inspect"])
 def test_an_object_that_is_replaced_while_it_is_read(command, remote, bucket, folder, run_command, monkeypatch):
     url = remote("run.pt" if command == "compress" else "lossless.ckpt8")
