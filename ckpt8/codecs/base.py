@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from functools import cache, cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate
@@ -413,4 +413,4 @@ def _function_of(package: str, module: str, name: str) -> Callable[..., Any]:
 
 def config_of(codec: Codec) -> dict[str, Any]:
     """The stored form of a codec: its id and its fields."""
-    return {"id": codec.id, **asdict(codec)}  # type: ignore[call-overload]
+    return {"id": codec.id} | {own.name: getattr(codec, own.name) for own in fields(codec)}  # type: ignore[arg-type]

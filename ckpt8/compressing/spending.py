@@ -89,15 +89,14 @@ class Spread:
 
     def __init__(self, numel: int, counts: Array) -> None:
         self.numel = numel
-        present = counts[:_INFINITE].nonzero()[0]
+        self._bins = counts[:_INFINITE].nonzero()[0]
         self.is_finite = not counts[_INFINITE:].any()
-        self._counts = list(zip(present.tolist(), counts[present].tolist(), strict=True))
-        self._sampled = sum(count for _, count in self._counts)
+        self._counts = counts[self._bins]
+        self._sampled = int(self._counts.sum())
 
     def total(self, power: Power) -> float:
         """The sum of a power of the magnitudes over all elements, as the sample tells it."""
-        of = _powers(power)
-        total = math.fsum(of[bin_] * count for bin_, count in self._counts)
+        total = math.fsum((_powers(power)[self._bins] * self._counts).tolist())
         return total if self._sampled in (0, self.numel) else total * self.numel / self._sampled
 
     def mean(self, power: Power) -> float:
@@ -106,11 +105,11 @@ class Spread:
 
 
 @cache
-def _powers(power: Power) -> list[float]:
-    """The power of the middle of every bin; that of numbers below 2^-130 counts as zero."""
+def _powers(power: Power) -> Array:
+    """The power of the middle of every bin, float64; that of numbers below 2^-130 counts as zero."""
     function = {"value": float, "square": lambda x: x * x, "root": math.sqrt}[power]
     middles = (math.ldexp(16 * (e > 0) + f + 0.5, max(e, 1) - 131) for e in range(256) for f in range(16))
-    return [function(x) if bin_ else 0.0 for bin_, x in enumerate(middles)]
+    return np.array([function(x) if bin_ else 0.0 for bin_, x in enumerate(middles)])
 
 
 class Sample(NamedTuple):

@@ -5,6 +5,7 @@ They pack and unpack symbols in a pass over memory for every plane, and take dif
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -250,6 +251,9 @@ def _set_top(out, top):
     return largest
 
 
+_SHARES, _EXCESS = np.array(SHARES), np.array(EXCESS)
+
+
 def largest(symbols: Array) -> int:
     """The largest symbol, at least 0. See ``symbols``."""
     return int(symbols.max(initial=0))
@@ -266,7 +270,7 @@ def histogram(symbols: Array, largest: int) -> Array:
 def expect(symbols: Array, counts: Array, modes: Array, numel: int) -> Array:
     """The bytes that the planes of each mode are expected to take. See ``modes.Expect``."""
     out = np.empty(len(modes))
-    _expect(symbols, counts, modes, numel, np.array(SHARES), np.array(EXCESS), np.empty(256, np.int64), out)
+    _expect(symbols, counts, modes, numel, _SHARES, _EXCESS, np.empty(256, np.int64), out)
     return out
 
 
@@ -290,9 +294,7 @@ def join(planes: Sequence[Array], mode: Mode, out: Array) -> bool:
     per_byte = DIGITS[base]
     if planes[0].max() >= base**per_byte:
         return False
-    values = np.arange(base**per_byte, dtype=np.int32)
-    digits = np.stack([values // base**k % base for k in range(per_byte)], 1)
-    _join_digits(planes[0], digits, per_byte, out)
+    _join_digits(planes[0], _digits(base), per_byte, out)
     # From the most significant byte on: a digit that is no escape stays below it.
     if not all(_add_over(planes[over - k], 8 * k, base - 1, out) for k in reversed(range(over))):
         return False
@@ -301,6 +303,14 @@ def join(planes: Sequence[Array], mode: Mode, out: Array) -> bool:
     if bits and not _add_bits(planes[over + 1], np.empty(_JOINT, np.uint64), bits, out):
         return False
     return bool(_set_top(out, top) <= mode.largest)
+
+
+@cache
+def _digits(base: int) -> Array:
+    """The digits of every byte, int32, the lowest first."""
+    per_byte = DIGITS[base]
+    values = np.arange(base**per_byte, dtype=np.int32)
+    return np.stack([values // base**k % base for k in range(per_byte)], 1)
 
 
 @kernel

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ckpt8.codecs.lattice import RESERVED
+from ckpt8.container.frames import split_row
 from ckpt8.container.manifest import DIGITS, SYMBOL_LIMIT, Packing
 from ckpt8.core.arrays import Array, Arrays
 from ckpt8.core.backend import Backend
@@ -35,7 +36,7 @@ def unpacked(
 def _unpack(row: Array, packing: Packing, where: str, backend: Backend, out: Array) -> None:
     if not packing.numel:
         return
-    mode, planes = packing.mode, np.split(row, np.cumsum(packing.plane_lengths)[:-1])
+    mode, planes = packing.mode, split_row(row, packing)
     last = packing.numel % DIGITS[mode.base] or DIGITS[mode.base]
     is_sound = int(planes[0][-1]) < mode.base**last
     if is_sound and backend == "numba":

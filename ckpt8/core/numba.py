@@ -156,7 +156,13 @@ def _flatten(args: tuple[Any, ...], types: list[Any], flat: list[Any]) -> None:
     """Add the type of every argument, and what stands for it in a call."""
     for arg in args:
         kind = type(arg)
-        if kind is np.ndarray:
+        if kind is np.ndarray and arg.ndim == 1:  # as most are; what numpy says of an array is a new object each time
+            count, width = arg.size, arg.itemsize
+            if count > 1 and arg.strides[0] != width:
+                raise ValueError("a kernel takes contiguous arrays alone")
+            types.append((arg.dtype.char, 1))
+            flat += (None, None, count, width, _pointer_at(id(arg) + _DATA).value, count, width)
+        elif kind is np.ndarray:
             if not arg.flags.c_contiguous:
                 raise ValueError("a kernel takes contiguous arrays alone")
             types.append((arg.dtype.char, arg.ndim))
