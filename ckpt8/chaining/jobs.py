@@ -130,6 +130,14 @@ def remove_verified(
         _check(source, container, looks, source)
         source.unlink()
         return
+    remove_as_verified(source, container, looks)
+
+
+def remove_as_verified(source: Path, container: Path, looks: Mapping[Path, Look]) -> None:
+    """Remove ``source``, against which ``container`` was verified, if all is as in ``looks``. Raises as the above.
+
+    It gets another name first. ``finish_removals`` finds that where this process is killed.
+    """
     aside = source.with_name(f".{_shortened(source.name)}.{(stated_seal(container) or '')[:_SEAL_KEPT]}{_WHOLE}")
     try:
         _check(source, container, looks, source)
@@ -263,10 +271,14 @@ def _brought_back(aside: Path, source: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What holds for all checkpoints; ``options`` are those of ``compress``."""
+    """What holds for all checkpoints; ``options`` are those of ``compress``.
+
+    With ``takes_any`` the removal of what a container was made from is finished, whatever options that has.
+    """
 
     options: dict[str, Any] = field(default_factory=dict)
     remove: bool = False
+    takes_any: bool = False
 
     def removes(self, source: Path) -> bool:
         """Whether a source goes once it is compressed: never what ``frozen_from`` names, nor a directory with that."""
@@ -477,7 +489,8 @@ class Job:
             else:
                 with ContainerReader(container) as reader:
                     difference = self.settings.difference(reader.manifest)
-                require(difference is None, f"{container}: {difference}", CheckFailedError)
+                takes = difference is None or self.settings.takes_any
+                require(takes, f"{container}: {difference}", CheckFailedError)
                 looks = _verified(aside, source, container, threads, progress)
                 for path in [*looks][2:]:
                     verify(path, threads=threads)
@@ -555,3 +568,14 @@ def finishing(folder: Path, homes: Iterable[Path], settings: Settings) -> list[J
                 target, is_present = container or default_target(source), container is not None
                 jobs.append(Job(source, target, settings, present=is_present, aside=aside))
     return jobs
+
+
+def finish_removals(folder: Path, threads: int | None) -> None:
+    """Finish the removals that killed processes left in a folder, whatever its containers were made with.
+
+    Raises Ckpt8Error for the first that cannot be finished, after all others.
+    """
+    jobs = finishing(folder, (), Settings({"threads": threads}, remove=True, takes_any=True))
+    errors = [error for job in jobs if (error := job.run().error) is not None]
+    if errors:
+        raise errors[0]

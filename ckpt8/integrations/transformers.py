@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from ckpt8.chaining.jobs import finish_removals, remove_as_verified
 from ckpt8.chaining.thin import upkeep
 from ckpt8.checkpoint.replacing import TRAINER_STATE
 from ckpt8.compressing.chosen_base import only_auto
@@ -30,6 +30,7 @@ from ckpt8.compressing.compress import checked_options, compress, default_target
 from ckpt8.container.header import CONTAINER
 from ckpt8.container.kept_bases import remove_container
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, require
+from ckpt8.core.files.atomic import discard, remove_abandoned_of
 from ckpt8.core.public import checked, lazy_names
 from ckpt8.core.workers import run_task
 from ckpt8.inspecting.verify import verify
@@ -48,7 +49,6 @@ if not TYPE_CHECKING:  # the class needs torch.distributed, which not every torc
 
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_DISCARDED = re.compile(r"\.(checkpoint-\d+)\.ckpt8-discarded")
 
 
 def directories_in(folder: Path) -> dict[int, Path]:
@@ -87,35 +87,12 @@ def rotate(written: Path, limit: int | None, best: Path | None) -> None:
             remove_container(path)
 
 
-def discard(source: Path) -> None:
-    """Remove a directory, and first rename it: it never looks like a checkpoint with files missing.
-
-    The framework may have removed it already. Raises OutputError.
-    """
-    aside = source.with_name(f".{source.name}.ckpt8-discarded")
-    shutil.rmtree(aside, ignore_errors=True)
-    with removing(source):
-        source.rename(aside)
-        shutil.rmtree(aside)
-
-
-def remove_discarded(folder: Path, threads: int | None) -> None:
-    """Remove the directories that a killed run did not finish removing, once their containers hold.
-
-    Raises CheckFailedError where one does not.
-    """
-    for path in folder.glob(".*"):
-        if match := _DISCARDED.fullmatch(path.name):
-            _check(folder / match[1], f"{path}: is kept, what is left of {match[1]} is in it", threads)
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _check(source: Path, kept: str, threads: int | None) -> None:
-    """Raise CheckFailedError, which begins with ``kept``, where the container of a directory does not hold."""
+def _check(source: Path, threads: int | None) -> None:
+    """Raise CheckFailedError where the container of a directory does not hold."""
     try:
         verify(default_target(source), threads=threads)
     except Ckpt8Error as exc:
-        raise CheckFailedError(f"{kept}: {exc}") from exc
+        raise CheckFailedError(f"{source}: is kept, its container does not hold: {exc}") from exc
 
 
 class Ckpt8Callback(TrainerCallback):
@@ -176,8 +153,8 @@ class Ckpt8Callback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         folder = Path(args.output_dir)
-        if not self._keep:
-            self._remove(remove_discarded, folder, self._options["threads"])
+        self._remove(finish_removals, folder, self._options["threads"])
+        remove_abandoned_of(_CHECKPOINT.pattern, folder.glob(".checkpoint-*"))
         containers = containers_in(folder)
         newest = max(containers, default=0)
         if newest > state.global_step and newest not in directories_in(folder):
@@ -250,9 +227,10 @@ class Ckpt8Callback(TrainerCallback):
                 )
 
     def _discard(self, source: Path, is_new: bool) -> None:
-        if not is_new and source.exists():
-            _check(source, f"{source}: is kept, its container does not hold", self._options["threads"])
-        discard(source)
+        if source.exists():  # Trainer may have removed it
+            if not is_new:
+                _check(source, self._options["threads"])
+            remove_as_verified(source, default_target(source), {})
 
     def _remove(self, remove: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -303,7 +281,7 @@ def temporary_checkpoint(output_dir: str | os.PathLike[str], *, threads: int | N
         yield _on_first_rank(lambda: _restore_newest(Path(output_dir), None, threads, made))
     finally:
         for path in made:
-            with contextlib.suppress(FileNotFoundError):
+            with removing(path):
                 discard(path)
 
 

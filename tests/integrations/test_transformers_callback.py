@@ -23,6 +23,7 @@ from ranks import run_ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from trainer_kit import LAST, losses, names_in, trainer  # noqa: E402
 
+from ckpt8.chaining import jobs  # noqa: E402
 from ckpt8.core.errors import InputError, OutputError, UsageError  # noqa: E402
 from ckpt8.integrations import transformers as integration  # noqa: E402
 from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint, temporary_checkpoint  # noqa: E402
@@ -182,20 +183,20 @@ def test_a_container_that_differs_keeps_the_directory(tmp_path, monkeypatch):
 def test_a_crash_before_and_in_the_removal(tmp_path, monkeypatch):
     """Killed between writing and removing, both are there; killed while removing, what is left is no checkpoint."""
     with monkeypatch.context() as patch:
-        patch.setattr(integration, "discard", _killed)
+        patch.setattr(integration, "remove_as_verified", _killed)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
     assert names_in(tmp_path) == ["checkpoint-4", "checkpoint-4.ckpt8"]
     assert restored_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     with monkeypatch.context() as patch:
-        patch.setattr(integration.shutil, "rmtree", _half_removed)
+        patch.setattr(jobs, "remove", _half_removed)
         with pytest.raises(KeyboardInterrupt):
             trainer(tmp_path, [Ckpt8Callback(keep_original=False)]).train()
-    assert names_in(tmp_path) == [".checkpoint-4.ckpt8-discarded", "checkpoint-4.ckpt8"]
-    left, container = tmp_path / ".checkpoint-4.ckpt8-discarded", tmp_path / "checkpoint-4.ckpt8"
+    (left,), container = tmp_path.glob(".checkpoint-4.*.ckpt8-removing"), tmp_path / "checkpoint-4.ckpt8"
+    assert names_in(tmp_path) == [left.name, container.name]
     sound = container.read_bytes()
     container.write_bytes(sound.replace(sound[len(sound) // 2 :][:16], bytes(16)))
-    with pytest.raises(ckpt8.CheckFailedError, match=f"{left.name}: is kept, what is left of checkpoint-4 is in it"):
+    with pytest.raises(InputError, match=f"not finished: .*; what is left of it is {left}, with files missing"):
         trainer(tmp_path, [Ckpt8Callback(keep_original=False, strict=True)]).train()
     assert left.is_dir()
     container.write_bytes(sound)
@@ -209,10 +210,9 @@ def _killed(*_):
     raise KeyboardInterrupt
 
 
-def _half_removed(path, ignore_errors=False):
-    if path.exists():
-        (path / "optimizer.pt").unlink()
-        raise KeyboardInterrupt
+def _half_removed(path):
+    (path / "optimizer.pt").unlink()
+    raise KeyboardInterrupt
 
 
 def test_where_a_run_resumes_from(tmp_path):

@@ -71,6 +71,19 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
+def discard(path: Path) -> None:
+    """Remove a file, or a directory, which first gets the name of a temporary: it never looks like one of fewer files.
+
+    Raises OSError where it cannot be renamed or removed. What a killed process leaves goes as its temporaries do.
+    """
+    if path.is_dir() and not path.is_symlink():
+        aside = partial_path(path)
+        path.rename(aside)
+        remove(aside)
+    else:
+        path.unlink()
+
+
 class Partial:
     """A new file or directory, for this user alone, next to ``final``; ``descriptor`` is open and holds its lock.
 
