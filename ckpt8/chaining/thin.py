@@ -23,10 +23,17 @@ from typing import Any
 
 from ckpt8.chaining import reader_copy
 from ckpt8.chaining.chain import REST, Rest, placed
-from ckpt8.chaining.jobs import Look, Settings, check_made_from, look_at, refuse_removal, remove_verified
+from ckpt8.chaining.jobs import (
+    Look,
+    Settings,
+    check_made_from,
+    finish_removals,
+    look_at,
+    refuse_removal,
+    remove_verified,
+)
 from ckpt8.chaining.keeping import Keep, Ranking
 from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
-from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import asked_for, incomplete, problem_of
 from ckpt8.compressing.compress import coarsen, compress
 from ckpt8.container.bases import looked_for_in
@@ -35,16 +42,15 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import rebase
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
 from ckpt8.core.files.atomic import (
-    partial_path,
-    remove,
+    discard,
     remove_abandoned_of,
     sync_directory,
     workspace,
     writing,
 )
 from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath, reading, refuse_target
 from ckpt8.core.files.source_file import listed as listed_folder
-from ckpt8.core.files.source_file import reading, refuse_target
 from ckpt8.core.public import checked, parse_size
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, listed, size
@@ -413,9 +419,20 @@ class Upkeep:
         self, folder: Path, protect: Sequence[str] = (), tell: Callable[[str], object] = lambda _: None
     ) -> None:
         """Thin a folder; nothing where there is no checkpoint yet. Raises as ``thin``."""
+        _finish(folder, self._options, tell)
         folder = listed_folder(folder)
         if find(folder).places:
             Thinner(folder, replace(self._options, protect=protect), tell).apply()
+
+
+def _finish(directory: Path, options: Options, tell: Callable[[str], object]) -> None:
+    """Finish what killed processes left in the folders of a run; ``tell`` gets a line about what has to stay."""
+    is_local = not isinstance(directory, RemotePath)  # one object of a store goes in one step
+    for folder in {directory / place.run for place in find(directory).places} if is_local else ():
+        try:
+            finish_removals(folder, options.threads)
+        except Ckpt8Error as exc:
+            tell(str(exc))
 
 
 def upkeep(keep: str | None, to: int | str | None, *, delta: bool = True, threads: int | None = None) -> Upkeep | None:
@@ -449,7 +466,7 @@ def _item(
     held = record.problem or (None if record.kind else "nothing says what it is")
     is_sound = held is None and not (is_plain and incomplete(path))
     if any(name == glob or fnmatchcase(name, glob) for name in names for glob in options.protect):
-        held = held or "--protect names it"
+        held = held or "it is protected"
     held = held or next(filter(None, (asked(file) for file in (raw, packed) if file is not None)), None)
     may_change = not is_packed_by_ranks
     if raw is not None and held is None:
@@ -486,12 +503,8 @@ def _remove(item: Item) -> None:
         with writing(path):
             if path != item.raw:
                 remove_container(path)
-            elif is_directory(path):
-                aside = partial_path(path)
-                path.rename(aside)
-                remove(aside)
             else:
-                path.unlink()
+                discard(path)
             sync_directory(path.parent)
 
 
@@ -530,6 +543,8 @@ def thin(
     path = as_path(directory)
     refuse_target(path)
     options = Options.of(keep, to, finest, coarsest, protect, delta=delta, threads=threads)
+    if apply:
+        _finish(path, options, tell)
     thinner = Thinner(listed_folder(path), options, tell)
     if apply and leave_reader:
         reader_copy.leave_reader(path)

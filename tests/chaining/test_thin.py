@@ -212,6 +212,27 @@ def test_a_chain_of_the_command_is_compressed_again(run, originals):
 # What stops it
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_removal_that_a_kill_interrupted_is_finished(is_damaged, run, monkeypatch):
+    """And its checkpoint gets its name back where the container does not hold."""
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "remove", lambda _: None)
+        with pytest.raises(OutputError, match="remove it yourself"):
+            ckpt8.thin(run, to=int(0.4 * taken(run)), apply=True)
+    (aside,), sums = run.glob(".*.ckpt8-removed"), look(run)
+    said = []
+    if is_damaged:
+        flip_bit(run / f"{aside.name.split('.')[1]}.ckpt8", 8 * 20_000)
+    ckpt8.thin(run, keep="last:9", apply=True, tell=said.append)
+    assert not aside.exists()
+    if is_damaged:
+        assert look(run)[f"{aside.name.split('.')[1]}.pt"] == sums[aside.name]
+        assert "is back" in said[0]
+    else:
+        assert look(run) == {name: digits for name, digits in sums.items() if name != aside.name}
+        assert said == []
+
+
 def test_a_full_disk_and_a_wrong_figure_leave_each_checkpoint_whole(run, originals, monkeypatch):
     sums = look(run)
     with longest_file(10_000), pytest.raises(OutputError):

@@ -39,7 +39,7 @@ def count_changes(last: int) -> list[int]:
     return changes
 
 
-def trainer(folder: Path, resumed: Path) -> None:
+def fit_trainer(folder: Path, resumed: Path) -> None:
     from trainer_kit import trainer as made
 
     from ckpt8.integrations.transformers import Ckpt8Callback, restored_checkpoint
@@ -49,14 +49,14 @@ def trainer(folder: Path, resumed: Path) -> None:
     made(folder, [policy], save_steps=1, max_steps=LAST).train(resume_from_checkpoint=start)
 
 
-def lightning(folder: Path, resumed: Path) -> None:
-    import lightning as L
+def fit_lightning(folder: Path, resumed: Path) -> None:
+    import lightning
     from test_lightning_io import Net, batches
     from test_lightning_io import trainer as made
 
     from ckpt8.integrations.lightning import Ckpt8CheckpointIO
 
-    saving = L.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     saved = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
     plugin = Ckpt8CheckpointIO(keep=KEEP, to=ROOM["lightning"])
     made(resumed, LAST, [plugin], [saving]).fit(Net(), batches(), ckpt_path=str(saved[-1]) if saved else None)
@@ -64,7 +64,8 @@ def lightning(folder: Path, resumed: Path) -> None:
 
 if __name__ == "__main__":
     place = Path(sys.argv[2])
-    (place / "run").mkdir(exist_ok=True)
+    for name in ("run", "resumed"):
+        (place / name).mkdir(exist_ok=True)
     count = count_changes(int(sys.argv[3]))
-    {"trainer": trainer, "lightning": lightning}[sys.argv[1]](place / "run", place / "resumed")
+    {"trainer": fit_trainer, "lightning": fit_lightning}[sys.argv[1]](place / "run", place / "resumed")
     print(f"changes: {count[0]}")
