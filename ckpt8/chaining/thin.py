@@ -23,6 +23,7 @@ from typing import Any
 
 from ckpt8.chaining import reader_copy
 from ckpt8.chaining.chain import REST, Rest, placed
+from ckpt8.chaining.choices import Item, Rung, rungs_between
 from ckpt8.chaining.jobs import (
     Look,
     Settings,
@@ -33,7 +34,8 @@ from ckpt8.chaining.jobs import (
     remove_verified,
 )
 from ckpt8.chaining.keeping import Keep, Ranking
-from ckpt8.chaining.room import Form, Item, Planner, RoomError, Rung, rungs_between
+from ckpt8.chaining.layout import Form
+from ckpt8.chaining.room import Planner, RoomError
 from ckpt8.checkpoint.replacing import asked_for, incomplete, problem_of
 from ckpt8.compressing.compress import coarsen, compress
 from ckpt8.container.bases import looked_for_in
@@ -207,7 +209,7 @@ class Thinner:
                 self._tell(f"{item.record.name}: predicting sizes")
             item.add_choices(self._options.rungs if is_open else (), self._options.threads)
         forms = self._forms(self._planner.plan)
-        then = self._planner.taken(forms)
+        then = self._planner.taken()
         records = [self._record(index, form) for index, form in enumerate(forms)]
         room, before = self._options.room, sum(item.nbytes for item in self._items) + self._run.bases_bytes
         needs, ranking = self._needs(forms), self._ranking
@@ -252,8 +254,8 @@ class Thinner:
 
     def _fit(self) -> None:
         """Let the least useful go where files are larger than predicted. Raises OutputError where none may."""
-        room, done = self._options.room, self._planner.done
-        while room is not None and self._planner.taken([form for _, form in sorted(done.items())]) > room:
+        room = self._options.room
+        while room is not None and self._planner.taken() > room:
             index = self._planner.least_useful()
             if index is None:
                 raise OutputError(
@@ -336,7 +338,7 @@ class Thinner:
         item, choice = self._items[index], form.choice
         alone = item.raw is not None and choice is not None and choice.nbytes < item.nbytes
         if choice is not None and choice.rung is None and not (form.is_rebased or alone):
-            self._planner.done[index] = form
+            self._planner.settle(index, form)
             return
         if choice is None:
             self._tell(f"{item.record.name}: goes")
@@ -361,7 +363,7 @@ class Thinner:
             if choice is None or form.is_new or form.is_rebased:
                 item.base = None
         drop_unneeded(self._folder)
-        self._planner.done[index] = form
+        self._planner.settle(index, form)
 
     def _make_whole_above(self, base: int) -> None:
         """Make the deltas whole that need an item, those first that need them in turn."""
@@ -370,6 +372,7 @@ class Thinner:
                 self._make_whole_above(index)
                 self._tell(f"{item.record.name}: becomes whole, since its base changes")
                 item.grow(self._rebase(item))
+                self._planner.forget()
                 item.looks = _looks(item)
 
     def _rebase(self, item: Item) -> int:

@@ -1,0 +1,156 @@
+"""What a checkpoint may become: as it is, the presets and budgets of RUNGS from fine to coarse, or gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from ckpt8.chaining.jobs import Look
+from ckpt8.compressing.policy import Policy
+from ckpt8.container.reader import ContainerReader
+from ckpt8.core.errors import UsageError
+from ckpt8.inspecting.prediction import Expected, expect
+from ckpt8.inspecting.runs import RunRecord
+
+_GAIN = 0.97
+"""A coarser rung takes less than this part of what the finer one takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A preset, or a budget in steps. ``steps`` is about what it errs, where that is not known better."""
+
+    name: str
+    steps: float
+    preset: str | None = None
+    budget: float | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """What it asks for."""
+        return Policy.of(self.preset, (), self.budget)
+
+
+def rung(text: str) -> Rung:
+    """The rung of a preset's name, or of ``budget:STEPS``. Raises UsageError."""
+    name, _, number = text.partition(":")
+    if name == "budget":
+        try:
+            budget = float(number)
+        except ValueError:
+            raise UsageError(f"{text!r} is no budget; give budget:STEPS, such as budget:2") from None
+        Policy.of(None, (), budget)
+        return Rung(f"budget:{budget:g}", budget, budget=budget)
+    known = {"lossless": 0.0, "flash": 0.06, "compact": 0.15, "archive": 1.0}
+    if text not in known:
+        raise UsageError(f"{text!r} is neither {', '.join(known)} nor budget:STEPS")
+    return Rung(text, known[text], preset=text)
+
+
+RUNGS = tuple(map(rung, ("lossless", "flash", "compact", "archive", "budget:2", "budget:5")))
+
+
+def rungs_between(finest: str, coarsest: str) -> list[Rung]:
+    """The rungs from one to another, both included. Raises UsageError."""
+    first, last = rung(finest), rung(coarsest)
+    if first.steps > last.steps:
+        raise UsageError(f"the finest, {finest}, is coarser than the coarsest, {coarsest}")
+    inner = [each for each in RUNGS if first.steps < each.steps < last.steps]
+    return list(dict.fromkeys((first, *inner, last)))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a checkpoint may become: ``nbytes`` whole, with an error of ``steps``, None where that is unknown.
+
+    ``loss`` is what the error counts as. Without a ``rung`` nothing is compressed: ``name`` is ``as it is``, or
+    ``.ckpt8 alone`` where the original beside a container goes.
+    """
+
+    name: str
+    nbytes: int
+    steps: float | None
+    loss: float
+    rung: Rung | None = None
+    expected: Expected | None = None
+
+
+@dataclass
+class Item:
+    """A checkpoint of the run. ``raw`` is the original, ``packed`` its container, as far as they are there.
+
+    ``base`` is the number of the item that the container is a delta to. ``leans``: its base is a checkpoint that is
+    gone, in ``bases/``. ``is_sound``: it is complete, as far as its heads say. ``held`` says why it has to stay as it
+    is; other ones may go, and change if ``may_change``. ``looks`` is how its files looked when they were listed, or
+    written.
+    """
+
+    record: RunRecord
+    raw: Path | None
+    packed: Path | None
+    target: Path
+    base: int | None = None
+    leans: bool = False
+    is_sound: bool = True
+    held: str | None = None
+    may_change: bool = True
+    choices: list[Choice] = field(default_factory=list)
+    looks: dict[Path, Look] = field(default_factory=dict)
+
+    def grow(self, whole: int) -> None:
+        """Note that the container became ``whole``, of so many bytes, before anything else becomes of it."""
+        more = whole - self.record.stored_bytes
+        self.record.stored_bytes, self.base, self.leans = whole, None, False
+        self.choices = [
+            each if each.rung is not None else replace(each, nbytes=each.nbytes + more) for each in self.choices
+        ]
+
+    @property
+    def may_go(self) -> bool:
+        """Whether it may be removed."""
+        return self.held is None
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes now."""
+        return self.record.stored_bytes + self.record.raw_bytes
+
+    @cached_property
+    def alone(self) -> int:
+        """What the container takes without a base. Raises InputError."""
+        with ContainerReader(self.packed or self.target) as reader:
+            return reader.whole_size
+
+    @property
+    def source(self) -> Path:
+        """What it would be compressed from: the original, as long as that is there."""
+        return self.raw if self.raw is not None and self.raw.exists() else self.packed or self.target
+
+    def add_choices(self, rungs: Sequence[Rung], threads: int | None) -> None:
+        """Predict what it may become. Raises InputError for a source that cannot be read."""
+        record, now = self.record, self.record.kind == "raw" or self.record.raw is not None
+        steps = 0.0 if record.kind == "raw" else record.steps
+        own = _steps_asked(record.asked) if steps is None else steps
+        self.choices = [Choice("as it is", self.nbytes, 0.0 if now else steps, 0.0 if now else own)]
+        if not self.may_change:
+            return
+        if self.raw is not None and self.packed is not None:
+            self.choices.append(Choice(".ckpt8 alone", record.stored_bytes, steps, own))
+        earlier = 0.0 if now else own
+        coarser = [each for each in rungs if self.packed is None or each.steps > own]
+        predicted = expect(self.source, [each.policy for each in coarser], threads) if coarser else []
+        for each, expected in zip(coarser, predicted, strict=True):
+            error = None if expected.steps is None or (steps is None and not now) else expected.steps + earlier
+            loss = each.steps + earlier if error is None else error
+            if expected.nbytes < _GAIN * self.choices[-1].nbytes:
+                self.choices.append(Choice(each.name, expected.nbytes, error, loss, each, expected))
+
+
+def _steps_asked(asked: str | None) -> float:
+    """About what a container errs that was made with these words; 0 for unknown ones."""
+    try:
+        return rung((asked or "").replace("budget ", "budget:")).steps
+    except UsageError:
+        return 0.0
