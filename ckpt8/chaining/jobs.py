@@ -35,7 +35,7 @@ from ckpt8.container.steps import step_facts
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import any_file, may_write, noting_replaced, remove, rename_new, sync_directory
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, reading
+from ckpt8.core.files.source_file import RemotePath, reading, scan
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
@@ -49,17 +49,12 @@ Look = tuple[tuple[str, int, int, int, int], ...]
 
 def look_at(path: Path) -> Look:
     """What a file, or a directory with everything in it, looks like without following links. Raises OSError."""
-    entries = [_entry("", path.lstat())]
-    if stat.S_ISDIR(entries[0][1]):
-        for folder, folders, names in os.walk(path, onerror=_raise):
-            for name in (*folders, *names):
-                inside = Path(folder, name)
-                entries.append(_entry(str(inside.relative_to(path)), inside.lstat()))
+    entries, waiting = [], [("", path)]
+    for name, place in waiting:
+        entries.append(_entry(name, place.lstat()))
+        if stat.S_ISDIR(entries[-1][1]):
+            waiting += [(f"{name}/{entry.name}".lstrip("/"), place / entry.name) for entry in scan(place)]
     return tuple(sorted(entries))
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _entry(path: str, status: os.stat_result) -> tuple[str, int, int, int, int]:

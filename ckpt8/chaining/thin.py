@@ -36,7 +36,8 @@ from ckpt8.chaining.jobs import (
 from ckpt8.chaining.keeping import Keep, Ranking
 from ckpt8.chaining.layout import Form
 from ckpt8.chaining.room import Planner, RoomError
-from ckpt8.checkpoint.replacing import asked_for, incomplete, problem_of
+from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.checkpoint.replacing import asked_for, incomplete, problem_of, turn_in_store
 from ckpt8.compressing.compress import coarsen, compress
 from ckpt8.container.bases import looked_for_in
 from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
@@ -44,15 +45,15 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import rebase
 from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
 from ckpt8.core.files.atomic import (
-    discard,
     remove_abandoned_of,
     sync_directory,
     workspace,
     writing,
 )
+from ckpt8.core.files.atomic_directory import is_set_aside, remove_directory, without_remains
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, reading, refuse_target
 from ckpt8.core.files.source_file import listed as listed_folder
+from ckpt8.core.files.source_file import reading, refuse_target
 from ckpt8.core.public import checked, parse_size
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, listed, size
@@ -422,16 +423,15 @@ class Upkeep:
         self, folder: Path, protect: Sequence[str] = (), tell: Callable[[str], object] = lambda _: None
     ) -> None:
         """Thin a folder; nothing where there is no checkpoint yet. Raises as ``thin``."""
+        folder = without_remains(folder, remove=True)
         _finish(folder, self._options, tell)
-        folder = listed_folder(folder)
         if find(folder).places:
             Thinner(folder, replace(self._options, protect=protect), tell).apply()
 
 
 def _finish(directory: Path, options: Options, tell: Callable[[str], object]) -> None:
     """Finish what killed processes left in the folders of a run; ``tell`` gets a line about what has to stay."""
-    is_local = not isinstance(directory, RemotePath)  # one object of a store goes in one step
-    for folder in {directory / place.run for place in find(directory).places} if is_local else ():
+    for folder in {directory / place.run for place in find(directory).places}:
         try:
             finish_removals(folder, options.threads)
         except Ckpt8Error as exc:
@@ -471,7 +471,7 @@ def _item(
     if any(name == glob or fnmatchcase(name, glob) for name in names for glob in options.protect):
         held = held or "it is protected"
     held = held or next(filter(None, (asked(file) for file in (raw, packed) if file is not None)), None)
-    may_change = not is_packed_by_ranks
+    may_change = not is_packed_by_ranks and (raw is None or is_set_aside(raw) or not raw.is_dir())
     if raw is not None and held is None:
         # A folder of other things as well is no checkpoint to remove, nor is that of the run itself.
         held = problem_of(raw) if raw.exists() else "it is gone"
@@ -506,8 +506,10 @@ def _remove(item: Item) -> None:
         with writing(path):
             if path != item.raw:
                 remove_container(path)
+            elif is_directory(path):
+                remove_directory(path, turn_in_store)
             else:
-                discard(path)
+                path.unlink()
             sync_directory(path.parent)
 
 
@@ -546,9 +548,10 @@ def thin(
     path = as_path(directory)
     refuse_target(path)
     options = Options.of(keep, to, finest, coarsest, protect, delta=delta, threads=threads)
+    folder = without_remains(path, remove=apply)
     if apply:
-        _finish(path, options, tell)
-    thinner = Thinner(listed_folder(path), options, tell)
+        _finish(folder, options, tell)
+    thinner = Thinner(folder, options, tell)
     if apply and leave_reader:
         reader_copy.leave_reader(path)
     return thinner.apply() if apply else thinner.plan()

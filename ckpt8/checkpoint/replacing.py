@@ -33,7 +33,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, Entry, RemotePath, open_range, reading, resolved, scan
+from ckpt8.core.files.source_file import ByteRange, Entry, open_range, reading, resolved, scan
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -110,8 +110,6 @@ def is_part(name: str) -> bool:
 def problem_of(path: Path) -> str | None:
     """Why a file or directory may not be removed as a checkpoint, or None. Raises OSError."""
     if path.is_dir():
-        if isinstance(path, RemotePath):
-            return "it is a directory of a store, which does not go in one step"
         return _contents(path, frozenset()).problem
     return None if _is_checkpoint(path) else "it is no checkpoint"
 

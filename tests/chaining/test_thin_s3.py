@@ -13,8 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from chain_command_kit import make_run
 from disk_kit import longest_file
+from packed_kit import INDEX
 from s3_kit import BUCKET
 
 import ckpt8
@@ -22,10 +24,11 @@ from ckpt8.chaining import jobs
 from ckpt8.chaining import thin as thinning
 from ckpt8.chaining.chain import ChainRun, chain_options, is_there
 from ckpt8.chaining.jobs import Settings
-from ckpt8.core.errors import CheckFailedError, OutputError
+from ckpt8.core.errors import CheckFailedError, InputError, OutputError
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.stores import writing
 from ckpt8.core.files.stores.s3 import S3Store
+from ckpt8.integrations.dcp import Ckpt8StorageWriter
 
 
 @pytest.fixture(scope="module")
@@ -276,14 +279,97 @@ def test_a_full_disk_and_a_wrong_figure_leave_all_as_it_is(originals, bucket, tm
     assert {entry["method"] for entry in bucket.order()} == {"GET"}
 
 
-def test_a_directory_stays_and_counts(originals, bucket, inputs):
-    run = Run(bucket, originals)
-    for path in (inputs / "trainer-adamw").iterdir():
-        run.put(f"checkpoint-3/{path.name}", path.read_bytes())
-    run.put("checkpoint-3/trainer_state.json", b'{"global_step": 3}')
-    done = ckpt8.thin(run.url, keep="last:1", apply=True)
-    assert {name.partition("/")[0] for name in run.objects()} == {"checkpoint-3", "step-30.pt"}
-    assert done.then == run.size()
+# Directories
+
+
+@pytest.fixture
+def directories(bucket, inputs, tmp_path):
+    """A run of two directories of Trainer; the sound one is ``checkpoint-40``."""
+    (tmp_path / "nothing").mkdir()
+    run = Run(bucket, tmp_path / "nothing")
+    for step in (3, 40):
+        for path in (inputs / "trainer-adamw").iterdir():
+            run.put(f"checkpoint-{step}/{path.name}", path.read_bytes())
+        run.put(f"checkpoint-{step}/trainer_state.json", b'{"global_step": %d}' % step)
+    return run
+
+
+def test_a_directory_goes_or_stays_as_it_is(directories):
+    done = ckpt8.thin(directories.url, to=directories.size() // 2 + 1000, apply=True)
+    assert [record.becomes for record in done] == ["gone", "as it is"]
+    assert {name.partition("/")[0] for name in directories.objects()} == {"checkpoint-40"}
+    assert done.then == directories.size()
+
+
+FILES = 8
+"""Those of the directory."""
+
+
+@pytest.mark.by_default(most=3)
+@pytest.mark.parametrize("number", range(1, FILES + 3))
+def test_a_directory_whose_removal_is_killed_goes_with_the_next_one(number, directories, monkeypatch):
+    before = directories.objects()
+    assert len(before) == 2 * FILES
+    with monkeypatch.context() as patch:
+        kill_after(patch, number)
+        with pytest.raises(Killed):
+            ckpt8.thin(directories.url, keep="last:1", apply=True)
+    left = {name: content for name, content in directories.objects().items() if not name.startswith(".")}
+    assert left.items() <= before.items()
+    assert left == before or "checkpoint-3/trainer_state.json" not in left
+    plan = ckpt8.thin(directories.url, keep="last:1")
+    assert [record.name for record in plan if record.becomes != "gone"] == ["checkpoint-40"]
+    done = ckpt8.thin(directories.url, keep="last:1", apply=True)
+    after = {name: content for name, content in before.items() if name.startswith("checkpoint-40/")}
+    assert directories.objects() == after
+    assert done.then == directories.size()
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt"], ids=["the last", "another"])
+def test_a_directory_that_somebody_writes_is_not_removed_further(name, directories, monkeypatch):
+    key, before = f"checkpoint-3/{name}", directories.objects()
+    with monkeypatch.context() as patch:
+        changed_meanwhile(patch, lambda: directories.put(key, b"another"))
+        with pytest.raises(OutputError, match=rf"{key}: changed meanwhile; it stays as it is"):
+            ckpt8.thin(directories.url, keep="last:1", apply=True)
+    left = {name: content for name, content in directories.objects().items() if not name.startswith(".")}
+    assert left[key] == b"another"
+    assert (left == before | {key: b"another"}) == (name == "trainer_state.json")
+    if name == "trainer_state.json":
+        done = ckpt8.thin(directories.url, keep="last:2", apply=True)
+        assert done.then == directories.size()
+        assert directories.objects() == left
+    else:
+        with pytest.raises(InputError, match="holds several runs"):  # it is a checkpoint by its name
+            ckpt8.thin(directories.url, keep="last:2", apply=True)
+        assert set(directories.objects()) == {key, *(file for file in before if file.startswith("checkpoint-40/"))}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_ranks_have_packed_goes_beginning_with_its_index(bucket, tmp_path, monkeypatch):
+    (tmp_path / "nothing").mkdir()
+    run = Run(bucket, tmp_path / "nothing")
+    for step in (1, 2, 3):
+        state = {"model": {"w": torch.randn(64, 64)}, "step": step}
+        dcp.save(state, storage_writer=Ckpt8StorageWriter(f"{run.url}/step-{step}"), no_dist=True)
+    before = run.objects()
+    with monkeypatch.context() as patch:
+        kill_after(patch, 2)
+        with pytest.raises(Killed):
+            ckpt8.thin(run.url, keep="last:2", apply=True)
+    assert before.keys() - run.objects().keys() == {f"step-1/{INDEX}"}
+    assert ckpt8.thin(run.url, keep="last:2", apply=True).gone == []
+    assert set(run.objects()) == {name for name in before if not name.startswith("step-1/")}
+
+
+def test_what_is_no_note_stays(directories):
+    directories.put(".checkpoint-3.ckpt8-removal", b"[")
+    directories.put(".checkpoint-40.ckpt8-removal", json.dumps({"optimizer.pt": "", "gone": "1"}).encode())
+    before = directories.objects()
+    ckpt8.thin(directories.url, keep="last:2", apply=True)
+    assert directories.objects() == {
+        name: content for name, content in before.items() if name != ".checkpoint-40.ckpt8-removal"
+    }
 
 
 # What it asks for

@@ -17,6 +17,7 @@ from ckpt8.core.files.atomic import (
     Check,
     Partial,
     Room,
+    discard,
     replace_directory,
     sync_directory,
 )
@@ -27,6 +28,31 @@ if TYPE_CHECKING:
 
 Turn = Callable[[str], int]
 """When a file of a directory is sent to a store: in order, files that complete the directory last. 0 is at any time."""
+
+
+def remove_directory(path: Path, turn: Turn) -> None:
+    """Remove a directory so that it never looks like a whole one with files missing. Raises OSError.
+
+    It gets another name first. Where nothing can be renamed, what completes it goes first: one of a store that was
+    listed, as far as it is as the list has shown it; raises OutputError.
+    """
+    if isinstance(path, RemotePath):
+        path.remove_objects(turn)
+        return
+    discard(path)
+
+
+def is_set_aside(path: Path) -> bool:
+    """Whether a directory gets another name before it is removed, and so its old one again where that fails."""
+    return not isinstance(path, RemotePath)
+
+
+def without_remains(folder: Path, *, remove: bool) -> Path:
+    """A folder as it is now; in a store without what a killed ``remove_directory`` has left, which may go now.
+
+    On the disk that is a temporary: see ``remove_abandoned_of``.
+    """
+    return folder.without_remains(remove=remove) if isinstance(folder, RemotePath) else folder
 
 
 class AtomicDirectory(AtomicOutput):

@@ -73,6 +73,14 @@ class RemotePath(PosixPath):
         """What writes a directory."""
         raise NotImplementedError
 
+    def remove_objects(self, turn: Callable[[str], int]) -> None:
+        """Remove a directory that was listed."""
+        raise NotImplementedError
+
+    def without_remains(self, *, remove: bool) -> RemotePath:
+        """The folder as one list shows it now, without what killed processes left of directories in it."""
+        raise NotImplementedError
+
 
 def resolved(path: Path) -> Path:
     """The place to which a path leads, without links; that of an object as it is. Raises nothing."""

@@ -1,10 +1,13 @@
-"""Writes a directory of a store: object after object, the one that completes it last.
+"""Writes a directory of a store: object after object, the one that completes it last; and removes one.
 
 A store renames nothing. So what is there before the last object is a part of a directory, which its readers refuse.
+The removal begins with that object, and a note beside the directory says what else belongs to it: it is removed once a
+killed process has left it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +21,51 @@ from ckpt8.core.files.stores.writing import ObjectOutput
 
 if TYPE_CHECKING:
     from ckpt8.core.files.stores.path import StorePath
+
+
+_NOTE = ".ckpt8-removal"
+
+
+def remove_folder(path: StorePath, turn: Callable[[str], int]) -> None:
+    """Remove the objects that a list of the directory has shown, first what has the last ``turn``.
+
+    Raises OutputError where somebody has replaced one meanwhile, which stays, and those that would go after it.
+    """
+    objects = dict(sorted(path.objects.items(), key=lambda item: (-turn(item[0]), item[0])))
+    note = path.with_name(f".{path.name}{_NOTE}")
+    path.store.put(Write(note.key, None), json.dumps({name: version.tag for name, version in objects.items()}).encode())
+    for name, version in objects.items():
+        path.store.delete(f"{path.key}/{name}", version.tag)
+    note.unlink()
+
+
+def remains_in(folder: StorePath, *, remove: bool) -> set[str]:
+    """The objects that belong to directories in a folder whose removal a killed process has begun, and the notes of it.
+
+    The folder was listed. With ``remove`` they go now, but for those that were replaced since. So do notes of
+    directories of which nothing was removed.
+    """
+    objects, remains = folder.objects, set[str]()
+    for name in [name for name in objects if name.endswith(_NOTE) and name.rpartition("/")[2].startswith(".")]:
+        above, slash, own = name.rpartition("/")
+        directory = f"{above}{slash}{own[1:].removesuffix(_NOTE)}"
+        noted = {f"{directory}/{inside}": tag for inside, tag in _noted(folder / name).items()}
+        left = [path for path, tag in noted.items() if path in objects and objects[path].tag == tag]
+        is_begun = bool(noted) and next(iter(noted)) not in objects
+        going = [*(left if is_begun else ()), *([name] if noted else ())]
+        remains.update(going)
+        for path in going if remove else ():
+            (folder / path).unlink()
+    return remains
+
+
+def _noted(note: StorePath) -> dict[str, str]:
+    """The tags of objects that a note lists, in the order in which they go; none where it is none of ours."""
+    with suppress(ValueError), note.open() as file:
+        noted = json.loads(file.read())
+        if isinstance(noted, dict) and all(isinstance(tag, str) for tag in noted.values()):
+            return noted
+    return {}
 
 
 class FolderOutput(Closing):

@@ -21,7 +21,7 @@ from ckpt8.core.errors import InputError, UsageError
 from ckpt8.core.files.atomic import AtomicFile, Check
 from ckpt8.core.files.source_file import ByteRange, RemotePath, SourceFile, crc32
 from ckpt8.core.files.stores.contract import Readable, Stat, Store, Write
-from ckpt8.core.files.stores.folder import FolderOutput
+from ckpt8.core.files.stores.folder import FolderOutput, remains_in, remove_folder
 from ckpt8.core.files.stores.listing import Listing
 from ckpt8.core.files.stores.reading import Content, StoreFile
 from ckpt8.core.files.stores.writing import ObjectOutput
@@ -142,7 +142,23 @@ class StorePath(RemotePath):
     @property
     def objects(self) -> Mapping[str, Stat]:
         """What lies in a directory that was listed, by its path in it; nothing of another."""
-        return {} if self._within is None else self._within[0].objects
+        if self._within is None:
+            return {}
+        listing, own = self._within
+        start = own and f"{own}/"
+        return {name[len(start) :]: version for name, version in listing.objects.items() if name.startswith(start)}
+
+    def remove_objects(self, turn: Callable[[str], int]) -> None:
+        """Remove a directory that was listed, see ``remove_folder``."""
+        remove_folder(self, turn)
+
+    def without_remains(self, *, remove: bool) -> StorePath:
+        """The folder as one list shows it now, without what ``remains_in`` names."""
+        path = self.listed()
+        left = path.objects.keys() - remains_in(path, remove=remove)
+        if len(left) < len(path.objects):
+            path._within = self._listing_of({name: path.objects[name] for name in left}), ""
+        return path
 
     def forget(self) -> None:
         """See the object anew, which was written."""
@@ -232,9 +248,14 @@ class StorePath(RemotePath):
         return self._within is not None and self._within[0].is_folder(self._within[1])
 
     def _list(self) -> Listing:
-        prefix = f"{self.key}/" if self.key else ""
-        store = self._readable()
-        return Listing(str(self), store, prefix, store.objects(prefix, deep=True))
+        return self._listing_of(self._readable().objects(self._prefix, deep=True))
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.key}/" if self.key else ""
+
+    def _listing_of(self, objects: Mapping[str, Stat]) -> Listing:
+        return Listing(str(self), self._readable(), self._prefix, objects)
 
     def is_symlink(self) -> bool:
         """False."""
