@@ -236,3 +236,21 @@ def test_without_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
     with pytest.raises(UsageError, match=r"pip install 'ckpt8\[hf\]'"):
         store().stat("model.pt")
+
+
+@pytest.mark.parametrize("place", ["hf://owner/base/model.safetensors", "hf://owner/base"])
+def test_frozen_weights_of_a_file_of_the_hub(place, hub, tmp_path):
+    """The run has its own base then, and asks for no bytes of that file again."""
+    weight = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))
+    save_file({"w": weight}, tmp_path / "base.safetensors")
+    hub.commit("owner/base", model__safetensors=(tmp_path / "base.safetensors").read_bytes())
+    adapter = torch.ones(4, 4)
+    state = {"step": torch.tensor(1.0), "exp_avg": adapter * 1e-3, "exp_avg_sq": adapter * 1e-6}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    tree = {"model": {"base.w": weight, "lora": adapter}, "optimizer": {"state": {0: state}, "param_groups": [group]}}
+    for number in (1, 2):
+        ckpt8.save(tree, tmp_path / f"{number}.ckpt8", frozen_from=place)
+        assert (tmp_path / f"{number}.ckpt8").stat().st_size < weight.nbytes / 10
+    hub.commits.clear()
+    assert torch.equal(ckpt8.load(tmp_path / "2.ckpt8")["model"]["base.w"], weight)
+    assert len([*(tmp_path / "bases").iterdir()]) == 1
