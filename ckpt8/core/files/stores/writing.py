@@ -112,24 +112,25 @@ class ObjectOutput(Closing):
         self._buffers, self._size = buffers[:count], size
 
     def end(self, head: bytes, tail: Sequence[bytes]) -> Path:
-        """Add the last bytes, and the first ones in front of all; return where both can be read."""
+        """Add the last bytes, and the first ones in front of all; return where both can be read.
+
+        The last parts go already, while that is done.
+        """
         self.append(tail)
         self._head = head
+        self._send_rest()
         return self._path.that_reads(_Ends(head, b"".join(tail), len(head) + self._size))
 
     def publish(self, last_look: Callable[[Path], object] = lambda _: None) -> None:
         """Send what is left, and make the object. Raises OutputError, and what ``last_look`` at its path raises."""
+        self._send_rest()
         last_look(self._path)
+        self._look_again()
         is_shown = False
         if self._number == 1:
-            self._look_again()
             self._store.put(self._write, b"".join([self._head, *self._buffers]))
         else:
-            last = self._number
-            self._send(last, b"".join(self._buffers))
-            self._send(1, self._head + self._first)
-            self._look_again()  # while these are on their way
-            numbers = range(1, last + 1)
+            numbers = range(1, self._number + 1)
             for number in numbers:
                 self._senders[number].join()
             self._check()
@@ -140,6 +141,12 @@ class ObjectOutput(Closing):
         self._path.forget()
         if self.replaced is not None:
             note_replaced(self.replaced)
+
+    def _send_rest(self) -> None:
+        """Send the last part and the first one, once, if there are parts."""
+        if self._number > 1 and 1 not in self._senders:
+            self._send(self._number, b"".join(self._buffers))
+            self._send(1, self._head + self._first)
 
     def _look_again(self) -> None:
         """Raise OutputError where what is there may not be replaced any more."""
