@@ -30,7 +30,7 @@ from ckpt8.container.bases import (
     kept_name,
     stated_base,
 )
-from ckpt8.container.header import CONTAINER, HEAD_BYTES, begins_container, holds_seal, stated_seal
+from ckpt8.container.header import CONTAINER, HEAD_BYTES, begins_container, holds_seal, is_container, stated_seal
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.closing import Closing
 from ckpt8.core.errors import InputError, OutputError, require
@@ -413,6 +413,8 @@ def unneeded_file(path: Path) -> str:
 
 def _needs(container: Path, path: Path, seal: str, is_kept: Callable[[Path], bool]) -> bool:
     """Whether a file is a container whose base has this seal, and is at ``path`` only."""
+    if not is_container(container):
+        return False  # to find that it has no head takes long
     try:
         stated, record = _head(container)
     except (InputError, OSError):

@@ -280,3 +280,15 @@ def test_a_file_system_without_links_says_so(run, monkeypatch):
     monkeypatch.setattr(os, "link", refuse)
     with KeptBases(run.folder) as kept, pytest.raises(OSError, match="not permitted"):
         kept.link(run.folder / "1.ckpt8")
+
+
+def test_what_is_no_container_is_told_by_its_first_bytes(run, monkeypatch):
+    """To search its end for a manifest takes longer than to compress it."""
+    run.write("alone.ckpt8")
+    (run.folder / "plain.pt").write_bytes(b"PK\x03\x04" + bytes(5000))
+
+    def search(_):
+        raise AssertionError
+
+    monkeypatch.setattr("ckpt8.container.header.frames_at_end", search)
+    assert dependents(run.folder / "alone.ckpt8") == []
