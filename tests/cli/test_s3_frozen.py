@@ -13,6 +13,7 @@ import ckpt8
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import OutputError, UsageError
 from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.stores.s3 import S3Store
 
 LAYERS, WIDTH = 3, 640
 FROZEN_BYTES = LAYERS * WIDTH * WIDTH * 4
@@ -151,3 +152,29 @@ def test_a_damaged_object_in_bases_is_made_again(place, bucket, files):
     ckpt8.compress(files / "2.pt", f"{place}/2.ckpt8", frozen_from=files / "base.safetensors")
     assert objects(bucket, place)[base] == whole
     check(f"{place}/1.ckpt8", files, 1, base)
+
+
+def test_two_runs_that_make_the_object_at_once(place, bucket, files, monkeypatch):
+    """The second is told that it is there, and takes it."""
+    ckpt8.compress(files / "1.pt", f"{place}/1.ckpt8", frozen_from=files / "base.safetensors")
+    (base,) = (name for name in objects(bucket, place) if name.startswith("bases/"))
+    key = f"{key_of(place)}/{base}"
+    content = bucket.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    bucket.client.delete_object(Bucket=BUCKET, Key=key)
+    begin, put = S3Store.begin, S3Store.put
+
+    def rival(call):
+        def called(store, write, *rest):
+            if write.key == key:
+                bucket.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+            return call(store, write, *rest)
+
+        return called
+
+    monkeypatch.setattr(S3Store, "begin", rival(begin))
+    monkeypatch.setattr(S3Store, "put", rival(put))
+    with bucket.counted() as log:
+        ckpt8.compress(files / "2.pt", f"{place}/2.ckpt8", frozen_from=files / "base.safetensors")
+    refused = [entry for entry in log if entry["what"] in ("put", "complete") and entry.get("status") == 412]
+    assert [entry["path"] for entry in refused] == [f"/{BUCKET}/{key}"]
+    check(f"{place}/2.ckpt8", files, 2, base)
