@@ -199,7 +199,7 @@ def _look(path: Path) -> Look:
 
 def anew(path: Path) -> Path:
     """The same path, which asks a store again."""
-    return path.with_name(path.name) if isinstance(path, RemotePath) else path
+    return type(path)(path)
 
 
 def _check(source: Path, container: Path, looks: Mapping[Path, Look], place: Path) -> None:

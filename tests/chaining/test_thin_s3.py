@@ -375,14 +375,20 @@ def test_what_is_no_note_stays(directories):
 # What it asks for
 
 
-def test_requests(chained, bucket):
-    run = Run(bucket, chained)
+@pytest.mark.parametrize("kind", ["originals", "chained"])
+def test_a_plan_by_rules_takes_a_list_and_both_ends_of_each_file(kind, request, bucket):
+    folder = request.getfixturevalue(kind)
+    run = Run(bucket, folder)
     with bucket.counted() as log:
         ckpt8.thin(run.url, keep="last:1")
     lists = [entry for entry in log if entry["method"] == "GET" and not entry["range"]]
     assert len(lists) == 1
     assert {entry["method"] for entry in log} == {"GET"}
-    assert len(log) <= 1 + 2 * len(files(chained))
+    assert len(log) <= 1 + 2 * len(files(folder))
+
+
+def test_requests(chained, bucket):
+    run = Run(bucket, chained)
     with bucket.counted() as log:
         ckpt8.thin(run.url, keep="last:1", apply=True)
     changes = [entry for entry in log if entry["method"] in ("PUT", "DELETE")]

@@ -34,6 +34,7 @@ def remove_folder(path: StorePath, turn: Callable[[str], int]) -> None:
     objects = dict(sorted(path.objects.items(), key=lambda item: (-turn(item[0]), item[0])))
     note = path.with_name(f".{path.name}{_NOTE}")
     path.store.put(Write(note.key, None), json.dumps({name: version.tag for name, version in objects.items()}).encode())
+    note.forget()
     for name, version in objects.items():
         path.store.delete(f"{path.key}/{name}", version.tag)
     note.unlink()

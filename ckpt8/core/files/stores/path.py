@@ -176,6 +176,19 @@ class StorePath(RemotePath):
                 path._within = Listing(str(self), self._readable(), self.key, {}), "/".join(below)
         return path
 
+    def with_name(self, name: str) -> StorePath:
+        """The path beside it: of one in a directory that was listed, what the list has shown."""
+        path = super().with_name(name)
+        if self._within is not None and self._within[1]:
+            listing, own = self._within
+            above, slash, _ = own.rpartition("/")
+            path._within = listing, f"{above}{slash}{name}"
+        return path
+
+    def with_suffix(self, suffix: str) -> StorePath:
+        """As ``with_name``."""
+        return self.with_name(super().with_suffix(suffix).name)
+
     def that_reads(self, store: Readable) -> StorePath:
         """The same path to an object of another store."""
         path = StorePath(self)
