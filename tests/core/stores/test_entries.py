@@ -11,7 +11,6 @@ PACKAGE = Path(ckpt8.__file__).parent
 
 LOCAL = {
     "core/files/paths.py:as_path",
-    "compressing/chosen_base.py:checked_frozen",  # what a run began with is linked
     "container/plain_reader.py:__init__",  # it stands alone
     "container/plain_reader.py:read",
     "converting/convert.py:convert",  # the config.json of a model
