@@ -197,9 +197,19 @@ def test_a_simulation_makes_few_calls_itself(tmp_path):
     """A simulated command sleeps in place of what it recorded, and ends as the real one does."""
     sizes = ["--size", "6e7", "--simulated", "1.2e8", "--threads", "1,8", "--repeat", "1"]
     names = "flash,restore flash"
-    command = [sys.executable, SCRIPTS / "cores.py", *sizes, "--commands", names, "--scratch", tmp_path]
+    command = [
+        sys.executable,
+        SCRIPTS / "cores.py",
+        "--shapes",
+        "gpt",
+        *sizes,
+        "--commands",
+        names,
+        "--scratch",
+        tmp_path,
+    ]
     subprocess.run([*command, "--json", tmp_path / "cores.json"], check=True, capture_output=True, timeout=600)
-    found = json.loads((tmp_path / "cores.json").read_text())["commands"]
+    found = json.loads((tmp_path / "cores.json").read_text())["shapes"]["gpt"]["commands"]
     assert list(found) == names.split(",")
     for figures in found.values():
         assert 0 < figures["held_s_per_gb"] < figures["two_threads"]["wall_s"] / 0.06
