@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from ckpt8.chaining.jobs import Look
+from ckpt8.chaining.chain import REST, Rest, placed
+from ckpt8.chaining.jobs import Look, Settings, look_at, refuse_removal
+from ckpt8.checkpoint.readers.entries import is_directory
+from ckpt8.checkpoint.replacing import incomplete, problem_of, turn_in_store
 from ckpt8.compressing.policy import Policy
+from ckpt8.container.kept_bases import remove_container
 from ckpt8.container.reader import ContainerReader
-from ckpt8.core.errors import UsageError
+from ckpt8.core.errors import OutputError, UsageError, require
+from ckpt8.core.files.atomic import sync_directory, writing
+from ckpt8.core.files.atomic_directory import is_set_aside, remove_directory
+from ckpt8.core.files.source_file import reading
 from ckpt8.inspecting.prediction import Expected, expect
 from ckpt8.inspecting.runs import RunRecord
 
@@ -83,8 +91,8 @@ class Item:
 
     ``base`` is the number of the item that the container is a delta to. ``leans``: its base is a checkpoint that is
     gone, in ``bases/``. ``is_sound``: it is complete, as far as its heads say. ``held`` says why it has to stay as it
-    is; other ones may go, and change if ``may_change``. ``looks`` is how its files looked when they were listed, or
-    written.
+    is; other ones may go, and change if ``may_change``. ``damage`` says why it cannot be read whole. ``looks`` is how
+    its files looked when they were listed, or written.
     """
 
     record: RunRecord
@@ -95,6 +103,7 @@ class Item:
     leans: bool = False
     is_sound: bool = True
     held: str | None = None
+    damage: str | None = None
     may_change: bool = True
     choices: list[Choice] = field(default_factory=list)
     looks: dict[Path, Look] = field(default_factory=dict)
@@ -111,6 +120,12 @@ class Item:
     def may_go(self) -> bool:
         """Whether it may be removed."""
         return self.held is None
+
+    def hold(self, why: str, damage: str | None = None) -> None:
+        """Leave it as it is from now on."""
+        self.held, self.damage, self.may_change = self.held or why, self.damage or damage, False
+        self.is_sound &= damage is None
+        del self.choices[1:]
 
     @property
     def nbytes(self) -> int:
@@ -154,3 +169,74 @@ def _steps_asked(asked: str | None) -> float:
         return rung((asked or "").replace("budget ", "budget:")).steps
     except UsageError:
         return 0.0
+
+
+def item_of(
+    directory: Path,
+    record: RunRecord,
+    protect: Sequence[str],
+    taken: set[Path],
+    asked: Callable[[Path], str | None],
+) -> Item:
+    """A checkpoint with its files.
+
+    What is damaged, not at rest, of several files, protected or ``asked`` for by its name stays as it is. A directory
+    that ranks have packed may go, and does not change; nor does one with a container of another checkpoint in its way.
+    ``taken`` are the containers that others are to become; its own is added.
+    """
+    path = directory / record.name
+    is_plain = record.kind == "raw"
+    beside = directory / PurePosixPath(record.name).parent
+    raw = path if is_plain else None if record.raw is None else beside / record.raw.rpartition("/")[2]
+    packed = None if is_plain else path
+    target = path
+    names = {record.name, path.name, *(() if record.raw is None else (record.raw, Path(record.raw).name))}
+    is_packed_by_ranks = packed is not None and packed.is_dir()
+    if is_packed_by_ranks:
+        raw, packed = (packed, None) if raw is None else (None, None)
+    held = record.problem or (None if record.kind else "nothing says what it is")
+    is_sound = held is None and not (is_plain and incomplete(path))
+    if any(name == glob or fnmatchcase(name, glob) for name in names for glob in protect):
+        held = held or "it is protected"
+    held = held or next(filter(None, (asked(file) for file in (raw, packed) if file is not None)), None)
+    may_change = not is_packed_by_ranks and (raw is None or is_set_aside(raw) or not raw.is_dir())
+    if raw is not None and held is None:
+        # A folder of other things as well is no checkpoint to remove, nor is that of the run itself.
+        held = problem_of(raw) if raw.exists() else "it is gone"
+    if raw is not None and held is None:
+        job = placed(raw, Settings(), force=False, taken=taken)
+        held = (None if job.problem is None else str(job.problem)) or Rest(REST, watched=False).problem(raw)
+        if record.name == "." or (packed is not None and job.target != packed):
+            held = held or "it is in several files"
+        target, may_change = packed or job.target, may_change and job.present == (packed is not None)
+    if raw is None and packed is None:
+        held = held or "it is in several files"
+    item = Item(record, raw, packed, target, held=held, is_sound=is_sound, may_change=held is None and may_change)
+    item.damage = record.problem
+    item.looks = looks_of(item) if held is None else {}
+    return item
+
+
+def looks_of(item: Item) -> dict[Path, Look]:
+    """How the files of a checkpoint look. Raises InputError."""
+    with reading(item.target):
+        return {path: look_at(path) for path in (item.raw, item.packed) if path and path.exists()}
+
+
+def remove_item(item: Item) -> None:
+    """Remove the files of a checkpoint, unless they have changed since they were listed. Raises OutputError."""
+    require(
+        looks_of(item) == item.looks,
+        f"{item.target}: is kept: it, or what it was made from, changed after it was listed; run the command again",
+        OutputError,
+    )
+    for path in item.looks:
+        refuse_removal(path)
+        with writing(path):
+            if path != item.raw:
+                remove_container(path)
+            elif is_directory(path):
+                remove_directory(path, turn_in_store)
+            else:
+                path.unlink()
+            sync_directory(path.parent)

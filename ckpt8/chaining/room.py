@@ -29,6 +29,7 @@ from statistics import median
 from ckpt8.chaining.choices import Item
 from ckpt8.chaining.keeping import Ranking, interval
 from ckpt8.chaining.layout import Deltas, Form, Layout, State
+from ckpt8.core.errors import InputError
 from ckpt8.inspecting.prediction import Expected, expect_delta
 
 GONE = 20.0
@@ -167,6 +168,12 @@ class Planner:
             self._forms = None
         self.done[index] = form
 
+    def hold(self, indexes: Set[int], outside: int) -> None:
+        """Search again: these stay as they are, and as many bytes ``outside`` more are needed for that."""
+        self._firm, self._outside, self._forms = self._firm | indexes, self._outside + outside, None
+        for index in indexes:
+            self._start[index] = self._state[index] = 0
+
     def forget(self) -> None:
         """Search again: an item takes more than it did."""
         self._forms = None
@@ -213,7 +220,10 @@ class Planner:
             self._tell(self._items[index].record.name)
             planned = self._planned(form.base, forms[form.base])
             source, base = self._items[index].source, self._items[form.base].source
-            found = expect_delta(source, form.choice.rung.policy, base, planned.plan, self._threads)
+            try:
+                found = expect_delta(source, form.choice.rung.policy, base, planned.plan, self._threads)
+            except InputError:  # one of both turns out to be damaged as it is compressed
+                found = None
             self._deltas.add(key, found, form.choice.nbytes)
             is_new = True
         return is_new

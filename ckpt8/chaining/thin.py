@@ -14,50 +14,44 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from ckpt8.chaining import reader_copy
-from ckpt8.chaining.chain import REST, Rest, placed
-from ckpt8.chaining.choices import Item, Rung, rungs_between
+from ckpt8.chaining.choices import Item, Rung, item_of, looks_of, remove_item, rungs_between
 from ckpt8.chaining.jobs import (
-    Look,
-    Settings,
     check_made_from,
     finish_removals,
-    look_at,
-    refuse_removal,
     remove_verified,
 )
 from ckpt8.chaining.keeping import Keep, Ranking
 from ckpt8.chaining.layout import Form
 from ckpt8.chaining.room import Planner, RoomError
-from ckpt8.checkpoint.readers.entries import is_directory
-from ckpt8.checkpoint.replacing import asked_for, incomplete, problem_of, turn_in_store
+from ckpt8.checkpoint.replacing import asked_for
 from ckpt8.compressing.compress import coarsen, compress
-from ckpt8.container.bases import looked_for_in
-from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release, remove_container
+from ckpt8.container.bases import KEPT, looked_for_in
+from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import rebase
-from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError, require
+from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import (
     remove_abandoned_of,
-    sync_directory,
     workspace,
     writing,
 )
-from ckpt8.core.files.atomic_directory import is_set_aside, remove_directory, without_remains
+from ckpt8.core.files.atomic_directory import without_remains
 from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import RemotePath, refuse_target
 from ckpt8.core.files.source_file import listed as listed_folder
-from ckpt8.core.files.source_file import reading, refuse_target
 from ckpt8.core.public import checked, parse_size
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, listed, size
-from ckpt8.inspecting.runs import MISSING, RunRecord, find, runs_in
+from ckpt8.inspecting.runs import MISSING, find, runs_in
+from ckpt8.inspecting.verify import verify
 
 _SPARE = 1 << 20
 """Bytes of the disk that stay free."""
@@ -70,7 +64,7 @@ class ThinRecord:
     ``score`` is its value of ``Thinning.metric``. ``becomes`` is ``as it is``, ``whole`` where a delta loses its base,
     ``.ckpt8 alone`` where the original beside it goes, a preset or a budget, or ``gone``. ``base`` is the checkpoint
     that it is then a delta to. ``twice``: it is compressed from a lossy container, and errors add up. ``held`` says why
-    it has to stay as it is.
+    it has to stay as it is, ``damage`` why it cannot be read whole.
     """
 
     name: str
@@ -84,6 +78,7 @@ class ThinRecord:
     base: str | None = None
     twice: bool = False
     held: str | None = None
+    damage: str | None = None
 
 
 @dataclass(slots=True, repr=False)
@@ -117,6 +112,11 @@ class Thinning(Summarised):
     def gone(self) -> list[str]:
         """The names of those that go."""
         return [record.name for record in self.records if record.becomes == "gone"]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why some cannot be read whole, which stay as they are, a line each."""
+        return [record.damage for record in self.records if record.damage is not None]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -174,41 +174,33 @@ class Thinner:
             f"{directory}: holds several runs, in {listed(name or '.' for name in folders)}; give the folder of one",
         )
         self._folder = directory / folders[0]
-        self._workspace = workspace(self._folder)
+        self._workspace, self._is_remote = workspace(self._folder), isinstance(self._folder, RemotePath)
         taken, asked = set[Path](), asked_for(self._folder)
-        self._items = [_item(directory, record, options, taken, asked) for record in self._run]
+        self._items = [item_of(directory, record, options.protect, taken, asked) for record in self._run]
         records = [item.record for item in self._items]
         self._ranking = Ranking.of(records)
         numbers = {record.name: index for index, record in enumerate(records)}
         for item in self._items:
             item.base = numbers.get(item.record.base or "")
             item.leans = item.record.base not in (None, MISSING, *numbers)
-        # One that is damaged or was never finished is not the newest: the one before it is all that there is.
-        sound = [index for index, item in enumerate(self._items) if item.is_sound]
-        newest = {*sound[-1:], *[index for index in sound if records[index].step is not None][-1:]}
-        firm = {index for index, item in enumerate(self._items) if not item.may_go} | newest
-        self._kept = {sound[number] for number in options.keep.kept([records[index] for index in sound])} | firm
-        self._planner = Planner(
-            self._items,
-            options.room,
-            self._kept,
-            firm if not options.keep.is_given else self._kept,
-            outside=self._run.bases_bytes,
-            delta=options.delta,
-            threads=options.threads,
-            tell=lambda name: tell(f"{name}: predicting its delta"),
-        )
+        self._spread_damage()
 
     def plan(self) -> Thinning:
         """What would become of the checkpoints. Raises OutputError where they do not fit."""
-        # Where all fit as they are, nothing is read.
-        now = sum(item.nbytes for index, item in enumerate(self._items) if index in self._kept) + self._run.bases_bytes
-        is_tight = self._options.room is not None and now > self._options.room
-        for index, item in enumerate(self._items):
-            is_open = is_tight and index in self._kept and item.may_change
-            if is_open:
-                self._tell(f"{item.record.name}: predicting sizes")
-            item.add_choices(self._options.rungs if is_open else (), self._options.threads)
+        kept, firm = self._staying()
+        while self._predict(kept):
+            self._spread_damage()
+            kept, firm = self._staying()
+        self._planner = Planner(
+            self._items,
+            self._options.room,
+            kept,
+            kept if self._options.keep.is_given else firm,
+            outside=self._run.bases_bytes,
+            delta=self._options.delta,
+            threads=self._options.threads,
+            tell=lambda name: self._tell(f"{name}: predicting its delta"),
+        )
         forms = self._forms(self._planner.plan)
         then = self._planner.taken()
         records = [self._record(index, form) for index, form in enumerate(forms)]
@@ -217,12 +209,60 @@ class Thinner:
         place, workspace = str(self._directory), str(self._workspace)
         return Thinning(place, records, before, then, room, needs, workspace, ranking.metric, ranking.is_highest)
 
+    def _newest(self) -> set[int]:
+        """The numbers of the newest, and of the newest with a step: none that is damaged or was never finished."""
+        sound = [index for index, item in enumerate(self._items) if item.is_sound]
+        return {*sound[-1:], *[index for index in sound if self._items[index].record.step is not None][-1:]}
+
+    def _staying(self) -> tuple[set[int], set[int]]:
+        """The numbers of those that rules keep, and of those that stay in any case."""
+        sound = [index for index, item in enumerate(self._items) if item.is_sound]
+        firm = {index for index, item in enumerate(self._items) if not item.may_go} | self._newest()
+        kept = self._options.keep.kept([self._items[index].record for index in sound])
+        return {sound[number] for number in kept} | firm, firm
+
+    def _predict(self, kept: Set[int]) -> bool:
+        """Predict what those may become that are kept; whether one turned out to be damaged."""
+        # Where all fit as they are, nothing is read.
+        now = sum(self._items[index].nbytes for index in kept) + self._run.bases_bytes
+        is_tight, is_damaged = self._options.room is not None and now > self._options.room, False
+        for index, item in enumerate(self._items):
+            is_open = is_tight and index in kept and item.may_change
+            if item.choices and not (is_open and len(item.choices) == 1):
+                continue
+            if is_open:
+                self._tell(f"{item.record.name}: predicting sizes")
+            try:
+                item.add_choices(self._options.rungs if is_open else (), self._options.threads)
+            except InputError as exc:
+                item.hold(exc.problem, exc.problem)
+                is_damaged = True
+        return is_damaged
+
+    def _spread_damage(self) -> None:
+        """Hold what needs a damaged one, which cannot be read either, and what a damaged one needs, for a salvage."""
+        damaged = [index for index, item in enumerate(self._items) if item.damage is not None]
+        for index in damaged:
+            name = self._items[index].record.name
+            for above, item in enumerate(self._items):
+                if item.base == index and item.damage is None:
+                    item.hold(why := f"it needs {name}, which cannot be read", f"{item.record.name}: {why}")
+                    damaged.append(above)
+            base = self._items[index].base
+            while base is not None:
+                self._items[base].hold(f"{name} needs it, which cannot be read")
+                base = self._items[base].base
+
     def apply(self) -> Thinning:
         """Do it. Raises OutputError where the disk has too little room, CheckFailedError where a figure fails.
 
-        What was done until then stays.
+        What was done until then stays. So does what turns out to be damaged.
         """
-        planned, free = self.plan(), shutil.disk_usage(self._workspace).free
+        planned = self.plan()
+        while any(record.becomes == "gone" for record in planned) and self._newest_is_damaged():
+            self._spread_damage()
+            planned = self.plan()
+        free = shutil.disk_usage(self._workspace).free
         require(
             planned.needs <= free,
             f"{planned.needs_in}: has {size(free)} free, and {size(planned.needs)} are needed; nothing was changed",
@@ -230,17 +270,11 @@ class Thinner:
         )
         with writing(self._folder):
             remove_abandoned_of(".*?", list(self._folder.iterdir()))
-        forms = self._forms(self._planner.go_on)
-        # A delta before its base: in place that becomes another file.
-        for index, form in reversed([*enumerate(forms)]):
-            if form.is_rebased:
-                self._do(index, form)
-        for index, form in reversed([*enumerate(forms)]):
-            if form.choice is None:
-                self._do(index, form)
-        for index in range(len(self._items)):
-            if index not in self._planner.done:
-                self._do(index, self._forms(self._planner.go_on)[index])
+        while (next_one := self._next()) is not None:
+            try:
+                self._do(*next_one)
+            except _UnreadableError as exc:
+                self._leave(next_one[0], exc.problem)
         self._fit()
         with KeptBases(self._folder) as kept:
             kept.link_needed()
@@ -252,6 +286,39 @@ class Thinner:
             for index, record in enumerate(planned)
         ]
         return replace(planned, records=records, then=after["stored_bytes"] + after["raw_bytes"], applied=True)
+
+    def _newest_is_damaged(self) -> bool:
+        """Whether a newest one that may change does not hold: then it stays, and is not the newest."""
+        for item in (self._items[index] for index in self._newest()):
+            if item.held is None and item.raw is None and item.packed is not None and not self._is_remote:
+                try:
+                    verify(item.packed, threads=self._options.threads)
+                except (InputError, CheckFailedError) as exc:
+                    item.hold(exc.problem, exc.problem)
+                    return True
+        return False
+
+    def _next(self) -> tuple[int, Form] | None:
+        """What is done next: a delta before its base, which becomes another file in place; then what goes."""
+        forms = [each for each in enumerate(self._forms(self._planner.go_on)) if each[0] not in self._planner.done]
+        rebased = [each for each in forms if each[1].is_rebased]
+        gone = [each for each in forms if each[1].choice is None]
+        return next(iter([*reversed(rebased), *reversed(gone), *forms]), None)
+
+    def _leave(self, index: int, problem: str) -> None:
+        """Leave an item as it is that turned out to be damaged, and plan the rest again."""
+        item = self._items[index]
+        self._tell(f"{item.record.name}: stays as it is: {problem}")
+        item.hold(problem, problem)
+        outside = 0
+        with suppress(InputError, OSError), ContainerReader(item.target) as reader:
+            # What has become another file stays in ``bases/``, and has no other name.
+            below = [link.path for link in reader.links() if link.path.parent.name == KEPT]
+            outside = sum(path.stat().st_size for path in below if path.stat().st_nlink == 1)
+        self._spread_damage()
+        item.leans |= outside > 0
+        self._planner.hold({at for at, each in enumerate(self._items) if each.held}, outside)
+        self._planner.settle(index, Form(item.choices[0], item.nbytes))
 
     def _fit(self) -> None:
         """Let the least useful go where files are larger than predicted. Raises OutputError where none may."""
@@ -292,6 +359,7 @@ class Thinner:
             None if form.base is None else self._items[form.base].record.name,
             twice=is_packed and choice is not None and choice.rung is not None,
             held=item.held,
+            damage=item.damage,
         )
 
     def _needs(self, forms: Sequence[Form]) -> int:
@@ -352,15 +420,16 @@ class Thinner:
             if not kept.has_links:
                 self._make_whole_above(index)
             if choice is None:
-                _remove(item)
+                remove_item(item)
             elif choice.rung is not None:
                 form = self._compress(item, form, choice.rung)
             else:
                 if form.is_rebased and item.packed is not None:
-                    form = replace(form, nbytes=form.nbytes - item.alone + self._rebase(item))
+                    with _reading_source():
+                        form = replace(form, nbytes=form.nbytes - item.alone + self._rebase(item))
                 if alone and item.raw is not None:
                     remove_verified(item.raw, item.target, threads=self._options.threads)
-            item.looks = {} if choice is None else _looks(item)
+            item.looks = {} if choice is None else looks_of(item)
             if choice is None or form.is_new or form.is_rebased:
                 item.base = None
         drop_unneeded(self._folder)
@@ -374,7 +443,7 @@ class Thinner:
                 self._tell(f"{item.record.name}: becomes whole, since its base changes")
                 item.grow(self._rebase(item))
                 self._planner.forget()
-                item.looks = _looks(item)
+                item.looks = looks_of(item)
 
     def _rebase(self, item: Item) -> int:
         """Make a delta whole; its size."""
@@ -388,15 +457,16 @@ class Thinner:
         if item.raw is not None:
             if item.packed is not None:
                 check_made_from(item.raw, item.raw, item.packed, threads)
-            compress(
-                item.raw,
-                item.target,
-                preset=rung.preset,
-                budget=rung.budget,
-                base=base,
-                threads=threads,
-                force=item.packed is not None,
-            )
+            with _reading_source():
+                compress(
+                    item.raw,
+                    item.target,
+                    preset=rung.preset,
+                    budget=rung.budget,
+                    base=base,
+                    threads=threads,
+                    force=item.packed is not None,
+                )
             item.packed = item.target
             remove_verified(item.raw, item.target, threads=threads)
         else:
@@ -405,12 +475,28 @@ class Thinner:
                 with looked_for_in([item.target.parent]):  # it is elsewhere where that is in a store
                     check_made_from(item.target, item.target, written, threads)
 
-            coarsen(item.target, preset=rung.preset, budget=rung.budget, base=base, threads=threads, approve=approve)
+            with _reading_source():
+                coarsen(
+                    item.target, preset=rung.preset, budget=rung.budget, base=base, threads=threads, approve=approve
+                )
         with ContainerReader(item.target) as reader:
             steps, nbytes = reader.manifest.error_in_steps, reader.size
         assert form.choice is not None  # noqa: S101 - it has a rung
         choice = replace(form.choice, steps=steps, nbytes=nbytes if base is None else form.choice.nbytes)
         return replace(form, choice=choice, nbytes=nbytes)
+
+
+class _UnreadableError(InputError):
+    """A checkpoint turned out to be damaged as it was read."""
+
+
+@contextmanager
+def _reading_source() -> Iterator[None]:
+    """For a block that reads a checkpoint: raises _UnreadableError where that is damaged."""
+    try:
+        yield
+    except InputError as exc:
+        raise _UnreadableError(exc.problem) from exc
 
 
 class Upkeep:
@@ -422,11 +508,12 @@ class Upkeep:
     def __call__(
         self, folder: Path, protect: Sequence[str] = (), tell: Callable[[str], object] = lambda _: None
     ) -> None:
-        """Thin a folder; nothing where there is no checkpoint yet. Raises as ``thin``."""
+        """Thin a folder; nothing where there is no checkpoint yet. Warns of damaged ones. Raises as ``thin``."""
         folder = without_remains(folder, remove=True)
         _finish(folder, self._options, tell)
         if find(folder).places:
-            Thinner(folder, replace(self._options, protect=protect), tell).apply()
+            for problem in Thinner(folder, replace(self._options, protect=protect), tell).apply().problems:
+                warnings.warn(f"{problem}; it stays as it is", RuntimeWarning, stacklevel=2)
 
 
 def _finish(directory: Path, options: Options, tell: Callable[[str], object]) -> None:
@@ -441,76 +528,6 @@ def _finish(directory: Path, options: Options, tell: Callable[[str], object]) ->
 def upkeep(keep: str | None, to: int | str | None, *, delta: bool = True, threads: int | None = None) -> Upkeep | None:
     """An ``Upkeep``; None where nothing is asked for. Raises UsageError."""
     return None if keep is None and to is None else Upkeep(Options.of(keep, to, delta=delta, threads=threads))
-
-
-def _item(
-    directory: Path,
-    record: RunRecord,
-    options: Options,
-    taken: set[Path],
-    asked: Callable[[Path], str | None],
-) -> Item:
-    """A checkpoint with its files.
-
-    What is damaged, not at rest, of several files, protected or ``asked`` for by its name stays as it is. A directory
-    that ranks have packed may go, and does not change; nor does one with a container of another checkpoint in its way.
-    ``taken`` are the containers that others are to become; its own is added.
-    """
-    path = directory / record.name
-    is_plain = record.kind == "raw"
-    beside = directory / PurePosixPath(record.name).parent
-    raw = path if is_plain else None if record.raw is None else beside / record.raw.rpartition("/")[2]
-    packed = None if is_plain else path
-    target = path
-    names = {record.name, path.name, *(() if record.raw is None else (record.raw, Path(record.raw).name))}
-    is_packed_by_ranks = packed is not None and packed.is_dir()
-    if is_packed_by_ranks:
-        raw, packed = (packed, None) if raw is None else (None, None)
-    held = record.problem or (None if record.kind else "nothing says what it is")
-    is_sound = held is None and not (is_plain and incomplete(path))
-    if any(name == glob or fnmatchcase(name, glob) for name in names for glob in options.protect):
-        held = held or "it is protected"
-    held = held or next(filter(None, (asked(file) for file in (raw, packed) if file is not None)), None)
-    may_change = not is_packed_by_ranks and (raw is None or is_set_aside(raw) or not raw.is_dir())
-    if raw is not None and held is None:
-        # A folder of other things as well is no checkpoint to remove, nor is that of the run itself.
-        held = problem_of(raw) if raw.exists() else "it is gone"
-    if raw is not None and held is None:
-        job = placed(raw, Settings(), force=False, taken=taken)
-        held = (None if job.problem is None else str(job.problem)) or Rest(REST, watched=False).problem(raw)
-        if record.name == "." or (packed is not None and job.target != packed):
-            held = held or "it is in several files"
-        target, may_change = packed or job.target, may_change and job.present == (packed is not None)
-    if raw is None and packed is None:
-        held = held or "it is in several files"
-    item = Item(record, raw, packed, target, held=held, is_sound=is_sound, may_change=held is None and may_change)
-    item.looks = _looks(item) if held is None else {}
-    return item
-
-
-def _looks(item: Item) -> dict[Path, Look]:
-    """How the files of a checkpoint look. Raises InputError."""
-    with reading(item.target):
-        return {path: look_at(path) for path in (item.raw, item.packed) if path and path.exists()}
-
-
-def _remove(item: Item) -> None:
-    """Remove the files of a checkpoint, unless they have changed since they were listed. Raises OutputError."""
-    require(
-        _looks(item) == item.looks,
-        f"{item.target}: is kept: it, or what it was made from, changed after it was listed; run the command again",
-        OutputError,
-    )
-    for path in item.looks:
-        refuse_removal(path)
-        with writing(path):
-            if path != item.raw:
-                remove_container(path)
-            elif is_directory(path):
-                remove_directory(path, turn_in_store)
-            else:
-                path.unlink()
-            sync_directory(path.parent)
 
 
 @checked

@@ -197,6 +197,9 @@ def thin(
     )
     facts = done.to_json()
     present(facts, lambda console: show_thinning(console, facts), as_json=as_json)
+    if problems := done.problems:
+        stay = f"{counted(len(problems), 'checkpoint')} cannot be read whole and stay as they are"
+        raise InputError(f"{stay}, the first: {problems[0]}")
 
 
 def show_thinning(console: Console, facts: Mapping[str, Any]) -> None:

@@ -268,6 +268,78 @@ def test_damaged_young_and_packed_by_ranks_stay_as_they_are(run):
     assert done.then == taken(run)
 
 
+def test_a_damaged_one_stays_as_it_is_and_the_rest_is_thinned(run, originals):
+    ckpt8.chain(run, preset="flash", delta=False, remove=True)
+    flip_bit(run / "step-10.ckpt8")
+    sums, room = look(run), int(0.5 * taken(run))
+    result = CliRunner().invoke(app, ["thin", str(run), "--to", str(room), "--apply"])
+    assert "1 checkpoint cannot be read whole and stay" in str(result.exception)
+    assert result.exception.exit_code == 3
+    assert "step-10.ckpt8: stays as it is: " in " ".join(result.output.split())
+    assert taken(run) <= room
+    assert look(run)["step-10.ckpt8"] == sums["step-10.ckpt8"]
+    assert all(
+        look(run)[name] != digits for name, digits in sums.items() if name != "step-10.ckpt8" and name in look(run)
+    )
+    for step in {*steps_of(run)} - {10}:
+        true = ckpt8.inspect(run / f"step-{step}.ckpt8", against=originals / f"step-{step}.pt")["steps"]["steps"]
+        assert true <= next(record.steps for record in ckpt8.runs(run) if record.step == step) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("case", ["a delta", "a key", "found late", "found late in a base"])
+def test_damage_in_a_chain_holds_what_needs_it_and_what_it_needs(case, run, monkeypatch):
+    later = [path.rename(run.parent / path.name) for path in (run / "step-20.pt", run / "step-25.pt")]
+    ckpt8.chain(run, preset="flash", remove=True)
+    for path in later:
+        path.rename(run / path.name)
+    ckpt8.chain(run, preset="flash", delta=False, remove=True)
+    before = {record.step: record for record in ckpt8.runs(run)}
+    deltas = [step for step, record in before.items() if record.base]
+    bases = {before[step].base: step for step in deltas}
+    broken = deltas[-1] if case in ("a delta", "found late") else before[deltas[0]].base
+    broken = run / (before[broken].name if isinstance(broken, int) else broken)
+    if case.startswith("found"):
+        remove_abandoned = thinning.remove_abandoned_of
+
+        def damage(*arguments):
+            flip_bit(broken)
+            remove_abandoned(*arguments)
+
+        monkeypatch.setattr(thinning, "remove_abandoned_of", damage)
+    else:
+        flip_bit(broken)
+    sums = look(run)
+    # A base that has become another file already takes its old room as well.
+    room = int((0.98 if case == "found late" else 0.9) * taken(run))
+    done = ckpt8.thin(run, to=room, apply=True)
+    sums[broken.name] = digest(broken)
+    assert broken.name in bases or case in ("a delta", "found late")
+    assert look(run)[broken.name] == sums[broken.name]
+    assert done.problems
+    for record in done:
+        if record.becomes == "gone":
+            assert record.held is None
+        elif record.damage is None:
+            assert ckpt8.load(run / record.name)["step"] == record.step
+        else:
+            # What a salvage of it needs is there, to the bit, if only in ``bases/``.
+            assert record.becomes == "as it is"
+            with ContainerReader(run / record.name) as reader:
+                below = [digest(link.path) for link in reader.links()]
+            assert set(below) <= set(sums.values())
+    assert done.then == taken(run) <= room
+
+
+def test_a_newest_that_does_not_hold_is_not_the_newest(run):
+    ckpt8.chain(run, preset="flash", delta=False, remove=True)
+    flip_bit(run / "step-25.ckpt8")
+    done = ckpt8.thin(run, keep="last:1", apply=True)
+    assert steps_of(run) == [20, 25]
+    assert [record.damage is not None for record in done if record.becomes != "gone"] == [False, True]
+    with pytest.warns(RuntimeWarning, match=r"step-25\.ckpt8: .*; it stays as it is"):
+        thinning.upkeep("last:2", int(0.9 * taken(run)))(run)
+
+
 def test_what_changes_after_it_was_listed_does_not_go(run, monkeypatch):
     remove_abandoned = thinning.remove_abandoned_of
 

@@ -20,7 +20,7 @@ from packed_kit import INDEX
 from s3_kit import BUCKET
 
 import ckpt8
-from ckpt8.chaining import jobs
+from ckpt8.chaining import choices, jobs
 from ckpt8.chaining import thin as thinning
 from ckpt8.chaining.chain import ChainRun, chain_options, is_there
 from ckpt8.chaining.jobs import Settings
@@ -50,7 +50,7 @@ def chained(originals, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _at_rest(monkeypatch):
     """What was just put into the bucket is at rest."""
-    monkeypatch.setattr(thinning, "REST", 0.0)
+    monkeypatch.setattr(choices, "REST", 0.0)
 
 
 class Run:
