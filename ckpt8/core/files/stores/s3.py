@@ -380,6 +380,10 @@ def _status(exc: Any) -> tuple[int, str]:
     return exc.response["ResponseMetadata"]["HTTPStatusCode"], exc.response.get("Error", {}).get("Code", "")
 
 
+_SENT_AT_ONCE = 1 << 18
+"""Bytes of a part between two looks whether it is given up."""
+
+
 class _Body(io.BytesIO):
     """The bytes of a part, which end with an error once the upload is given up."""
 
@@ -390,7 +394,8 @@ class _Body(io.BytesIO):
     def read(self, size: int | None = -1, /) -> bytes:
         if self._is_given_up():
             raise CutError
-        return super().read(size)
+        # A connection asks for 16 KiB, and has to wait for the interpreter's lock after each piece.
+        return super().read(size if size is None or size < 0 else max(size, _SENT_AT_ONCE))
 
 
 @functools.cache
