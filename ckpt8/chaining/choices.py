@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from ckpt8.chaining.chain import REST, Rest, placed
-from ckpt8.chaining.jobs import Look, Settings, look_at, refuse_removal
+from ckpt8.chaining.jobs import Look, Settings, last_change, look_at, refuse_removal
 from ckpt8.checkpoint.readers.entries import is_directory
 from ckpt8.checkpoint.replacing import incomplete, problem_of, turn_in_store
 from ckpt8.compressing.policy import Policy
@@ -137,6 +137,14 @@ class Item:
         """What the container takes without a base. Raises InputError."""
         with ContainerReader(self.packed or self.target) as reader:
             return reader.whole_size
+
+    @cached_property
+    def saved(self) -> float:
+        """When it was saved, in seconds: by the original, as long as that is there. Raises InputError."""
+        if self.raw is None or not self.raw.exists():
+            return self.record.time.timestamp()
+        with reading(self.raw):
+            return last_change(look_at(self.raw)) / 1e9
 
     @property
     def source(self) -> Path:

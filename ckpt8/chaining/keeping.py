@@ -29,7 +29,7 @@ from ckpt8.inspecting.runs import RunRecord
 class Ranking:
     """Which of some checkpoints are the best: by ``metric``, where the highest of ``scores`` wins if ``is_highest``.
 
-    ``named`` are the numbers of those that the framework called the best when it wrote the newest.
+    ``named`` are the numbers of those that the framework called the best when it wrote the newest, by step and by time.
     """
 
     metric: str
@@ -41,7 +41,9 @@ class Ranking:
     def of(cls, checkpoints: Sequence[RunRecord]) -> Ranking:
         """The ranking of checkpoints that are in the order of their steps."""
         metric, mode = next(((known.metric, known.mode) for known in reversed(checkpoints) if known.metric), (None, ""))
-        best = {bare_name(name) for name in next((known.best for known in reversed(checkpoints) if known.best), ())}
+        naming = [known for known in checkpoints if known.best]
+        latest = {id(known): known for known in (*naming[-1:], *sorted(naming, key=lambda known: known.time)[-1:])}
+        best = {bare_name(name) for known in latest.values() for name in known.best}
         named = {at for at, known in enumerate(checkpoints) if bare_name(known.name.rpartition("/")[2]) in best}
         if metric is not None:
             scores = [known.score if known.metric == metric else None for known in checkpoints]

@@ -210,9 +210,15 @@ class Thinner:
         return Thinning(place, records, before, then, room, needs, workspace, ranking.metric, ranking.is_highest)
 
     def _newest(self) -> set[int]:
-        """The numbers of the newest, and of the newest with a step: none that is damaged or was never finished."""
+        """The numbers of the newest, and of the newest with a step: none that is damaged or was never finished.
+
+        Where a run began again at lower steps, the one that was saved last is among them.
+        """
         sound = [index for index, item in enumerate(self._items) if item.is_sound]
-        return {*sound[-1:], *[index for index in sound if self._items[index].record.step is not None][-1:]}
+        # Whatever is written in a store becomes the latest there.
+        latest = [] if self._is_remote else sorted(sound, key=lambda index: (self._items[index].saved, index))
+        stepped = [index for index in sound if self._items[index].record.step is not None]
+        return {*sound[-1:], *stepped[-1:], *latest[-1:]}
 
     def _staying(self) -> tuple[set[int], set[int]]:
         """The numbers of those that rules keep, and of those that stay in any case."""
@@ -429,6 +435,9 @@ class Thinner:
                         form = replace(form, nbytes=form.nbytes - item.alone + self._rebase(item))
                 if alone and item.raw is not None:
                     remove_verified(item.raw, item.target, threads=self._options.threads)
+            if choice is not None and not self._is_remote:
+                # It was saved then, and what is saved last is the newest.
+                os.utime(item.target, (item.saved, item.saved))
             item.looks = {} if choice is None else looks_of(item)
             if choice is None or form.is_new or form.is_rebased:
                 item.base = None

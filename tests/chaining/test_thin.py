@@ -393,7 +393,19 @@ def test_what_a_resume_asks_for_and_what_is_named_stay_as_they_are(run):
     assert "last.ckpt (Lightning resumes from this name)" in refused
     # A run that goes on moves its pointer.
     (run / "latest").write_text("step-25.pt")
-    assert ckpt8.thin(run, keep="last:1").gone == ["step-10.pt", "step-20.ckpt8"]
+    assert ckpt8.thin(run, keep="last:1").gone == ["step-10.pt", "step-20.ckpt8"]  # by its original it is old
+
+
+def test_what_was_saved_last_stays_where_a_run_began_again(run):
+    """Its steps are lower than those of the run before. What thin compresses is not saved by that."""
+    torch.save(torch.load(run / "step-5.pt") | {"step": 7}, run / "step-7.pt")
+    age(run / "step-7.pt", 60)
+    saved = (run / "step-7.pt").stat().st_mtime
+    ckpt8.thin(run, keep="last:2", to=int(0.2 * taken(run)), apply=True)
+    assert steps_of(run) == [7, 20, 25]
+    assert (run / "step-7.ckpt8").stat().st_mtime == pytest.approx(saved)
+    age(run / "step-25.ckpt8", -3600)
+    assert ckpt8.thin(run, keep="last:1").gone == ["step-7.ckpt8", "step-20.ckpt8"]
 
 
 def test_each_of_two_with_one_name_becomes_a_container_of_its_own(run):
