@@ -323,6 +323,7 @@ def test_a_damaged_one_stays_as_it_is_and_the_rest_is_thinned(run, originals):
         assert true <= next(record.steps for record in ckpt8.runs(run) if record.step == step) * (1 + 1e-6)
 
 
+@pytest.mark.by_default(most=2)
 @pytest.mark.parametrize("case", ["a delta", "a key", "found late", "found late in a base"])
 def test_damage_in_a_chain_holds_what_needs_it_and_what_it_needs(case, run, monkeypatch):
     later = [path.rename(run.parent / path.name) for path in (run / "step-20.pt", run / "step-25.pt")]

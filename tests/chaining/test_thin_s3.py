@@ -90,7 +90,7 @@ CASES = [
     pytest.param("originals", {"keep": "last:2"}, id="rules"),
     pytest.param("originals", {"to": 0.1}, id="a room"),
     pytest.param("chained", {"keep": "last:2"}, id="rules for a chain"),
-    pytest.param("chained", {"to": 0.75}, id="a room for a chain"),
+    pytest.param("chained", {"to": 0.75}, id="a room for a chain", marks=pytest.mark.slow),
     pytest.param("chained", {"to": 0.6, "keep": "last:3,every:15"}, id="both for a chain"),
 ]
 
@@ -154,7 +154,7 @@ def are_equal(one, other):
     return all(map(torch.equal, one, other))
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.by_default(most=1)
 @pytest.mark.parametrize("number", range(1, 8))
 def test_a_chain_that_is_killed_at_any_change_goes_on(number, chained, bucket, tmp_path, monkeypatch):
     """Every checkpoint is what it was or what it becomes, though bases change in place below what needs them."""
@@ -177,7 +177,7 @@ def test_a_chain_that_is_killed_at_any_change_goes_on(number, chained, bucket, t
     assert done.then == run.size() <= asked["to"]
 
 
-@pytest.mark.by_default(most=2)
+@pytest.mark.by_default(most=1)
 @pytest.mark.parametrize("number", range(1, 9))
 def test_a_run_that_is_killed_at_any_change_goes_on(number, originals, bucket, monkeypatch):
     run = Run(bucket, originals)
@@ -305,7 +305,7 @@ FILES = 8
 """Those of the directory."""
 
 
-@pytest.mark.by_default(most=3)
+@pytest.mark.by_default(most=2)
 @pytest.mark.parametrize("number", range(1, FILES + 3))
 def test_a_directory_whose_removal_is_killed_goes_with_the_next_one(number, directories, monkeypatch):
     before = directories.objects()
