@@ -20,14 +20,7 @@ from pathlib import Path
 from ckpt8.chaining import reader_copy
 from ckpt8.chaining.jobs import Job, Look, Outcomes, Settings, finishing, last_change, look_at, source_name
 from ckpt8.checkpoint.readers.entries import walk
-from ckpt8.checkpoint.replacing import (
-    asked_for,
-    checkpoints_in,
-    epoch_in_name,
-    incomplete,
-    packed_in,
-    written_once,
-)
+from ckpt8.checkpoint.replacing import asked_for, checkpoints_in, epoch_in_name, incomplete, packed_in, written_once
 from ckpt8.compressing.chosen_base import AUTO
 from ckpt8.compressing.compress import checked_options, default_target
 from ckpt8.compressing.frozen_file import FrozenFile

@@ -123,29 +123,31 @@ class Layout:
         Of those after it, it looks at ``far`` at most.
         """
         parts = self._changed(index, number, far)
+        return self._more(index, number, parts, self._bases_after(index, number)), index + len(parts) - 1
+
+    def _more(self, index: int, number: int | None, parts: Sequence[_Part], bases: Sequence[tuple[int, bool]]) -> int:
         more = 0
         for at, part in enumerate(parts, index):
             known = self._parts[at]
             more += part[0] + part[1] - known[0] - known[1]
-        for at, loses_base in self._bases_after(index, number):
+        for at, loses_base in bases:
             more += self._bytes_now(at, loses_base=loses_base) - self._parts[at][0]
         leaning = self._leaning - self._leans(index, self.state[index]) + self._leans(index, number)
-        return more + self._outside * (bool(leaning) - bool(self._leaning)), index + len(parts) - 1
+        return more + self._outside * (bool(leaning) - bool(self._leaning))
 
     def change(self, index: int, number: int | None) -> int:
         """Give an item another choice. Returns the last item that this changes, of all where a base is concerned."""
         count = len(self._items)
-        more, last = self.more(index, number, count)
         parts, bases = self._changed(index, number, count), self._bases_after(index, number)
+        self.total += self._more(index, number, parts, bases)
         self._leaning += self._leans(index, number) - self._leans(index, self.state[index])
-        self.total += more
         self.state[index] = number
         self._parts[index : index + len(parts)] = parts
         self._loses_base[index] = self._would_lose_base(index)
         for at, loses_base in bases:
             self._loses_base[at] = loses_base
             self._parts[at] = self._part(at, self.state[at], _NOWHERE, loses_base=loses_base)
-        return count if self._above else last
+        return count if self._above else index + len(parts) - 1
 
     def _changed(self, index: int, number: int | None, far: int) -> list[_Part]:
         """The parts from an item on that change with its choice."""

@@ -38,11 +38,7 @@ from ckpt8.container.kept_bases import KeptBases, drop_unneeded, release
 from ckpt8.container.reader import ContainerReader
 from ckpt8.container.writer import rebase
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
-from ckpt8.core.files.atomic import (
-    remove_abandoned_of,
-    workspace,
-    writing,
-)
+from ckpt8.core.files.atomic import remove_abandoned_of, workspace, writing
 from ckpt8.core.files.atomic_directory import without_remains
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import RemotePath, refuse_target
@@ -363,14 +359,14 @@ class Thinner:
             record.steps if is_packed else 0.0,
             None if choice is None else choice.steps,
             None if form.base is None else self._items[form.base].record.name,
-            twice=is_packed and choice is not None and choice.rung is not None,
+            twice=is_packed and form.is_new,
             held=item.held,
             damage=item.damage,
         )
 
     def _needs(self, forms: Sequence[Form]) -> int:
         """The bytes that have to be free, at most, while it is done: see ``apply`` for the order."""
-        if self._workspace != self._folder:
+        if self._is_remote:
             # Only what takes the place of a container that it was made from is a file here, and only one at a time.
             pairs = zip(forms, self._items, strict=True)
             sizes = [form.nbytes for form, item in pairs if form.is_new and item.raw is None]
@@ -391,7 +387,7 @@ class Thinner:
 
         order = [index for index, form in enumerate(forms) if form.is_rebased][::-1]
         order += [index for index, form in enumerate(forms) if form.choice is None][::-1]
-        order += [index for index, form in enumerate(forms) if form.choice is not None and form.choice.rung is not None]
+        order += [index for index, form in enumerate(forms) if form.is_new]
         for index in order:
             taken += forms[index].nbytes
             most = max(most, taken)
@@ -519,19 +515,23 @@ class Upkeep:
     ) -> None:
         """Thin a folder; nothing where there is no checkpoint yet. Warns of damaged ones. Raises as ``thin``."""
         folder = without_remains(folder, remove=True)
-        _finish(folder, self._options, tell)
-        if find(folder).places:
+        if _finish(folder, self._options, tell):
             for problem in Thinner(folder, replace(self._options, protect=protect), tell).apply().problems:
                 warnings.warn(f"{problem}; it stays as it is", RuntimeWarning, stacklevel=2)
 
 
-def _finish(directory: Path, options: Options, tell: Callable[[str], object]) -> None:
-    """Finish what killed processes left in the folders of a run; ``tell`` gets a line about what has to stay."""
-    for folder in {directory / place.run for place in find(directory).places}:
+def _finish(directory: Path, options: Options, tell: Callable[[str], object]) -> bool:
+    """Finish what killed processes left in the folders of a run; ``tell`` gets a line about what has to stay.
+
+    Returns whether there is a checkpoint.
+    """
+    folders = {directory / place.run for place in find(directory).places}
+    for folder in folders:
         try:
             finish_removals(folder, options.threads)
         except Ckpt8Error as exc:
             tell(str(exc))
+    return bool(folders)
 
 
 def upkeep(keep: str | None, to: int | str | None, *, delta: bool = True, threads: int | None = None) -> Upkeep | None:

@@ -103,16 +103,6 @@ def scan(folder: Path) -> Sequence[Entry]:
         return list(entries)
 
 
-def refuse_remote(target: Path) -> None:
-    """Raise UsageError for a folder that is to be changed elsewhere than here."""
-    refuse_target(target)
-    require(
-        not isinstance(target, RemotePath),
-        f"{target}: is in a store, where ckpt8 writes single files; give a local path",
-        UsageError,
-    )
-
-
 def refuse_target(target: Path) -> None:
     """Raise UsageError for a URL to which nothing is written."""
     refuse_url(target)
