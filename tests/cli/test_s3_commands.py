@@ -224,12 +224,12 @@ def test_no_object_and_no_bucket(remote, bucket, run_command):
         ckpt8.load("s3://bucket/none.pt")
 
 
-def test_without_boto3_the_line_names_the_extra(remote, run_command, monkeypatch):
+def test_without_botocore_the_line_names_the_extra(remote, run_command, monkeypatch):
     url = remote("run.ckpt8")
     s3._client.cache_clear()
-    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
     err = run_command.refused(2, "inspect", url)
-    assert err == "ckpt8: s3:// needs boto3, which is not installed; pip install 'ckpt8[s3]'\n"
+    assert err == "ckpt8: s3:// needs botocore, which is not installed; pip install 'ckpt8[s3]'\n"
     with pytest.raises(UsageError, match=r"pip install 'ckpt8\[s3\]'"):
         ckpt8.open(url)
 

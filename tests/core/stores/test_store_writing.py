@@ -47,6 +47,9 @@ class MemoryStore:
     def begin(self, write):
         return "upload"
 
+    def tidy(self, write, upload):
+        pass
+
     def send(self, write, upload, number, content, is_given_up):
         with self.lock:
             self.at_once += 1

@@ -74,7 +74,7 @@ class Store(Readable, Protocol):
         """Write an object. OutputError where another is there than the one that is to be replaced."""
 
     def begin(self, write: Write) -> str:
-        """Begin an upload, and remove those to the same key that were left behind long ago."""
+        """Begin an upload."""
 
     def send(self, write: Write, upload: str, number: int, content: bytes, is_given_up: Callable[[], bool]) -> Part:
         """Send a part, whose number counts from 1. OutputError as soon as it ``is_given_up``."""
@@ -87,6 +87,9 @@ class Store(Readable, Protocol):
 
     def abort(self, write: Write, upload: str) -> None:
         """Remove what was sent of an upload, as far as possible. Raises nothing."""
+
+    def tidy(self, write: Write, upload: str) -> None:
+        """Remove other uploads to the same key that were left behind long ago, as far as possible. Raises nothing."""
 
     def delete(self, key: str, tag: str) -> None:
         """Remove the version ``tag`` of an object. OutputError where another is there; none at all is fine."""

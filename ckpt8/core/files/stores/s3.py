@@ -1,7 +1,8 @@
-"""Buckets of S3 and of what speaks its protocol (MinIO, R2, Ceph), through boto3.
+"""Buckets of S3 and of what speaks its protocol (MinIO, R2, Ceph), through botocore.
 
-Credentials, region and endpoint are those that boto3 finds: environment, ``~/.aws``, the role of the machine. Requests
-are tried again here and not in botocore: a body that was cut goes on at the byte that it had reached.
+Credentials, region and endpoint are those that botocore finds: environment, ``~/.aws``, the role of the machine.
+Requests are tried again here: a body that was cut goes on at the byte that it had reached. boto3, which wraps botocore,
+would take a third longer to begin.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ _REMOVING = _Purpose(OutputError, "removed", "removing needs s3:DeleteObject and
 @functools.cache
 def _client() -> Any:
     try:
-        import boto3
         from botocore.config import Config
+        from botocore.session import get_session
     except ImportError as exc:
-        raise UsageError("s3:// needs boto3, which is not installed; pip install 'ckpt8[s3]'") from exc
+        raise UsageError("s3:// needs botocore, which is not installed; pip install 'ckpt8[s3]'") from exc
     config = Config(
         max_pool_connections=2 * IN_FLIGHT,
         retries={"mode": "standard", "total_max_attempts": 1},
@@ -71,7 +72,7 @@ def _client() -> Any:
         # A range of an object has no checksum that could be compared.
         response_checksum_validation="when_required",
     )
-    return boto3.client("s3", config=config)
+    return get_session().create_client("s3", config=config)
 
 
 os.register_at_fork(after_in_child=_client.cache_clear)  # connections are those of the parent
@@ -155,9 +156,7 @@ class S3Store:
         self._make(write, ask)
 
     def begin(self, write: Write) -> str:
-        """Begin an upload, and remove those to the same key that were left behind long ago."""
-        with suppress(Exception):  # many may not list uploads
-            self._abort_old(write)
+        """Begin an upload."""
 
         def ask(_: Attempts) -> str:
             client = _client()
@@ -201,6 +200,15 @@ class S3Store:
         """Remove what was sent of an upload."""
         with suppress(Exception):  # a rule of the bucket removes what is left
             _client().abort_multipart_upload(**self._at(write), UploadId=upload)
+
+    def tidy(self, write: Write, upload: str) -> None:
+        """Remove the parts that killed processes left of this very object, long ago."""
+        with suppress(Exception):  # many may not list uploads
+            before = datetime.now(timezone.utc) - _LEFT_BEHIND
+            answer = _client().list_multipart_uploads(Bucket=self._bucket, Prefix=write.key)
+            for each in answer.get("Uploads", ()):
+                if each["Key"] == write.key and each["UploadId"] != upload and each["Initiated"] < before:
+                    self.abort(write, each["UploadId"])
 
     def delete(self, key: str, tag: str) -> None:
         """Remove the version ``tag`` of an object. OutputError where another is there; none at all is fine."""
@@ -256,15 +264,6 @@ class S3Store:
                 raise OutputError(f"{url}: changed while its successor was written; it stays as it is") from exc
 
         self._persist(write.key, ask_once_more, _WRITING)
-
-    def _abort_old(self, write: Write) -> None:
-        """Remove the parts that killed processes left of this very object."""
-        client = _client()
-        before = datetime.now(timezone.utc) - _LEFT_BEHIND
-        answer = client.list_multipart_uploads(Bucket=self._bucket, Prefix=write.key)
-        for each in answer.get("Uploads", ()):
-            if each["Key"] == write.key and each["Initiated"] < before:
-                client.abort_multipart_upload(**self._at(write), UploadId=each["UploadId"])
 
     def _url(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
@@ -357,7 +356,7 @@ _CHECKSUM, _CHECKED = "CRC32", "ChecksumCRC32"
 
 
 def _sends_checksums(client: Any) -> bool:
-    """Whether boto3 is set to send checksums, as it is by default."""
+    """Whether botocore is set to send checksums, as it is by default."""
     return bool(client.meta.config.request_checksum_calculation == "when_supported")
 
 

@@ -21,7 +21,7 @@ from ckpt8.core.files.stores.contract import Part, Stat, Write
 if TYPE_CHECKING:
     from ckpt8.core.files.stores.path import StorePath
 
-PART, IN_FLIGHT = 5 << 20, 8
+PART, IN_FLIGHT = 5 << 20, 12
 """Bytes of a part, the fewest that S3 takes, and parts on their way. Four more may be in memory: the first one, that
 to come, and those to which a writer may go back."""
 
@@ -174,12 +174,15 @@ class ObjectOutput(Closing):
         try:
             # Here and not in the main thread, in which a signal may come between the answer and its being noted.
             with self._beginning:
-                if not self._upload and not self._is_given_up:
+                begins = not self._upload and not self._is_given_up
+                if begins:
                     self._upload = self._store.begin(self._write)
             if self._upload:
                 self._parts[number] = self._store.send(
                     self._write, self._upload, number, content, lambda: self._is_given_up
                 )
+            if begins:
+                self._store.tidy(self._write, self._upload)
         except BaseException as exc:
             self._failure = self._failure or exc
             self._is_given_up = True
