@@ -190,6 +190,10 @@ _Planes = dict[str, list[bytes | memoryview]]
 """The stored planes of each part, chunk after chunk."""
 
 
+_MOST_FILES = 4
+"""Times that a checkpoint is compressed until its error keeps to a budget. One is enough for nearly all."""
+
+
 def no_progress(_: int) -> None:
     """Show nothing. A function and no lambda: frameworks pickle objects that hold ``Options``."""
 
@@ -221,7 +225,7 @@ class Options:
 class OverBudgetError(Exception):
     """The error of a file exceeds its budget: ``measured`` tells what the sample that it was planned by does not.
 
-    Raised once: a plan of what was measured is not held against the budget again.
+    The last of _MOST_FILES is not held against it.
     """
 
     def __init__(self, measured: Measured) -> None:
@@ -391,11 +395,11 @@ class Compressor:
         )
 
     def _check_budget(self, policy: Policy, errors: Sequence[tuple[Unit, StepError | None]]) -> None:
-        """Raise OverBudgetError where the error exceeds the budget, unless the plan knows what was measured."""
-        if policy.budget is not None and not self._plan.is_measured:
-            times, measured = excess(self._plan.shares, errors, policy.budget.steps)
+        """Raise OverBudgetError where the error exceeds the budget, unless several whole files have told of it."""
+        if policy.budget is not None and (files := self._plan.measured + 1) < _MOST_FILES:
+            times, energies, per_square = excess(self._plan.shares, errors, policy.budget.steps)
             if 1 < times < math.inf:
-                raise OverBudgetError(measured)
+                raise OverBudgetError(Measured(energies, per_square, files))
 
     def _pack_units(self, workers: Workers) -> Iterator[tuple[Unit, list[PackedChunk]]]:
         """Every unit with its final codecs, and its packed chunks."""

@@ -126,8 +126,8 @@ def exceeded_share(shares: Mapping[int, Share], unit: Unit, error: StepError | N
 
 def excess(
     shares: Mapping[int, Share], units: Sequence[tuple[Unit, StepError | None]], steps: float
-) -> tuple[float, Measured]:
-    """How many times a budget of ``steps`` the largest error of an optimizer is, and what that tells of the source.
+) -> tuple[float, Mapping[int, float], Mapping[int, float]]:
+    """How many times a budget of ``steps`` the largest error of an optimizer is, and the mappings of ``Measured``.
 
     ``units`` are the units with their errors. What rules decide does not count.
     """
@@ -153,7 +153,7 @@ def excess(
             elif isinstance(stream.codec, RowColumnLog):
                 per_square[stream.index] = error.moment2 / stream.codec.S**2
     squares = (errors[optimizer] / energy for optimizer, energy in moved.items() if energy)
-    return math.sqrt(max(squares, default=0.0)) / steps, Measured(moved, per_square)
+    return math.sqrt(max(squares, default=0.0)) / steps, moved, per_square
 
 
 class ChunkErrors(Protocol):

@@ -226,11 +226,13 @@ class Share(NamedTuple):
 class Measured(NamedTuple):
     """What a file that exceeded its budget tells of its source, where a sample tells less.
 
-    ``energies`` are what one step moves, by optimizer, and ``per_square`` is that of ``Share``, by storage.
+    ``energies`` are what one step moves, by optimizer, and ``per_square`` is that of ``Share``, by storage. ``files``
+    counts those that exceeded it.
     """
 
     energies: Mapping[int, float]
     per_square: Mapping[int, float]
+    files: int
 
 
 @dataclass(slots=True)
@@ -242,7 +244,7 @@ class Plan:
     ``stepless`` are weights whose state tells no step, with the reason.
     ``copies`` are averages and other copies of weights, each with the weight whose step it takes under a budget.
     ``shares`` are those of the storages that a budget may choose codecs for, and whose error it measures. ``energies``
-    are what one step moves, by optimizer; ``is_measured`` says whether a whole file told it, and not a sample.
+    are what one step moves, by optimizer; ``measured`` counts the whole files that told it, and not a sample.
     """
 
     by_index: dict[int, Stream] = field(default_factory=dict)
@@ -254,7 +256,7 @@ class Plan:
     copies: Mapping[int, int] = field(default_factory=dict)
     shares: dict[int, Share] = field(default_factory=dict)
     energies: dict[int, float] = field(default_factory=dict)
-    is_measured: bool = False
+    measured: int = 0
 
     @property
     def is_lossy(self) -> bool:

@@ -69,8 +69,9 @@ SAMPLE = 1 << 16
 """The most elements of a tensor that are read."""
 
 _LEAST_WINDOWS, _MOST_WINDOWS = 16, 1 << 14
-_PER_WINDOW = 1 << 12
-"""Elements of a tensor for each window: few, since a few rows of an embedding may carry the step."""
+_PER_WINDOW = 1 << 10
+"""Elements of a tensor for each window: few, since a few rows may carry the step, and so that each page of a file is
+looked at, in turn, which the system reads ahead."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 times the golden ratio: windows begin at places that no row length divides."""
@@ -328,7 +329,7 @@ def spend(plan: Plan, source: Checkpoint, policy: Policy, budget: Budget, measur
 
     A sample tells what they will err, or else what was ``measured``.
     """
-    aim = budget.steps * (_AIM if measured is None else _AIM**2)
+    aim = budget.steps * _AIM ** (1 if measured is None else 1 + measured.files)
     _Spending(plan, source, policy, replace(budget, steps=aim)).run()
     if measured is not None:
         _correct(plan, measured)
@@ -337,7 +338,7 @@ def spend(plan: Plan, source: Checkpoint, policy: Policy, budget: Budget, measur
 
 def _correct(plan: Plan, measured: Measured) -> None:
     """Choose the steps of lattices anew, from what was measured. No last digits show in them."""
-    plan.is_measured = True
+    plan.measured = measured.files
     for index, share in plan.shares.items():
         planned, per_square = plan.energies.get(share.optimizer, 0.0), measured.per_square.get(index, share.per_square)
         allowed = share.allowed * measured.energies.get(share.optimizer, 0.0) / planned if planned else 0.0

@@ -215,15 +215,15 @@ def with_a_few_rows(seed):
     return tree
 
 
-@pytest.mark.by_default("1")
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.by_default("13")
+@pytest.mark.parametrize("seed", [4, 13])
 def test_a_budget_that_a_sample_misjudges_is_kept_all_the_same(seed, tmp_path, monkeypatch):
     tree, content = with_a_few_rows(seed), set()
     torch.save(tree, tmp_path / "run.pt")
     for threads, least in ((1, 1 << 28), (3, 0)):
         monkeypatch.setattr(backend, "LEAST_FOR_NUMBA", least)
         ckpt8.compress(tmp_path / "run.pt", preset="archive", threads=threads, force=True)
-        assert 0.85 < stated(tmp_path / "run.ckpt8") <= 1
+        assert 0.85 < stated(tmp_path / "run.ckpt8") <= 1  # with seed 13 in the third file
         with ckpt8.open(tmp_path / "run.ckpt8") as one:
             content.add(str([each.codec for each in one.manifest.storages if "salt" in each.codec]))
     assert len(content) == 1

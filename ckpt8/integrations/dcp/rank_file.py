@@ -436,19 +436,20 @@ class RankPlan:
             }
             encoder = choose_encoder(bundle, live, None, measure=options.stats)
 
-            def compressed(measured: Measured | None) -> tuple[Manifest, bytes | None]:
+            measured: Measured | None = None
+            while True:
                 compressor = Compressor(bundle, plan_bundle(bundle, policy, measured), options, encoder, slices=slices)
-                return compressor.run(target, policy, force=False, tidy=False), compressor.seal
-
-            try:
-                manifest, seal = compressed(None)
-            except OverBudgetError as exc:
-                manifest, seal = compressed(exc.measured)
-        assert seal is not None  # noqa: S101 - it has written the file
+                try:
+                    manifest = compressor.run(target, policy, force=False, tidy=False)
+                except OverBudgetError as exc:
+                    measured = exc.measured
+                else:
+                    break
+        assert compressor.seal is not None  # noqa: S101 - it has written the file
         reasons = (manifest.storages[record.storage].reason or "" for record in slices_of(manifest).values())
         file = RankFile.of(
             target.name,
-            seal.hex(),
+            compressor.seal.hex(),
             self._boxes,
             objects=self._objects,
             pickled=self._pickled,
