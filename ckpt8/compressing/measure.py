@@ -25,7 +25,7 @@ from ckpt8.codecs.lattice import Lattice, MomentLattice, step_of
 from ckpt8.codecs.rclog import RowColumnLog
 from ckpt8.codecs.vscaled import VScaled
 from ckpt8.compressing.momentum import StepSums
-from ckpt8.compressing.plan import Measure, Measured, Parameter, Refusal, Share, Unit
+from ckpt8.compressing.plan import Measure, Parameter, Refusal, Share, Unit
 from ckpt8.compressing.policy import carry
 from ckpt8.core.arrays import Array
 

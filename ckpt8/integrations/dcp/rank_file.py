@@ -40,7 +40,6 @@ from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.collecting import RankFile
-from ckpt8.container.manifest import Manifest
 from ckpt8.container.sharded import OBJECTS, Shape, SliceKey, slices_of
 from ckpt8.container.steps import NO_BUDGET
 from ckpt8.core.errors import UsageError
