@@ -20,7 +20,7 @@ from ckpt8.container.manifest import DIRECTORY, SYMLINK, Manifest, original_name
 from ckpt8.container.member_file import MemberFile, Piece
 from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
-from ckpt8.core.files.atomic import Check, Guard, default_path, write_at
+from ckpt8.core.files.atomic import Check, Guard, allocate, default_path, write_at
 from ckpt8.core.files.atomic_directory import AtomicDirectory
 from ckpt8.core.files.paths import as_path
 from ckpt8.core.files.source_file import combine, crc32
@@ -84,7 +84,7 @@ class MemberWriter:
             return run, buffer, changed
 
         with guard():
-            os.ftruncate(descriptor, member.size)
+            allocate(descriptor, member.size)
         crcs: dict[int, int] = {}
         # One thread writes: several would only wait for each other at the file.
         for batch in self.workers.map(decode, member.batches(), _AHEAD):
