@@ -19,7 +19,6 @@ from ckpt8.inspecting.facts import (
     low_bit_state,
     parameter_facts,
     sizes_by,
-    skeleton_roles,
     unrecognised,
     whole_shapes,
 )
@@ -67,7 +66,7 @@ def inspect_checkpoint(
             **origin_of(source),
             "layers": layers_of(manifest),
             **survey(source, plan, manifest, full=full, progress=progress),
-            **(predict(source, skeleton_roles(manifest), plans) if source.holds_tensors else _NOTHING),
+            **(predict(source, plans) if source.holds_tensors else _NOTHING),
         }
         facts["flags"][:0] = foreign_flags(
             names_of_member for member in source.opened for names_of_member in names_of(member)

@@ -27,7 +27,7 @@ from ckpt8.compressing.plan import Plan, Refusal, Unit, read_elements
 from ckpt8.compressing.planning import plan_policies
 from ckpt8.compressing.policy import PRESETS, Budget, Policy
 from ckpt8.container import frames, header
-from ckpt8.container.facts import SKELETON_ROLE
+from ckpt8.container.facts import SKELETON_ROLE, skeleton_role
 from ckpt8.container.packing import difference, packed
 from ckpt8.container.steps import NO_BUDGET, NOT_MEASURED, step_figures
 from ckpt8.core.arrays import Array, Arrays, empty
@@ -35,7 +35,6 @@ from ckpt8.core.backend import Backend
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError, RefusedError
 from ckpt8.core.workers import Workers
-from ckpt8.inspecting.facts import skeleton_roles
 from ckpt8.inspecting.tensors import PER_TENSOR, describe, open_any
 
 BUDGETS = (0.3, 2.0, 5.0)
@@ -66,7 +65,7 @@ def plans_of(source: Bundle) -> dict[str, Plan]:
     return dict(zip(_POLICIES, plan_policies(source, list(_POLICIES.values())), strict=True))
 
 
-def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Plan]) -> dict[str, Any]:
+def predict(source: Bundle, plans: Mapping[str, Plan]) -> dict[str, Any]:
     """``predicted``: by plan the bytes, the ratio, the error in steps and the loss drift that it is expected to cost.
 
     ``unpredicted`` are the reasons why lossy tensors are not in the error, with their number. Where none is in it,
@@ -74,8 +73,7 @@ def predict(source: Bundle, skeletons: Mapping[int, str], plans: Mapping[str, Pl
     """
     with Workers() as workers:
         predicted = {
-            name: Prediction(source, skeletons, plan).run(workers, _POLICIES[name].budget)
-            for name, plan in plans.items()
+            name: Prediction(source, plan).run(workers, _POLICIES[name].budget) for name, plan in plans.items()
         }
     return {"predicted": predicted, "unpredicted": _unpredicted(plans["archive"])}
 
@@ -164,9 +162,8 @@ def expect(path: Path, policies: Sequence[Policy], threads: int | None = None) -
     """
     with without_collection(), open_any(path) as source, Workers(threads) as workers:
         plans = plan_policies(source, policies)
-        skeletons = skeleton_roles(describe(source, plans[0]))
         return [
-            _expected(Prediction(source, skeletons, plan), plan, policy.budget, workers)
+            _expected(Prediction(source, plan), plan, policy.budget, workers)
             for plan, policy in zip(plans, policies, strict=True)
         ]
 
@@ -188,8 +185,7 @@ def expect_delta(path: Path, policy: Policy, base: Path, planned: Plan, threads:
         plan, why_new = continue_base(whole, source, below, threads)
         if why_new is not None:
             return None
-        prediction = Prediction(source, skeleton_roles(describe(source, plan)), plan, below)
-        return _expected(prediction, plan, policy.budget, workers)
+        return _expected(Prediction(source, plan, below), plan, policy.budget, workers)
     return None
 
 
@@ -209,7 +205,7 @@ def predicted_bytes(path: Path, policy: Policy, threads: int | None = None) -> t
         (plan,) = plan_policies(source, [policy])
         policy.check_rules([path for tensor, _ in plan.tensors for path in tensor.paths])
         with Workers(threads) as workers:
-            return source.size, Prediction(source, skeleton_roles(describe(source, plan)), plan).measured(workers)[0]
+            return source.size, Prediction(source, plan).measured(workers)[0]
 
 
 def _unpredicted(plan: Plan) -> dict[str, int]:
@@ -225,11 +221,11 @@ def _unpredicted(plan: Plan) -> dict[str, int]:
 class Prediction:
     """The prediction for one plan, whose differences are to ``base``."""
 
-    def __init__(
-        self, source: Bundle, skeletons: Mapping[int, str], plan: Plan, base: PlannedBase | None = None
-    ) -> None:
+    def __init__(self, source: Bundle, plan: Plan, base: PlannedBase | None = None) -> None:
         self._source, self._plan, self._base = source, plan, base
-        self._structure = {index for index, role in skeletons.items() if role == SKELETON_ROLE}
+        self._structure = {
+            member.skeleton for member in source.members if skeleton_role(member.checkpoint.format) == SKELETON_ROLE
+        }
         self._lockstep = Lockstep(source)
 
     def run(self, workers: Workers, budget: Budget | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ def without_predictions(monkeypatch):
     unknown = {"bytes": 1, "ratio": 1.0, "steps": None, "weight": None, "moment1": None, "moment2": None, "drift": None}
     monkeypatch.setattr(
         "ckpt8.inspecting.checkpoint.predict",
-        lambda source, skeletons, plans: {"predicted": dict.fromkeys(plans, unknown), "unpredicted": {}},
+        lambda source, plans: {"predicted": dict.fromkeys(plans, unknown), "unpredicted": {}},
     )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from gpt_kit import SIZES, Run, RunConfig
 
+from ckpt8.cli.bench.probe import measured
 from ckpt8.container.joined import read_index
 from ckpt8.core.errors import OutputError
 from ckpt8.core.files.atomic import any_file
@@ -72,7 +73,7 @@ def test_scaling_over_threads_and_over_sizes(scripts, tmp_path, monkeypatch):
 
     def run(module, job, watch):
         """Do a job here; what crosses to a process and back is JSON."""
-        result = json.loads(json.dumps(importlib.import_module(module).work(json.loads(json.dumps(job)))))
+        result = json.loads(json.dumps(measured(module, json.loads(json.dumps(job)))))
         return result | ({"session_pss": 1, "processes": 1} if watch else {})
 
     with scaling.opened(tmp_path, 2, 1, lambda _: None, run) as here:

@@ -11,7 +11,7 @@ import ckpt8
 import ckpt8.compressing.compress
 import ckpt8.inspecting.verify
 import ckpt8.restoring.restore
-from ckpt8.cli.bench.probe import Job, Operation, measured
+from ckpt8.cli.bench.probe import Job, Operation
 from ckpt8.core.workers import settle
 
 
@@ -34,8 +34,3 @@ OPERATIONS: dict[str, Operation] = {
     "verify": partial(_ours, lambda job: ckpt8.verify(job.container, threads=job.threads)),
 }
 """The operations of this module by their names in the report."""
-
-
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    """Do one of the ``OPERATIONS`` of this module, see ``probe.measured``."""
-    return measured(job, OPERATIONS)

@@ -22,7 +22,7 @@ import ckpt8
 from ckpt8.checkpoint.readers import safetensors
 from ckpt8.checkpoint.sources.gate import TORCH_FORMATS, is_loadable
 from ckpt8.checkpoint.sources.opening import open_source
-from ckpt8.cli.bench.probe import DCP, Job, Operation, Source, flush, measured, remove
+from ckpt8.cli.bench.probe import DCP, Job, Operation, Source, flush, remove
 from ckpt8.core.errors import require
 from ckpt8.core.files.source_file import ByteRange, SourceFile
 from ckpt8.core.workers import settle
@@ -161,8 +161,3 @@ IN_MEMORY = ("load", "torch.load", "save", "torch.save")
 
 TWICE = (COPY, BACKGROUND, DCP)
 """Those that hold all tensors, and a copy of them."""
-
-
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    """Do one of the ``OPERATIONS`` of this module, see ``probe.measured``."""
-    return measured(job, OPERATIONS)

@@ -1,9 +1,9 @@
 """Does a job of ``bench`` in a process of its own, and measures it; and the jobs that need no torch.
 
 A process of its own starts without the memory and caches of the one before. There, ``main(MODULE, JOB)`` imports the
-module and prints the result of its ``work(job)`` as JSON. The process begins a session. Whatever ends the wait for it,
-an interrupt say, first ends all processes of that session. It imports from where its parent does: with ``-m`` it would
-take a ``torch.py`` in the working directory for torch.
+module, does one of its ``OPERATIONS`` and prints the figures as JSON. The process begins a session. Whatever ends the
+wait for it, an interrupt say, first ends all processes of that session. It imports from where its parent does: with
+``-m`` it would take a ``torch.py`` in the working directory for torch.
 
 ``peak_memory`` is that of this process, from the kernel's record; ``SessionPeak`` that of a session of processes, from
 samples. A session takes the memory of all its processes. Pages that several share, such as those a fork has not written
@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -163,7 +163,7 @@ def _failure(code: int, said: str) -> Ckpt8Error:
 def main(module: str, job: str) -> None:
     """Do one job and print its result. Errors of ckpt8 end it with their exit code and one line."""
     try:
-        result = import_module(module).work(json.loads(job))
+        result = measured(module, json.loads(job))
     except Ckpt8Error as exc:
         sys.stderr.write(f"{exc}\n")
         sys.exit(exc.exit_code)
@@ -211,19 +211,17 @@ Operation = Callable[[Job], Callable[[], object]]
 """Prepares a job, and returns the function to time."""
 
 
-def work(job: dict[str, Any]) -> dict[str, Any]:
-    """Do one of the ``OPERATIONS`` of this module, see ``measured``."""
-    return measured(job, OPERATIONS)
+def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Do one of the ``OPERATIONS`` of a module: seconds of wall time, without imports and preparation, and peak memory.
 
-
-def measured(job: dict[str, Any], operations: Mapping[str, Operation]) -> dict[str, Any]:
-    """Do the operation ``name``: seconds of wall time, without imports and preparation, and peak memory in bytes.
+    The ``name`` of the job is that of the operation; memory is in bytes.
 
     The time of a save in the background, which returns a handle, is how long its caller waits.
     ``output_bytes`` is the size of the output, which is removed unless the job says ``keep``; None without output.
     """
     target = Path(job["target"])
-    run = operations[job["name"]](Job(Source(**job["source"]), Path(job["container"]), target, job["threads"]))
+    prepare: Operation = import_module(module).OPERATIONS[job["name"]]
+    run = prepare(Job(Source(**job["source"]), Path(job["container"]), target, job["threads"]))
     start = time.perf_counter()
     kept = run()
     seconds = time.perf_counter() - start

@@ -5,7 +5,6 @@ Jobs run in this process, but for the tests of processes. No test looks at how l
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -37,7 +36,7 @@ MEASURED = [name for name in MODULES if name != ZIPNN]
 
 def in_process(module, job, watch):
     """As the run of ``run_child``, here: what crosses to a process and back is JSON."""
-    result = json.loads(json.dumps(importlib.import_module(module).work(json.loads(json.dumps(job)))))
+    result = json.loads(json.dumps(probe.measured(module, json.loads(json.dumps(job)))))
     return result | ({"session_pss": 1, "processes": 1} if watch else {})
 
 
@@ -433,16 +432,16 @@ def test_nothing_in_the_working_directory_is_imported(run, inputs, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_the_command_itself_can_import_its_processes_can(run, tmp_path):
-    (tmp_path / "only_here.py").write_text("def work(job):\n    open('ran', 'w').close()\n    return {}\n")
-    run(BENCH, "only_here", {})
+def test_what_the_command_itself_can_import_its_processes_can(run, inputs, tmp_path):
+    (tmp_path / "only_here.py").write_text("OPERATIONS = {'it': lambda _: lambda: open('ran', 'w').close()}\n")
+    run(BENCH, "only_here", job_of("it", inputs / "legacy.pt", "", tmp_path / "out", 1))
     assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["cp", "zstd -1"])
 def test_the_memory_of_others_does_not_count_torch(run, inputs, tmp_path, name):
     program = (
-        "import json, sys; from ckpt8.cli.bench.probe import work; work(json.loads(sys.argv[2]));"
+        "import json, sys; from ckpt8.cli.bench.probe import measured; measured(sys.argv[1], json.loads(sys.argv[2]));"
         "assert not {'torch', 'numba', 'numpy'} & sys.modules.keys()"
     )
     run(program, probe.__name__, job_of(name, inputs / "legacy.pt", "", tmp_path / "out", 1))

@@ -55,14 +55,6 @@ def _hook(event, _):
 sys.addaudithook(_hook)
 
 
-class _Call:
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
-
-
 def _text(argument):
     return b"X" + struct.pack("<I", len(argument)) + argument
 
