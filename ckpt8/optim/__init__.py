@@ -9,7 +9,8 @@ To add an optimizer, write
 2. kernels, if it is to have any: a rule in ``triton.rules``;
 3. its card in ``cards``: state, settings, the signs of its saved state, the published classes.
 
-Optimizers that ckpt8 recognises and does not train with have a card, and a rule in ``recognised_rules``.
+Optimizers that ckpt8 recognises and does not train with have a card in ``recognised_cards``, and a rule in
+``recognised_rules``.
 
 Every other package reads the card: roles, policy, error in update space, replay, resume, conversion. An entry in
 ``optim_cases`` and one in ``test_oracles`` run the conformance tests; ``tests/optim/test_own_optimizer.py`` shows all

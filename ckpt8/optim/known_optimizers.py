@@ -8,7 +8,8 @@ from typing import Any
 
 from ckpt8.core.errors import UsageError
 from ckpt8.core.tensors import Role
-from ckpt8.optim.cards import RECOGNISED, TRAINED, VARIANTS, Card, Form, Published, StateTensor
+from ckpt8.optim.cards import TRAINED, VARIANTS, Card, Form, Published, StateTensor
+from ckpt8.optim.recognised_cards import RECOGNISED
 
 SPELLINGS = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2")}
 """Settings with several numbers, and the names under which some packages store each number."""

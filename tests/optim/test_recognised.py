@@ -20,8 +20,8 @@ from ckpt8.checkpoint.meaning.roles import classify
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.core.tensors import Role
 from ckpt8.inspecting.container import inspect_container
-from ckpt8.optim.cards import RECOGNISED
 from ckpt8.optim.known_optimizers import CARDS, identify, state_roles, why_unknown
+from ckpt8.optim.recognised_cards import RECOGNISED
 
 EXTRA = {"flashoptim", "schedulefree", "prodigyopt", "galore_torch", "apollo_torch", "muon", "adan_pytorch"}
 EXTRA |= {"torch_optimizer"}

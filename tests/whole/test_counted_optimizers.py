@@ -21,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 import ckpt8
 from ckpt8.container.steps import COUNTED, NO_BUDGET, UNMOVED
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
-from ckpt8.optim.cards import RECOGNISED, TRAINED
+from ckpt8.optim.cards import TRAINED
+from ckpt8.optim.recognised_cards import RECOGNISED
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
