@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-from budget_kit import SMALL_TILE, as_chain, each_engine
+from budget_kit import OPTIONS, SMALL_TILE, as_chain, check_against, each_engine, random_run
 from step_kit import energies, moments, quiet
-from torch import nn
 
 import ckpt8
 from ckpt8.compressing.spending import _windows
@@ -32,18 +31,11 @@ def trained(program, dtype=torch.float32, steps=8, more=()):
 
     ``more`` are names and shapes of further weights.
     """
-    generator = torch.Generator().manual_seed(3)
-    weights = {
-        name: nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype))
-        for name, shape in (*SHAPES.items(), *more)
-    }
+    shapes, still = (*SHAPES.items(), *more), {"up.weight": slice(5, 16)}
     with quiet():
-        optimizer = optimizer_of(program, list(weights.values()))
-        for _ in range(steps):
-            for k, weight in enumerate(weights.values()):
-                weight.grad = (torch.randn(weight.shape, generator=generator) * 10.0 ** (-k % 3 - 2)).to(dtype)
-            weights["up.weight"].grad[5:16] = 0
-            optimizer.step()
+        weights, [optimizer] = random_run(
+            shapes, lambda params: [optimizer_of(program, params)], still, dtype=dtype, steps=steps
+        )
         return {"model": {name: x.detach() for name, x in weights.items()}, "optimizer": optimizer.state_dict()}
 
 
@@ -60,7 +52,6 @@ def in_float64(was, there, *, only_codes=False):
 
 
 PROGRAMS = ("bitsandbytes", "AdamW8bit", "AdamW4bit", "AdamWFp8")
-OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15}, "5": {"budget": 5}}
 
 
 @pytest.mark.by_default("bitsandbytes-dtype0-archive", "AdamW4bit-dtype0-5")
@@ -92,10 +83,7 @@ def test_figures_are_what_the_decoded_tensors_say(program, dtype, option, tmp_pa
     for index, state in tree["optimizer"]["state"].items():
         for one, other in zip(moments(state), moments(back["optimizer"]["state"][index]), strict=True):
             assert torch.equal(one, other)
-    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
-    live = ckpt8.save(tree, tmp_path / "live.ckpt8", **OPTIONS[option])
-    assert [record.codec for record in live.storages] == [record.codec for record in manifest.storages]
-    assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
+    check_against(tmp_path, tree, manifest, OPTIONS[option])
 
 
 @pytest.mark.parametrize("budget", [0.3, 1])

@@ -9,7 +9,7 @@ import lion_pytorch
 import pytest
 import pytorch_optimizer
 import torch
-from budget_kit import each_engine
+from budget_kit import OPTIONS, check_against, each_engine, random_run
 from step_kit import energies, moments, momentum_of
 from torch import nn
 from torch.optim import SGD, Muon
@@ -63,18 +63,8 @@ def trained(name, small=0, dtype=torch.float32, moment=None, steps=12):
 
     Each tensor has gradients of another size, and a row of the first has none.
     """
-    generator = torch.Generator().manual_seed(3)
     shapes = (*LARGE, ("bias", (64,)), *((f"small.{k}.weight", (5, 3 + k)) for k in range(small)))
-    weights = {key: nn.Parameter(torch.randn(shape, generator=generator) * 0.05) for key, shape in shapes}
-    for weight in weights.values():
-        weight.data = weight.data.to(dtype)
-    optimizers = RUNS[name](list(weights.values()))
-    for _ in range(steps):
-        for k, weight in enumerate(weights.values()):
-            weight.grad = (torch.randn(weight.shape, generator=generator) * 10.0 ** (-k % 3 - 2)).to(dtype)
-        weights["up.weight"].grad[5] = 0
-        for optimizer in optimizers:
-            optimizer.step()
+    weights, optimizers = random_run(shapes, RUNS[name], {"up.weight": 5}, dtype=dtype, steps=steps)
     if moment is not None:
         for state in (state for optimizer in optimizers for state in optimizer.state.values()):
             state |= {key: x.to(moment) for key, x in state.items() if key in ("momentum_buffer", "exp_avg")}
@@ -125,7 +115,6 @@ def assert_row(row, expected):
     assert row["moment2"] == 0
 
 
-OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15}, "5": {"budget": 5}}
 DTYPES = {
     "fp32": {},
     "bf16": {"dtype": torch.bfloat16},
@@ -167,10 +156,7 @@ def test_figures_are_what_the_decoded_tensors_say(name, dtype, option, small, tm
         assert 0 < row["steps"] <= budget
         # Up to a half may stay: steps are rounded down to quarter octaves, and one tensor cannot use its share.
         assert small or option != "archive" or row["steps"] > 0.55 * budget
-    assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt").failures
-    live = ckpt8.save(tree, tmp_path / "live.ckpt8", **OPTIONS[option])
-    assert [record.codec for record in live.storages] == [record.codec for record in manifest.storages]
-    assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
+    check_against(tmp_path, tree, manifest, OPTIONS[option])
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD, dampened", "SGD, Nesterov", "Lion", "Muon", "Muon, matched"])

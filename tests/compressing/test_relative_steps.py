@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from budget_kit import SMALL_TILE, as_chain, each_engine
+from budget_kit import OPTIONS, SMALL_TILE, as_chain, check_against, each_engine, random_run
 from resume_kit import same
 from step_kit import energies, second_moment
 from torch import nn
@@ -37,18 +37,11 @@ def optimizer_of(settings, params):
 
 def trained(settings="default", small=0, dtype=torch.float32, steps=12):
     """A checkpoint of random gradients of another size in each tensor; a row and an expert never have any."""
-    generator = torch.Generator().manual_seed(3)
     shapes = (*LARGE, ("bias", (64,)), *((f"small.{k}.weight", (5, 3 + k)) for k in range(small)))
-    weights = {key: nn.Parameter(torch.randn(shape, generator=generator) * 0.05) for key, shape in shapes}
-    for weight in weights.values():
-        weight.data = weight.data.to(dtype)
-    optimizer = optimizer_of(settings, list(weights.values()))
-    for _ in range(steps):
-        for k, weight in enumerate(weights.values()):
-            weight.grad = (torch.randn(weight.shape, generator=generator) * 10.0 ** (-k % 3 - 2)).to(dtype)
-        weights["up.weight"].grad[5] = 0
-        weights["experts"].grad[1] = 0
-        optimizer.step()
+    still = {"up.weight": 5, "experts": 1}
+    weights, [optimizer] = random_run(
+        shapes, lambda params: [optimizer_of(settings, params)], still, dtype=dtype, steps=steps
+    )
     return {"model": {key: weight.detach() for key, weight in weights.items()}, "optimizer": optimizer.state_dict()}
 
 
@@ -62,9 +55,6 @@ def in_float64(was, there):
         if bool(pair[0].isfinite().all()):
             total = [x + y for x, y in zip(total, energies("adafactor", group, state, state, pair), strict=True)]
     return math.sqrt(total[1] / total[0])
-
-
-OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15}, "5": {"budget": 5}}
 
 
 @pytest.mark.by_default(most=5)
@@ -103,9 +93,7 @@ def test_figures_are_what_the_decoded_tensors_say(settings, dtype, option, small
     for index, state in tree["optimizer"]["state"].items():
         assert same(state, back["optimizer"]["state"][index])
     assert not ckpt8.verify(tmp_path / "run.ckpt8", tmp_path / "run.pt", resume_steps=1).failures
-    live = ckpt8.save(tree, tmp_path / "live.ckpt8", **OPTIONS[option])
-    assert [record.codec for record in live.storages] == [record.codec for record in manifest.storages]
-    assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
+    check_against(tmp_path, tree, manifest, OPTIONS[option])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""Checkpoints whose moments are as a run makes them, for containers under a budget."""
+"""Checkpoints whose moments are as a run makes them, for containers under a budget; and what holds for all of these."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import ckpt8
 from ckpt8.compressing import lockstep
@@ -30,6 +31,36 @@ def run_of(shapes, seed=0, dtype=torch.float32):
         state[k] = {"step": torch.tensor(90.0), "exp_avg": m.to(dtype), "exp_avg_sq": v.to(dtype)}
     names = list(range(len(shapes)))
     return {"model": weights, "optimizer": {"state": state, "param_groups": [{**GROUP, "params": names}]}}
+
+
+OPTIONS = {"flash": {}, "archive": {"preset": "archive"}, ".15": {"budget": 0.15}, "5": {"budget": 5}}
+"""Options of compress by the name of a case."""
+
+
+def random_run(shapes, make, still, *, dtype=torch.float32, steps=12):
+    """Random weights of ``shapes`` by name, and the optimizers that ``make`` makes of them, after so many steps.
+
+    Each tensor has gradients of another size; the places in it that ``still`` has by its name have none.
+    """
+    generator = torch.Generator().manual_seed(3)
+    weights = {name: nn.Parameter((torch.randn(shape, generator=generator) * 0.05).to(dtype)) for name, shape in shapes}
+    optimizers = make(list(weights.values()))
+    for _ in range(steps):
+        for k, weight in enumerate(weights.values()):
+            weight.grad = (torch.randn(weight.shape, generator=generator) * 10.0 ** (-k % 3 - 2)).to(dtype)
+        for name, place in still.items():
+            weights[name].grad[place] = 0
+        for optimizer in optimizers:
+            optimizer.step()
+    return weights, optimizers
+
+
+def check_against(folder: Path, tree, manifest, options):
+    """``run.ckpt8`` in a folder holds against ``run.pt``; save makes of the tree what compress made of the file."""
+    assert not ckpt8.verify(folder / "run.ckpt8", folder / "run.pt").failures
+    live = ckpt8.save(tree, folder / "live.ckpt8", **options)
+    assert [record.codec for record in live.storages] == [record.codec for record in manifest.storages]
+    assert live.error_in_steps == pytest.approx(manifest.error_in_steps, rel=1e-9)
 
 
 def as_chain(make, folder: Path):
