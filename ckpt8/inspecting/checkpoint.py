@@ -13,6 +13,7 @@ from ckpt8.container.facts import FILE_ROLE, SKELETON_ROLE, codec_name
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.closing import without_collection
 from ckpt8.core.grouping import grouped
+from ckpt8.core.workers import Progress
 from ckpt8.inspecting.container import foreign_flags, names_of, origin_of
 from ckpt8.inspecting.facts import (
     layers_of,
@@ -23,7 +24,7 @@ from ckpt8.inspecting.facts import (
     whole_shapes,
 )
 from ckpt8.inspecting.prediction import plans_of, predict
-from ckpt8.inspecting.survey import Progress, survey
+from ckpt8.inspecting.survey import survey
 from ckpt8.inspecting.tensors import describe, open_any
 
 

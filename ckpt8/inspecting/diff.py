@@ -32,7 +32,18 @@ from ckpt8.core.text import counted, listed, size
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.inspecting.change import Change, measure
 from ckpt8.inspecting.container import read_json
-from ckpt8.inspecting.diff_sides import Equality, Found, Leaves, Side, Tensor, align, collect, make_sides, naming, text
+from ckpt8.inspecting.diff_sides import (
+    Collected,
+    Equality,
+    Leaves,
+    Side,
+    Tensor,
+    align,
+    collect,
+    make_sides,
+    naming,
+    text,
+)
 
 _LARGEST = 1 << 63
 _LONGEST_TEXT = 1000
@@ -426,7 +437,7 @@ def diff(
         return difference
 
 
-def _match_values(difference: Difference, mine: Found, theirs: Found) -> None:
+def _match_values(difference: Difference, mine: Collected, theirs: Collected) -> None:
     same = Equality()
     both, only_a, only_b = _split(mine.values, theirs.values)
     difference.values_only_a += only_a
@@ -442,7 +453,9 @@ def _split(a: Mapping[str, V], b: Mapping[str, V]) -> tuple[list[tuple[V, V]], l
     return both, [a[name] for name in a if name not in b], [b[name] for name in b if name not in a]
 
 
-def _compare_tensors(difference: Difference, mine: Found, theirs: Found, workers: Workers, progress: Progress) -> None:
+def _compare_tensors(
+    difference: Difference, mine: Collected, theirs: Collected, workers: Workers, progress: Progress
+) -> None:
     both, difference.tensors_only_a, difference.tensors_only_b = _split(mine.tensors, theirs.tensors)
     pairs = {
         k: make_pair(a, b)
@@ -497,9 +510,9 @@ def _same_bytes(a: Checkpoint, b: Checkpoint, progress: Progress) -> bool:
     return True
 
 
-def _json_values(path: str, tree: Any) -> Found:
+def _json_values(path: str, tree: Any) -> Collected:
     """The values of a JSON file, with paths below that of the file."""
     is_leaf, taken = Leaves(), dict[str, int]()
     nodes = ((place, node) for place, node in iter_nodes(tree, path, is_leaf) if is_leaf(node))
     names = ((unique_name(f"{path}:{format_path(place)}", taken), node) for place, node in nodes)
-    return Found(values={name: (name, node) for name, node in names})
+    return Collected(values={name: (name, node) for name, node in names})

@@ -445,7 +445,7 @@ class Tensor:
 
 
 @dataclass(slots=True)
-class Found:
+class Collected:
     """Tensors and values by their path in the first source, or by one that nothing has there.
 
     A value comes with its path in its own source.
@@ -474,12 +474,12 @@ class _Place:
         return _Place(self.own, names.get(key, self.name), owners.get(key, self.parameter))
 
 
-def collect(side: Side, naming: Naming, *, param_names: bool) -> Found:
+def collect(side: Side, naming: Naming, *, param_names: bool) -> Collected:
     """All tensors and values of a source. ``param_names`` False leaves out these lists of an optimizer's groups.
 
     Raises InputError for a tree that is too deep.
     """
-    collected, own, taken = Found(), dict[str, int](), dict[str, int]()
+    collected, own, taken = Collected(), dict[str, int](), dict[str, int]()
     ties: dict[tuple[object, ...], str] = {}
     universal = Universal((part.path, part.checkpoint) for part in side.parts)
     beside = cache(lambda: evident_weights(*(part.data.tree for part in side.parts)))

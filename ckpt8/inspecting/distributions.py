@@ -194,7 +194,7 @@ class Drawn:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DecodedPiece:
     """Elements of one storage: the original ones, if known, the decoded ones, and the parts that hold them."""
 
     index: int
@@ -210,7 +210,7 @@ def is_counted(spec: TensorSpec, codec: Codec) -> bool:
     return spec.role in ROLES and spec.dtype.is_plane_float and spec.numel > 0 and codec.copied is None
 
 
-def draw(pieces: Sequence[Piece], parameter: Parameter | None) -> Drawn:
+def draw(pieces: Sequence[DecodedPiece], parameter: Parameter | None) -> Drawn:
     """Count one unit: a weight, or the moments of ``parameter`` together with the update that they make."""
     drawn = Drawn(sum(piece.after.numel() for piece in pieces))
     for piece in pieces:
@@ -473,7 +473,7 @@ def _look_in_checkpoint(source: Bundle, lockstep: Lockstep, work: Work) -> Seen:
                 seen.errors.merge(lockstep.measure(unit, start, originals, parts))
         sides = zip(unit.streams, codecs, originals, decoded, parts, strict=True)
         pieces = [
-            Piece(
+            DecodedPiece(
                 stream.index,
                 stream.spec.role,
                 codec,
@@ -565,7 +565,7 @@ def _look_in_container(reader: Stored, source: Bundle | None, work: Work) -> See
     return Seen(UnitErrors(), draw(pieces, unit.parameter))
 
 
-def _piece(reader: Stored, source: Bundle | None, stream: Stream, chunk: int, windows: list[slice]) -> Piece:
+def _piece(reader: Stored, source: Bundle | None, stream: Stream, chunk: int, windows: list[slice]) -> DecodedPiece:
     spec = stream.chunk_spec(chunk)
     decoded = torch.empty(spec.numel, dtype=spec.dtype.torch, device="cpu")
     parts = as_tensors(reader.decode_chunk(stream.index, chunk, as_array(decoded)))
@@ -574,7 +574,7 @@ def _piece(reader: Stored, source: Bundle | None, stream: Stream, chunk: int, wi
         before = torch.cat([_original(source, stream, chunk, window) for window in windows])
     by_element = {name: part for name, part in parts.items() if len(part) == spec.numel}
     after, *seen = (torch.cat([part[window] for window in windows]) for part in (decoded, *by_element.values()))
-    return Piece(stream.index, spec.role, stream.codec, before, after, dict(zip(by_element, seen, strict=True)))
+    return DecodedPiece(stream.index, spec.role, stream.codec, before, after, dict(zip(by_element, seen, strict=True)))
 
 
 def _original(source: Bundle, stream: Stream, chunk: int, window: slice) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 ``read_container`` reads the head of a container, and the frames of a skeleton where step and loss stand in it.
 ``read_file`` and ``read_folder`` read what the reader of any other file says, without a value but the numbers of
-progress. ``Progress`` is the step, epoch and loss of a checkpoint, where a file states them.
+progress. ``TrainingProgress`` is the step, epoch and loss of a checkpoint, where a file states them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Number = Callable[[Components, TensorRef], float | None]
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """How far training was; None where nothing says it. ``loss`` is that of training.
 
     ``metric`` is what the framework chooses its best checkpoint by, ``score`` its value, and ``mode`` says whether the
@@ -82,7 +82,7 @@ class Progress:
     score: float | None = None
     best: tuple[str, ...] = ()
 
-    def complete(self, other: Progress) -> None:
+    def complete(self, other: TrainingProgress) -> None:
         """Take from ``other`` what is unknown."""
         fill_unknown(self, other, ("step", "epoch", "loss", "val_loss"))
         if self.metric is None:
@@ -107,11 +107,11 @@ def step_of(path: str, stated: int | None, counted: int | None) -> tuple[int | N
     return next(((step, source) for source, step in steps.items() if step is not None), (None, None))
 
 
-def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Progress:
+def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> TrainingProgress:
     """What stands at the top of a checkpoint, its step under one of ``keys``, and in callbacks of Lightning."""
     if not isinstance(tree, dict):
-        return Progress()
-    progress = Progress(
+        return TrainingProgress()
+    progress = TrainingProgress(
         _whole(_first(tree, keys, number)),
         first_number([tree], EPOCH_KEYS, whole=False),
         _first(tree, _LOSS_KEYS, number),
@@ -120,19 +120,23 @@ def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Progr
     for monitor in _monitors(tree, progress.step, number):
         if "loss" in (monitor.metric or "").lower():
             is_training = "train" in (monitor.metric or "").lower()
-            progress.complete(Progress(loss=monitor.score) if is_training else Progress(val_loss=monitor.score))
-        progress.complete(monitor if monitor.mode else Progress(best=monitor.best))
+            progress.complete(
+                TrainingProgress(loss=monitor.score) if is_training else TrainingProgress(val_loss=monitor.score)
+            )
+        progress.complete(monitor if monitor.mode else TrainingProgress(best=monitor.best))
     return progress
 
 
-def of_trainer_state(tree: Any, arguments: Any = None) -> Progress:
+def of_trainer_state(tree: Any, arguments: Any = None) -> TrainingProgress:
     """What Trainer's ``trainer_state.json`` says: the last losses of its log up to its step.
 
     ``arguments`` is the tree of ``training_args.bin`` beside it, which names the metric of the best checkpoint.
     """
     if not isinstance(tree, dict):
-        return Progress()
-    progress = Progress(_whole(_first(tree, STEP_KEYS, no_tensor)), first_number([tree], EPOCH_KEYS, whole=False))
+        return TrainingProgress()
+    progress = TrainingProgress(
+        _whole(_first(tree, STEP_KEYS, no_tensor)), first_number([tree], EPOCH_KEYS, whole=False)
+    )
     given = arguments.state if isinstance(arguments, Inert) and isinstance(arguments.state, dict) else {}
     metric, is_greater_better = given.get("metric_for_best_model"), given.get("greater_is_better")
     if isinstance(metric, str) and isinstance(is_greater_better, bool):
@@ -181,7 +185,7 @@ def _value(node: Any, path: Components, number: Number) -> float | None:
     return _finite(node)
 
 
-def _monitors(tree: Mapping[Any, Any], step: int | None, number: Number) -> Iterator[Progress]:
+def _monitors(tree: Mapping[Any, Any], step: int | None, number: Number) -> Iterator[TrainingProgress]:
     """What every ModelCheckpoint of Lightning monitors, with the score of this checkpoint, and which it calls best.
 
     A checkpoint that is none of the best has no score if their names tell their steps: ``current_score`` is then that
@@ -205,7 +209,7 @@ def _monitors(tree: Mapping[Any, Any], step: int | None, number: Number) -> Iter
             )
             mode = _MODE.search(str(key))
             path = state.get("best_model_path")
-            yield Progress(
+            yield TrainingProgress(
                 metric=metric,
                 mode=None if mode is None else "max" if mode[1] == "max" else "min",
                 score=first_known(values),
@@ -243,7 +247,7 @@ class Facts:
 
     format: str
     bytes: int
-    progress: Progress = field(default_factory=Progress)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     counted: int | None = None
     trains: bool = False
     original: str | None = None
@@ -287,7 +291,7 @@ def sum_of_errors(errors: Iterable[StepError | None]) -> StepError | None:
     return total if total.energy > 0 else None
 
 
-def _progress(reader: ContainerReader) -> Progress:
+def _progress(reader: ContainerReader) -> TrainingProgress:
     """What the tree of a single file says, or the state of Trainer in a directory."""
 
     def number(path: Components, _: TensorRef) -> float | None:
@@ -296,7 +300,7 @@ def _progress(reader: ContainerReader) -> Progress:
 
     if reader.manifest.directory is None:
         return of_tree(_tree(reader, 0), number)
-    progress, members = Progress(), reader.manifest.members
+    progress, members = TrainingProgress(), reader.manifest.members
     places = {_name(member.path): index for index, member in enumerate(members)}
     arguments = _tree(reader, places[TRAINER_ARGUMENTS]) if TRAINER_ARGUMENTS in places else None
     for index, member in enumerate(members):
@@ -368,7 +372,7 @@ def read_folder(path: Path, files: Sequence[str], *, needs_tensors: bool) -> Fac
             return None
         origin = origin_of(bundle)
         is_stated = origin["step_from"] == "file"
-        progress = Progress(origin["step"] if is_stated else None, origin["epoch"])
+        progress = TrainingProgress(origin["step"] if is_stated else None, origin["epoch"])
         trees = {_name(member.path): member.checkpoint.tree for member in members}
         for member in members:
             if _name(member.path) == TRAINER_STATE and member.checkpoint.format == FILE:

@@ -45,8 +45,8 @@ from ckpt8.core.text import counted, size
 from ckpt8.inspecting.heads import (
     Facts,
     Mode,
-    Progress,
     StepFrom,
+    TrainingProgress,
     fill_unknown,
     first_known,
     read_container,
@@ -76,21 +76,21 @@ class Place:
 
 
 @dataclass(slots=True)
-class Found:
+class RunFiles:
     """The checkpoints of a run, and the containers in folders of bases."""
 
     places: list[Place] = field(default_factory=list)
     bases: list[Path] = field(default_factory=list)
 
 
-def find(directory: Path) -> Found:
+def find(directory: Path) -> RunFiles:
     """All files below a directory that may be checkpoints. Raises InputError where it cannot be read."""
-    run = Found()
+    run = RunFiles()
     _visit(directory, "", run)
     return run
 
 
-def _visit(root: Path, above: str, into: Found) -> None:
+def _visit(root: Path, above: str, into: RunFiles) -> None:
     """Look into the folder ``above``, a path with slashes."""
     run, _, folder = above.rpartition("/")
     files, folders = _listed(root / above)
@@ -131,7 +131,7 @@ def _listed(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(files), sorted(folders)
 
 
-def _below(folder: Path, into: Found) -> Iterator[str]:
+def _below(folder: Path, into: RunFiles) -> Iterator[str]:
     """The paths of all files below the folder of one checkpoint, without those of bases."""
     waiting = [""]
     while waiting:
@@ -370,10 +370,14 @@ def _is_index(name: str) -> bool:
     return name == INDEX or is_part(name)
 
 
+_STATED = ("epoch", "loss", "val_loss", "metric", "mode", "score")
+"""What the files of a checkpoint say of the training, beside its step."""
+
+
 def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
     """Put together what the files say."""
     record, error = row.record, sum_of_errors(facts.error for facts in heads)
-    progress = Progress()
+    progress = TrainingProgress()
     for facts in heads:
         progress.complete(facts.progress)
         record.asked = record.asked or facts.asked
@@ -387,8 +391,7 @@ def _complete_row(row: Row, heads: Sequence[Facts], *, is_raw: bool) -> None:
     steps = None if error is None else step_figures(error)["steps"]
     record.steps = added(0.0 if record.asked == "lossless" else steps, earlier) if earlier else steps
     record.seal = row.seals[0] if len(row.seals) == 1 else None
-    record.epoch, record.loss, record.val_loss = progress.epoch, progress.loss, progress.val_loss
-    record.metric, record.mode, record.score = progress.metric, progress.mode, progress.score
+    fill_unknown(record, progress, _STATED)
     record.best = progress.best
     record.step, record.step_from = step_of(record.name, progress.step, first_known(facts.counted for facts in heads))
     if record.epoch is None:
@@ -462,7 +465,7 @@ def _join(container: Row, raw: Row) -> None:
     container.inodes |= raw.inodes
     if ours.step_from != "file" and theirs.step is not None:
         ours.step, ours.step_from = theirs.step, theirs.step_from
-    fill_unknown(ours, theirs, ("epoch", "loss", "val_loss", "metric", "mode", "score"))
+    fill_unknown(ours, theirs, _STATED)
 
 
 def _order(record: RunRecord) -> tuple[object, ...]:

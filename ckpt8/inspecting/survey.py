@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -54,6 +54,7 @@ from ckpt8.core.grouping import grouped
 from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType, Role
 from ckpt8.core.text import percent, size
+from ckpt8.core.workers import Progress
 from ckpt8.inspecting.facts import shown_names
 from ckpt8.inspecting.tensors import bits_of, budget, describe, open_any, windows
 
@@ -312,9 +313,6 @@ _MAX_ROWS = 1 << 24
 
 _MIN_TWIN = 32
 """The survey does not look for copies of weights with fewer elements than this."""
-
-Progress = Callable[[int], None]
-"""Called after each window with the number of its bytes."""
 
 
 def survey(

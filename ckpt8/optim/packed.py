@@ -121,7 +121,7 @@ def check_torch_arguments(given: Mapping[str, Any]) -> None:
             raise UsageError(f"{key}=True is not supported; {_UNSUPPORTED[key]}")
 
 
-Found = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
+StateContent = Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
 """Element type and shape of every entry of a saved state; None for an entry that is no tensor."""
 
 State = defaultdict[torch.Tensor, dict[str, Any]]
@@ -166,7 +166,7 @@ def _matched_group(current: Mapping[str, Any], given: Mapping[str, Any], rule_id
 def _matched_tensors(
     optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, given: Mapping[str, Any], what: str
 ) -> dict[str, torch.Tensor]:
-    content: Found = {
+    content: StateContent = {
         name: (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
         for name, value in given.items()
     }
@@ -178,13 +178,13 @@ def _matched_tensors(
     return state
 
 
-def exact_names(content: Found) -> set[str]:
+def exact_names(content: StateContent) -> set[str]:
     """The exact tensors of a state: moments under their own name, and a residual of 16 bits."""
     return {name for name, what in content.items() if name != "residual" or (what and what[0] == torch.int16)}
 
 
 def layout_problem(
-    optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, content: Found
+    optimizer: PackedOptimizer, group: dict[str, Any], param: torch.Tensor, content: StateContent
 ) -> str | None:
     """Why ``param`` cannot have a state of these element types and shapes, or None."""
     layout = optimizer.state_layout(group, param, exact_names(content))

@@ -476,7 +476,7 @@ class Report:
 def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str, Any] | None) -> str:
     """The whole document."""
     errors = facts["errors"] if facts["kind"] == "ckpt8" else distributions["errors"]
-    name = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"]
+    name, sample = facts["path"].rstrip("/").rpartition("/")[2] or facts["path"], distributions["sample"]
     sections = [
         f"<header><h1>{text(name)}</h1></header>",
         _verdict(facts),
@@ -488,7 +488,9 @@ def page(facts: dict[str, Any], distributions: dict[str, Any], replay: dict[str,
         value_section(distributions),
         code_section(distributions),
         worst_section(distributions),
-        _footer(distributions["sample"]),
+        f'<footer id="sample"><p>Histograms and codes were counted over {sample["elements"]:,} of {sample["of"]:,} '
+        f"values of weights and moments ({percent(sample['elements'], sample['of'])}): {text(sample['rule'])}.</p>"
+        f"<p>ckpt8 {text(__version__)}</p></footer>",
     ]
     return document(name, sections, {"facts": facts, "distributions": distributions, "replay": replay})
 
@@ -590,12 +592,4 @@ def _readiness(facts: dict[str, Any]) -> str:
         terms((row["label"], (row["line"].removeprefix(f"{row['label']}: "),)) for row in readiness["formats"]),
         table("formats", COLUMNS, [*format_rows(readiness["formats"])], words=("role",)),
         title and f"<h3>{text(title)}</h3>{bullets(map(prose, measured))}",
-    )
-
-
-def _footer(sample: dict[str, Any]) -> str:
-    return (
-        f'<footer id="sample"><p>Histograms and codes were counted over {sample["elements"]:,} of {sample["of"]:,} '
-        f"values of weights and moments ({percent(sample['elements'], sample['of'])}): {text(sample['rule'])}.</p>"
-        f"<p>ckpt8 {text(__version__)}</p></footer>"
     )
