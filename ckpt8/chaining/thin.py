@@ -161,7 +161,7 @@ class Thinner:
     A directory in a store is as it was listed. Raises InputError for one without a run or with several.
     """
 
-    def __init__(self, directory: Path, options: Options, tell: Callable[[str], object] = lambda _: None) -> None:
+    def __init__(self, directory: Path, options: Options, tell: Callable[[str], object]) -> None:
         self._directory, self._options, self._tell = directory, options, tell
         self._run = runs_in(directory)
         folders = list(dict.fromkeys(record.run for record in self._run))

@@ -127,7 +127,7 @@ def of_tree(tree: Any, number: Number, keys: Iterable[str] = STEP_KEYS) -> Train
     return progress
 
 
-def of_trainer_state(tree: Any, arguments: Any = None) -> TrainingProgress:
+def of_trainer_state(tree: Any, arguments: Any) -> TrainingProgress:
     """What Trainer's ``trainer_state.json`` says: the last losses of its log up to its step.
 
     ``arguments`` is the tree of ``training_args.bin`` beside it, which names the metric of the best checkpoint.

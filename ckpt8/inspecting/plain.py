@@ -65,7 +65,7 @@ def is_plain(path: Path) -> bool:
     return is_plain_file(path) or not is_meant_as_container(path)
 
 
-def check_plain(path: Path, original: Path | None, progress: Progress = lambda _: None) -> PlainChecks:
+def check_plain(path: Path, original: Path | None, progress: Progress) -> PlainChecks:
     """Read and check a file or directory.
 
     Raises InputError that names the first tensor that is damaged, UsageError where there is an ``original``.

@@ -168,7 +168,7 @@ def expect(path: Path, policies: Sequence[Policy], threads: int | None = None) -
         ]
 
 
-def expect_delta(path: Path, policy: Policy, base: Path, planned: Plan, threads: int | None = None) -> Expected | None:
+def expect_delta(path: Path, policy: Policy, base: Path, planned: Plan, threads: int | None) -> Expected | None:
     """What a checkpoint is expected to become as a difference to that at ``base``, which is ``planned``.
 
     None where that would hardly be smaller, and where the base has a NaN that its codec refuses. Raises as ``expect``.
@@ -194,7 +194,7 @@ def _expected(prediction: Prediction, plan: Plan, budget: Budget | None, workers
     return Expected(figures["bytes"], figures["steps"], plan)
 
 
-def predicted_bytes(path: Path, policy: Policy, threads: int | None = None) -> tuple[int, int]:
+def predicted_bytes(path: Path, policy: Policy, threads: int | None) -> tuple[int, int]:
     """The bytes of a checkpoint, and those that its container is expected to take without a base.
 
     Raises as ``compress`` for a source that is damaged or holds no tensors, and for rules.

@@ -436,7 +436,7 @@ def _flag(kind: str, name: str | Sequence[str], count: int, of: int, *, sampled:
     }
 
 
-def _tensor_flags(name: str, tally: Tally, parameter: str | None = None) -> Iterator[dict[str, Any]]:
+def _tensor_flags(name: str, tally: Tally, parameter: str | None) -> Iterator[dict[str, Any]]:
     """The flags of one tensor. For optimizer state, ``parameter`` names its parameter if that is known."""
     counts = tally.counts
     seen, sampled = counts["seen"], counts["seen"] < tally.numel

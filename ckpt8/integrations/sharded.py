@@ -177,7 +177,7 @@ def _parameters(model: Any, *, trained: bool) -> set[str]:
     return set(plain_names(name for name, parameter in parameters if parameter.requires_grad is trained).values())
 
 
-def load_optimizers(folder: Path, key: str, model: Any, optimizers: Any, *, threads: int | None = None) -> None:
+def load_optimizers(folder: Path, key: str, model: Any, optimizers: Any, *, threads: int | None) -> None:
     """Load the state under ``key`` into the optimizers of a model."""
     state = get_optimizer_state_dict(model, optimizers)
     set_optimizer_state_dict(model, optimizers, _read(folder, key, state, True, threads))

@@ -14,7 +14,7 @@ from ckpt8.inspecting.readiness import RAW, SCALED, snr, snr_text
 COLUMNS = ("format", "ideal", "role", "raw SNR", "over", "under", "sub", "scaled SNR", "over", "under", "sub")
 
 
-def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool = False) -> None:
+def show_readiness(console: Console, readiness: dict[str, Any], *, tensors: bool) -> None:
     """Print ``facts["readiness"]``, all of it printable text; ``tensors`` lists every tensor with its SNR."""
     console.print()
     say(console, "Low-precision readiness: the SNR of rounding to each format", style="bold")

@@ -327,8 +327,8 @@ def split_largest(
 def error_section(
     errors: dict[str, Any],
     distributions: dict[str, Any],
-    source: dict[str, Any] | None = None,
-    steps: dict[str, Any] | None = None,
+    source: dict[str, Any] | None,
+    steps: dict[str, Any] | None,
 ) -> str:
     """The measured errors; ``errors_from`` says on which elements.
 
