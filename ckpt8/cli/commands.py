@@ -293,9 +293,10 @@ def compress(
         is_remote = isinstance(output, RemotePath)
         if output is not None and not is_remote and os.path.isdir(output):  # noqa: PTH112 - no error for a long name
             output = output / target.name
-        (_preview_one if dry_run else _compress_one)(
-            src[0], output, output or target, options, remove=remove, force=force, as_json=as_json
-        )
+        if dry_run:
+            _preview_one(src[0], output or target, options, remove=remove, force=force, as_json=as_json)
+        else:
+            _compress_one(src[0], output, output or target, options, remove=remove, force=force, as_json=as_json)
     else:
         from ckpt8.chaining.chain import collected
         from ckpt8.chaining.jobs import Settings
@@ -344,9 +345,7 @@ def _compress_one(
         raise typer.Exit(finished.exit_code)
 
 
-def _preview_one(
-    src: Path, _: Path | None, target: Path, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool
-) -> None:
+def _preview_one(src: Path, target: Path, options: dict[str, Any], *, remove: bool, force: bool, as_json: bool) -> None:
     from ckpt8.chaining.chain import job_for
     from ckpt8.chaining.jobs import Job, Settings, finishing
     from ckpt8.cli.jobs import run_jobs

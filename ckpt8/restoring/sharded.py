@@ -48,10 +48,7 @@ def restore_directory(
 
     Raises InputError for damage, OutputError for the target, UsageError without one.
     """
-    if target is None:
-        raise UsageError(f"{source}: is a directory of containers; give another for the plain checkpoint, with -o DIR")
-    path = as_path(target)
-    refuse_source(path, source)
+    path = plain_target(source, target, "the plain checkpoint")
     with JoinedReader(source) as joined, Workers(threads) as workers:
         files = ShardedFiles(joined, workers)
         members = files.members()
@@ -70,6 +67,15 @@ def restore_directory(
 
         replaced = write_plain(path, source, joined.index, checkpoints, tensor_of, files.value, progress, force=force)
         return Restored(path=path, original=source.resolve().name, other_name=None, replaced=replaced)
+
+
+def plain_target(source: Path, target: str | os.PathLike[str] | None, what: str) -> Path:
+    """Where a plain directory goes. Raises UsageError without a target for ``what``, OutputError for the source."""
+    if target is None:
+        raise UsageError(f"{source}: is a directory of containers; give another for {what}, with -o DIR")
+    path = as_path(target)
+    refuse_source(path, source)
+    return path
 
 
 class _SliceFile:

@@ -19,15 +19,13 @@ from ckpt8.container.decoding import decode_tensor
 from ckpt8.container.frames import FRAME
 from ckpt8.container.joined import JoinedReader, slice_problem
 from ckpt8.container.sharded import INDEX, GlobalTensor, Place, ShardedIndex, Slice
-from ckpt8.core.errors import InputError, UsageError
-from ckpt8.core.files.atomic import refuse_source
-from ckpt8.core.files.paths import as_path
+from ckpt8.core.errors import InputError
 from ckpt8.core.tensors import DType
 from ckpt8.core.text import box_text, counted, listed
 from ckpt8.core.workers import Progress, Workers
 from ckpt8.restoring.members import Restored
 from ckpt8.restoring.salvage import find_lost, lost_elements
-from ckpt8.restoring.sharded import write_plain
+from ckpt8.restoring.sharded import plain_target, write_plain
 
 _SHOWN = 3
 """Slices of one tensor in a file, and files, that a line tells; the JSON has them all."""
@@ -160,10 +158,7 @@ def salvage_directory(
 
     Raises InputError where nothing is, OutputError for the target, UsageError without one.
     """
-    if target is None:
-        raise UsageError(f"{source}: is a directory of containers; give another for what is whole, with -o DIR")
-    path = as_path(target)
-    refuse_source(path, source)
+    path = plain_target(source, target, "what is whole")
     try:
         joined = JoinedReader(source, strict=False)
     except InputError as exc:

@@ -127,6 +127,16 @@ def given_companion(what: str, live: Any, at: str | None) -> Companion | None:
 
 
 @contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """For a block in which an object takes its state. Raises ResumeError that begins with ``what`` where it fails."""
+    try:
+        yield
+    except Exception as exc:
+        reason = (str(exc).splitlines() or [""])[0]
+        raise ResumeError(f"{what}: {reason}; nothing was changed") from exc
+
+
+@contextmanager
 def loaded(companions: Sequence[Companion], path: object) -> Iterator[None]:
     """Load the companions that have an entry; on an error there or in the block, give back their old states.
 
@@ -137,11 +147,8 @@ def loaded(companions: Sequence[Companion], path: object) -> Iterator[None]:
             if one.node is None:
                 continue
             undone.callback(one.undo, copy.deepcopy(one.live.state_dict()), dict(getattr(one.live, "__dict__", {})))
-            try:
+            with _refusing(f"{path}: {one.what} refuses its entry"):
                 one.live.load_state_dict(one.value)
-            except Exception as exc:
-                reason = (str(exc).splitlines() or [""])[0]
-                raise ResumeError(f"{path}: {one.what} refuses its entry: {reason}; nothing was changed") from exc
         yield
         undone.pop_all()
 
@@ -157,11 +164,8 @@ def extra_states(label: str, model: nn.Module, states: Mapping[str, Any], path: 
     with ExitStack() as undone:
         for name, module in modules.items():
             undone.callback(_give_back, module, copy.deepcopy(module.get_extra_state()))
-            try:
+            with _refusing(f"{path}: {label} refuses {name}"):
                 module.set_extra_state(copy.deepcopy(states[name]))
-            except Exception as exc:
-                reason = (str(exc).splitlines() or [""])[0]
-                raise ResumeError(f"{path}: {label} refuses {name}: {reason}; nothing was changed") from exc
         yield
         undone.pop_all()
     for name, module in modules.items():
