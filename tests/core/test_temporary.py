@@ -1,7 +1,8 @@
-"""Temporary directories go, also where an interrupt comes at the moment that they are made."""
+"""Temporary directories go, also where an interrupt comes at the moment that they are made; files get their room."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,10 +10,11 @@ import tempfile
 import threading
 
 import pytest
+from disk_kit import longest_file
 
 from ckpt8.cli.bench.probe import run_child
 from ckpt8.core.closing import deferred
-from ckpt8.core.files.atomic import temporary_directory
+from ckpt8.core.files.atomic import allocate, temporary_directory
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -31,6 +33,19 @@ def number(request):
     before = signal.signal(request.param, strike)
     yield request.param
     signal.signal(request.param, before)
+
+
+@posix
+def test_a_file_has_its_room_before_it_is_written(tmp_path):
+    with (tmp_path / "file").open("w+b") as file:
+        with longest_file(1000), pytest.raises(OSError, match="too large"):
+            allocate(file.fileno(), 1 << 20)
+        allocate(file.fileno(), 1 << 20)
+        taken = os.fstat(file.fileno())
+        assert taken.st_size == 1 << 20
+        assert taken.st_blocks * 512 >= 1 << 20
+        allocate(file.fileno(), 0)
+        assert file.read() == b""
 
 
 def test_a_directory_is_there_within_the_block_only(tmp_path):
