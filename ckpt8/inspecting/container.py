@@ -327,9 +327,10 @@ def origin_of(source: Bundle) -> dict[str, Any]:
     from its others: the path of its state, the number of parameters, and the options with plain values. In a directory
     with checkpoints of several programs the first five are None, and ``origins`` has them for each ``path``.
     """
-    origins = [] if source.directory is None else _origins(source)
+    folders = frameworks_by_folder([member.path for member in source.members])
+    origins = [] if source.directory is None else _origins(source, folders)
     several = len({row["framework"] for row in origins} - {None}) > 1
-    frameworks = set(frameworks_by_folder([member.path for member in source.members]).values())
+    frameworks = set(folders.values())
     framework = frameworks.pop() if len(frameworks) == 1 and not several else None
     one = _origin(source, [] if several else source.members, framework, in_directory=source.directory is not None)
     return {
@@ -339,9 +340,8 @@ def origin_of(source: Bundle) -> dict[str, Any]:
     }
 
 
-def _origins(source: Bundle) -> list[dict[str, Any]]:
-    """The origin of every folder with files of one program, and of every other member with tensors."""
-    folders = frameworks_by_folder([member.path for member in source.members])
+def _origins(source: Bundle, folders: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The origin of every one of ``folders``, with files of one program, and of every other member with tensors."""
     rest = []
     rows = {}
     for member in source.members:
