@@ -10,6 +10,7 @@ from ckpt8 import __version__
 from ckpt8.cli.guard import is_verbose
 from ckpt8.cli.show.charts import (
     TWO_BARS,
+    Axis,
     charts,
     close_axis,
     document,
@@ -179,10 +180,7 @@ def _sizes(rows: Sequence[Row], entries: list[tuple[str, str]]) -> Iterator[str]
             curves.append((css, sorted(points)))
             entries.append((f"dot {css}", _WORDS[kind]))
     if known:
-        axis = log_axis(
-            [checkpoint["stored_bytes"] for checkpoint in known],
-            lambda exponent: size(10**exponent).replace(".00", ""),
-        )
+        axis = _size_axis([checkpoint["stored_bytes"] for checkpoint in known])
         yield _figure("sizes", "Size", over_steps(curves, "size", axis, joined=False), len(known))
 
 
@@ -193,8 +191,12 @@ def _room(rows: Sequence[Row]) -> Iterator[str]:
         taken += checkpoint["stored_bytes"] + checkpoint["raw_bytes"]
         points.append(_point(checkpoint, taken, f"{size(taken)} up to here"))
     if len(points) > 1:
-        axis = log_axis([value for _, value, _ in points], lambda exponent: size(10**exponent).replace(".00", ""))
+        axis = _size_axis([value for _, value, _ in points])
         yield _figure("room", "Room over time", over_steps([("weight", points)], "room", axis), len(points))
+
+
+def _size_axis(values: Sequence[float]) -> Axis:
+    return log_axis(values, lambda exponent: size(10**exponent).replace(".00", ""))
 
 
 def _point(checkpoint: Row, value: float, words: str) -> Point:
