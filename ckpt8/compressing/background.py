@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ckpt8.container.manifest import Manifest
 from ckpt8.core.errors import UsageError
 from ckpt8.core.files.source_file import resolved
 from ckpt8.core.summary import Summarised
+
+T = TypeVar("T")
 
 _lock = threading.RLock()
 """Reentrant: the garbage collector may call ``Job.drop`` while the same thread holds the lock."""
@@ -47,6 +49,11 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def in_thread(work: Callable[[], T]) -> futures.Future[T]:
+    """Begin ``work`` in a thread of its own, for which the interpreter waits before it exits."""
+    return _threads.submit(work)
 
 
 class Unsaved(Protocol):
@@ -83,7 +90,7 @@ class Job:
             self.go()
             self._run()
             return
-        _threads.submit(self._run)
+        in_thread(self._run)
         self.go()
 
     def go(self) -> None:

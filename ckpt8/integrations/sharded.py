@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckpt8.checkpoint.meaning.parameter_names import plain_names
 from ckpt8.checkpoint.sources.snapshot import give_back
+from ckpt8.compressing.background import in_thread
 from ckpt8.container.header import is_container
 from ckpt8.container.joined import read_index
 from ckpt8.container.kept_bases import remove_container
@@ -38,6 +39,7 @@ from ckpt8.core.files.atomic import AtomicFile, remove, replace_directory
 from ckpt8.core.public import checked
 from ckpt8.integrations import removing
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
+from ckpt8.integrations.dcp.staging import Staged
 from ckpt8.restoring.restore import restore
 
 
@@ -98,10 +100,12 @@ class LaterSave:
         group = _group_of_threads(dist.group.WORLD) if dist.is_initialized() else None
         if group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the thread says so, at any time
-        packed: Any = state_dict_saver.async_save(
-            state, storage_writer=writer, planner=Ckpt8SavePlanner(), no_dist=group is None, process_group=group
-        )
+        staged = Staged(state)
         saved = self._saved = Future()
+
+        def pack() -> None:
+            how: Any = {"no_dist": group is None, "process_group": group}
+            state_dict_saver.save(staged.state(), storage_writer=writer, planner=Ckpt8SavePlanner(), **how)
 
         def finish(packed: Future[Any]) -> None:
             try:
@@ -112,7 +116,7 @@ class LaterSave:
             else:
                 saved.set_result(None)
 
-        packed.add_done_callback(finish)
+        in_thread(pack).add_done_callback(finish)
 
     def wait(self) -> None:
         """Wait for the save, if any. Raises what it raises."""

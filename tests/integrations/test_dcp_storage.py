@@ -35,7 +35,7 @@ from ckpt8.core.files.atomic import partial_path
 from ckpt8.inspecting.checkpoint import inspect_checkpoint
 from ckpt8.integrations.dcp import Ckpt8SavePlanner, Ckpt8StorageReader, Ckpt8StorageWriter
 from ckpt8.integrations.dcp.sharing import compress_share
-from ckpt8.integrations.dcp.staging import staged
+from ckpt8.integrations.dcp.staging import Staged
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -507,7 +507,7 @@ def test_a_staged_state_is_a_copy_whatever_it_holds():
         places = [ShardMetadata([at, 0], [40, 100], f"rank:{rank}/cpu") for rank, at in enumerate((0, 40))]
         whole = ShardedTensorMetadata(places, torch.Size([80, 100]), TensorProperties(dtype=own.dtype))
         held = ShardedTensorBase._init_from_local_shards_and_global_metadata([LocalShard(own, places[0])], whole)
-        before, copied = copy.deepcopy(state), staged({**state, "fsdp1": held})
+        before, copied = copy.deepcopy(state), Staged({**state, "fsdp1": held}).state()
         for tensor in (own, weight, state["conj"], state["s"]._values()):
             tensor.zero_()
         state["args"].seeds.clear()

@@ -50,14 +50,22 @@ class _Staging(Walk):
         return cast("dict[str, Any]", self._stager.stage({"": node}))[""]
 
 
-def staged(state: dict[str, Any]) -> dict[str, Any]:
+class Staged:
     """A copy of a state dict whose tensors are on the CPU. Raises MemoryError."""
-    copies: list[torch.UntypedStorage] = []
-    with closing(DefaultStager(StagingOptions(False, False, False, False))) as stager, torch.no_grad():
-        walk = _Staging(copies, stager)
-        copy = walk.copy(state)
-    copies += Copies(walk.storages).storages()
-    return cast("dict[str, Any]", _with_tensors(copy, {}))
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._copies: list[torch.UntypedStorage] = []
+        with closing(DefaultStager(StagingOptions(False, False, False, False))) as stager, torch.no_grad():
+            walk = _Staging(self._copies, stager)
+            self._copy = walk.copy(state)
+        self._taken = Copies(walk.storages)
+
+    def state(self) -> dict[str, Any]:
+        """The state dict, once: only its tensors hold the memory then."""
+        self._copies += self._taken.storages()
+        state = cast("dict[str, Any]", _with_tensors(self._copy, {}))
+        del self._copy, self._taken, self._copies
+        return state
 
 
 def _with_tensors(node: Any, made: dict[int, Any]) -> Any:

@@ -92,7 +92,7 @@ from ckpt8.core.workers import Workers, threads_of_rank
 from ckpt8.integrations import directory_path, is_local
 from ckpt8.integrations.dcp.planner import Ckpt8SavePlanner, count_parted, local_tensors
 from ckpt8.integrations.dcp.rank_file import Naming, RankPlan, without_copies
-from ckpt8.integrations.dcp.staging import staged
+from ckpt8.integrations.dcp.staging import Staged
 
 _begun: Counter[Path] = Counter()
 """How many saves this process has begun in each directory."""
@@ -260,7 +260,7 @@ class Ckpt8StorageWriter(InDirectory, StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of a state dict on the CPU, see ``ckpt8.save``. Raises MemoryError."""
-        return staged(state_dict)
+        return Staged(state_dict).state()
 
     def synchronize_staging(self) -> None:
         """Nothing: a copy is complete when ``stage`` returns."""
