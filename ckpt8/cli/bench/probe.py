@@ -219,9 +219,9 @@ def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
     The time of a save in the background, which returns a handle, is how long its caller waits.
     ``output_bytes`` is the size of the output, which is removed unless the job says ``keep``; None without output.
     """
+    operations: dict[str, Operation] = import_module(module).OPERATIONS
     target = Path(job["target"])
-    prepare: Operation = import_module(module).OPERATIONS[job["name"]]
-    run = prepare(Job(Source(**job["source"]), Path(job["container"]), target, job["threads"]))
+    run = operations[job["name"]](Job(Source(**job["source"]), Path(job["container"]), target, job["threads"]))
     start = time.perf_counter()
     kept = run()
     seconds = time.perf_counter() - start
