@@ -542,8 +542,8 @@ def temporary_directory(prefix: str, where: Path | None = None) -> Iterator[Path
             remove(path)
 
 
-PIECE = 1 << 22
-"""Bytes for each call: after each one the interpreter's lock has to be had again."""
+PIECE = 1 << 20
+"""Bytes for each call. Larger writes take up to twice as long: the system then looks for large pages."""
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
