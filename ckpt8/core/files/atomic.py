@@ -389,15 +389,18 @@ def sync_directory(path: Path) -> None:
 
 def _renameat2(old: Path, new: Path, flags: int) -> bool:
     """Call renameat2; False if the system has no such call or the file system no such flag. Raises OSError."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    code = _errno_of("renameat2", _AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags)
+    if code not in (0, *_UNSUPPORTED):
+        raise OSError(code, os.strerror(code), str(old), None, str(new))
+    return code == 0
+
+
+def _errno_of(name: str, *arguments: object) -> int:
+    """Call a function of the system: 0, or the number of its error; ENOSYS where the system has none of that name."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is None:
-        return False
-    if function(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in _UNSUPPORTED:
-        return False
-    raise OSError(code, os.strerror(code), str(old), None, str(new))
+        return errno.ENOSYS
+    return ctypes.get_errno() if function(*arguments) else 0
 
 
 def rename_new(old: Path, new: Path) -> None:
@@ -559,11 +562,9 @@ def allocate(descriptor: int, nbytes: int) -> None:
     """
     os.ftruncate(descriptor, nbytes)
     # Not posix_fallocate, which writes all over the file where the file system cannot.
-    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if function is not None and function(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
-        code = ctypes.get_errno()
-        if code in _NO_ROOM:
-            raise OSError(code, os.strerror(code))
+    code = _errno_of("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    if code in _NO_ROOM:
+        raise OSError(code, os.strerror(code))
 
 
 def write_at(descriptor: int, view: memoryview, offset: int) -> None:
